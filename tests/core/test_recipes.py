@@ -114,7 +114,7 @@ def test_what_must_be_alike_is_looked_at() -> None:
         both, Box((0,), (1,)), lambda key, box: values[key[1]][slices(box)], torch.float32
     ).tolist() == [1.0]
     with pytest.raises(
-        FormatError, match="number 1 of the 2 tensors that become one differs from the first"
+        FormatError, match="tensor 1 of 2 that are merged into one differs from the first"
     ):
         materialize(
             both, Box((0,), (2,)), lambda key, box: values[key[1]][slices(box)], torch.float32

@@ -186,7 +186,7 @@ def test_steps_that_are_numbers_are_not_left_out(tmp_path: Path) -> None:
         assert len(found) == len(list(view["model"]))
         assert all(torch.equal(one, torch.tensor(7.0)) for one in found.values())
     path = with_scalars(state, tmp_path / "b.pt", step=lambda number: number, other={})
-    with pytest.raises(uc.FormatError, match=r"is made of parameters that have steps \["):
+    with pytest.raises(uc.FormatError, match=r"merges parameters with steps \["):
         view_of(path, config)
     path = with_scalars(state, tmp_path / "d.pt", step=lambda _: 7, other={"rounds": 3})
     with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*/rounds"):
@@ -214,7 +214,7 @@ def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*model:model.extra"):
         view_of(tmp_path / "more", config)
     uc.save(tmp_path / "other", model={**state, "model.norm.weight": torch.ones(3)})
-    with pytest.raises(uc.FormatError, match=r"model.norm.weight has shape \(3,\), needed \(64,\)"):
+    with pytest.raises(uc.FormatError, match=r"model.norm.weight: got shape \(3,\), expected \(64,\)"):
         view_of(tmp_path / "other", config)
     uc.save(
         tmp_path / "mixed",
@@ -224,7 +224,7 @@ def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:
         },
     )
     with pytest.raises(
-        uc.FormatError, match=r"tensors that are stacked have dtypes BF16, F32; needed one"
+        uc.FormatError, match=r"got stacked tensors of dtypes BF16, F32, expected one"
     ):
         view_of(tmp_path / "mixed", config)
     uc.save(tmp_path / "odd", model=state, optimizer={"model.norm.weight/momentum": torch.ones(64)})
@@ -239,6 +239,6 @@ def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(
         uc.IncompleteError,
-        match=r"optimizer:model.layers.0.input_layernorm.weight/exp_avg: nothing holds box",
+        match=r"optimizer:model.layers.0.input_layernorm.weight/exp_avg: no shard has box",
     ):
         view_of(tmp_path / "part", config)

@@ -154,11 +154,11 @@ def test_a_job_of_torch_s_is_written_and_read_back(tmp_path: Path) -> None:
     [
         (
             lambda p, lr: torch.optim.AdamW(p, lr=lr, amsgrad=True),
-            "max_exp_avg_sq: is optimizer state that Paddle has not",
+            "max_exp_avg_sq: is optimizer state that Paddle does not have",
         ),
         (
             lambda p, lr: torch.optim.Adagrad(p, lr=lr),
-            "sum: is optimizer state that Paddle has not",
+            "sum: is optimizer state that Paddle does not have",
         ),
     ],
 )
@@ -175,7 +175,7 @@ def test_what_cannot_be_named_or_turned_for_certain_is_refused(tmp_path: Path) -
     uc.save(tmp_path / "ours", model={"mixer.weight": torch.zeros(4, 4)})
     with pytest.raises(uc.FormatError, match=r"mixer.weight: has shape \(4, 4\), and by its name"):
         written(tmp_path / "ours", tmp_path / "theirs", FIXTURES / "single_bf16")
-    with pytest.raises(uc.FormatError, match=r"needed options\.config"):
+    with pytest.raises(uc.FormatError, match=r"set SourceOptions\(config="):
         write_paddle(
             open_source(str(tmp_path / "ours")),
             str(tmp_path / "theirs"),
@@ -187,10 +187,10 @@ def test_what_cannot_be_named_or_turned_for_certain_is_refused(tmp_path: Path) -
         model={"model.norm.weight": torch.zeros(32)},
         parts={"ema": {"model.norm.weight": torch.zeros(32)}},
     )
-    with pytest.raises(uc.FormatError, match=r"the source has(.|\n)*ema"):
+    with pytest.raises(uc.FormatError, match=r"expected parts model(.|\n)*ema"):
         written(tmp_path / "parts", tmp_path / "theirs", FIXTURES / "single_bf16")
     uc.save(tmp_path / "double", model={"model.norm.weight": torch.zeros(32, dtype=torch.float64)})
-    with pytest.raises(uc.FormatError, match=r"norm\.weight: has dtype F64; needed BF16, F16, F32"):
+    with pytest.raises(uc.FormatError, match=r"norm\.weight: got dtype F64, expected BF16, F16, F32"):
         written(tmp_path / "double", tmp_path / "theirs", FIXTURES / "single_bf16")
     other = copied("single_bf16", tmp_path / "other")
     changed(other, "config.json", hidden_size=64, head_dim=8)
@@ -202,7 +202,7 @@ def test_what_cannot_be_named_or_turned_for_certain_is_refused(tmp_path: Path) -
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "mine").write_text("kept")
-    with pytest.raises(uc.StorageError, match="exists; needed a free name"):
+    with pytest.raises(uc.StorageError, match="exists; choose another name"):
         written(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
     assert [path.name for path in tmp_path.rglob("*")] == ["theirs", "mine"]
 
@@ -223,7 +223,7 @@ def test_what_was_written_wrong_is_found_and_has_no_name(
     monkeypatch.setattr(paddle_write, "read_box", wrong)
     with pytest.raises(
         uc.IntegrityError,
-        match=r"what was written is not what the source has(.|\n)*lm_head.weight: 1 elements",
+        match=r"what was written differs from the source(.|\n)*lm_head.weight: 1 elements",
     ):
         written(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
     assert list(tmp_path.iterdir()) == []

@@ -71,7 +71,7 @@ MISSING = [
     ("full", "pytorch_model_fsdp.bin", r"holds no weights"),
     ("ranks", "pytorch_model_fsdp_0_rank1.bin", r"is of 2 ranks; files are there of 1"),
     ("ranks", "optimizer_0_rank0.bin", r"optimizer_0_rank0.bin"),
-    ("hfdcp", "shard-00001-model-00001-of-00002.safetensors", r"nothing holds box \(0, 0\)"),
+    ("hfdcp", "shard-00001-model-00001-of-00002.safetensors", r"no shard has box \(0, 0\)"),
     ("hfdcp", "shard-00002-model-00002-of-00002.safetensors", r"target differ"),
     ("lightning.ckpt", "__0_0.distcp", r"__0_0.distcp: is missing"),
     ("sharded", "random_states_0.pkl", r"random states of rank 0 are missing"),

@@ -88,7 +88,7 @@ WRONG: list[tuple[str, Callable[[], ShardedTensor], type[Exception], str]] = [
         "a gap",
         lambda: sharded_tensor(torch.float32, (4,), [fragment(torch.ones(4), Box((0,), (3,)))]),
         IncompleteError,
-        r"nothing holds box \(3,\)",
+        r"no shard has box \(3,\)",
     ),
     (
         "an overlap",
@@ -106,13 +106,13 @@ WRONG: list[tuple[str, Callable[[], ShardedTensor], type[Exception], str]] = [
             torch.float32, (4,), [TensorShard(Box((2,), (3,)), lambda: torch.ones(3), "file")]
         ),
         FormatError,
-        "file: has box",
+        "file: got box",
     ),
     (
         "another grid",
         lambda: sharded_tensor(torch.float32, (4,), [], box_shape=(5,)),
         FormatError,
-        "needed the elements of",
+        "expected the elements of",
     ),
 ]
 
@@ -131,7 +131,7 @@ def test_a_fragment_that_is_not_what_was_said_is_refused_when_it_is_read() -> No
     one = sharded_tensor(
         torch.float32, (4,), [TensorShard(Box((0,), (4,)), lambda: torch.ones(5), "shard-3.pt")]
     )
-    with pytest.raises(FormatError, match=r"shard-3.pt: a fragment of model:w has shape \(5,\)"):
+    with pytest.raises(FormatError, match=r"shard-3.pt: got a shard of model:w with shape \(5,\)"):
         ShardedSource("folder", {KEY: one}, format="test", metadata=SourceMetadata()).read(
             *KEY, Box((0,), (4,))
         )

@@ -122,12 +122,12 @@ def test_groups_of_layers_that_differ(tmp_path: Path) -> None:
             assert uc.engine.source.view.SourceView(again)["model"][name][...].equal(tensor)
         with pytest.raises(
             FormatError,
-            match="h: has 6 layers; needed a multiple of the period, 4: the last group has 2",
+            match="h: got 6 layers, expected a multiple of the period, 4",
         ):
             stack_layers(opened.source, period=4)
         with pytest.raises(
             FormatError,
-            match=r"model:h.1.w: is F32 of shape \(3, 3\); layer 0 has F32 of shape \(2, 3\)",
+            match=r"model:h.1.w: got F32 of shape \(3, 3\), expected F32 of shape \(2, 3\) as in layer 0",
         ):
             stack_layers(opened.source)
 
@@ -142,15 +142,15 @@ def test_a_stacked_tensor_taken_apart_again_has_the_stored_digests(tmp_path: Pat
 
 
 WRONG = [
-    ({"h.0.w": (2,), "h.1.w": (2,), "h.1.b": (2,)}, "h.1.b: layer 0 has none"),
-    ({"h.0.w": (2,), "h.0.b": (2,), "h.1.w": (2,)}, "h.1.b: is missing; layer 0 has one"),
-    ({"h.0.w": (2,), "h.2.w": (2,)}, "h: has layers 0, 2; needed all from 0 on"),
+    ({"h.0.w": (2,), "h.1.w": (2,), "h.1.b": (2,)}, "h.1.b: layer 0 lacks this tensor"),
+    ({"h.0.w": (2,), "h.0.b": (2,), "h.1.w": (2,)}, "h.1.b: is missing; layer 0 has it"),
+    ({"h.0.w": (2,), "h.2.w": (2,)}, "h: got layers 0, 2, expected all from 0"),
     (
         {"h.0.w": (2,), "h.1.w": (3,)},
-        r"model:h.1.w: is F32 of shape \(3,\); layer 0 has F32 of shape \(2,\)",
+        r"model:h.1.w: got F32 of shape \(3,\), expected F32 of shape \(2,\) as in layer 0",
     ),
-    ({"w": (2,)}, "no tensor has the number of a layer in its name"),
-    ({"h.0.w": (2,), "h.w": (2,)}, "model:h.w: becomes the name of model:h.w and of model:h.0.w"),
+    ({"w": (2,)}, "no tensor name contains a layer number"),
+    ({"h.0.w": (2,), "h.w": (2,)}, "model:h.w: is the new name of model:h.w and of model:h.0.w"),
 ]
 
 
@@ -174,10 +174,10 @@ def test_stacks_of_unlike_heights_are_refused_by_name(tmp_path: Path) -> None:
         model={name: torch.ones(shape) for name, shape in shapes.items()},
         options=QUICK,
     )
-    with pytest.raises(FormatError, match=r"h.b: has 2 layers along dim 0; h has 3"):
+    with pytest.raises(FormatError, match=r"h.b: got 2 layers along dim 0, expected 3 as in the rest of h"):
         uc.open(tmp_path / "c", options=SourceOptions(layers="unstacked"))
-    with pytest.raises(FormatError, match=r"needed a dim 2"):
+    with pytest.raises(FormatError, match=r"expected a dim 2"):
         uc.open(tmp_path / "c", options=SourceOptions(layers="unstacked", layer_dim=2))
     uc.save(tmp_path / "d", model={"o": torch.ones(2)}, options=QUICK)
-    with pytest.raises(FormatError, match=r"no name has a part layers or"):
+    with pytest.raises(FormatError, match=r"no tensor name contains layers or"):
         uc.open(tmp_path / "d", options=SourceOptions(layers="unstacked"))

@@ -82,10 +82,10 @@ REFUSED: list[tuple[str, type[Exception], str]] = [
     (
         "s:none",
         NotFoundError,
-        "tests.support.conversionss:none: there is no module tests.support.conversionss",
+        "tests.support.conversionss:none: cannot import module tests.support.conversionss",
     ),
-    (":no_dict", FormatError, r"gives a list; needed {part: {name: tensor}}"),
-    (":no_tensor", FormatError, "model:w: is a str; needed a tensor"),
+    (":no_dict", FormatError, r"returned a list, expected {part: {name: tensor}}"),
+    (":no_tensor", FormatError, "model:w: got a str, expected a torch tensor"),
     (":raises", ArithmeticError, "of mine"),
 ]
 
@@ -99,7 +99,7 @@ def test_functions_that_are_not_there_or_give_no_tensors(
 
 
 def test_no_function_is_named(folder: Path) -> None:
-    with pytest.raises(FormatError, match=r"names no function; needed package.module:function"):
+    with pytest.raises(FormatError, match=r"got no function name, expected package.module:function"):
         uc.open(folder, options=SourceOptions(conversion_fn="fn"))
 
 
@@ -108,7 +108,7 @@ def test_a_function_that_gives_another_shape_than_it_said_spoils_nothing_quietly
 ) -> None:
     target = torch.zeros(1, 1)
     with pytest.raises(
-        CheckpointError, match=r"model:w: has shape \(3, 4\) and torch.float32; needed \(1, 1\)"
+        CheckpointError, match=r"model:w: got shape \(3, 4\) and torch.float32, expected \(1, 1\)"
     ):
         uc.load(folder, model={"w": target}, options=LoadOptions(source=options(":lying")))
     assert not target.any()

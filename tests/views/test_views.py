@@ -162,7 +162,7 @@ def test_every_dtype_is_turned_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     target = torch.zeros(10, 6 * kind.itemsize, dtype=torch.uint8).view(kind)
     options = through(tmp_path / "r.toml", TURN)
     if dtype == "F4":
-        with pytest.raises(uc.FormatError, match="dtype F4, two elements in a byte"):
+        with pytest.raises(uc.FormatError, match="dtype F4 has two elements in a byte"):
             uc.load(tmp_path / "c", model={"v": target}, options=options)
         return
     uc.load(tmp_path / "c", model={"v": target}, options=options)

@@ -1,1 +1,1 @@
-"""Writing what was read: anew as ours, or in a format of others."""
+"""A Source into another format, and `convert`. Knows nothing of live state."""

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint in any format that is read, to any that is written."""
+"""`convert`: from any format that can be read to any format that can be written."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 _LOG = logging.getLogger("unified_ckpt")
+# tensors, indexes and side files only
 _WITHOUT_MANIFEST = (
     "huggingface",
     "maxtext",
-)  # tensors, their indexes and what goes along: no manifest
+)
 _EXPORTED = ("torch", "dcp", "paddle")
 FORMATS = ("unified", *_WITHOUT_MANIFEST, *_EXPORTED)
 
@@ -69,23 +70,22 @@ def convert(
     progress: Callable[[int, int], object] | None = None,
     **options: Any,
 ) -> ConvertReport:
-    """Writes the checkpoint at `src`, of any format, to `dst`, and proves what it wrote. Every rank
-    of a process group calls and writes its share; one process needs none. In a few MiB of memory
-    beside what the source's format costs. `src` may name several folders: those that machines
-    without a common folder wrote of one save.
+    """Write the checkpoint at `src`, of any format, to `dst`, and verify what was written.
 
-    `options`: the fields of ConvertOptions. `progress(nbytes, of)`: so many more of about `of`
-    bytes that this rank writes. Raises NotFoundError, FormatError, IncompleteError or MismatchError
-    for a source that cannot be read whole, IntegrityError where a check fails, StorageError,
-    RankError: the same on every rank, and nothing is then at `dst` that was not there.
+    Every rank of a process group calls this and writes its share; a single process needs no group.
+    Uses a few MiB of memory beside what reading the source's format costs. `src` may name several
+    folders that nodes without a common folder wrote of one save.
+
+    `options` are the fields of ConvertOptions. `progress(nbytes, total)` reports bytes written by
+    this rank, and about how many it will write. Raises NotFoundError, FormatError, IncompleteError
+    or MismatchError for a source that cannot be read in full, IntegrityError if a check fails,
+    StorageError, or RankError: the same on every rank. After any error, nothing new is at `dst`.
     """
     convert_options = ConvertOptions(**options)
     _check_options(convert_options, os.fspath(dst))
     without_manifest = convert_options.to in _WITHOUT_MANIFEST
-    comm, sources = (
-        comms.from_torch(group),
-        [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)],
-    )
+    comm = comms.from_torch(group)
+    sources = [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
     main_path = next(
         (path for path in paths if not is_url(path) and committed_at(path) is not None),
@@ -163,7 +163,8 @@ def convert(
     if comm.rank == 0:
         _LOG.warning(
             format_list(
-                f"conversion of {source_names}: entries of the source were neither read nor copied",
+                f"conversion of {source_names}: these entries of the source were neither read nor "
+                "copied",
                 beside.left_out,
             )
         )
@@ -173,25 +174,27 @@ def convert(
 def _check_options(options: ConvertOptions, target_path: str) -> None:
     """FormatError for options that do not go together."""
     if options.to not in FORMATS:
-        raise FormatError(
-            f"{options.to}: is no format that is written; known are {', '.join(FORMATS)}"
-        )
+        raise FormatError(f"to: got {options.to!r}, expected one of {', '.join(FORMATS)}")
     if options.to == "torch" and not target_path.endswith((".pt", ".pth", ".bin")):
         raise FormatError(
-            f"{target_path}: is to be a file of torch.save; needed a name that ends in .pt, .pth or .bin"
+            f"{target_path}: got this name for a torch.save file, expected one that ends in .pt, "
+            ".pth or .bin"
         )
     if options.to == "huggingface" and options.parts is not None and MODEL not in options.parts:
         raise FormatError(
-            f"huggingface: is the model alone; the parts asked for are {', '.join(options.parts)}"
+            f"parts: got {', '.join(options.parts)}, expected the model among them; huggingface "
+            "has only the model"
         )
 
 
 def _verify_first(
     comm: comms.Comm, source: Source | Exception, options: ConvertOptions, paths: Sequence[str]
 ) -> Source | Exception:
-    """The source, or on rank 0 what is wrong with it: of what is cast, turned or made anew on the
-    way, and of what others' formats get, the copies and the digests cannot be compared as it passes
-    by. Several folders are compared with their digests as they are read.
+    """Return the source, or on rank 0 the error that verifying it raised.
+
+    Tensors that are cast, changed or exported cannot be compared with their digests and master
+    weights while they are written, so they are compared first. Several folders are compared with
+    their digests as they are read.
     """
     source_options = options.source
     exported = options.to not in ("unified", "huggingface")
@@ -210,11 +213,11 @@ def _verify_first(
                 problems = verify_folder(folder, deep=True).problems
             if problems:
                 raise IntegrityError(
-                    format_list(f"{path}: is damaged; nothing is written", list(problems))
+                    format_list(f"{path}: is damaged; nothing was written", list(problems))
                 )
         if options.compare and options.to != "unified":
             compare_masters(source, ", ".join(paths))
-    except Exception as error:  # told to every rank in the conversion
+    except Exception as error:  # every rank raises it in the conversion
         return error
     return source
 
@@ -222,16 +225,14 @@ def _verify_first(
 def _with_side_files(
     source: Source | Exception, options: ConvertOptions, main_path: str, *, weights_only: bool
 ) -> tuple[Source | Exception, SideFiles, str | None]:
-    """The files beside the weights, and the model's dtype; or in place of the source, why these
-    cannot go along.
-    """
+    """Return source, side files and the model's dtype; an error takes the place of the source."""
     if isinstance(source, Exception):
         return source, SideFiles(), None
     config = options.source.config
     try:
         if config is not None and not os.path.isfile(config_path(config)):
             raise NotFoundError(
-                f"{config}: is not there; needed a config.json, or a folder that has one"
+                f"{config}: does not exist; give a config.json, or a folder that has one"
             )
         _check_maxtext_names(source, options, main_path)
         files = side_files(main_path, source.format, weights_only=weights_only)
@@ -241,26 +242,24 @@ def _with_side_files(
             main_dtype(source.specs(MODEL, source.names(MODEL))) if MODEL in source.parts else None
         )
         return source, files, dtype
-    except Exception as error:  # raised on every rank in the conversion
+    except Exception as error:  # every rank raises it in the conversion
         return error, SideFiles(), None
 
 
 def _with_model(source: Source | Exception, options: ConvertOptions) -> Source | Exception:
-    """The source, with the model where that is to be written."""
+    """Return the source, with the model if it is to be written."""
     needs_model = options.to != "unified" or MODEL in (options.parts or ())
     return with_model(source) if needs_model and not isinstance(source, Exception) else source
 
 
 def _compares_masters(options: ConvertOptions) -> bool:
-    """Whether masters are compared with the model as they pass by: always where they are all that
-    is left of it.
-    """
+    """Whether masters are compared with the model: always if they are all that is kept of it."""
     parts = options.parts
     return options.compare if parts is None or {MODEL, MASTER} <= set(parts) else MASTER in parts
 
 
 def _side_files_of_export(files: SideFiles, target_format: str) -> SideFiles:
-    """Nothing goes along with these formats, but for the config.json that PaddleNLP's has."""
+    """Exported formats take no side files, except config.json for PaddleNLP."""
     not_copied = [
         name for name in files.copied if not (target_format == "paddle" and name == CONFIG)
     ]
@@ -268,9 +267,7 @@ def _side_files_of_export(files: SideFiles, target_format: str) -> SideFiles:
 
 
 def _check_maxtext_names(source: Source, options: ConvertOptions, path: str) -> None:
-    """Refuses MaxText's own names where nobody asked for them: opened for a look they are right,
-    written for good they are not.
-    """
+    """Refuse to write MaxText's own names, which other tools cannot use, unless asked for."""
     names = (
         source.names(MODEL)
         if source.format == "orbax" and options.source.names == "auto" and MODEL in source.parts
@@ -281,8 +278,10 @@ def _check_maxtext_names(source: Source, options: ConvertOptions, path: str) -> 
 
 
 def _check_disjoint(source_path: str, target_path: str) -> None:
-    """StorageError where the target holds the source, which would go with what is replaced; or lies
-    in a folder of ours, all of which but the engine's files goes along.
+    """StorageError if the target contains the source, or lies within a unified folder.
+
+    Replacing the target would delete the source, and side files of a unified folder are copied
+    along.
     """
     if is_url(source_path):
         return
@@ -292,7 +291,8 @@ def _check_disjoint(source_path: str, target_path: str) -> None:
         common == real_target or (common == real_source and committed_at(source_path) is not None)
     ):
         raise StorageError(
-            f"{target_path}: and the source, {source_path}, lie in each other; needed a target beside the source"
+            f"{target_path}: target and source ({source_path}) contain one another; choose a "
+            "target outside the source"
         )
 
 
@@ -304,9 +304,12 @@ def _export(
     request: ConvertRequest,
     main_path: str,
 ) -> ConvertReport:
-    """One process writes."""
+    """Write with one process."""
     if comm.world > 1:
-        raise FormatError(f"{options.to}: is written by one process; this is one of {comm.world}")
+        raise FormatError(
+            f"to={options.to!r}: got {comm.world} processes, expected one; convert in a single "
+            "process"
+        )
     if isinstance(source, Exception):
         raise source
     from unified_ckpt.exports.formats import ExportArgs, export
@@ -335,7 +338,7 @@ def _export(
 
 
 def _config(options: ConvertOptions, main_path: str) -> str | None:
-    """Where the model's config is: where the caller says, or beside the source."""
+    """The path of the model's config: from the options, or beside the source."""
     return options.source.config or (
         main_path if os.path.isfile(os.path.join(main_path, CONFIG)) else None
     )
@@ -347,11 +350,12 @@ def _select_parts(
     options: ConvertOptions,
     main_path: str,
 ) -> Source | Exception:
-    """The source as it is to be written."""
+    """Return the source as it is to be written."""
     try:
         if not isinstance(source, Exception) and source.metadata().pads:
             raise FormatError(
-                "rename: a rule has `pad`, and a conversion has no target whose elements stay; use the rule in the load"
+                "rename: `pad` has no effect in a conversion, which has no existing target; use "
+                "the rule when loading"
             )
         if not isinstance(source, Exception) and options.to == "unified" and parts is not None:
             source, parts = without_model(source, parts)
@@ -369,9 +373,10 @@ def _select_parts(
             config = _config(options, main_path)
             if config is None:
                 raise FormatError(
-                    "MaxText's names and turns follow from the model's config.json; needed --config, or one in the source"
+                    "MaxText's names and shapes depend on the model's config.json; give --config, "
+                    "or put it into the source"
                 )
             source = maxtext_view(source, read_config(config))
         return source
-    except Exception as error:  # told to every rank in the conversion
+    except Exception as error:  # every rank raises it in the conversion
         return error

@@ -1,5 +1,7 @@
-"""Writing a folder of torch.distributed.checkpoint: every entry a file of `torch.save` in one
-`.distcp` file, and `.metadata`, a pickle of torch's own classes, last.
+"""Writes a torch.distributed.checkpoint folder: one `.distcp` file, then `.metadata`.
+
+Every entry is a `torch.save` archive within the data file. `.metadata` is a pickle of torch's own
+classes.
 """
 
 from __future__ import annotations
@@ -32,24 +34,28 @@ _DATA_FILE = "__0_0.distcp"
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """A tensor or a plain value, and where it stands in the state dict."""
+    """A tensor or plain value, and its path in the state dict."""
 
     path: tuple[str | int, ...]
     value: Any
 
     @property
     def key(self) -> str:
+        """The path as DCP's flat key."""
         return ".".join(map(str, self.path))
 
 
 def write_entries(folder: str, entries: Sequence[StateEntry], flush: Callable[[Any], None]) -> None:
-    """A tensor that several entries have is written once. FormatError where two have one key."""
+    """Write the entries. A tensor that several entries share is written once.
+
+    FormatError if two entries have one key.
+    """
     duplicates = sorted(
         key for key, count in Counter(entry.key for entry in entries).items() if count > 1
     )
     if duplicates:
         raise FormatError(
-            format_list("several entries have one name in torch.distributed.checkpoint", duplicates)
+            format_list("several entries get one key in torch.distributed.checkpoint", duplicates)
         )
     written: dict[int, _StorageInfo] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}

@@ -1,10 +1,10 @@
-"""Formats of others that a source is written in: a file of `torch.save`, a folder of
-torch.distributed.checkpoint. By one process, in bounded memory: bytes are copied through, some at a
-time.
+"""Writes a source as a `torch.save` file, a torch.distributed.checkpoint folder, or for PaddleNLP.
 
-How data could be lost: a crash leaves half of it under the name that was asked for; a tensor is
-left out. So the name is given last, by one rename, to a name that was free, after what was written
-has been opened and has every tensor of the source.
+One process writes, in bounded memory: bytes are copied in chunks.
+
+How data could be lost: a crash leaves a partial checkpoint under the requested name, or a tensor is
+left out. So what was written is opened and compared with the source's names, and only then renamed
+to the requested name, which was free.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.pytorch.state_dict import open_torch_file
 
-_CHUNK_NBYTES = 4 << 20  # copied at a time
+_CHUNK_NBYTES = 4 << 20  # copied per read
 
 Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
 class ExportArgs:
-    """How to write. `config`: where the model's config.json is, for formats whose names need it.
-    `progress`: called with bytes done.
+    """How to write.
+
+    `config` is the path of the model's config.json, for formats whose names depend on it.
+    `progress` is called with the number of bytes written.
     """
 
     fsync: bool = True
@@ -55,16 +57,16 @@ Tensors = Mapping[str, StreamedTensor]
 
 
 def write_torch(source: Source, path: str, args: ExportArgs) -> None:
-    """One file with {"model": {name: tensor}, "optimizer": what `load_state_dict` takes, each
-    further part, "step", "extra"}.
+    """Write one file with "model", "optimizer", each further part, "step" and "extra".
 
-    Parameters are counted in the order of their groups, as torch's optimizers do; their names are
-    each group's "param_names".
+    "optimizer" is what `Optimizer.load_state_dict` takes. Parameters are numbered in the order of
+    their groups, as torch does; each group's "param_names" has their names.
     """
     if MODEL not in source.parts:
         part_names = ", ".join(source.parts)
         raise FormatError(
-            f"a file of torch.save is read by the model in it; the parts to write are {part_names}; needed the model, or --to dcp"
+            f"got parts {part_names}, expected the model among them for a torch.save file; use "
+            "--to dcp"
         )
     with open(path, "xb") as file:
         write_archive(file, _state_dict(source, args.progress))
@@ -74,8 +76,10 @@ def write_torch(source: Source, path: str, args: ExportArgs) -> None:
 
 
 def write_dcp(source: Source, path: str, args: ExportArgs) -> None:
-    """A folder that `dcp.load` reads: "model", "optimizer" as `get_state_dict` gives it, each
-    further part, "step", "extra".
+    """Write a folder that `dcp.load` reads, with "model", "optimizer", each further part, "step"
+    and "extra".
+
+    "optimizer" is as `get_state_dict` returns it.
     """
     os.mkdir(path)
     write_entries(path, _state_entries(source, args.progress), partial(_flush, fsync=args.fsync))
@@ -97,8 +101,10 @@ EXPORTS: Mapping[str, Callable[[Source, str, ExportArgs], None]] = {
 
 
 def export(source: Source, target_format: str, path: str, args: ExportArgs) -> None:
-    """`path`: absolute. StorageError where something but an empty folder has the name, or it cannot
-    be written; nothing is then there that was not.
+    """Write the source to an absolute path.
+
+    StorageError if something other than an empty folder is there, or if writing fails. After any
+    error, nothing new is at `path`.
     """
     folder, name = os.path.split(path)
     storage, target = LocalStorage(folder), commit.PublishTarget(name, "error")
@@ -109,7 +115,7 @@ def export(source: Source, target_format: str, path: str, args: ExportArgs) -> N
     try:
         EXPORTS[target_format](source, staging_path, args)
         if not commit.rename_if_free(storage, staging, name):
-            raise StorageError(f"{path}: came while it was written; needed a free name")
+            raise StorageError(f"{path}: was created while the export ran; choose another name")
     except OSError as error:
         _remove(staging_path)
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
@@ -132,26 +138,26 @@ def _flush(file: Any, fsync: bool) -> None:
 
 
 def _check_written(source: Source, written: Source, parts: Any) -> None:
-    """IntegrityError where what was written has not every tensor of the source, as it is."""
+    """IntegrityError unless what was written has every tensor of the source, with the same spec."""
     problems = []
     for part in parts:
         written_specs = written.specs(part, written.names(part)) if part in written.parts else {}
         specs = source.specs(part, source.names(part)) if part in source.parts else {}
         known_names = set(written_specs) | set(written.aliases(part)) | set(source.aliases(part))
         problems += [
-            f"{part}:{name}: {spec} was written as {written_specs.get(name)}"
+            f"{part}:{name}: got {written_specs.get(name)}, expected {spec}"
             for name, spec in specs.items()
             if written_specs.get(name, spec) != spec
         ]
         problems += [f"{part}:{name}" for name in specs.keys() - known_names]
     if problems:
         raise IntegrityError(
-            format_list("written were other tensors than the source has; this is a bug", problems)
+            format_list("the tensors written differ from the source; this is a bug", problems)
         )
 
 
 def _tensors(source: Source, part: str, progress: Progress) -> dict[str, StreamedTensor]:
-    """Those of a part, with the other names of tied ones."""
+    """The tensors of a part, tied ones under all their names."""
     if part not in source.parts:
         return {}
     specs = source.specs(part, source.names(part))
@@ -164,7 +170,7 @@ def _tensors(source: Source, part: str, progress: Progress) -> dict[str, Streame
         )
         for name, spec in specs.items()
     }
-    if part == OPTIMIZER:  # a parameter has its state once
+    if part == OPTIMIZER:  # aliases have no state of their own
         return tensors
     return tensors | {alias: tensors[name] for alias, name in source.aliases(part).items()}
 
@@ -195,13 +201,13 @@ def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
     duplicates = sorted(state_dict.keys() & other_entries.keys())
     if duplicates:
         raise FormatError(
-            format_list("parts have names that torch's file needs for other things", duplicates)
+            format_list("part names conflict with reserved keys of the file", duplicates)
         )
     return state_dict | other_entries
 
 
 def _other_entries(source: Source, metadata: SourceMetadata) -> dict[str, Any]:
-    """What is not tensors, and there."""
+    """Everything beside tensors that exists."""
     entries = {
         "step": metadata.step,
         "extra": metadata.extra,
@@ -211,7 +217,7 @@ def _other_entries(source: Source, metadata: SourceMetadata) -> dict[str, Any]:
 
 
 def _optimizer(metadata: SourceMetadata, tensors: Tensors) -> dict[str, Any]:
-    """By position; by name where no group says in which order."""
+    """Optimizer state by position, or by name if there are no groups that give an order."""
     states = _states(metadata, tensors)
     if not metadata.groups:
         return states
@@ -230,7 +236,7 @@ def _optimizer(metadata: SourceMetadata, tensors: Tensors) -> dict[str, Any]:
     unexpected = sorted(states.keys() - positions.keys())
     if unexpected:
         raise FormatError(
-            format_list("optimizer state is of parameters that are in no param group", unexpected)
+            format_list("parameters with optimizer state are in no param group", unexpected)
         )
     return {
         "state": {positions[fqn]: states[fqn] for fqn in positions if fqn in states},

@@ -1,5 +1,6 @@
-"""A model under Hugging Face's names as MaxText has it: its names and shapes, layers stacked or
-not. No byte moves before it is read.
+"""Presents a model with Hugging Face names under MaxText's names and shapes.
+
+Reads nothing early.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ _STATES = (*MOMENT_POWERS, "step")
 def maxtext_view(
     source: Source, config: Mapping[str, Any], *, stacked: bool = True
 ) -> ShardedSource:
-    """`config`: the model's Hugging Face configuration. Names are MaxText's below `params`, those
-    of moments have the state after a slash, as everywhere here; `step` stands once for each of
-    MaxText's tensors. Closing the view closes the source.
+    """Return the source in MaxText's layout, with layers stacked or not. Closing it closes the
+    source.
 
-    IncompleteError for tensors that the model has and the source lacks, FormatError for those that
-    MaxText has no name for, or of other shapes. Parts other than the model, its master weights and
-    the optimizer are not in the view.
+    `config` is the model's Hugging Face configuration. Names are those below MaxText's `params`;
+    names of optimizer state add the state after a slash. `step` exists once for each of MaxText's
+    tensors. Only the model, its master weights and the optimizer are in the view. IncompleteError
+    for tensors that the source lacks, FormatError for tensors that MaxText has no name for, or of
+    other shapes.
     """
     sizes = parse_sizes(config, label=source.format)
     links_by_tensor: dict[str, list[TensorLink]] = {}
@@ -76,7 +78,8 @@ def maxtext_view(
     for maxtext_name, count in _step_counts(metadata, links_by_tensor).items():
         if (OPTIMIZER, f"{maxtext_name}/step") in tensors:
             raise FormatError(
-                f"MaxText: {maxtext_name} is made of parameters of which some have a tensor for step, others a number; needed one kind"
+                f"MaxText: {maxtext_name} merges parameters whose step is a tensor for some and a "
+                "number for others; expected one kind"
             )
         tensors[OPTIMIZER, f"{maxtext_name}/step"] = whole_tensor(torch.tensor(count), OPTIMIZER)
     maxtext_name_of = {
@@ -96,8 +99,9 @@ def maxtext_view(
 def _step_counts(
     metadata: SourceMetadata, links_by_tensor: Mapping[str, Sequence[TensorLink]]
 ) -> dict[str, float]:
-    """Steps that are numbers and no tensors, by MaxText's name. FormatError for other state that is
-    no tensor, and where steps differ.
+    """Return steps that are numbers, by MaxText's name.
+
+    FormatError for other non-tensor state, and if steps differ.
     """
     hf_names = {link.hf_name for links in links_by_tensor.values() for link in links}
     unsupported = [
@@ -117,7 +121,8 @@ def _step_counts(
         }
         if len(steps) > 1:
             raise FormatError(
-                f"MaxText: {maxtext_name} is made of parameters that have steps {sorted(steps)}; needed one"
+                f"MaxText: {maxtext_name} merges parameters with steps {sorted(steps)}, expected "
+                "one step"
             )
         if steps:
             counts[maxtext_name] = steps.pop()
@@ -129,9 +134,7 @@ def _state_name(name: str, state: str | None) -> str:
 
 
 def _check_tensors(source: Source, all_links: Iterable[TensorLink]) -> None:
-    """Every tensor of the model is there with its shape, and no part has one that is not of the
-    model.
-    """
+    """Check that every tensor of the model exists with its shape, and that there are no others."""
     shapes = {link.hf_name: link.transform.hf_shape for link in all_links}
     specs = source.specs(MODEL, source.names(MODEL))
     missing = [f"{name} {shape}" for name, shape in shapes.items() if name not in specs]
@@ -139,7 +142,7 @@ def _check_tensors(source: Source, all_links: Iterable[TensorLink]) -> None:
         name: (specs[name].shape, shape) for name, shape in shapes.items() if name in specs
     }
     mismatched = [
-        f"{name} has shape {stored_shape}, needed {expected_shape}"
+        f"{name}: got shape {stored_shape}, expected {expected_shape}"
         for name, (stored_shape, expected_shape) in shape_pairs.items()
         if stored_shape != expected_shape
     ]
@@ -155,14 +158,10 @@ def _check_tensors(source: Source, all_links: Iterable[TensorLink]) -> None:
     ]
     if missing:
         raise IncompleteError(
-            format_list("MaxText: the model has tensors that the checkpoint lacks", missing)
+            format_list("MaxText: the checkpoint lacks tensors of the model", missing)
         )
     if mismatched:
-        raise FormatError(
-            format_list(
-                "MaxText: tensors have other shapes than the configuration says", mismatched
-            )
-        )
+        raise FormatError(format_list("MaxText: shapes differ from the configuration", mismatched))
     if unsupported:
         raise FormatError(format_list("MaxText: has no name for", unsupported))
 
@@ -174,11 +173,12 @@ def _maxtext_tensor(
     specs: Mapping[str, TensorSpec],
     state: str | None,
 ) -> ShardedTensor:
-    """One of MaxText's tensors of ours, by name."""
+    """Return one of MaxText's tensors, made of the source's tensors in `links_by_name`."""
     dtypes = {specs[name].dtype for name in links_by_name}
     if len(dtypes) > 1:
         raise FormatError(
-            f"{part}:{next(iter(links_by_name))}: tensors that are stacked have dtypes {', '.join(sorted(dtypes))}; needed one"
+            f"{part}:{next(iter(links_by_name))}: got stacked tensors of dtypes "
+            f"{', '.join(sorted(dtypes))}, expected one dtype"
         )
     dtype = TORCH_DTYPES[dtypes.pop()]
     if state == "step":
@@ -193,9 +193,8 @@ def _maxtext_tensor(
                 )
             ],
         )
-    nbytes = (
-        CACHE_NBYTES // 2 // len(links_by_name)
-    )  # a row of MaxText's tensor has parts of all layers: these are kept together
+    # a row of MaxText's tensor spans all layers, whose shards should stay cached together
+    nbytes = CACHE_NBYTES // 2 // len(links_by_name)
     shards = []
     for name, link in links_by_name.items():
         transform = transform_for(link.transform, state)
@@ -239,11 +238,12 @@ def _read_box(source: Source, part: str, name: str, box: Box, dtype: torch.dtype
 def _common_step(
     source: Source, part: str, names: Sequence[str], dtype: torch.dtype
 ) -> torch.Tensor:
-    """MaxText has one count. FormatError where ours differ."""
+    """Return the single step count that MaxText stores. FormatError if the source's differ."""
     steps = torch.stack([_read_box(source, part, name, full_box(()), dtype) for name in names])
     if not bool((steps == steps[0]).all()):
         raise FormatError(
-            f"{part}: {names[0]} and others of one of MaxText's tensors have steps {sorted(set(steps.tolist()))}; needed one"
+            f"{part}: {names[0]} and others of one MaxText tensor have steps "
+            f"{sorted(set(steps.tolist()))}, expected one step"
         )
     return steps[0]
 
@@ -251,7 +251,7 @@ def _common_step(
 def _renamed_metadata(
     metadata: SourceMetadata, maxtext_name_of: Mapping[str, str]
 ) -> SourceMetadata:
-    """Param groups by MaxText's names."""
+    """Param groups under MaxText's names."""
     groups = [
         {
             **group,

@@ -1,9 +1,9 @@
-"""Any source as a PaddleNLP Unified Checkpoint: its names, its orientation, its optimizer states,
-its indices. One process writes.
+"""Writes any source as a PaddleNLP Unified Checkpoint: names, orientation, optimizer states,
+indexes.
 
-How state could be lost: a tensor has no place in PaddleNLP's format, or is turned the wrong way.
-All is planned before the first byte; the folder that was written is read back and compared with the
-source, and only then gets its name.
+One process writes. How state could be lost: a tensor has no place in PaddleNLP's format, or is
+wrongly transposed. So everything is planned before the first byte is written, and the folder is
+read back and compared with the source before it gets its name.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _PADDLE_STATES = {theirs: ours for ours, theirs in STATE_NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class _OutputTensor:
-    """A tensor to write: from a stored one, `transposed` or as it is, or `power`, one number."""
+    """A tensor to write: a stored one, possibly transposed, or the number `power`."""
 
     name: str
-    spec: TensorSpec  # as PaddleNLP has it
+    spec: TensorSpec  # in PaddleNLP's orientation
     stored: Key | None = None
     transposed: bool = False
     power: float = 0.0
@@ -69,20 +69,20 @@ class _OutputTensor:
 def write_paddle(
     source: Source, folder: str, options: SourceOptions, *, max_file_bytes: int
 ) -> None:
-    """Writes model, master weights and optimizer to a new folder. `options.config`: the model's
-    config.json, or a folder that has it.
+    """Write model, master weights and optimizer to a new folder.
 
-    FormatError for what PaddleNLP's format has no place for, StorageError where something is at
-    `folder`: nothing is written then. IntegrityError where what was written is not what the source
-    has.
+    `options.config` is the model's config.json, or a folder that has one. FormatError for what
+    PaddleNLP's format cannot hold, StorageError if `folder` exists: nothing is written then.
+    IntegrityError if what was written differs from the source.
     """
     config = read_optional_config(options.config) if options.config else None
     if config is None:
         raise FormatError(
-            "PaddleNLP's names and orientation follow from the model's config.json; needed options.config"
+            "PaddleNLP's names and orientation depend on the model's config.json; set "
+            "SourceOptions(config=...)"
         )
     if os.path.lexists(folder):
-        raise StorageError(f"{folder}: exists; needed a free name")
+        raise StorageError(f"{folder}: exists; choose another name")
     model = parse_config(config)
     stems = _file_stems(source)
     outputs_by_stem = {stem: _plan_part(source, part, model) for part, stem in stems.items()}
@@ -121,18 +121,18 @@ def write_paddle(
 
 
 def _file_stems(source: Source) -> dict[str, str]:
-    """Part -> how its files are called. FormatError for a part that PaddleNLP has not."""
+    """Return the file stem of each part. FormatError for a part that PaddleNLP does not have."""
     unsupported = sorted(set(source.parts) - {MODEL, MASTER, OPTIMIZER})
     if unsupported or MODEL not in source.parts:
         raise FormatError(
             format_list(
-                "PaddleNLP's format has model, master_weights and optimizer, and the first of these; the source has",
+                "expected parts model, master_weights and optimizer, with model required; got",
                 list(source.parts),
             )
         )
     adapters = [name for name in source.names(MODEL) if ".lora_" in name]
     if adapters and len(adapters) < len(source.names(MODEL)):
-        raise FormatError("the model has LoRA's weights and others; needed one of the two")
+        raise FormatError("got a model with both LoRA and other weights, expected one of the two")
     return {
         part: PEFT if part == MODEL and adapters else part
         for part in (MODEL, MASTER, OPTIMIZER)
@@ -140,12 +140,13 @@ def _file_stems(source: Source) -> dict[str, str]:
     }
 
 
-# ---- what to write
+# ---- planning
 
 
 def _plan_part(source: Source, part: str, model: ModelConfig) -> list[_OutputTensor]:
-    """The tensors of a part in their natural order, those that are tied under both names.
-    FormatError listing what has no place.
+    """Return the tensors of a part in natural order, tied ones under all their names.
+
+    FormatError listing tensors that have no place.
     """
     stored = {**{name: name for name in source.names(part)}, **source.aliases(part)}
     specs = source.specs(part, set(stored.values()))
@@ -159,7 +160,7 @@ def _plan_part(source: Source, part: str, model: ModelConfig) -> list[_OutputTen
     outputs: list[_OutputTensor] = []
     problems = (
         [
-            f"{name}: has {', '.join(stored_name)} that is no tensor"
+            f"{name}: has {', '.join(stored_name)} that is not a tensor"
             for name, stored_name in metadata.scalars.items()
         ]
         if part == OPTIMIZER
@@ -196,7 +197,7 @@ def _weight_tensor(
     shape = spec.shape[::-1] if transposed else spec.shape
     check_shape(new_name, shape, model)
     if spec.dtype not in dtypes:
-        raise FormatError(f"has dtype {spec.dtype}; needed {', '.join(dtypes)}")
+        raise FormatError(f"got dtype {spec.dtype}, expected {', '.join(dtypes)}")
     return _OutputTensor(
         new_name + suffix, TensorSpec(_DTYPES[spec.dtype], shape), stored, transposed
     )
@@ -205,7 +206,7 @@ def _weight_tensor(
 def _state_tensors(
     source: Source, name: str, stored: str, spec: TensorSpec, betas: object, model: ModelConfig
 ) -> list[_OutputTensor]:
-    """One state of a parameter; the step count as powers of the betas."""
+    """One state of a parameter; the step count becomes powers of the betas."""
     owner, _, state = name.rpartition("/")
     if state in _PADDLE_STATES:
         return [
@@ -213,7 +214,8 @@ def _state_tensors(
         ]
     if state != "step":
         raise FormatError(
-            f"is optimizer state that Paddle has not; needed {', '.join(_PADDLE_STATES)}, step"
+            f"is optimizer state that Paddle does not have; expected {', '.join(_PADDLE_STATES)}, "
+            "step"
         )
     if (
         not isinstance(betas, tuple | list)
@@ -221,7 +223,8 @@ def _state_tensors(
         or not all(isinstance(beta, float | None) for beta in betas)
     ):
         raise FormatError(
-            "Paddle keeps powers of the betas for the step; needed the betas in its param group"
+            "Paddle stores powers of the betas instead of the step; expected betas in the param "
+            "group"
         )
     step_tensor = torch.frombuffer(
         bytearray(source.read(OPTIMIZER, stored, full_box(spec.shape))),
@@ -256,11 +259,11 @@ def _write_files(
     *,
     max_file_bytes: int,
 ) -> dict[str, str]:
-    """The numbered files of a part; gives their weight map."""
+    """Write the numbered files of a part; return their weight map."""
     weight_map: dict[str, str] = {}
     ranges = split_files([output.spec.nbytes for output in outputs], max_file_bytes=max_file_bytes)
     for number, positions in enumerate(ranges, 1):
-        # a number even where it is one, as PaddleNLP has it
+        # numbered even if there is one file, as in PaddleNLP
         file = f"{stem}-{number:05d}-of-{len(ranges):05d}.safetensors"
         file_outputs = {outputs[position].name: outputs[position] for position in positions}
         items = file_order(
@@ -280,14 +283,12 @@ def _write_files(
 
 
 def _row_chunks(source: Source, output: _OutputTensor) -> Iterator[memoryview]:
-    """A tensor's bytes in Paddle's orientation, some rows at a time."""
+    """Yield a tensor's bytes in Paddle's orientation, some rows at a time."""
     if output.stored is None:
         yield as_bytes(torch.tensor([output.power], dtype=torch.float32, device="cpu"))
         return
-    catalog, spec = (
-        source.catalog([output.stored]),
-        source.specs(output.stored[0], [output.stored[1]])[output.stored[1]],
-    )
+    catalog = source.catalog([output.stored])
+    spec = source.specs(output.stored[0], [output.stored[1]])[output.stored[1]]
     shape = output.spec.shape
     row_nbytes = itemsize(spec.dtype) * prod(shape[1:])
     rows_per_chunk = max(1, _TILE_NBYTES // max(1, row_nbytes))
@@ -321,8 +322,9 @@ def _index(
 
 
 def _config(config: Mapping[str, Any], source: Source, *, adapter: bool) -> dict[str, Any]:
-    """As PaddleNLP has it: weights of no rank alone, the dtype of what is stored; an adapter's says
-    the base model's.
+    """The config for PaddleNLP: full weights, and the stored dtype.
+
+    An adapter's config describes the base model.
     """
     fields = {key: value for key, value in config.items() if key != "tensor_parallel_degree"}
     dtypes = {spec.dtype for spec in source.specs(MODEL, source.names(MODEL)).values()}
@@ -340,7 +342,7 @@ def _write_json(storage: LocalStorage, staging: str, file: str, value: Mapping[s
 
 
 def _verify(source: Source, written: str, stems: Mapping[str, str], model: ModelConfig) -> None:
-    """Reads all of it back, as the checkpoint that it is now. IntegrityError for what differs."""
+    """Read everything back and compare it with the source. IntegrityError for differences."""
     same_names = all(paddle_name(name, model) == name for name in source.names(MODEL))
     written_source = open_paddle(written, SourceOptions(names="own" if same_names else "auto"))
     report = diff_sources(source, written_source, parts=list(stems))
@@ -351,5 +353,5 @@ def _verify(source: Source, written: str, stems: Mapping[str, str], model: Model
             for difference in report.differences
         ]
         raise IntegrityError(
-            format_list(f"{written}: what was written is not what the source has", problems)
+            format_list(f"{written}: what was written differs from the source", problems)
         )

@@ -1,8 +1,7 @@
-"""What goes along with a checkpoint that is written anew: config, tokenizer, and what else lies
-beside the weights and is not weights.
+"""Files beside the weights that go along with a conversion: config, tokenizer, and the like.
 
-What could be lost: a file that is neither read nor copied. Each such entry of the source folder is
-listed, for the report.
+What could be lost: a file that is neither read nor copied. The report lists each such entry of the
+source folder.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from unified_ckpt.runtime.storage.regular_files import check_regular_files, open
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG, BIN_INDEX, TRAINER_STATE
 from unified_ckpt.sources.files.json import CONFIG, config_path, read_json
 
-# Of any folder.
+# Copied from any folder.
 _HF_FILES = (
     *(
         CONFIG,
@@ -47,7 +46,7 @@ _HF_FILES = (
     ),
     *(TRAINER_STATE, "README.md", "LICENSE*"),
 )
-# Of Hugging Face's own folders: quantize_config.json, modules.json, a model's own code.
+# Copied from Hugging Face folders: quantize_config.json, modules.json, model code.
 _HF_MODEL_FILES = ("*.json", "*.py", "*.jinja", "*.tiktoken", "additional_chat_templates")
 _TRAINING_ONLY = (TRAINER_STATE,)
 _MODULES = (
@@ -65,7 +64,7 @@ _TRAINING_FILES = (
     ),
     *("dl_state_dict*", "rng_state*.pth", "random_states_*.pkl", TRAINER_STATE),
 )
-# By format, the entries that its reader takes; of formats that are not here, all.
+# Entries that the reader of a format consumes; all entries for formats not listed.
 _READ_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     "huggingface-bin": ("pytorch_model*.bin", BIN_INDEX),
     "huggingface-shards": ("shard-*.safetensors",),
@@ -120,17 +119,17 @@ _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """Entries of a source folder beside its weights and state: those that are copied, and those
-    that are neither read nor copied.
-    """
+    """Entries of a source folder beside its weights: to copy, or neither read nor copied."""
 
     copied: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
 
 def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFiles:
-    """`weights_only`: nothing of a training is copied. Of a unified folder all that is not the
-    engine's is copied.
+    """Return the side files of a source folder.
+
+    With `weights_only`, nothing of the training is copied. Of a unified folder, everything is
+    copied that is not the engine's own.
     """
     if not os.path.isdir(source):
         return SideFiles()
@@ -166,7 +165,7 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
             "trainer",
             "accelerate",
         ):
-            continue  # an adapter, whose weights are a part
+            continue  # an adapter: its weights are a part
         elif not _matches(name, read_patterns) and (
             not name.startswith(".") or name in read_patterns
         ):
@@ -175,22 +174,24 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
 
 
 def check_modules(source: str, target_format: str) -> None:
-    """Refuses modules with weights of their own for a format that has no place for them.
-    FormatError.
-    """
+    """FormatError if the source has further modules, for which the target format has no place."""
     modules = _module_folders(source)
     if modules:
         raise FormatError(
-            f"{source}: {_MODULES} names modules in folders of their own ({', '.join(modules)}), which {target_format} has no place for; "
-            "convert to unified or huggingface, or remove that file to convert the first module alone"
+            f"{source}: {_MODULES} lists modules in other folders ({', '.join(modules)}), which "
+            f"{target_format} cannot hold; "
+            "convert to unified or huggingface, or remove that file to convert only the first "
+            "module"
         )
 
 
 def copy_side_files(
     folder: str, *, source: str, copied: Sequence[str], config: str | None, dtype: str | None
 ) -> None:
-    """Copies to `folder`. `config`: where a Hugging Face config is, if not in the source. `dtype`:
-    of the weights, for config.json.
+    """Copy the files to `folder`.
+
+    `config` is the path of a Hugging Face config, if the source has none. `dtype` is the dtype of
+    the weights, to record in config.json.
     """
     for name in copied:
         path = os.path.join(source, name)
@@ -211,9 +212,7 @@ def copy_side_files(
 
 
 def main_dtype(specs: Mapping[str, TensorSpec]) -> str | None:
-    """torch's name of the floating-point dtype that most elements of a model have; None where it
-    has none.
-    """
+    """Return torch's name of the dtype of most floating-point elements; None without any."""
     numel = Counter[str]()
     for spec in specs.values():
         if spec.dtype in _DTYPES:
@@ -222,10 +221,10 @@ def main_dtype(specs: Mapping[str, TensorSpec]) -> str | None:
 
 
 def declare_dtype(path: str, dtype: str) -> None:
-    """Corrects the dtype that a transformers config.json says, and its nested configurations:
-    `from_pretrained` makes the model in it.
+    """Correct the dtype in a transformers config.json and its nested configs.
 
-    A quantized model's is left: its dtype is that of its computation.
+    `from_pretrained` creates the model in this dtype. A quantized model's is left unchanged: its
+    dtype is that of the computation.
     """
     config = read_json(path)
     if not isinstance(config, dict) or "quantization_config" in config:
@@ -250,7 +249,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _weight_files(source: str) -> tuple[str, ...]:
-    """The files that hold a Hugging Face model's safetensors, and their index."""
+    """The files of a Hugging Face model's weights, and their index."""
     index_path = os.path.join(source, names.index_name("model"))
     if not os.path.isfile(index_path):
         return (names.file_name("model", number=1, count=1),)
@@ -260,9 +259,7 @@ def _weight_files(source: str) -> tuple[str, ...]:
 
 
 def _module_folders(source: str) -> list[str]:
-    """Folders of the modules that sentence-transformers' modules.json names, but for the model's
-    own.
-    """
+    """Folders that sentence-transformers' modules.json names, except the model's own."""
     path = os.path.join(source, _MODULES)
     modules = read_json(path) if os.path.isfile(path) else []
     paths = (

@@ -1,9 +1,9 @@
-"""Writing what `torch.load` reads, from tensors that are not in memory: their bytes are copied
-through, some at a time.
+"""Writes what `torch.load` reads from tensors that are not in memory, by copying their bytes in
+chunks.
 
-Source of the layout: a zip archive whose entries are stored, `<name>/data.pkl` with the pickle,
-`<name>/data/<key>` with each storage, from a multiple of 64 bytes on, `<name>/byteorder`,
-`<name>/version` (torch/serialization.py).
+The layout is that of torch/serialization.py: a zip archive whose entries are stored uncompressed.
+`<name>/data.pkl` is the pickle; `<name>/data/<key>` holds each storage, aligned to 64 bytes;
+`<name>/byteorder` and `<name>/version` follow.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ _STORAGE_CLASSES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamedTensor:
-    """A tensor that is to be written. `chunks`: its bytes, row-major, one after another, called
-    once.
-    """
+    """A tensor to write. `chunks` yields its bytes in row-major order and is called once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,22 +43,21 @@ class StreamedTensor:
 
 
 class _StorageRef:
-    """What of a tensor the pickle refers to."""
+    """The storage of a tensor, as the pickle refers to it."""
 
     def __init__(self, tensor: StreamedTensor) -> None:
         self.tensor = tensor
 
 
 class _Pickler(pickle.Pickler):
-    """As `torch.save` does it; a tensor is pickled once, however often it is named. `storages`: by
-    key.
-    """
+    """Pickles as `torch.save` does, each tensor once. `storages` lists the tensors by key."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, protocol=2)
         self.storages: list[StreamedTensor] = []
 
     def persistent_id(self, item: Any) -> Any:
+        """Return the storage's persistent id, as torch's unpickler expects it."""
         if not isinstance(item, _StorageRef):
             return None
         tensor = item.tensor
@@ -72,6 +69,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", getattr(torch, storage_class), str(len(self.storages) - 1), "cpu", count)
 
     def reducer_override(self, item: Any) -> Any:
+        """Reduce a tensor to a call that rebuilds it."""
         if isinstance(item, torch.Tensor):
             tensor = as_contiguous(item.detach().cpu())
             return _reduce_tensor(
@@ -81,7 +79,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _reduce_tensor(tensor: StreamedTensor) -> tuple[Any, tuple[Any, ...]]:
-    """Source: `torch.Tensor._reduce_ex_internal`."""
+    """Reduce as `torch.Tensor._reduce_ex_internal` does."""
     hooks: OrderedDict[str, Any] = OrderedDict()
     args = (_StorageRef(tensor), 0, tensor.shape, strides(tensor.shape), False, hooks)
     if tensor.dtype in _STORAGE_CLASSES:
@@ -90,8 +88,9 @@ def _reduce_tensor(tensor: StreamedTensor) -> tuple[Any, tuple[Any, ...]]:
 
 
 def write_archive(file: BinaryIO, value: Any, *, name: str = "archive") -> None:
-    """From where the file is at. `value`: anything that can be pickled, with tensors of torch and
-    `StreamedTensor`s in it.
+    """Write an archive at the file's current position.
+
+    `value` is anything that can be pickled, with torch tensors and `StreamedTensor`s in it.
     """
     body = io.BytesIO()
     pickler = _Pickler(body)
@@ -117,24 +116,29 @@ def _write_entry(archive: zipfile.ZipFile, name: str, chunks: Any) -> None:
 
 
 class _OffsetFile:
-    """A file from where it is at on, as a file: positions count from there."""
+    """A file whose position 0 is the current position of another file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._origin = file, file.tell()
 
     def write(self, data: Any) -> int:
+        """Write at the current position."""
         return self._file.write(data)
 
     def tell(self) -> int:
+        """Return the position from the origin."""
         return self._file.tell() - self._origin
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to an offset from the origin."""
         return (
             self._file.seek(offset + self._origin if whence == 0 else offset, whence) - self._origin
         )
 
     def flush(self) -> None:
+        """Flush the underlying file."""
         self._file.flush()
 
     def seekable(self) -> bool:
+        """Return True."""
         return True

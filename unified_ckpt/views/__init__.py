@@ -1,3 +1,1 @@
-"""Sources seen otherwise: renamed, cut up and joined, stacked, cast. No byte moves before it is
-read.
-"""
+"""A Source in, a Source out: rename, split, concatenate, stack, cast, select. Writes nothing."""

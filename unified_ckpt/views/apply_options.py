@@ -1,6 +1,4 @@
-"""What a caller asks to be done to a source before it is read: rules, layers stacked or not, a
-function of theirs; in this order.
-"""
+"""Applies `SourceOptions` to a source: rename rules, stacking, then the user's function."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from unified_ckpt.views.user_function import apply_function
 
 
 def apply_options(source: Source, options: SourceOptions) -> Source:
-    """NotFoundError, FormatError where the file or the function is not there, or does not fit the
-    source.
+    """Return the source under the options.
+
+    NotFoundError or FormatError if a file or function is missing, or does not fit the source.
     """
     if not isinstance(source, IndexedOptimizerSource):
         return _apply(source, options)
@@ -24,14 +23,16 @@ def apply_options(source: Source, options: SourceOptions) -> Source:
     def named(order: Order | None) -> Source:
         renamed_source = _apply(source.with_stored_order, options)
         if order is not None and options.optimizer_order is None:
-            source_order, target_order = (
-                [list(own_group["names"]) for own_group in renamed_source.metadata().groups],
-                [[name for name, _ in group] for group in order],
-            )
+            source_order = [
+                list(own_group["names"]) for own_group in renamed_source.metadata().groups
+            ]
+            target_order = [[name for name, _ in group] for group in order]
             if source_order != target_order:
                 raise FormatError(
-                    "optimizer state is by position, and the optimizer to be filled has another order than the checkpoint gives under "
-                    "these names; needed SourceOptions(optimizer_order=[[names of group 0, as the file has them], ...])"
+                    "optimizer state is indexed by position, and the target optimizer's order "
+                    "differs from the "
+                    "checkpoint's; set SourceOptions(optimizer_order=[[names of group 0, as in the "
+                    "file], ...])"
                 )
         return renamed_source
 
@@ -54,11 +55,12 @@ def _apply(source: Source, options: SourceOptions) -> Source:
 
 
 def read_renames(path: str) -> Renames:
-    """The rules of a file."""
+    """Read rename rules from a TOML or JSON file."""
     try:
         with open(path, "rb") as file:
             return parse_renames(file.read(), file=path)
     except OSError as error:
         raise NotFoundError(
-            f"{path}: cannot be read: {error.strerror}; needed a TOML or JSON file of rename rules"
+            f"{path}: cannot be read: {error.strerror}; expected a TOML or JSON file of rename "
+            "rules"
         ) from error

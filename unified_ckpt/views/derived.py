@@ -1,11 +1,11 @@
-"""A source's tensors under other names, cut up, turned and joined, as a Source. No byte moves
-before it is read.
+"""A Source whose tensors are expressions over another's: renamed, split, permuted, concatenated.
 
-What stays in order keeps its place in the files, and its digests where blocks are the same; what
-does not is made a panel at a time, in bounded memory.
+Nothing is read before it is asked for. Tensors that keep their element order keep their location in
+the files, and their digests if their blocks are the same. Others are materialized chunk by chunk,
+in bounded memory.
 
-How wrong bytes could be read: pieces differ in dtype, or have other shapes than was thought. So
-dtypes and shapes of all pieces are looked at before the first byte.
+How wrong bytes could be read: operands differ in dtype, or have unexpected shapes. So dtypes and
+shapes of all operands are checked before the first byte is read.
 """
 
 from __future__ import annotations
@@ -40,38 +40,42 @@ from unified_ckpt.views.derived_storage import DerivedStorage, chunk_storage, un
 from unified_ckpt.views.materialize import materialize
 from unified_ckpt.views.shards import tensor_file
 
-_MAX_RUNS = 4096  # of a tensor that is read run by run
+_MAX_RUNS = 4096  # a tensor of more runs is materialized
 
 
 class Expr(Protocol):
-    """How a tensor is made, before the shapes of what it is made of are known. Equal formulas make
-    equal tensors.
+    """How a tensor is made, before the shapes of its operands are known.
+
+    Equal expressions are equal tensors.
     """
 
     @property
-    def stored(self) -> Collection[Key]: ...
+    def stored(self) -> Collection[Key]:
+        """Keys of the operands."""
 
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
-        """`shapes`: of all that is `stored`. FormatError where they do not fit."""
+        """Return the recipe for operands of these shapes. FormatError if they do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """A stored tensor as it is."""
+    """A stored tensor, unchanged."""
 
     key: Key
 
     @property
     def stored(self) -> Collection[Key]:
+        """Key of the tensor."""
         return [self.key]
 
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
+        """Return the stored tensor."""
         return Stored(self.key, shapes[self.key])
 
 
 @dataclass(frozen=True, slots=True)
 class ElementRange:
-    """`count` elements of a stored tensor, row-major, from `first`."""
+    """`count` elements of a stored tensor, in row-major order, from element `first`."""
 
     name: str
     first: int
@@ -80,12 +84,13 @@ class ElementRange:
 
 @dataclass(frozen=True, slots=True)
 class RangesTensor:
-    """A tensor by its shape, and the pieces that are its elements one after another."""
+    """A tensor of this shape whose elements are the ranges, one after another."""
 
     shape: tuple[int, ...]
     ranges: tuple[ElementRange, ...]
 
     def in_part(self, part: str) -> Expr:
+        """Return the expression that makes this tensor from tensors of `part`."""
         return _RangesExpr(part, self)
 
 
@@ -96,15 +101,18 @@ class _RangesExpr:
 
     @property
     def stored(self) -> Collection[Key]:
+        """Keys of the tensors that have the ranges."""
         return [(self.part, element_range.name) for element_range in self.tensor.ranges]
 
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
+        """Return the concatenated ranges. FormatError if a tensor is too short."""
         recipes = []
         for element_range in self.tensor.ranges:
             shape = shapes[self.part, element_range.name]
             if element_range.first + element_range.count > prod(shape):
                 raise FormatError(
-                    f"{element_range.name} has {prod(shape)} elements; needed {element_range.first + element_range.count}"
+                    f"{element_range.name}: got {prod(shape)} elements, expected at least "
+                    f"{element_range.first + element_range.count}"
                 )
             recipes.append(
                 slice_dim(
@@ -125,12 +133,11 @@ def derive(
     unchanged: Collection[str] = (),
     refused: Collection[str] = (),
 ) -> DerivedSource:
-    """`tensors`: the view's tensors by name, the same in each of `parts`. `unchanged`: parts that
-    the view has as they are; others are not in it. `refused`: parts whose names the source does not
-    tell, and nor does the view.
+    """Return a source with these tensors, by name, in each of `parts`.
 
-    A tensor of which not all is stored has no name in the view. A stored tensor that no made one is
-    cut from keeps its name.
+    `unchanged` parts are passed through; other parts are left out. Asking for the names of a
+    `refused` part raises the error of the original source. A tensor whose operands are not all
+    stored is left out; a stored tensor that no expression uses keeps its name.
     """
     exprs: dict[str, dict[str, Expr]] = {}
     for part in [part for part in source.parts if part in parts and part not in refused]:
@@ -162,8 +169,9 @@ def derive(
 
 
 class DerivedSource:
-    """`made`: every tensor of the view, by part and name. `said`: in the view's names, where that
-    matters.
+    """A Source whose tensors are expressions over another source, by part and name.
+
+    `metadata` replaces that of the original source if names in it change.
     """
 
     def __init__(
@@ -175,36 +183,40 @@ class DerivedSource:
         metadata: SourceMetadata | None = None,
         refused: Collection[str] = (),
     ) -> None:
-        self._source, self._exprs, self._aliases, self._metadata, self._refused = (
-            source,
-            exprs,
-            aliases,
-            metadata,
-            refused,
-        )
+        self._source = source
+        self._exprs = exprs
+        self._aliases = aliases
+        self._metadata = metadata
+        self._refused = refused
         self._resolved: dict[Key, tuple[Recipe, TensorSpec]] = {}
 
     @property
     def format(self) -> str:
+        """Name of the original source's format."""
         return self._source.format
 
     @property
     def parts(self) -> Sequence[str]:
+        """Names of all parts, those that cannot be read included."""
         return sorted({*self._exprs, *self._refused})
 
     def names(self, part: str) -> Collection[str]:
+        """Return the tensor names of a part."""
         if part in self._refused:
-            return self._source.names(part)  # which says why
+            return self._source.names(part)  # raises the reason
         return self._exprs.get(part, {}).keys()
 
     def aliases(self, part: str) -> Mapping[str, str]:
+        """Return the names of tied tensors in a part, each with the name of the tensor."""
         return self._aliases.get(part, {})
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        """Return dtype and shape of these tensors."""
         resolved = self._recipes([(part, name) for name in names])
         return {name: resolved[part, name][1] for name in names}
 
     def read(self, part: str, name: str, box: Box) -> bytes:
+        """Return the row-major bytes of a box."""
         recipe, spec = self._recipes([(part, name)])[part, name]
         if not box.numel:
             return b""
@@ -218,6 +230,10 @@ class DerivedSource:
             raise FormatError(f"{part}:{name}: {error}") from error
 
     def catalog(self, keys: Collection[Key]) -> Catalog:
+        """Return storage and locations.
+
+        Tensors that are not a few stored runs get virtual files.
+        """
         resolved = self._recipes(keys)
         stored_shapes = {
             leaf.key: leaf.shape
@@ -241,6 +257,7 @@ class DerivedSource:
                 )
                 for element_run in element_runs
             ]
+            # with a log, the storage verifies
             locations[key] = (
                 pieces_locations[0][1]
                 if len(pieces_locations) == 1
@@ -254,9 +271,7 @@ class DerivedSource:
             for stored_leaf in leaves(recipe)
             if isinstance(stored_leaf, Stored)
         }
-        digests = (
-            self._source.block_digests(leaf_keys) if inner.verification_log is None else {}
-        )  # else the storage compares
+        digests = self._source.block_digests(leaf_keys) if inner.verification_log is None else {}
         return Catalog(
             DerivedStorage(
                 inner.storage, prefix, spans, chunk_storage(inner, digests, materialized)
@@ -266,7 +281,7 @@ class DerivedSource:
         )
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
-        """Of tensors whose blocks are all blocks that are stored."""
+        """Return digests of tensors whose blocks are all stored blocks, and None for others."""
         blocks = {
             key: _stored_blocks(recipe, spec) for key, (recipe, spec) in self._recipes(keys).items()
         }
@@ -290,20 +305,24 @@ class DerivedSource:
         return result
 
     def metadata(self) -> SourceMetadata:
+        """Return everything beside tensors, under the new names."""
         return self._metadata or self._source.metadata()
 
     def rank_extra(self, rank: int) -> Any:
+        """Return the state that this rank saved for itself."""
         return self._source.rank_extra(rank)
 
     def close(self) -> None:
+        """Close the original source."""
         self._source.close()
 
     def _recipes(self, keys: Collection[Key]) -> dict[Key, tuple[Recipe, TensorSpec]]:
-        """Checked, and with what they make."""
+        """Return recipes and specs of these tensors, checked and cached."""
         missing = sorted(name for part, name in keys if name not in self.names(part))
         if missing:
             raise NotFoundError(
-                f"{next(part for part, name in keys if name == missing[0])}:{missing[0]}: is not in the checkpoint"
+                f"{next(part for part, name in keys if name == missing[0])}:{missing[0]}: does not "
+                "exist in the checkpoint"
             )
         unresolved = {
             (part, name): self._exprs[part][name]
@@ -342,11 +361,12 @@ def _resolve(expr: Expr, specs: Mapping[Key, TensorSpec]) -> tuple[Recipe, Tenso
         for leaf in leaves(recipe)
     }
     if len(dtypes) > 1:
-        raise FormatError(f"its pieces have dtypes {', '.join(sorted(dtypes))}; needed one")
+        raise FormatError(f"got operands of dtypes {', '.join(sorted(dtypes))}, expected one dtype")
     spec = TensorSpec(dtypes.pop(), recipe.shape)
     if spec.dtype == "F4" and merged_runs(recipe) is None:
         raise FormatError(
-            "its pieces have dtype F4, two elements in a byte; needed a tensor that is cut at rows and joined, no more"
+            "dtype F4 has two elements in a byte; expected only splits along dim 0 and "
+            "concatenation"
         )
     return recipe, spec
 
@@ -356,23 +376,19 @@ def _shift(location: Location, nbytes: int) -> Location:
 
 
 def _stored_blocks(recipe: Recipe, spec: TensorSpec) -> list[tuple[Run, int, int]] | None:
-    """The half-open range of stored blocks that each piece is; None where one is no whole blocks."""
-    element_runs, element_nbytes, start, block_runs = (
-        merged_runs(recipe),
-        itemsize(spec.dtype),
-        0,
-        [],
-    )
+    """Return the range of stored blocks of each run, or None if a run is not whole blocks."""
+    element_runs = merged_runs(recipe)
+    element_nbytes = itemsize(spec.dtype)
+    start = 0
+    block_runs = []
     sizes = {
         leaf.key: prod(leaf.shape) * element_nbytes
         for leaf in leaves(recipe)
         if isinstance(leaf, Stored)
     }
     for element_run in element_runs or ():
-        first, stop = (
-            element_run.first * element_nbytes,
-            (element_run.first + element_run.count) * element_nbytes,
-        )
+        first = element_run.first * element_nbytes
+        stop = (element_run.first + element_run.count) * element_nbytes
         start += stop - first
         at_end = stop == sizes[element_run.stored] and start == spec.nbytes
         if first % BLOCK_NBYTES or (stop % BLOCK_NBYTES and not at_end):

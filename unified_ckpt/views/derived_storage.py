@@ -1,9 +1,8 @@
-"""Bytes of a view's tensors: runs of bytes of stored ones, one after another, or made a panel at a
-time and kept for a while.
+"""The storage behind a derived source: virtual files of stored runs, or of materialized chunks.
 
-How wrong bytes could be read: two views on each other call their files alike (each has a mark of
-its own); a block of what is stored is damaged, and the blocks of what is made are others (those
-that are read in one run are compared with their digests).
+How wrong bytes could be read: nested views use the same virtual file name (each view has a prefix
+of its own); a stored block is damaged (blocks that are read in one run are compared with their
+digests, since materialized tensors have none).
 """
 
 from __future__ import annotations
@@ -28,23 +27,22 @@ from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_bytes, as_
 from unified_ckpt.views.materialize import Read, materialize
 from unified_ckpt.views.shards import ShardCache, ShardStorage, TensorShard, sharded_tensor
 
-CHUNK_NBYTES = (
-    32 << 20
-)  # of a tensor that is made: so long that the runs that it is read in are long too
+CHUNK_NBYTES = 32 << 20  # long enough that the runs it is read in are long too
 
 BlockDigests = Mapping[Key, Sequence[int] | None]
 
 
 def unique_prefix(storage: Reader) -> str:
-    """What the names of a view's own files begin with, on this storage."""
+    """Return the prefix of a view's virtual files on this storage."""
     return f"{storage.prefix}@" if isinstance(storage, DerivedStorage) else "@"
 
 
 def chunk_storage(
     inner: Catalog, digests: BlockDigests, recipes: Mapping[Key, tuple[Recipe, TensorSpec]]
 ) -> ShardStorage:
-    """A storage of the tensors that have to be made, each in panels that are read at once and kept
-    for a while. `digests`: digests of the stored ones.
+    """Return a storage of tensors that must be materialized, in chunks that are cached for a while.
+
+    `digests` are those of the stored tensors.
     """
     tensors = {}
     for key, (recipe, spec) in recipes.items():
@@ -57,7 +55,9 @@ def chunk_storage(
             {leaf.key: leaf.shape for leaf in leaves(recipe) if isinstance(leaf, Stored)},
         )
         tensor_name = ":".join(key)
-        has_external = any(isinstance(leaf, External) for leaf in leaves(recipe))  # whole each time
+        has_external = any(
+            isinstance(leaf, External) for leaf in leaves(recipe)
+        )  # an external tensor is loaded whole each time
         chunk_numel = prod(recipe.shape) if has_external else CHUNK_NBYTES // itemsize(spec.dtype)
         boxes = chunk_boxes(recipe.shape, max(chunk_numel, 1))
         tensors[key] = sharded_tensor(
@@ -85,9 +85,8 @@ def _materialize_chunk(
         chunk = materialize(recipe, box, read, dtype)
     except FormatError as error:
         raise FormatError(f"{tensor_name}: {error}") from error
-    is_view_of_larger = (
-        chunk.untyped_storage().nbytes() > chunk.nbytes
-    )  # of what is cut off nothing is kept
+    # do not retain memory that the chunk does not use
+    is_view_of_larger = chunk.untyped_storage().nbytes() > chunk.nbytes
     return (
         as_int_bits(chunk).clone(memory_format=torch.contiguous_format).view(dtype)
         if is_view_of_larger
@@ -103,13 +102,12 @@ def _read_stored(
     key: Key,
     box: Box,
 ) -> torch.Tensor:
-    """IntegrityError where a block that is read in one run is not what its digest says: the blocks
-    of what is made are others.
+    """Read a box of a stored tensor.
+
+    IntegrityError if whole blocks of it do not match their digests.
     """
-    tensor, spec = (
-        torch.empty(box.shape, dtype=TORCH_DTYPES[dtype], device="cpu"),
-        TensorSpec(dtype, shapes[key]),
-    )
+    tensor = torch.empty(box.shape, dtype=TORCH_DTYPES[dtype], device="cpu")
+    spec = TensorSpec(dtype, shapes[key])
     read_box_into(inner.storage, inner.locations[key], spec, box, as_bytes(tensor))
     block_crcs = digests.get(key)
     if block_crcs is not None and has_whole_blocks(spec, box):
@@ -118,10 +116,10 @@ def _read_stored(
 
 
 class DerivedStorage:
-    """A storage with files of its own, called by a mark and what they are: runs of bytes of others,
-    one after another, or made.
+    """A storage with virtual files: `ranges` of other files, one after another, or materialized
+    tensors.
 
-    `spans`: by file, (bytes, where they are).
+    The names of virtual files start with `prefix`. `ranges` holds (nbytes, location) by file.
     """
 
     def __init__(
@@ -131,19 +129,18 @@ class DerivedStorage:
         ranges: Mapping[str, Sequence[tuple[int, Location]]],
         materialized: ShardStorage,
     ) -> None:
-        self._inner, self.prefix, self._ranges, self._materialized, self.root = (
-            inner,
-            prefix,
-            ranges,
-            materialized,
-            inner.root,
-        )
+        self._inner = inner
+        self.prefix = prefix
+        self._ranges = ranges
+        self._materialized = materialized
+        self.root = inner.root
         self._starts = {
             file: [0, *accumulate(nbytes for nbytes, _ in file_ranges)]
             for file, file_ranges in ranges.items()
         }
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
+        """Read any byte range of a file."""
         if name not in self._ranges:
             storage, file = self._owner(name)
             storage.read_at(file, start, into)
@@ -158,22 +155,29 @@ class DerivedStorage:
                 )
 
     def read(self, name: str) -> bytes:
+        """Return a whole file of the original storage."""
         return self._inner.read(name)
 
     def size(self, name: str) -> int | None:
+        """Return the size of a file."""
         if name in self._ranges:
             return self._starts[name][-1]
         storage, file = self._owner(name)
         return storage.size(file)
 
     def names(self) -> list[str]:
+        """Return the files of the original storage."""
         return self._inner.names()
 
     def close(self) -> None:
+        """Close the original storage."""
         self._inner.close()
 
     def _owner(self, name: str) -> tuple[Reader, str]:
-        """Whose file it is, and what that calls it. A view under this one has a shorter mark."""
+        """Return the storage that has the file, and its name there.
+
+        A nested view has a shorter prefix.
+        """
         is_materialized = name.startswith(self.prefix)
         return (
             (self._materialized, name.removeprefix(self.prefix))

@@ -1,6 +1,4 @@
-"""Any box of a tensor that is made by a recipe, from boxes of what is stored. Reads what it needs
-of them, and little more.
-"""
+"""Computes any box of a tensor that a recipe describes, reading little more than it needs."""
 
 from __future__ import annotations
 
@@ -33,16 +31,16 @@ Read = Callable[[Key, Box], torch.Tensor]
 
 
 def materialize(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of a box, which is not empty: a tensor of its shape, in any order of memory.
-    `read` gives a box of a stored tensor.
+    """Return the elements of a non-empty box, in the box's shape and any memory order.
 
-    FormatError where tensors that must be alike are not, or a given one is not what was said of it.
+    `read` returns a box of a stored tensor. FormatError if tensors that must be equal are not, or
+    an external tensor has another shape or dtype than declared.
     """
     return _materialize_bits(recipe, box, read, dtype).view(dtype)
 
 
 def _materialize_bits(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """As integers: copies then keep every bit, and work for every dtype."""
+    """As integers: copies then preserve every bit and work for every dtype."""
     match recipe:
         case Stored():
             return as_int_bits(read(recipe.key, box))
@@ -71,16 +69,18 @@ def _materialize_bits(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) 
 
 
 def slices(box: Box) -> tuple[slice, ...]:
+    """Return the box as indices of a tensor."""
     return tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))
 
 
 def _external(recipe: External, dtype: torch.dtype) -> torch.Tensor:
     tensor = recipe.load()
     if not isinstance(tensor, torch.Tensor):
-        raise FormatError(f"is a {type(tensor).__name__}; needed a tensor")
+        raise FormatError(f"got a {type(tensor).__name__}, expected a tensor")
     if tuple(tensor.shape) != recipe.shape or tensor.dtype != dtype:
         raise FormatError(
-            f"has shape {tuple(tensor.shape)} and {tensor.dtype}; needed {recipe.shape} and {dtype}, as was said of it"
+            f"got shape {tuple(tensor.shape)} and {tensor.dtype}, expected {recipe.shape} and "
+            f"{dtype} as declared"
         )
     return tensor.detach().cpu()
 
@@ -116,7 +116,9 @@ def _empty_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if not tensor.is_floating_point():
-        raise FormatError(f"has {tensor.dtype}, to be scaled by {factor}; needed floating point")
+        raise FormatError(
+            f"cannot scale {tensor.dtype} by {factor}; expected a floating-point dtype"
+        )
     compute_dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     return (tensor.to(compute_dtype) * factor).to(tensor.dtype)
 
@@ -125,6 +127,7 @@ def _all_equal(tensors: list[torch.Tensor]) -> torch.Tensor:
     for number, other in enumerate(tensors):
         if not torch.equal(tensors[0], other):
             raise FormatError(
-                f"number {number} of the {len(tensors)} tensors that become one differs from the first; needed equal values"
+                f"tensor {number} of {len(tensors)} that are merged into one differs from the "
+                "first; expected equal values"
             )
     return tensors[0]

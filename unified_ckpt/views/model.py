@@ -1,6 +1,4 @@
-"""The model of a source that stores master weights in its place; and a training state without its
-model. Reads no bytes.
-"""
+"""Views that add the model to a source of master weights, or leave it out. Read no bytes."""
 
 from __future__ import annotations
 
@@ -22,13 +20,14 @@ from unified_ckpt.views.derived import DerivedSource, Renamed
 
 
 def with_model(source: Source) -> Source:
-    """The source; one that stores master weights in place of the model has the model too, in the
-    dtypes that are stored.
+    """Return the source with a model, taken from the master weights if it has none.
+
+    The model's tensors then have the dtypes of the masters.
     """
     if MODEL in source.parts or MASTER not in source.parts:
         return source
     exprs = _unchanged(source, [part for part in source.parts if part != WITHOUT_MASTERS])
-    model_parts = (MASTER, WITHOUT_MASTERS)  # the latter's values count
+    model_parts = (MASTER, WITHOUT_MASTERS)  # where both have a name, the latter's value holds
     exprs[MODEL] = {
         name: Renamed((part, name)) for part in model_parts for name in source.names(part)
     }
@@ -40,9 +39,10 @@ def with_model(source: Source) -> Source:
 
 
 def without_model(source: Source, parts: Collection[str]) -> tuple[Source, Collection[str]]:
-    """The source and its parts to write, where a training state is written without its model: with
-    the model's tensors that no master stands for. FormatError where none would. Whether the others
-    are their masters, rounded, is for the caller to compare.
+    """Return the source and the parts to write for a training state without its model.
+
+    Model tensors that no master can restore are added as a part. FormatError if no master weights
+    would be written. The caller checks that the other tensors equal their masters, rounded.
     """
     if (
         MODEL in parts
@@ -52,7 +52,8 @@ def without_model(source: Source, parts: Collection[str]) -> tuple[Source, Colle
         return source, parts
     if MASTER not in parts or MASTER not in source.parts:
         raise FormatError(
-            f"parts={tuple(parts)!r}: leaves out the model, and no master weights are written from which it could be loaded; "
+            f"parts={tuple(parts)!r}: leaves out the model, and no master weights are written that "
+            "could restore it; "
             "add 'model' to `parts`"
         )
     if MODEL in source.parts:

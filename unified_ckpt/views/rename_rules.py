@@ -1,8 +1,7 @@
-"""Rename rules on a source: which of its tensors each rule has, what they become, and what else is
-called by their names.
+"""Applies rename rules to a source: to its tensors, and to everything else that uses their names.
 
-How a tensor could be lost without a word: no rule has it, two become one name, a layer of a stack
-is missing. Each is an error that lists the names, before anything is read.
+How a tensor could silently be lost: no rule matches it, two tensors get one name, or a layer of a
+stack is missing. Each is an error that lists the names, before anything is read.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from unified_ckpt.views.rule_outputs import STEP, RuleOutput, base_recipe
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """`rule_index`: of the rule; `targets`: the names that it makes, with a hole left for the
-    number that it unstacks; `layer`: the number that it stacks; `pattern_index`: which of its
-    patterns it is.
+    """A rule that matches a name.
+
+    `targets` are the names that it outputs, with a placeholder for the number that it unstacks.
+    `layer` is the number that it stacks; `pattern_index`, which of its patterns matched.
     """
 
     rule_index: int
@@ -36,7 +36,7 @@ class _Match:
 
 
 class _Rules:
-    """Some rules of a file, by their numbers in it."""
+    """Some rules of a file, by their index in it."""
 
     def __init__(self, indexed_rules: Sequence[tuple[int, Rule]]) -> None:
         self._patterns = [
@@ -46,7 +46,7 @@ class _Rules:
         ]
 
     def match(self, name: str) -> _Match | None:
-        """The first that has this name. A rule that only pads makes the name itself."""
+        """Return the first rule that matches the name. A rule that only pads keeps the name."""
         for rule_index, rule, pattern_index, pattern in self._patterns:
             regex_match = pattern.fullmatch(name)
             if regex_match is not None:
@@ -63,10 +63,10 @@ class _Rules:
 
 @dataclass(frozen=True, slots=True)
 class _NamedTensors:
-    """Tensors of a part, by the names that rules are for. `alias_keys`: those of them that are
-    aliases;
-    `shape_keys`: what has the shape of each; `state`: None for tensors that have the names
-    themselves.
+    """Tensors of a part, by the names that rules match.
+
+    `alias_keys` are those names that are aliases; `shape_keys`, a tensor with the parameter's
+    shape. `state` is the kind of optimizer state, None for tensors whose name is the key.
     """
 
     part: str
@@ -76,13 +76,16 @@ class _NamedTensors:
     state: str | None = None
 
     def stored_name(self, name: str) -> str:
+        """Return the full name in the part."""
         return name if self.state is None else f"{name}/{self.state}"
 
 
 @dataclass(slots=True)
 class _PartPlan:
-    """What becomes of a part. `alias_only`: names that only aliases have led to; `used`: rules by
-    number; `pads`: dims, by name.
+    """What becomes of a part.
+
+    `alias_only` holds names that come only from aliases; `used`, the indices of rules that matched;
+    `pads`, the dims that may grow, by name.
     """
 
     exprs: dict[str, Expr] = field(default_factory=dict)
@@ -93,8 +96,10 @@ class _PartPlan:
 
 
 def apply_renames(source: Source, renames: Renames, *, rules_path: str = "rules") -> DerivedSource:
-    """The source by the rules. FormatError listing what they leave in doubt. `rules_path`: the
-    rules' file, for people.
+    """Return the source under the names that the rules give.
+
+    `rules_path` names the rules' file in messages. FormatError listing what the rules leave
+    undecided.
     """
     plans = {part: _part_plan(source, part, renames) for part in source.parts}
     problems = [problem for plan in plans.values() for problem in plan.problems]
@@ -108,19 +113,18 @@ def apply_renames(source: Source, renames: Renames, *, rules_path: str = "rules"
     for rule_index, rule in enumerate(renames.rules):
         if rule_index not in used and not rule.optional:
             problems.append(
-                f"rule {rule_index + 1} ({', '.join((*rule.match, *rule.regex))}): matches no tensor; `optional = true` allows that"
+                f"rule {rule_index + 1} ({', '.join((*rule.match, *rule.regex))}): matches no "
+                "tensor; remove it, or set `optional = true`"
             )
     if problems:
-        raise FormatError(format_list(f"{rules_path}: does not fit the checkpoint", problems))
+        raise FormatError(format_list(f"{rules_path}: rules do not fit the checkpoint", problems))
     resolved = {
         part: _resolve_aliases(plan)
         for part, plan in plans.items()
         if plan.exprs or not source.names(part)
     }
-    exprs, aliases = (
-        {part: exprs for part, (exprs, _) in resolved.items()},
-        {part: aliases for part, (_, aliases) in resolved.items()},
-    )
+    exprs = {part: exprs for part, (exprs, _) in resolved.items()}
+    aliases = {part: aliases for part, (_, aliases) in resolved.items()}
     pads = {
         (part, aliases.get(part, {}).get(name, name)): dims
         for part, plan in plans.items()
@@ -165,7 +169,7 @@ def _part_plan(source: Source, part: str, renames: Renames) -> _PartPlan:
 def _plan_optimizer(
     plan: _PartPlan, source: Source, keys: Mapping[str, Key], renames: Renames
 ) -> None:
-    """Rules of its own first; the rest of the state follows the parameters."""
+    """Apply the optimizer's own rules first; other state follows its parameter."""
     optimizer_rules = _Rules(
         [
             (index, rule)
@@ -209,7 +213,7 @@ def _shape_keys(source: Source) -> dict[str, Key]:
 def _apply_rules(
     plan: _PartPlan, source: Source, tensors: _NamedTensors, rules: _Rules, renames: Renames
 ) -> None:
-    """What becomes of the members by the rules."""
+    """Plan what becomes of the tensors under the rules."""
     matches: dict[tuple[int, tuple[str, ...]], list[tuple[_Match, str]]] = {}
     for name, key in tensors.keys.items():
         match, is_alias = rules.match(name), name in tensors.alias_keys
@@ -229,7 +233,7 @@ def _apply_rules(
         elif renames.unmatched == "keep" or (renames.unmatched == "error" and is_alias):
             _add(plan, tensors, name, Renamed(key), alias_only=is_alias)
         elif renames.unmatched == "error":
-            plan.problems.append(f"{tensors.part}:{tensors.stored_name(name)}: no rule has it")
+            plan.problems.append(f"{tensors.part}:{tensors.stored_name(name)}: no rule matches")
     plan.problems += [f"{tensors.part}: {problem}" for problem in _uneven_stacks(matches)]
     for (_, targets), matched in matches.items():
         if not matched[0][0].rule.drop:
@@ -237,9 +241,7 @@ def _apply_rules(
 
 
 def _pad_dims(source: Source, tensors: _NamedTensors, rule: Rule, name: str) -> tuple[int, ...]:
-    """The dims along which what a rule makes of this tensor may grow: of state only where it has
-    its parameter's shape.
-    """
+    """Dims along which an output may grow. State pads only if it has its parameter's shape."""
     shape_key = tensors.shape_keys.get(name)
     if not rule.pad or tensors.state == STEP or shape_key is None:
         return ()
@@ -252,9 +254,7 @@ def _pad_dims(source: Source, tensors: _NamedTensors, rule: Rule, name: str) -> 
 def _uneven_stacks(
     matches: Mapping[tuple[int, tuple[str, ...]], Sequence[tuple[_Match, str]]],
 ) -> Iterator[str]:
-    """Stacks of one rule that have not the same numbers: a layer at the end that lacks a tensor is
-    seen by nothing else.
-    """
+    """Describe stacks of one rule with different numbers: a last layer that lacks a tensor."""
     first: dict[int, tuple[str, set[str]]] = {}
     for (rule_index, targets), matched in matches.items():
         rule, layers = matched[0][0].rule, {match.layer for match, _ in matched}
@@ -263,7 +263,10 @@ def _uneven_stacks(
         first_target, first_layers = first.setdefault(rule_index, (targets[0], layers))
         if layers != first_layers:
             differing = ", ".join(sorted(layers ^ first_layers))
-            yield f"{targets[0]} is stacked of {len(layers)}, {first_target} of {len(first_layers)}; needed both of {differing}, or `partial = true`"
+            yield (
+                f"{targets[0]} stacks {len(layers)} tensors, {first_target} {len(first_layers)}; "
+                f"add {differing} to both, or set `partial = true`"
+            )
 
 
 def _add_outputs(
@@ -273,7 +276,7 @@ def _add_outputs(
     targets: Sequence[str],
     matched: Sequence[tuple[_Match, str]],
 ) -> None:
-    """The tensors that one rule makes of what it has found for one set of names."""
+    """Plan the outputs of one rule for one set of target names."""
     rule, part, state = matched[0][0].rule, tensors.part, tensors.state
     rows, problems = _stack_rows(
         rule, matched, f"{part}:{', '.join(map(tensors.stored_name, targets))}"
@@ -285,7 +288,8 @@ def _add_outputs(
     if rule.unstack is not None and state is not None and shape_key is None:
         stored_name = tensors.stored_name(rows[0][0])
         plan.problems.append(
-            f"{part}:{stored_name}: how many it becomes is not known; needed its parameter, or other state of it"
+            f"{part}:{stored_name}: the number of unstacked tensors is unknown; expected its "
+            "parameter, or other state of it"
         )
         return
     output = RuleOutput(
@@ -313,9 +317,7 @@ def _add_outputs(
 def _stack_rows(
     rule: Rule, matched: Sequence[tuple[_Match, str]], output_names: str
 ) -> tuple[list[list[str]], list[str]]:
-    """The tensors of a rule by number and pattern, and what is wrong with them. `output_names`:
-    they become.
-    """
+    """Return the names that a rule matched, by number and pattern, and what is wrong with them."""
     names_by_layer: dict[str, dict[int, list[str]]] = {}
     for match, name in matched:
         names_by_layer.setdefault(match.layer, {}).setdefault(match.pattern_index, []).append(name)
@@ -324,7 +326,8 @@ def _stack_rows(
     ]
     if invalid:
         return [], [
-            f"{output_names}: {names_by_layer[invalid[0]]} would be number {invalid[0]!r} of a stack; needed a number"
+            f"{output_names}: got {invalid[0]!r} as stack index of {names_by_layer[invalid[0]]}, "
+            "expected a number"
         ]
     duplicates = [
         names
@@ -333,14 +336,17 @@ def _stack_rows(
         if len(names) > 1
     ]
     if duplicates:
-        return [], [f"{output_names}: {' and '.join(names)} have one name" for names in duplicates]
+        return [], [
+            f"{output_names}: {' and '.join(names)} get the same name" for names in duplicates
+        ]
     order = sorted(names_by_layer, key=int)
     over = rule.stack or Over(over="")
     expected = [str(over.start + position * over.step) for position in range(len(order))]
     if order != expected:
         missing_layers = sorted(set(expected) - set(order), key=int)
         return [], [
-            f"{output_names}: number {', '.join(missing_layers)} is missing of a stack that has {', '.join(order)}"
+            f"{output_names}: {', '.join(missing_layers)} is missing in a stack of "
+            f"{', '.join(order)}"
         ]
     patterns = rule.match or rule.regex
     missing = [
@@ -352,7 +358,7 @@ def _stack_rows(
     if missing:
         layer, index = missing[0]
         sibling = next(iter(names_by_layer[layer].values()))[0]
-        return [], [f"{output_names}: nothing matches {patterns[index]} beside {sibling}"]
+        return [], [f"{output_names}: no tensor matches {patterns[index]} to accompany {sibling}"]
     return [
         [names_by_layer[layer][index][0] for index in range(len(patterns))] for layer in order
     ], []
@@ -379,17 +385,16 @@ def _output_exprs(
 
 
 def _unstacked_count(source: Source, rule: Rule, shape_rows: Sequence[Sequence[Key]]) -> int:
-    """How many tensors a rule unstacks. FormatError where the dim is not there."""
+    """Return how many tensors a rule unstacks. FormatError if the dim does not exist."""
     shapes = {
         key: source.specs(key[0], [key[1]])[key[1]].shape for row in shape_rows for key in row
     }
-    shape, dim = (
-        base_recipe(rule, shape_rows, shapes, power=1).shape,
-        rule.unstack.dim if rule.unstack is not None else 0,
-    )
+    shape = base_recipe(rule, shape_rows, shapes, power=1).shape
+    dim = rule.unstack.dim if rule.unstack is not None else 0
     if not -len(shape) <= dim < len(shape):
         raise FormatError(
-            f"{':'.join(shape_rows[0][0])}: unstack of dim {dim} of shape {shape}; needed one of its {len(shape)} dims"
+            f"{':'.join(shape_rows[0][0])}: cannot unstack dim {dim} of shape {shape}; expected "
+            f"one of its {len(shape)} dims"
         )
     return shape[dim]
 
@@ -403,7 +408,7 @@ def _add(
     alias_only: bool,
     pad: tuple[int, ...] = (),
 ) -> None:
-    """`name`: as rules have it."""
+    """Add an output. `name` is the name that rules see."""
     name = tensors.stored_name(name)
     if name in plan.exprs:
         sources = [
@@ -413,7 +418,7 @@ def _add(
             )
         ]
         plan.problems.append(
-            f"{tensors.part}:{name}: becomes the name of {' and of '.join(dict.fromkeys(sources))}"
+            f"{tensors.part}:{name}: is the new name of {' and of '.join(dict.fromkeys(sources))}"
         )
         return
     plan.exprs[name] = expr
@@ -424,9 +429,7 @@ def _add(
 
 
 def _resolve_aliases(plan: _PartPlan) -> tuple[dict[str, Expr], dict[str, str]]:
-    """Tensors, and aliases: names that only aliases led to, of what is made under another name as
-    well.
-    """
+    """Return tensors and aliases. A name that comes only from an alias stays an alias."""
     first_names: dict[Expr, str] = {}
     for name in sorted(plan.exprs, key=lambda name: (name in plan.alias_only, name)):
         first_names.setdefault(plan.exprs[name], name)
@@ -438,14 +441,15 @@ def _resolve_aliases(plan: _PartPlan) -> tuple[dict[str, Expr], dict[str, str]]:
     return {name: expr for name, expr in plan.exprs.items() if name not in aliases}, aliases
 
 
-# ---- what else has names
+# ---- metadata that uses names
 
 
 def _renamed_metadata(
     source: Source, renames: Renames, pads: Mapping[Key, Sequence[int]]
 ) -> SourceMetadata:
-    """Param groups and plain optimizer state under the new names. FormatError where parameters that
-    become one differ in them.
+    """Rename param groups and non-tensor optimizer state.
+
+    FormatError if parameters that are merged differ in them.
     """
     metadata = source.metadata()
     shape_keys, rules = _shape_keys(source), _rules_for_part(renames, MODEL)
@@ -475,7 +479,8 @@ def _renamed_metadata(
             owner = metadata.groups[owners.setdefault(name, group_index)]
             if owner["options"] != group["options"]:
                 raise FormatError(
-                    f"{name}: is made of parameters whose hyperparameters differ; needed one param group for all of them"
+                    f"{name}: merges parameters whose hyperparameters differ; put all of them into "
+                    "one param group"
                 )
         groups.append({**group, "names": [name for name in names if owners[name] == group_index]})
     scalars: dict[str, Mapping[str, Any]] = {}
@@ -483,7 +488,8 @@ def _renamed_metadata(
         for name in new_names(fqn):
             if scalars.setdefault(name, state) != state:
                 raise FormatError(
-                    f"{name}: is made of parameters whose optimizer state {', '.join(state)} differs; needed equal values"
+                    f"{name}: merges parameters whose optimizer state {', '.join(state)} differs; "
+                    "expected equal values"
                 )
     modules = {
         name: value
@@ -496,15 +502,17 @@ def _renamed_metadata(
 
 
 def _module_names(fqn: str, rules: _Rules, renames: Renames) -> Sequence[str]:
-    """What becomes of the state that a module keeps beside tensors. FormatError where more than its
-    name would change.
+    """Return the new names of a module's non-tensor state.
+
+    FormatError if a rule does more than rename.
     """
     match = rules.match(fqn)
     if match is None:
         return [] if renames.unmatched == "drop" else [fqn]
     if not match.rule.drop and not _only_renames(match.rule):
         raise FormatError(
-            f"{fqn}: is a module's own state, no tensor, and a rule does more than rename it; needed one before that drops it"
+            f"{fqn}: is non-tensor state of a module, and a rule does more than rename it; add a "
+            "rule before it with `drop = true`"
         )
     return match.targets
 

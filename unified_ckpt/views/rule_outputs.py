@@ -1,9 +1,9 @@
-"""What a rename rule makes of the tensors that it has found, as recipes; of parameters, and of
-optimizer state, which follows them.
+"""What a rename rule outputs, as recipes: for parameters, and for the optimizer state that follows
+them.
 
-How optimizer state could be wrong and nobody see it: a parameter that is scaled has other
-gradients, so its moments are scaled by what the rule says of gradients, and state that nothing is
-known of is refused; a count is not stacked like a parameter, all of them must be equal.
+How optimizer state could silently be wrong: scaling a parameter changes its gradients, so moments
+are scaled accordingly, and state whose scaling is unknown is refused. Step counts are not stacked
+like parameters: all of them must be equal.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.renames import Rule, Step
 
-STEP = "step"  # state that is one for a parameter whatever the parameter's shape
+STEP = "step"  # state with one value per parameter, of whatever shape
 
-# By which power of a parameter's factor its state is scaled: a gradient by -1, its square by -2, a
-# change of the parameter by 1.
+# The power of a parameter's scale factor that scales its state: -1 for gradients, -2 for their
+# squares, 1 for updates of the parameter.
 _POWERS = {
     "exp_avg": -1,
     "momentum_buffer": -1,
@@ -52,11 +52,11 @@ Shapes = Mapping[Key, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RuleOutput:
-    """Target `target` of a rule; row `index` of it where the rule unstacks.
+    """Output number `target` of a rule; slice `index` of it if the rule unstacks.
 
-    `rows`: of each number that is stacked, the tensor that each pattern matched. `state`: None for
-    a parameter, else of which kind.
-    `shape_key`: a tensor with the parameter's shape.
+    `rows` holds, for each number that is stacked, the tensor that each pattern matched. `state` is
+    the kind of optimizer state, None for a parameter. `shape_key` is a tensor with the parameter's
+    shape.
     """
 
     rule: Rule
@@ -68,12 +68,17 @@ class RuleOutput:
 
     @property
     def stored(self) -> Collection[Key]:
+        """Keys of all tensors whose shapes the recipe needs."""
         return [
             *(key for row in self.rows for key in row),
             *([] if self.shape_key is None else [self.shape_key]),
         ]
 
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
+        """Return the recipe for tensors of these shapes.
+
+        FormatError if the rule does not fit them.
+        """
         if self._is_scalar(shapes):
             return all_equal([Stored(key, shapes[key]) for row in self.rows for key in row])
         self._check_shape(shapes)
@@ -88,22 +93,23 @@ class RuleOutput:
         )
 
     def _is_scalar(self, shapes: Shapes) -> bool:
-        """Whether it is one number for a parameter of more than one element, or a count whatever
-        the parameter is.
-        """
+        """Whether it is one number for a larger parameter, or a step count."""
         if self.state is None or prod(shapes[self.rows[0][0]]) != 1:
             return False
         return self.state == STEP or self.shape_key is None or prod(shapes[self.shape_key]) != 1
 
     def _check_shape(self, shapes: Shapes) -> None:
-        """FormatError for state of other shapes than its parameter: of rows, columns or blocks, a
-        turned or joined parameter has others.
+        """FormatError for state of another shape than its parameter.
+
+        Such state holds rows, columns or blocks; how it would follow a permuted or joined parameter
+        is unknown.
         """
         shape_key, shape = self.shape_key, shapes[self.rows[0][0]]
         if self.state is not None and shape_key is not None and shape != shapes[shape_key]:
             raise FormatError(
-                f"{self.state!r} has shape {shape}, its parameter {shapes[shape_key]}: how it follows what the rule does is not known; needed the "
-                'parameter\'s shape, or one number, or a rule with `parts = "optimizer"` for it'
+                f"{self.state!r} has shape {shape}, its parameter {shapes[shape_key]}; expected "
+                "equal shapes or a "
+                'scalar; add a rule with `parts = "optimizer"` for this state'
             )
 
     def _output(self, base: Recipe, target: int, power: int) -> Recipe:
@@ -127,14 +133,13 @@ class RuleOutput:
             is_scaled(base) or any(step.scale is not None for step in steps)
         ):
             raise FormatError(
-                f"its parameter is scaled, and how {self.state!r} follows that is not known; needed one of {', '.join(_POWERS)}"
+                f"the rule scales a parameter, and the effect on {self.state!r} is unknown; "
+                f"expected one of {', '.join(_POWERS)}"
             )
         return _POWERS.get(self.state, 1)
 
     def _check_complete(self, base: Recipe, shapes: Shapes) -> None:
-        """FormatError where the rule's targets together are not each element of what they are made
-        of, once.
-        """
+        """FormatError unless the rule's outputs use each element of its operands exactly once."""
         stored_count = sum(prod(shapes[key]) for row in self.rows for key in row)
         rows = base.shape[self.rule.unstack.dim] if self.rule.unstack is not None else 1
         targets = [self._output(base, target, 1) for target in range(len(self.rule.to))]
@@ -142,19 +147,20 @@ class RuleOutput:
         if output_count != stored_count:
             names = ", ".join(output.name for output in self.rule.to)
             raise FormatError(
-                f"the rule makes {output_count} elements ({names}) of {stored_count}; needed all of them, or `partial = true`"
+                f"the rule outputs {output_count} elements ({names}) of {stored_count}; use all of "
+                "them, or set `partial = true`"
             )
         if len(targets) > 1 and self.rule.split is None and self.rule.unstack is None:
             try:
                 check_used_once(targets)
             except FormatError as error:
                 raise FormatError(
-                    f"the rule {error}; needed each element once, or `partial = true`"
+                    f"the rule {error}; use each element once, or set `partial = true`"
                 ) from error
 
 
 def base_recipe(rule: Rule, rows: Sequence[Sequence[Key]], shapes: Shapes, *, power: int) -> Recipe:
-    """What the rule makes of its tensors before that is taken apart."""
+    """Return what a rule makes of its operands before splitting or unstacking."""
     parts = []
     for row in rows:
         recipes = [_apply_steps(Stored(key, shapes[key]), rule.steps, power) for key in row]
@@ -183,14 +189,15 @@ def _apply_steps(recipe: Recipe, steps: Sequence[Step], power: int) -> Recipe:
 
 
 def _scale_factor(scale: float, power: int) -> float:
-    """FormatError where that is no finite number but zero: moments would all be zero, or infinite."""
+    """Return the factor for optimizer state. FormatError if it would be zero or infinite."""
     try:
         factor = scale**power
     except OverflowError:
         factor = inf
     if not factor or isinf(factor):
         raise FormatError(
-            f"scale {scale} makes a factor of {factor} for optimizer state; needed one whose power {power} is a number"
+            f"scale {scale} to the power {power} is {factor}; expected a finite non-zero factor "
+            "for optimizer state"
         )
     return factor
 
@@ -199,7 +206,7 @@ def _even_sizes(recipe: Recipe, dim: int, count: int) -> list[int]:
     size = recipe.shape[dim] if -len(recipe.shape) <= dim < len(recipe.shape) else 0
     if size % count:
         raise FormatError(
-            f"split of dim {dim} of shape {recipe.shape} in {count}; needed sizes, or a dim of a multiple of {count}"
+            f"cannot split dim {dim} of shape {recipe.shape} into {count} equal pieces; give sizes"
         )
     return [size // count] * count
 

@@ -1,6 +1,4 @@
-"""Some parts of a source, the model in another dtype if asked for, as a Source. No byte moves
-before it is read.
-"""
+"""Selects parts of a source, and casts the model if asked to, as a Source. Reads nothing early."""
 
 from __future__ import annotations
 
@@ -24,9 +22,10 @@ from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 
 class SelectedSource:
-    """`parts`: only these, None for all; NotFoundError for one that the source lacks.
-    `model_dtype`, as safetensors names it: of the model's floating-point tensors, which are cast
-    from the master weights where there are any.
+    """A source with only `parts` (None for all), whose model is in `model_dtype`.
+
+    `model_dtype` is a safetensors name. It applies to the model's floating-point tensors, which are
+    cast from the master weights where those exist. NotFoundError for a part that the source lacks.
     """
 
     def __init__(
@@ -35,40 +34,45 @@ class SelectedSource:
         missing = sorted(set(parts or ()) - set(source.parts))
         if missing:
             raise NotFoundError(
-                format_list(
-                    f"the source has the parts {', '.join(source.parts)}, and lacks", missing
-                )
+                format_list(f"the source has parts {', '.join(source.parts)}; it lacks", missing)
             )
         self._source, self._model_dtype = source, model_dtype
         self._parts = [part for part in source.parts if parts is None or part in parts]
 
     @property
     def format(self) -> str:
+        """Name of the original source's format."""
         return self._source.format
 
     @property
     def parts(self) -> Sequence[str]:
+        """Names of the selected parts."""
         return self._parts
 
     def names(self, part: str) -> Collection[str]:
+        """Return the tensor names of a part."""
         return self._source.names(part) if part in self._parts else ()
 
     def aliases(self, part: str) -> Mapping[str, str]:
+        """Return the names of tied tensors in a part, each with the stored name."""
         return self._source.aliases(part) if part in self._parts else {}
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        """Return dtype and shape of these tensors, after the cast."""
         return {
             name: self._output_spec(part, spec)
             for name, spec in self._source.specs(part, names).items()
         }
 
     def read(self, part: str, name: str, box: Box) -> bytes:
+        """Return the row-major bytes of a box, after the cast."""
         catalog = self.catalog([(part, name)])
         return read_box(
             catalog.storage, catalog.locations[part, name], self.specs(part, [name])[name], box
         )
 
     def catalog(self, keys: Collection[Key]) -> Catalog:
+        """Return storage and locations. Tensors that are cast get virtual files."""
         casts = self._casts(keys)
         inner = self._source.catalog({casts[key].stored if key in casts else key for key in keys})
         casting = {
@@ -83,6 +87,7 @@ class SelectedSource:
         )
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        """Return the stored digests of tensors that are not cast."""
         casts = self._casts(keys)
         return {
             **self._source.block_digests([key for key in keys if key not in casts]),
@@ -90,16 +95,19 @@ class SelectedSource:
         }
 
     def metadata(self) -> SourceMetadata:
+        """Return everything beside tensors."""
         return self._source.metadata()
 
     def rank_extra(self, rank: int) -> Any:
+        """Return the state that this rank saved for itself."""
         return self._source.rank_extra(rank)
 
     def close(self) -> None:
+        """Close the original source."""
         self._source.close()
 
     def _output_spec(self, part: str, spec: TensorSpec) -> TensorSpec:
-        """A tensor as this view has it."""
+        """The tensor's spec after the cast."""
         if (
             part != MODEL
             or self._model_dtype is None
@@ -109,7 +117,7 @@ class SelectedSource:
         return TensorSpec(self._model_dtype, spec.shape)
 
     def _casts(self, keys: Collection[Key]) -> dict[Key, _Cast]:
-        """Of the tensors that are cast, from what."""
+        """The casts of those tensors that need one."""
         names = [name for part, name in keys if part == MODEL]
         if not names or self._model_dtype is None:
             return {}
@@ -132,7 +140,7 @@ class SelectedSource:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """From which stored tensor, its dtype there, and here."""
+    """A cast of a stored tensor: its key, its stored dtype, and the new dtype."""
 
     stored: Key
     stored_dtype: str
@@ -140,12 +148,13 @@ class _Cast:
 
 
 class _Casting:
-    """A storage in which some files are tensors of another, cast."""
+    """A storage in which some virtual files are casts of stored tensors."""
 
     def __init__(self, inner: Reader, casts: Mapping[str, tuple[Location, _Cast]]) -> None:
         self._inner, self._casts, self.root = inner, casts, inner.root
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
+        """Read any byte range of a file."""
         view = memoryview(into).cast("B")
         if name not in self._casts:
             self._inner.read_at(name, start, into)
@@ -170,13 +179,17 @@ class _Casting:
         )
 
     def read(self, name: str) -> bytes:
+        """Return a whole file of the original storage."""
         return self._inner.read(name)
 
     def size(self, name: str) -> int | None:
+        """Return the size of a file of the original storage."""
         return self._inner.size(name)
 
     def names(self) -> list[str]:
+        """Return the files of the original storage."""
         return self._inner.names()
 
     def close(self) -> None:
+        """Close the original storage."""
         self._inner.close()

@@ -1,9 +1,8 @@
-"""Tensors that are put together from fragments of other formats, as a Source. No fragment is loaded
-before it is read.
+"""Tensors assembled from shards in other formats' files, as a Source. Shards are loaded when read.
 
-How wrong bytes could be read: a fragment is missing, or two claim one place; a fragment's file
-changed; a dtype differs. So every tensor is shown to be covered exactly once when it is made, and
-every fragment is looked at when it is loaded.
+How wrong bytes could be read: a shard is missing, two shards claim the same elements, a shard's
+file changed, or a dtype differs. So every tensor is shown to be covered exactly once when it is
+built, and every shard's shape and dtype are checked when it is loaded.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer, copy_single
 from unified_ckpt.runtime.storage.storage import Buffer
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, TORCH_DTYPES
 
-CACHE_NBYTES = 256 << 20  # of fragments that cost to load; one larger is kept alone
+CACHE_NBYTES = 256 << 20  # of shards that are expensive to load; a larger one is cached alone
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """A box of a tensor. `load` gives its elements, of the box's shape and the tensor's dtype; an
-    alias of a mapped file is best.
+    """A box of a tensor. `load` returns its elements, in the box's shape and the tensor's dtype.
 
-    `file`: for people, the file that it is in. `cache`: loading it costs (it decompresses, or
-    casts): what was loaded last is kept for the next read of it, in bounded memory.
+    `load` should return a view of a mapped file where it can. `file` is for messages. `cache` marks
+    shards that are expensive to load (decompressed or cast); the latest ones are cached, in bounded
+    memory.
     """
 
     box: Box
@@ -50,9 +49,10 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """A tensor and its fragments. `box_shape`: the shape that their boxes are counted in, which has
-    the tensor's elements in the same order: its own shape, or (numel,) for flat ranges, or a dim in
-    two.
+    """A tensor and its shards.
+
+    `box_shape` is the shape that the shards' boxes refer to. It has the tensor's elements in the
+    same order: the tensor's own shape, (numel,) for flat ranges, or one dim split in two.
     """
 
     spec: TensorSpec
@@ -67,38 +67,38 @@ def sharded_tensor(
     *,
     box_shape: Sequence[int] | None = None,
 ) -> ShardedTensor:
-    """FormatError where a box lies outside, two share an element, or `box_shape` has not as many
-    elements; IncompleteError for a gap.
+    """Return a ShardedTensor whose shards cover every element exactly once.
+
+    FormatError if a box lies outside, boxes overlap, or `box_shape` has another number of elements;
+    IncompleteError for a gap.
     """
     if dtype not in DTYPE_NAMES:
-        raise FormatError(f"dtype {dtype} has no name in safetensors")
-    spec, full_shape = (
-        TensorSpec(DTYPE_NAMES[dtype], tuple(shape)),
-        tuple(shape if box_shape is None else box_shape),
-    )
+        raise FormatError(f"got dtype {dtype}, expected one that safetensors can name")
+    spec = TensorSpec(DTYPE_NAMES[dtype], tuple(shape))
+    full_shape = tuple(shape if box_shape is None else box_shape)
     if prod(full_shape) != prod(spec.shape):
         raise FormatError(
-            f"its fragments make up shape {full_shape}; needed the elements of {spec.shape}"
+            f"got shards of shape {full_shape}, expected the elements of shape {spec.shape}"
         )
     for shard in shards:
         if not is_inside(shard.box, full_shape):
             raise FormatError(
-                f"{shard.file}: has box {shard.box.offsets} + {shard.box.shape} of a tensor of shape {full_shape}"
+                f"{shard.file}: got box {shard.box.offsets} + {shard.box.shape}, expected a box "
+                f"within shape {full_shape}"
             )
     gap = next(coverage_gaps(full_shape, [shard.box for shard in shards]), None)
     if gap is not None:
-        raise IncompleteError(
-            f"nothing holds box {gap.offsets} + {gap.shape} of shape {full_shape}"
-        )
+        raise IncompleteError(f"no shard has box {gap.offsets} + {gap.shape} of shape {full_shape}")
     if sum(shard.box.numel for shard in shards) != prod(full_shape):
         raise FormatError(
-            f"its fragments overlap: they have {sum(shard.box.numel for shard in shards)} elements of {prod(full_shape)}"
+            f"shards overlap: got {sum(shard.box.numel for shard in shards)} elements, expected "
+            f"{prod(full_shape)}"
         )
     return ShardedTensor(spec, tuple(shards), full_shape)
 
 
 def whole_tensor(tensor: torch.Tensor, file: str) -> ShardedTensor:
-    """Of a tensor in memory, or in a mapped file."""
+    """Return a tensor in memory, or in a mapped file, as a single shard."""
     return sharded_tensor(
         tensor.dtype,
         tensor.shape,
@@ -107,11 +107,10 @@ def whole_tensor(tensor: torch.Tensor, file: str) -> ShardedTensor:
 
 
 class ShardedSource:
-    """`tensors`: by part and name. `format`: what the folder is, for people. `close` is called
-    once.
+    """A Source of sharded tensors, by part and name.
 
-    `refused`: parts that are there and not read, and why: a FormatError for who asks for one of
-    their names, and for nobody else.
+    `format` names the folder's format in messages. `refused` maps parts that exist but cannot be
+    read to the reason: asking for their names raises FormatError. `close` is called once.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class ShardedSource:
         root: str,
         tensors: Mapping[Key, ShardedTensor],
         *,
-        format: str,  # noqa: A002  # the protocol's word
+        format: str,  # noqa: A002  # the name in the Source protocol
         metadata: SourceMetadata,
         aliases: Mapping[str, Mapping[str, str]] | None = None,
         refused: Mapping[str, str] | None = None,
@@ -137,40 +136,48 @@ class ShardedSource:
 
     @property
     def tensors(self) -> Mapping[Key, ShardedTensor]:
-        """For a source that is put together from several."""
+        """Tensors by part and name, for a source that combines several."""
         return self._tensors
 
     @property
     def format(self) -> str:
+        """Name of the format."""
         return self._format
 
     @property
     def refused(self) -> Collection[str]:
+        """Parts that exist but cannot be read."""
         return self._refused.keys()
 
     @property
     def parts(self) -> Sequence[str]:
+        """Names of all parts, those that cannot be read included."""
         return sorted({*self._names, *self._refused})
 
     def names(self, part: str) -> Collection[str]:
+        """Return the tensor names of a part. FormatError for a part that cannot be read."""
         if part in self._refused:
             raise FormatError(f"{self._root}: {part}: {self._refused[part]}")
         return self._names.get(part, {}).keys()
 
     def aliases(self, part: str) -> Mapping[str, str]:
+        """Return the names of tied tensors in a part, each with the stored name."""
         return self._aliases.get(part, {})
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        """Return dtype and shape of these tensors. NotFoundError for names that do not exist."""
         missing = [f"{part}:{name}" for name in names if (part, name) not in self._tensors]
         if missing:
-            raise NotFoundError(format_list(f"{self._root}: does not have", missing))
+            raise NotFoundError(format_list(f"{self._root}: these tensors do not exist", missing))
         return {name: self._tensors[part, name].spec for name in names}
 
     def read(self, part: str, name: str, box: Box) -> bytes:
+        """Return the row-major bytes of a box."""
         spec = self.specs(part, [name])[name]
         return read_box(self._storage, Location(tensor_file(part, name), 0), spec, box)
 
     def catalog(self, keys: Collection[Key]) -> Catalog:
+        """Return storage and locations; the locality of a tensor is its first shard's file."""
         locations = {key: Location(tensor_file(*key), 0) for key in keys}
         locality = {
             key: self._tensors[key].shards[0].file for key in keys if self._tensors[key].shards
@@ -178,23 +185,25 @@ class ShardedSource:
         return Catalog(self._storage, locations, locality=locality)
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        """Return None for each tensor: other formats have no digests."""
         return dict.fromkeys(keys)
 
     def metadata(self) -> SourceMetadata:
+        """Return everything beside tensors."""
         return self._metadata
 
     def rank_extra(self, rank: int) -> Any:
+        """Return the state that this rank saved for itself."""
         return self._rank_extra(rank)
 
     def close(self) -> None:
+        """Drop cached shards and close the files."""
         self._cache.clear()
         self._close()
 
 
 class ShardCache:
-    """What the fragments loaded last gave, for readers on many threads. Each loads at most once at
-    a time.
-    """
+    """The shards loaded last, for readers on many threads. Only one thread loads at a time."""
 
     def __init__(self) -> None:
         self._loaded: OrderedDict[int, tuple[TensorShard, torch.Tensor]] = OrderedDict()
@@ -202,6 +211,7 @@ class ShardCache:
         self.pages = PageReclaimer()
 
     def load(self, shard: TensorShard) -> torch.Tensor:
+        """Return the shard's elements, from the cache if possible."""
         with self._lock:
             if id(shard) in self._loaded:
                 self._loaded.move_to_end(id(shard))
@@ -216,25 +226,26 @@ class ShardCache:
             return self._loaded[id(shard)][1]
 
     def clear(self) -> None:
+        """Drop all shards."""
         with self._lock:
             self._loaded.clear()
 
 
 def tensor_file(part: str, name: str) -> str:
+    """Return the file name under which a storage serves a tensor."""
     return f"{part}:{name}"
 
 
 class ShardStorage:
-    """A storage with a file for each tensor: its elements, row-major."""
+    """A storage with one virtual file per tensor: its elements, row-major."""
 
     def __init__(self, root: str, tensors: Mapping[Key, ShardedTensor], cache: ShardCache) -> None:
-        """The file of a tensor is called as `tensor_file` says."""
         self.root, self._cache = root, cache
         self._tensors = {tensor_file(*key): tensor for key, tensor in tensors.items()}
-        self._indexes: dict[str, _ShardIndex] = {}  # of those that were read
+        self._indexes: dict[str, _ShardIndex] = {}  # of tensors read so far
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        """Any byte range: elements that it begins or ends within are put together beside it."""
+        """Read any byte range. Elements that it splits at either end are read whole and trimmed."""
         tensor, view = self._tensors[name], memoryview(into).cast("B")
         element_nbytes = itemsize(tensor.spec.dtype)
         first, stop = start // element_nbytes, -(-(start + len(view)) // element_nbytes)
@@ -249,37 +260,37 @@ class ShardStorage:
             _fill(tensor, first, stop, view, name, shard_index, self._cache)
 
     def read(self, name: str) -> bytes:
+        """Return a whole tensor's bytes."""
         data = bytearray(self.size(name) or 0)
         self.read_at(name, 0, memoryview(data))
         return bytes(data)
 
     def size(self, name: str) -> int | None:
+        """Return a tensor's size in bytes, or None if there is none of this name."""
         return self._tensors[name].spec.nbytes if name in self._tensors else None
 
     def names(self) -> list[str]:
+        """Return the names of all virtual files."""
         return sorted(self._tensors)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing: the source owns the files."""
 
 
 class _ShardIndex:
-    """Which fragments may hold some rows of the grid: a tensor may have thousands, one for each
-    rank that saved it.
+    """Shards by their rows of `box_shape`.
+
+    A tensor may have thousands, one per rank that saved it.
     """
 
     def __init__(self, shards: Sequence[TensorShard]) -> None:
         row_ranges = sorted((*_row_span(shard.box), number) for number, shard in enumerate(shards))
-        self._starts, self._numbers = (
-            [start for start, _, _ in row_ranges],
-            [number for _, _, number in row_ranges],
-        )
+        self._starts = [start for start, _, _ in row_ranges]
+        self._numbers = [number for _, _, number in row_ranges]
         self._max_rows = max((stop - start for start, stop, _ in row_ranges), default=0)
 
     def candidates(self, block: Box) -> list[int]:
-        """Numbers of fragments; those of all that share an element with the block, and maybe
-        others.
-        """
+        """Return the numbers of all shards that may intersect the block."""
         start, stop = _row_span(block)
         return self._numbers[
             bisect_right(self._starts, start - self._max_rows) : bisect_left(self._starts, stop)
@@ -299,7 +310,7 @@ def _fill(
     shard_index: _ShardIndex,
     cache: ShardCache,
 ) -> None:
-    """Elements [first, stop) of a tensor, row-major, into `view`."""
+    """Copy elements [first, stop) of a tensor, row-major, into `view`."""
     if first >= stop:
         return
     dtype = TORCH_DTYPES[tensor.spec.dtype]
@@ -313,7 +324,7 @@ def _fill(
             if common is not None:
                 elements = _load_checked(shard, dtype, name, cache)[_slices(common, shard.box)]
                 copy_single_threaded(block_view[_slices(common, block)], elements)
-                # what is kept is no mapped file of ours: it may be a caller's, who has changed it
+                # a cached shard may be a caller's mapping with changes that must not be dropped
                 if not shard.cache:
                     cache.pages.mark_read(elements)
 
@@ -323,9 +334,10 @@ def _load_checked(
 ) -> torch.Tensor:
     loaded = cache.load(shard) if shard.cache else shard.load()
     if tuple(loaded.shape) != shard.box.shape or loaded.dtype != dtype:
-        description = f"has shape {tuple(loaded.shape)} and {loaded.dtype}"
+        description = f"shape {tuple(loaded.shape)} and {loaded.dtype}"
         raise FormatError(
-            f"{shard.file}: a fragment of {name} {description}; needed {shard.box.shape} and {dtype}"
+            f"{shard.file}: got a shard of {name} with {description}, expected {shard.box.shape} "
+            f"and {dtype}"
         )
     return loaded
 

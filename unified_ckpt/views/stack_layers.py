@@ -1,8 +1,8 @@
-"""Identical layers in one tensor with a dim for the layer, as scanned models have them, and one by
-one again. Both ways as views.
+"""Stacks identical layers into one tensor with a layer dim, as scanned models have, and unstacks
+them.
 
-How layers could be mixed up: one of them lacks a tensor, or has it in another shape or dtype; the
-last group is not full. Each is refused by name, before anything is read.
+How layers could be mixed up: a layer lacks a tensor or has another shape or dtype, or the last
+group is incomplete. Each is refused by name, before anything is read.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, WEIGHTS, WIT
 from unified_ckpt.views.derived import DerivedSource
 from unified_ckpt.views.rename_rules import apply_renames
 
+# names of the list of layers in common models
 _LIST_NAMES = (
     "layers",
     "layer",
     "h",
     "blocks",
     "block",
-)  # what the list of layers is called in models of others
+)
 
 
 def stack_layers(
     source: Source, *, dim: int = 0, lists: Collection[str] | None = None, period: int = 1
 ) -> DerivedSource:
-    """ "model.layers.3.mlp.weight" and its like become row 3 of "model.layers.mlp.weight" along
-    `dim`; optimizer state and masters too.
+    """Stack "model.layers.3.mlp.weight" and the like into row 3 of "model.layers.mlp.weight".
 
-    `lists`: the names of the lists of layers, "model.layers"; None: found out, each name that a
-    number follows first. `period`: so many layers after each other differ, and each `period`th is
-    alike: "model.layers.1.mlp.weight" then stands for the layers 1, 1 + period, ... FormatError
-    naming the layers that differ.
+    Optimizer state and master weights follow. `lists` names the lists of layers, such as
+    "model.layers"; None detects them: each name that is followed by a number. With `period` above
+    1, layers repeat every `period`: "model.layers.1.mlp.weight" then holds layers 1, 1 + period,
+    and so on. FormatError naming layers that differ.
     """
     names = _parameters(source)
     layers_by_list = {
@@ -52,7 +52,7 @@ def stack_layers(
         raise FormatError(
             format_list(
                 "layers cannot be stacked",
-                problems or ["no tensor has the number of a layer in its name"],
+                problems or ["no tensor name contains a layer number"],
             )
         )
     return apply_renames(
@@ -70,8 +70,10 @@ def stack_layers(
 def unstack_layers(
     source: Source, *, dim: int = 0, lists: Collection[str] | None = None, period: int = 1
 ) -> DerivedSource:
-    """The reverse. `lists`: None: found out, names that end in "layers", "h" or "blocks" and that
-    no number follows.
+    """Reverse `stack_layers`.
+
+    `lists=None` detects names that end in "layers", "h" or "blocks" and are not followed by a
+    number.
     """
     names = _parameters(source)
     list_paths = (
@@ -92,7 +94,10 @@ def unstack_layers(
         raise FormatError(
             format_list(
                 "layers cannot be unstacked",
-                problems or [f"no name has a part {' or '.join(_LIST_NAMES)} before its end"],
+                problems
+                or [
+                    f"no tensor name contains {' or '.join(_LIST_NAMES)} before its last component"
+                ],
             )
         )
     return apply_renames(
@@ -106,7 +111,7 @@ def unstack_layers(
 
 
 def _parameters(source: Source) -> dict[str, str]:
-    """Names of tensors that stand for parameters, and a part that has each."""
+    """Names of tensors that are parameters, each with a part that has it."""
     parts = [part for part in (MASTER, WITHOUT_MASTERS, MODEL) if part in source.parts]
     return {name: part for part in parts for name in (*source.names(part), *source.aliases(part))}
 
@@ -117,7 +122,7 @@ def _numbered_lists(names: Iterable[str]) -> list[str]:
 
 
 def _tensors_by_layer(names: Iterable[str], list_name: str) -> dict[int, set[str]]:
-    """Number -> what the layer has, by the rest of the names."""
+    """Layer number -> the rest of the name of each of the layer's tensors."""
     layers: dict[int, set[str]] = {}
     for name in names:
         number, _, rest = (
@@ -133,25 +138,26 @@ def _tensors_by_layer(names: Iterable[str], list_name: str) -> dict[int, set[str
 def _layer_differences(
     source: Source, list_name: str, layers: Mapping[int, set[str]], period: int
 ) -> list[str]:
-    """What keeps layers from being one tensor."""
+    """Describe what prevents the layers from being stacked."""
     missing = sorted(set(range(len(layers))) - set(layers))
     if missing or not layers:
         return [
-            f"{list_name}: has layers {', '.join(map(str, sorted(layers))) or 'of no number'}; needed all from 0 on"
+            f"{list_name}: got layers {', '.join(map(str, sorted(layers))) or 'without numbers'}, "
+            "expected all from 0"
         ]
     if len(layers) % period:
         return [
-            f"{list_name}: has {len(layers)} layers; needed a multiple of the period, {period}: the last group has {len(layers) % period}"
+            f"{list_name}: got {len(layers)} layers, expected a multiple of the period, {period}"
         ]
     problems = []
     for number, rests in sorted(layers.items()):
         first = layers[number % period]
         problems += [
-            f"{list_name}.{number}.{rest}: layer {number % period} has none"
+            f"{list_name}.{number}.{rest}: layer {number % period} lacks this tensor"
             for rest in sorted(rests - first)
         ]
         problems += [
-            f"{list_name}.{number}.{rest}: is missing; layer {number % period} has one"
+            f"{list_name}.{number}.{rest}: is missing; layer {number % period} has it"
             for rest in sorted(first - rests)
         ]
     return problems or [
@@ -164,7 +170,7 @@ def _layer_differences(
 def _spec_differences(
     source: Source, part: str, list_name: str, layers: Mapping[int, set[str]], period: int
 ) -> list[str]:
-    """Tensors of a part that have not the shape and dtype of those of the first layer."""
+    """Describe tensors whose shape or dtype differs from that of the first layer."""
     stored = set(source.names(part)) if part in source.parts else set()
     specs = source.specs(
         part,
@@ -180,15 +186,16 @@ def _spec_differences(
         number, _, rest = name.removeprefix(f"{list_name}.").partition(".")
         first = specs.get(f"{list_name}.{int(number) % period}.{rest}", spec)
         if spec != first:
-            description = f"is {spec.dtype} of shape {spec.shape}"
+            description = f"got {spec.dtype} of shape {spec.shape}"
             problems.append(
-                f"{part}:{name}: {description}; layer {int(number) % period} has {first.dtype} of shape {first.shape}"
+                f"{part}:{name}: {description}, expected {first.dtype} of shape {first.shape} as "
+                f"in layer {int(number) % period}"
             )
     return problems
 
 
 def _stack_rules(list_name: str, count: int, dim: int, period: int) -> list[Rule]:
-    """One for each layer of a period."""
+    """Return one rule for each layer of a period."""
     rules = []
     for offset in range(period):
         numbers = (
@@ -210,23 +217,24 @@ def _stacked_lists(names: Iterable[str], period: int) -> list[str]:
 
 
 def _uneven_lists(source: Source, names: Mapping[str, str], list_path: str, dim: int) -> list[str]:
-    """Tensors of a list that have another number of layers than most have."""
+    """Describe tensors whose number of layers differs from that of most others."""
     specs = {
         name: source.specs(part, [name])[name]
         for name, part in names.items()
         if name.startswith(f"{list_path}.") and name in source.names(part)
     }
     too_few_dims = [
-        f"{name}: has shape {spec.shape}; needed a dim {dim}"
+        f"{name}: got shape {spec.shape}, expected a dim {dim}"
         for name, spec in specs.items()
         if not -len(spec.shape) <= dim < len(spec.shape)
     ]
     if too_few_dims or not specs:
-        return too_few_dims or [f"{list_path}: no tensor has a name under it"]
+        return too_few_dims or [f"{list_path}: no tensor name starts with this"]
     counts = {name: spec.shape[dim] for name, spec in specs.items()}
     expected = _most_common(list(counts.values()))
     return [
-        f"{name}: has {count} layers along dim {dim}; {list_path} has {expected}"
+        f"{name}: got {count} layers along dim {dim}, expected {expected} as in the rest of "
+        f"{list_path}"
         for name, count in counts.items()
         if count != expected
     ]

@@ -1,8 +1,7 @@
-"""A function of the user's own that gives the tensors anew: named by a dotted path, and imported
-only because it is named.
+"""Applies a user's function, named by a dotted path, that returns new tensors for a source.
 
-What it takes over as it is keeps its place in the files; what it makes is called for when it is
-read.
+The module is imported only because the user names it. Tensors that the function passes through keep
+their place in the files; those that it makes are computed when read.
 """
 
 from __future__ import annotations
@@ -31,16 +30,19 @@ class _ExternalTensor:
 
     @property
     def stored(self) -> tuple[Key, ...]:
+        """No stored tensor."""
         return ()
 
-    # it needs none
+    # it has no operands
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:  # noqa: ARG002
+        """Return the tensor."""
         return self.external
 
 
 def apply_function(source: Source, path: str) -> DerivedSource:
-    """The tensors that `path`'s function gives. What else the source says is as it was, under the
-    names that it had.
+    """Return a source of the tensors that the function at `path` returns.
+
+    Everything beside tensors stays unchanged, under the original names.
     """
     function = _import_function(path)
     returned = function({part: PartView(source, part) for part in source.parts})
@@ -48,7 +50,7 @@ def apply_function(source: Source, path: str) -> DerivedSource:
         isinstance(part_tensors, Mapping) for part_tensors in returned.values()
     ):
         raise FormatError(
-            f"{path}: gives a {type(returned).__name__}; needed {{part: {{name: tensor}}}}"
+            f"{path}: returned a {type(returned).__name__}, expected {{part: {{name: tensor}}}}"
         )
     exprs = {
         str(part): {
@@ -69,18 +71,16 @@ def apply_function(source: Source, path: str) -> DerivedSource:
 
 
 def _import_function(path: str) -> Callable[[Any], Any]:
-    """The function of "package.module:function", or with a dot there."""
+    """Import the function at "package.module:function" or "package.module.function"."""
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module or not name:
-        raise FormatError(f"{path}: names no function; needed package.module:function")
+        raise FormatError(f"{path}: got no function name, expected package.module:function")
     try:
         attribute: Any = import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # of an import in it
-        raise NotFoundError(
-            f"{path}: there is no module {error.name}; needed one that can be imported: set PYTHONPATH"
-        ) from error
+            raise  # a module that it imports is missing
+        raise NotFoundError(f"{path}: cannot import module {error.name}; set PYTHONPATH") from error
     for attribute_name in name.split("."):
         attribute = getattr(attribute, attribute_name, None)
     if not callable(attribute):
@@ -98,12 +98,15 @@ def _to_expr(source: Source, value: Any, description: str) -> Expr:
     if isinstance(value, torch.Tensor):
         return _external(value.dtype, tuple(value.shape), value.detach, description)
     if callable(value):
-        sample = value()  # for its shape; it is called again when it is read
+        sample = value()  # for dtype and shape; called again for each read
         if not isinstance(sample, torch.Tensor):
-            raise FormatError(f"{description}: gives a {type(sample).__name__}; needed a tensor")
+            raise FormatError(
+                f"{description}: returned a {type(sample).__name__}, expected a tensor"
+            )
         return _external(sample.dtype, tuple(sample.shape), value, description)
     raise FormatError(
-        f"{description}: is a {type(value).__name__}; needed a tensor, one of those given, or a function that gives one"
+        f"{description}: got a {type(value).__name__}, expected a torch tensor, a tensor of the "
+        "source, or a function that returns one"
     )
 
 

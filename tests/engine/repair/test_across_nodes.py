@@ -66,8 +66,8 @@ def test_what_one_cannot_do_does_not_stop_the_others(root: Path) -> None:
     (folder_of(root, 0) / "model.safetensors.index.json").unlink()
     reports = repair(root)
     assert [report.ok for report in reports] == [True, False, False]
-    assert "no copy of it has that CRC" in reports[1].problems[0]
-    assert "found none that its files fit" in reports[2].problems[0]
+    assert "no copy has that CRC" in reports[1].problems[0]
+    assert "found none that matches its files" in reports[2].problems[0]
     assert uc.verify(folder_of(root, 0), deep=True).ok
 
 
@@ -80,8 +80,8 @@ def test_a_folder_of_another_save_and_a_machine_without_one(root: Path, tmp_path
     before = [body(folder_of(root, machine)) for machine in (0, 1)]
     reports = repair(root)
     assert [report.ok for report in reports] == [False, True, False]
-    assert any("not this one" in note for note in reports[0].notes)
-    assert "there is no such folder on this machine" in reports[2].problems[0]
+    assert any("has another save" in note for note in reports[0].notes)
+    assert "does not exist on this node" in reports[2].problems[0]
     assert [body(folder_of(root, machine)) for machine in (0, 1)] == before
 
 
@@ -108,7 +108,7 @@ def test_no_machine_has_it(tmp_path: Path) -> None:
         with on_machine(comm, [0, 1]) as made:
             made.repair(folder_of(tmp_path, comm.rank))
 
-    same_error(try_ranks(2, act), uc.NotFoundError, "there is no such folder on any machine")
+    same_error(try_ranks(2, act), uc.NotFoundError, "does not exist on any node")
 
 
 def test_one_process(root: Path) -> None:

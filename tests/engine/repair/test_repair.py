@@ -181,9 +181,9 @@ def test_what_no_copy_has_right_is_said_and_left(folder: Path, other: Path, good
     assert not report.ok
     assert report.repaired == (names.EXTRA,)
     (problem,) = report.problems
-    assert f"{FILES[1]}: block 1 of model:wide has CRC" in problem
-    assert "no copy has model:wide block 1; needed another copy of save" in problem
-    assert f"asked: {other}" in problem
+    assert f"{FILES[1]}: block 1 of model:wide got CRC" in problem
+    assert "no copy has model:wide block 1; add another copy of save" in problem
+    assert f"searched: {other}" in problem
     assert body(folder) == {**before, names.EXTRA: body(good)[names.EXTRA]}
 
 
@@ -201,7 +201,7 @@ def test_without_sources_it_says_what_is_missing(folder: Path, good: Path, file:
         check_mended(folder, good, [])
         return
     assert not report.ok
-    assert all(file in problem and "asked: nobody" in problem for problem in report.problems)
+    assert all(file in problem and "searched: no source" in problem for problem in report.problems)
     assert stamps(folder) == before
 
 
@@ -243,7 +243,7 @@ def test_what_is_left_of_a_manifest_tells_the_save(folder: Path, stranger: Path)
     shorten(folder / names.MANIFEST)
     save_id = json.loads((stranger / names.MANIFEST).read_text())["save_id"]
     with pytest.raises(
-        uc.MismatchError, match=rf"of save {save_id}, and what is left of its manifest is of save"
+        uc.MismatchError, match=rf"of save {save_id}, and the rest of its manifest is of save"
     ):
         uc.repair(folder, [stranger])
 
@@ -255,7 +255,7 @@ def test_manifests_of_one_save_that_differ(folder: Path, other: Path, good: Path
     edit_manifest(folder, lambda told: told.update(step=8))
     before = stamps(folder)
     with pytest.raises(
-        uc.IntegrityError, match="their manifests differ in step; needed the same ones"
+        uc.IntegrityError, match="their manifests differ in step; leave this copy out"
     ):
         uc.repair(folder, [other])
     assert stamps(folder) == before
@@ -267,7 +267,7 @@ def test_manifests_of_one_save_that_differ(folder: Path, other: Path, good: Path
 def test_two_sources_whose_manifests_differ(folder: Path, other: Path, good: Path) -> None:
     edit_manifest(other, lambda told: told.update(step=8))
     (folder / names.MANIFEST).unlink()
-    with pytest.raises(uc.IntegrityError, match="found two manifests that its files fit"):
+    with pytest.raises(uc.IntegrityError, match="found two manifests that match its files"):
         uc.repair(folder, [other, good])
 
 
@@ -297,14 +297,14 @@ def test_without_a_manifest_small_files_must_fit(folder: Path, good: Path, file:
     (folder / names.MANIFEST).unlink()
     flip(folder / file)
     with pytest.raises(
-        uc.IntegrityError, match="found none that its files fit among those of 1 folder"
+        uc.IntegrityError, match="found none that matches its files in 1 folder"
     ):
         uc.repair(folder, [good])
 
 
 def test_an_empty_folder_is_not_filled(tmp_path: Path, good: Path) -> None:
     (tmp_path / NAME).mkdir()
-    with pytest.raises(uc.IntegrityError, match="no file of tensors is there and right"):
+    with pytest.raises(uc.IntegrityError, match="no tensor file is intact"):
         uc.repair(tmp_path / NAME, [good])
     assert os.listdir(tmp_path / NAME) == []
 
@@ -314,7 +314,7 @@ def test_the_manifest_waits_for_all_else(folder: Path, other: Path) -> None:
         flip(one / FILES[1])
     (folder / names.MANIFEST).unlink()
     report = uc.repair(folder, [other])
-    assert report.problems[-1] == f"{names.MANIFEST}: is put in once all that it speaks of is right"
+    assert report.problems[-1] == f"{names.MANIFEST}: is written once everything that it describes is intact"
     assert not (folder / names.MANIFEST).exists()
 
 
@@ -322,22 +322,22 @@ def test_nobody_has_a_manifest(folder: Path, other: Path) -> None:
     for one in (folder, other):
         (one / names.MANIFEST).unlink()
     with pytest.raises(
-        uc.IncompleteError, match="needed a copy of this folder that has its manifest"
+        uc.IncompleteError, match="give a copy of this folder with its manifest"
     ):
         uc.repair(folder, [other])
 
 
 def test_what_cannot_be_repaired_at_all(folder: Path, good: Path, tmp_path: Path) -> None:
-    with pytest.raises(uc.NotFoundError, match="there is no such folder"):
+    with pytest.raises(uc.NotFoundError, match="does not exist"):
         uc.repair(tmp_path / "absent", [good])
-    with pytest.raises(uc.NotFoundError, match="there is no such folder"):
+    with pytest.raises(uc.NotFoundError, match="does not exist"):
         uc.repair(folder, [tmp_path / "absent"])
-    with pytest.raises(uc.StorageError, match="is the folder that is to be mended"):
+    with pytest.raises(uc.StorageError, match="is the folder to repair"):
         uc.repair(folder, [folder])
     with pytest.raises(uc.StorageError, match="is a URL, expected a local folder"):
         uc.repair("memory://x", [good])
     (folder / "probe").write_text("x")
-    with pytest.raises(uc.FormatError, match="is an unfinished save"):
+    with pytest.raises(uc.FormatError, match="got an unfinished save"):
         uc.repair(folder, [good])
 
 
@@ -349,7 +349,7 @@ def test_a_part_that_was_deleted_stays_deleted(folder: Path, good: Path) -> None
     assert report.ok
     assert report.repaired == (FILES[0],)
     assert (
-        "part optimizer: neither its index nor any of its files is there: it was deleted, and stays so"
+        "part optimizer: neither its index nor any of its files exists: it was deleted, and is not restored"
         in report.notes
     )
     assert not list(folder.glob("optimizer*"))
@@ -423,7 +423,7 @@ def test_a_disk_that_has_no_room(folder: Path, good: Path, monkeypatch: pytest.M
     flip(folder / FILES[0])
     before = stamps(folder)
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 1000)
-    with pytest.raises(uc.StorageError, match="1000 bytes free; needed "):
+    with pytest.raises(uc.StorageError, match="1000 bytes free, expected "):
         uc.repair(folder, [good])
     assert stamps(folder) == before
 
@@ -583,8 +583,8 @@ def test_no_machine_has_it(twice: Path, tmp_path: Path) -> None:
     before = stamps(found[1])
     report = uc.repair(found[1], [found[2], found[4]])
     (problem,) = report.problems
-    assert "needed a copy of this folder, number 1 of 5 of save" in problem
-    assert "by rank(s) 2, or folders of other machines that hold the same elements" in problem
+    assert "add a copy of this folder, number 1 of 5 of save" in problem
+    assert "by rank(s) 2, or folders of other nodes that have the same elements" in problem
     assert stamps(found[1]) == before
 
 
@@ -602,7 +602,7 @@ def test_a_machines_own_files_come_from_a_copy_of_its_folder_only(
     (found[1] / names.MANIFEST).unlink()
     before = stamps(found[1])
     for sources in ([found[3]], [found[0], found[2], found[3]]):
-        with pytest.raises(uc.IntegrityError, match="found none that its files fit"):
+        with pytest.raises(uc.IntegrityError, match="found none that matches its files"):
             uc.repair(found[1], sources)
     assert stamps(found[1]) == before
     assert uc.repair(found[1], [found[3], backup]).ok
@@ -618,7 +618,7 @@ def test_a_machine_that_holds_the_same_tensors_is_not_taken_for_this_one(tmp_pat
     for file in (names.MANIFEST, names.RANK_EXTRA):
         (mine / file).unlink()
     before = stamps(mine)
-    with pytest.raises(uc.IntegrityError, match="found none that its files fit"):
+    with pytest.raises(uc.IntegrityError, match="found none that matches its files"):
         uc.repair(mine, [theirs])
     assert stamps(mine) == before
     shutil.copy(backup / names.RANK_EXTRA, mine)
@@ -638,7 +638,7 @@ def test_the_command_mends(folder: Path, good: Path, capsys: pytest.CaptureFixtu
     flip(folder / FILES[0])
     text = said(capsys, "verify", folder, "--repair", code=1)
     assert f"{folder}: still damaged, 1 problem; 0 files mended (" in text
-    assert "needed another copy of save" in text
+    assert "add another copy of save" in text
     text = said(capsys, "verify", folder, "--repair", "--from", good, code=0)
     assert f"{folder}: mended, 1 file, " in text
     assert f"  mended   {FILES[0]}\n" in text
@@ -656,7 +656,7 @@ def test_the_command_in_json(
         )
     )
     assert told["ok"] is True
-    assert told["mended"] == [FILES[0]]
+    assert told["repaired"] == [FILES[0]]
     assert told["problems"] == []
     assert told["nbytes"] == (good / FILES[0]).stat().st_size
 
@@ -667,7 +667,7 @@ def test_the_command_refuses(
     flip(folder / FILES[0])
     before = stamps(folder)
     assert main(["verify", str(folder), "--repair", "--from", str(stranger)]) == 1
-    assert "needed a copy of the same save" in capsys.readouterr().err
+    assert "give a copy of the same save" in capsys.readouterr().err
     with pytest.raises(SystemExit) as left:
         main(["verify", str(folder), "--from", str(good)])
     assert left.value.code == 2

@@ -260,7 +260,7 @@ def test_masters_that_are_not_the_model_are_refused_by_name(ours: Path, tmp_path
     uc.save(broken, model=weights["model"], master_weights=swapped)
     with pytest.raises(
         uc.IntegrityError,
-        match=r"are not the model; nothing is written \(1\):\n  0.weight: \d+ of 42700 elements differ, by 0",
+        match=r"differ from the model; nothing was written \(1\):\n  0.weight: \d+ of 42700 elements differ, by up to 0",
     ):
         uc.convert(broken, tmp_path / NAME)
     assert sorted(os.listdir(tmp_path)) == ["broken"]
@@ -289,7 +289,7 @@ def test_one_damaged_byte_of_a_source_with_digests_is_not_passed_on(
     path.write_bytes(body)
     with pytest.raises(
         uc.IntegrityError,
-        match=r"is damaged: bytes that are not those of its digests, in \(1\):\n  optimizer:",
+        match=r"is damaged; bytes differ from the digests in \(1\):\n  optimizer:",
     ):
         uc.convert(broken, tmp_path / NAME)
     assert sorted(os.listdir(tmp_path)) == ["broken"]
@@ -322,7 +322,7 @@ def test_ranks_that_see_different_checkpoints_there_fail_all(
     found = convert_by(
         2, ours, tmp_path / "many", sources=lambda rank: open_source(str(old if rank else ours))
     )
-    same_error(found, uc.RankError, "rank 1 sees other tensors there than rank 0")
+    same_error(found, uc.RankError, "rank 1 sees other tensors than rank 0")
     assert os.listdir(tmp_path / "many") == []
 
 
@@ -359,7 +359,7 @@ def test_chosen_parts(ours: Path, tmp_path: Path) -> None:
     assert tensors(tmp_path / NAME).keys() == {"master_weights", "optimizer"}
     with pytest.raises(
         uc.NotFoundError,
-        match=r"has the parts master_weights, model, optimizer, and lacks \(1\):\n  ema",
+        match=r"has parts master_weights, model, optimizer; it lacks \(1\):\n  ema",
     ):
         uc.convert(ours, tmp_path / "other", parts=("model", "ema"))
 
@@ -424,7 +424,7 @@ def test_convert_without_the_model_needs_its_masters(
     uc.save(tmp_path / "edited", model=model, master_weights={"w": torch.zeros(300, 40)})
     for compare in (True, False):
         with pytest.raises(
-            uc.IntegrityError, match="master weights, cast to the model's dtype, are not the model"
+            uc.IntegrityError, match="master weights, cast to the model's dtype, differ from the model"
         ):
             uc.convert(
                 tmp_path / "edited", tmp_path / "n", parts=("master_weights",), compare=compare
@@ -459,7 +459,7 @@ def test_extra_state_of_ranks_that_is_damaged_is_left_out_and_told(
     body[-1] ^= 1
     path.write_bytes(body)
     (note,) = uc.convert(broken, tmp_path / NAME).notes
-    assert note.startswith("without rank_extra, that of all 3 ranks: ")
+    assert note.startswith("rank_extra of all 3 ranks was left out: ")
     assert json.loads((tmp_path / NAME / names.MANIFEST).read_text())["converted_from"][
         "notes"
     ] == [note]
@@ -555,7 +555,7 @@ def test_the_verb(
     assert "tape: is no format that is read; known are" in capsys.readouterr().err
     assert main(["convert", str(old), str(tmp_path / "c"), "--to", "tape"]) == 1
     assert (
-        "tape: is no format that is written; known are unified, huggingface"
+        "to: got 'tape', expected one of unified, huggingface"
         in capsys.readouterr().err
     )
     for size in ("5", "x", "0", "-1GB", "1XB"):
@@ -589,7 +589,7 @@ def test_a_model_is_written_as_maxtext_has_it(tmp_path: Path) -> None:
     )
     (tmp_path / "hf" / "config.json").unlink()
     with pytest.raises(
-        uc.FormatError, match=r"follow from the model's config\.json; needed --config"
+        uc.FormatError, match=r"depend on the model's config\.json; give --config"
     ):
         uc.convert(tmp_path / "hf", tmp_path / "no", to="maxtext")
 
@@ -704,7 +704,7 @@ def test_modules_that_a_format_has_no_place_for_are_refused(tmp_path: Path, to: 
     target = tmp_path / ("new.pt" if to == "torch" else "new")
     with pytest.raises(
         uc.FormatError,
-        match=rf"modules.json names modules (.|\n)*1_Pooling, 2_Dense(.|\n)*{to} has no place",
+        match=rf"modules.json lists modules (.|\n)*1_Pooling, 2_Dense(.|\n)*{to} cannot hold",
     ):
         uc.convert(tmp_path / "st", target, to=to)
     assert not target.exists()

@@ -112,7 +112,7 @@ def swap(pattern: str) -> Callable[[Path], object]:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a part of a tensor": (
         remove("20/model/**/qkv_proj/*tp-rank-1*"),
-        r"qkv_proj.weight: nothing holds box(.|\n)*tp-rank-0-of-2",
+        r"qkv_proj.weight: no shard has box(.|\n)*tp-rank-0-of-2",
     ),
     "a tensor": (
         remove("20/model/**/input_layernorm/*"),

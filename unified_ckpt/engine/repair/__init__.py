@@ -1,1 +1,1 @@
-"""TODO package."""
+"""A damaged folder made whole in place, from copies of the same save. Creates no new checkpoint."""

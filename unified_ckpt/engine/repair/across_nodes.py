@@ -1,9 +1,7 @@
-"""The folders of several machines, each mended from the others. Collective; the first rank of each
-machine works, the others wait.
+"""Repairs the folders of several nodes from each other. Collective; one rank per node works.
 
-A machine whose folder is of another save, or that has none, is no source for the others, and its
-own report says what it lacks. Of machines that share a folder, one mends it: locks alone would not
-keep them apart on every file system.
+A node without a folder, or with a folder of another save, is no source for others. If nodes share a
+folder, one of them repairs it: locks do not work between nodes on every filesystem.
 """
 
 from __future__ import annotations
@@ -28,17 +26,17 @@ from unified_ckpt.runtime.exchange.tcp import parse_address
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
-Reports = tuple[RepairReport, ...]  # of the machines, in the order of their first ranks
+Reports = tuple[RepairReport, ...]  # of the nodes, in the order of their first ranks
 
 
 def repair_across_nodes(
     comm: Comm, path: str, nodes: Sequence[int], *, timeout_seconds: float
 ) -> Reports:
-    """Collective. Mends the folder `path` of each machine; the reports of all machines, the same on
-    every rank.
+    """Repair the folder at `path` of each node; return all nodes' reports on every rank.
+    Collective.
 
-    `nodes`: of each rank. What one machine cannot do is in its report, and does not stop the
-    others. NotFoundError where no machine has such a folder, RankError where a rank is gone.
+    `nodes` gives the node of each rank. What one node cannot repair is in its report and does not
+    stop the others. NotFoundError if no node has the folder, RankError if a rank is gone.
     """
     collective = comm.begin_collective(
         f"repair of {path}", cached=False, timeout_seconds=timeout_seconds
@@ -58,7 +56,7 @@ def repair_across_nodes(
                     for other_node in range(len(node_leaders))
                 ]
                 if not any(served):
-                    raise NotFoundError(f"{root}: there is no such folder on any machine")
+                    raise NotFoundError(f"{root}: does not exist on any node")
             with collective.step("look"):
                 if is_leader:
                     collective.put(f"mender/{node}", str(_repairer(root, served, node)).encode())
@@ -84,10 +82,10 @@ def repair_across_nodes(
                 report = (
                     _repair_local(collective, root, peers)
                     if served[node]
-                    else _failed_report(root, f"{root}: there is no such folder on this machine")
+                    else _failed_report(root, f"{root}: does not exist on this node")
                 )
                 collective.put(f"report/{node}", json.dumps(asdict(report)).encode())
-        with collective.step("done"):  # others may read here until they are done
+        with collective.step("done"):  # peers may read here until they are done
             return tuple(
                 _parse_report(collective.get(f"report/{other_node}"))
                 for other_node in range(len(node_leaders))
@@ -95,13 +93,9 @@ def repair_across_nodes(
 
 
 def _create_marker(root: str, marker_scope: ExitStack) -> str:
-    """The name of a fresh file in the folder, until `marker_scope` is closed; "" where none can be
-    made.
-    """
-    marker, storage = (
-        f"{names.REPAIR_TMP}mark-{secrets.token_hex(8)}",
-        marker_scope.enter_context(LocalStorage(root)),
-    )
+    """Create a uniquely named file until the scope closes; return its name, "" on failure."""
+    marker = f"{names.REPAIR_TMP}mark-{secrets.token_hex(8)}"
+    storage = marker_scope.enter_context(LocalStorage(root))
     with suppress(CheckpointError):
         marker_scope.callback(_remove_marker, storage, marker)
         storage.put(marker, b"mark", fsync=True)
@@ -115,8 +109,9 @@ def _remove_marker(storage: LocalStorage, marker: str) -> None:
 
 
 def _repairer(root: str, served: Sequence[dict[str, object] | None], node: int) -> int:
-    """The first machine whose mark is in this folder: by name, since a list of a folder may be an
-    old one.
+    """Return the first node whose marker is in this folder.
+
+    Looks up names: directory listings may be stale.
     """
     storage = LocalStorage(root)
     for other_node, info in enumerate(served[:node]):
@@ -132,9 +127,7 @@ def _repairer(root: str, served: Sequence[dict[str, object] | None], node: int) 
 
 
 def _serve(root: str, marker: str, resources: ExitStack, timeout_seconds: float) -> bytes:
-    """Where the folder can be read from, which of its files, and how others know it; null where
-    there is none.
-    """
+    """Serve the folder to other nodes and return its address, or null if there is no folder."""
     if not os.path.isdir(root):
         return b"null"
     files = [
@@ -171,7 +164,8 @@ def _repair_local(collective: Collective, root: str, peers: Sequence[PeerStorage
                     if peer_manifest is not None and peer_manifest.save_id != manifest.save_id:
                         same_save.remove(peer)
                         notes.append(
-                            f"{peer.root} on another machine: holds save {peer_manifest.save_id} (step {peer_manifest.step}), not this one"
+                            f"{peer.root} on another node: has another save, "
+                            f"{peer_manifest.save_id} (step {peer_manifest.step})"
                         )
             report = repair_folder(
                 storage, same_save, folder=folder, progress=lambda _: collective.heartbeat()

@@ -1,9 +1,7 @@
-"""What a damaged folder has to hold, proved: its manifest, and by that its headers, its digests and
-the files that have one CRC.
+"""What a damaged folder must contain, proved by its manifest: headers, digests, auxiliary files.
 
-The manifest is the root of the proof: it is taken as it is, or from a copy, by the rules of
-`resolve_manifest`. All else is whatever bytes have the CRC that the manifest says, wherever they
-come from. Reads; writes nothing.
+The manifest is the folder's own, or a copy's by the rules of `resolve_manifest`. Everything else is
+whatever bytes have the CRC that the manifest records, wherever they are. Writes nothing.
 """
 
 from __future__ import annotations
@@ -38,17 +36,17 @@ from unified_ckpt.format.reconstruct import reconstruct
 from unified_ckpt.runtime.storage.storage import Reader
 
 _SAVE_ID = re.compile(rb'"save_id": "([A-Za-z0-9_]{1,64})"')
-_READ_NBYTES = (
-    1 << 16
-)  # of a damaged disk at a time: what cannot be read is lost in pieces of this size
+_READ_NBYTES = 1 << 16  # granularity in which unreadable bytes are zeroed
 
-Spec = tuple[str, tuple[int, ...]]  # dtype and shape, as a header has them
+Spec = tuple[str, tuple[int, ...]]  # dtype and shape, as in a header
 
 
 @dataclass(frozen=True, slots=True)
 class FolderCopy:
-    """A folder that may have bytes of the save. `manifest`: None where it has no valid one, and
-    `problem`; `body`: its bytes, if it can be read.
+    """A folder that may have bytes of the save.
+
+    `manifest` is None if it has no valid one; `problem` says why. `body` is the manifest's bytes,
+    if readable.
     """
 
     storage: Reader
@@ -59,9 +57,7 @@ class FolderCopy:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedManifest:
-    """The manifest of the save, and its bytes. `proven`: whether the folder is known to be that
-    save's, and not only not to be another's.
-    """
+    """The save's manifest and its bytes. `proven`: the folder is known to be this save's."""
 
     manifest: Manifest
     body: bytes
@@ -70,7 +66,7 @@ class ResolvedManifest:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A part file's header: its bytes, and what it says."""
+    """A part file's header, as bytes and as entries."""
 
     body: bytes
     entries: Mapping[str, Entry]
@@ -78,9 +74,10 @@ class Header:
 
 @dataclass(slots=True)
 class Expected:
-    """What is proved of the folder. What no copy has right is left out. `block_crcs`: CRCs by part
-    and name. `auxiliary_files`: files with one CRC of all their bytes, the parts' indexes among
-    them.
+    """What is proved about the folder. What no copy has intact is left out.
+
+    `block_crcs` has CRCs by part and name. `auxiliary_files` have one CRC of all their bytes; the
+    parts' indexes are among them.
     """
 
     manifest: Manifest
@@ -91,7 +88,10 @@ class Expected:
 
 
 def inspect_copy(storage: Reader) -> FolderCopy:
-    """FormatError for a manifest of another major version, NotFoundError where there is no folder."""
+    """Read a folder's manifest.
+
+    FormatError for another major version, NotFoundError without a folder.
+    """
     file = f"{storage.root}/{names.MANIFEST}"
     try:
         body = storage.read(names.MANIFEST)
@@ -109,11 +109,10 @@ def inspect_copy(storage: Reader) -> FolderCopy:
 
 
 def resolve_manifest(target: FolderCopy, sources: Sequence[FolderCopy]) -> ResolvedManifest:
-    """The manifest by which the target is mended: its own, where it has a valid one; else a copy's
-    that the target's files prove.
+    """Return the target's own valid manifest, or else the copy's that the target's files prove.
 
-    MismatchError for a source of another save; IntegrityError where manifests of one save differ,
-    or nothing proves whose save the target is; IncompleteError where nobody has a manifest.
+    MismatchError for a source of another save; IntegrityError if manifests of one save differ, or
+    nothing proves the target's save; IncompleteError if there is no manifest.
     """
     if target.manifest is not None and target.body is not None:
         for source in sources:
@@ -133,15 +132,16 @@ def resolve_manifest(target: FolderCopy, sources: Sequence[FolderCopy]) -> Resol
             f"{root} of save {manifest.save_id}" for root, manifest, _ in candidates
         )
         claim_text = (
-            f", and what is left of its manifest is of save {save_id_match[1].decode()}"
+            f", and the rest of its manifest is of save {save_id_match[1].decode()}"
             if save_id_match
             else ""
         )
-        raise MismatchError(f"{target.problem}; {listing}{claim_text}; needed copies of one save")
+        raise MismatchError(f"{target.problem}; {listing}{claim_text}; give copies of one save")
     if not candidates:
         problems = "".join(f"; {other.problem}" for other in sources)
         raise IncompleteError(
-            f"{target.problem}{problems}; needed a copy of this folder that has its manifest: nothing else can prove a byte of it"
+            f"{target.problem}{problems}; give a copy of this folder with its manifest: nothing "
+            "else can prove its bytes"
         )
     matches = [
         (fit, manifest, body)
@@ -151,12 +151,13 @@ def resolve_manifest(target: FolderCopy, sources: Sequence[FolderCopy]) -> Resol
     distinct = {json.dumps(json.loads(body), sort_keys=True) for _, _, body in matches}
     if len(distinct) != 1:
         listing = (
-            "two manifests that its files fit"
+            "two manifests that match its files"
             if distinct
-            else f"none that its files fit among those of {len(candidates)} folder(s)"
+            else f"none that matches its files in {len(candidates)} folder(s)"
         )
         raise IntegrityError(
-            f"{target.problem}; found {listing}; needed the manifest of a copy of this very folder, and its digests.safetensors or rank_extra to "
+            f"{target.problem}; found {listing}; give a copy of this very folder, and its "
+            "digests.safetensors or rank_extra to "
             "prove that; nothing was changed"
         )
     fit, manifest, body = matches[0]
@@ -172,7 +173,8 @@ def _check_same(target: FolderCopy, manifest: Manifest, source: FolderCopy) -> N
     )
     if source_manifest.save_id != manifest.save_id:
         raise MismatchError(
-            f"{location}; {target.storage.root} is of save {manifest.save_id} (step {manifest.step}); needed a copy of the same save"
+            f"{location}; {target.storage.root} is of save {manifest.save_id} (step "
+            f"{manifest.step}); give a copy of the same save"
         )
     if same_files(source_manifest, manifest):
         target_fields, source_fields = json.loads(target.body), json.loads(source.body)
@@ -183,23 +185,23 @@ def _check_same(target: FolderCopy, manifest: Manifest, source: FolderCopy) -> N
         )
         if differing:
             raise IntegrityError(
-                f"{location}, as {target.storage.root} does, and their manifests differ in {', '.join(differing)}; needed the same ones: "
+                f"{location}, as {target.storage.root} does, and their manifests differ in "
+                f"{', '.join(differing)}; "
                 f"leave this copy out, or remove the {names.MANIFEST} that is damaged"
             )
 
 
 def same_files(first: Manifest, second: Manifest) -> bool:
-    """Whether two folders of one save hold the same files."""
+    """Whether two folders of one save have the same files."""
     return (first.node_group and first.node_group.number) == (
         second.node_group and second.node_group.number
     )
 
 
 def _manifest_fits(storage: Reader, manifest: Manifest) -> bool | None:
-    """Whether a folder without a manifest is this one's: True where its digests are, False where a
-    small file is not, None if they do not tell.
+    """Whether a folder without a manifest is this one's: True, False, or None if unknown.
 
-    Machines may hold the same tensors; then only what their ranks left tells their folders apart.
+    Nodes may have the same tensors; then only their ranks' own state tells folders apart.
     """
     matches = {
         record.file: matches_record(storage, record) for record in manifest.auxiliary_files()
@@ -213,7 +215,7 @@ def _manifest_fits(storage: Reader, manifest: Manifest) -> bool | None:
 
 
 def matches_record(storage: Reader, record: NamedFile | DigestFile) -> bool | None:
-    """Whether the file is right; None where there is none."""
+    """Whether the file is intact; None if it does not exist."""
     size = file_nbytes(storage, record.file)
     if size != record.nbytes:
         return None if size is None else False
@@ -222,7 +224,7 @@ def matches_record(storage: Reader, record: NamedFile | DigestFile) -> bool | No
 
 
 def read_or_zeros(storage: Reader, file: str, nbytes: int, *, start: int = 0) -> bytes | None:
-    """Bytes of a file from `start`; zeros where they cannot be read. None where there is no file."""
+    """Return bytes of a file from `start`, zeros where unreadable, or None without a file."""
     data = bytearray(nbytes)
     try:
         storage.read_at(file, start, memoryview(data))
@@ -230,7 +232,7 @@ def read_or_zeros(storage: Reader, file: str, nbytes: int, *, start: int = 0) ->
     except NotFoundError:
         return None
     except CheckpointError:
-        pass  # in pieces, then
+        pass  # read in pieces instead
     try:
         size = storage.size(file)
     except CheckpointError:
@@ -248,8 +250,9 @@ def read_or_zeros(storage: Reader, file: str, nbytes: int, *, start: int = 0) ->
 
 
 def collect_expected(manifest: Manifest, target: Reader, sources: Sequence[FolderCopy]) -> Expected:
-    """Finds what the manifest proves, in any of the folders. A part of which the target has neither
-    index nor files was deleted.
+    """Collect what the manifest proves, from any of the folders.
+
+    A part of which the target has neither index nor files was deleted.
     """
     same_file_storages = [
         target,
@@ -300,16 +303,14 @@ def collect_expected(manifest: Manifest, target: Reader, sources: Sequence[Folde
 
 
 def _read_copies(readers: Sequence[Reader], file: str, nbytes: int) -> list[bytes]:
-    """What the folders have of a small file. Where none has as many bytes no memory is taken: the
-    number itself may be wrong.
-    """
+    """Return the folders' copies of a small file. Allocates nothing if none is long enough."""
     if max((file_nbytes(reader, file) or 0 for reader in readers), default=0) < nbytes:
         return []
     return [body for reader in readers if (body := read_or_zeros(reader, file, nbytes)) is not None]
 
 
 def file_nbytes(storage: Reader, file: str) -> int | None:
-    """None also for a file that the disk does not give."""
+    """Return the file's size, or None if it is missing or unreadable."""
     try:
         return storage.size(file)
     except CheckpointError:
@@ -334,7 +335,7 @@ def _add_header(expected: Expected, file: str, record: FileRecord, bodies: Itera
 
 
 def _add_index(expected: Expected, part: str, storages: Sequence[Reader]) -> None:
-    """The part's index: a copy of it, or made anew from the headers where all are known."""
+    """Add the part's index: a copy, or one rebuilt from the headers if all are known."""
     record, files = expected.manifest.parts[part], expected.manifest.parts[part].files
     if record.index is None:
         return
@@ -351,9 +352,7 @@ def _add_index(expected: Expected, part: str, storages: Sequence[Reader]) -> Non
 def _header_candidates(
     storages: Sequence[Reader], file: str, record: FileRecord
 ) -> Iterator[bytes]:
-    """What may be the file's header: of each length that a copy claims, one that several copies
-    make between them.
-    """
+    """Yield possible headers: for each claimed length, one combined from several copies."""
     lengths = set[int]()
     for storage in storages:
         prefix = read_or_zeros(storage, file, header.PREFIX_NBYTES)
@@ -379,9 +378,7 @@ def _header_candidates(
 def _rebuilt_headers(
     storages: Sequence[Reader], part: str, file: str, specs: Mapping[Key, Spec]
 ) -> Iterator[bytes]:
-    """The header as the writer makes it, from the names that an index says and what other folders
-    say of the tensors.
-    """
+    """Yield headers rebuilt from an index's names and other folders' specs."""
     for storage in storages:
         try:
             weight_map = index.parse_index(
@@ -404,7 +401,7 @@ def _stored_spec(part: str, name: str, specs: Mapping[Key, Spec]) -> Spec:
 
 
 def _global_specs(expected: Expected, sources: Sequence[FolderCopy]) -> Iterator[tuple[Key, Spec]]:
-    """Dtype and shape of whole tensors, as this folder's headers and those of others say."""
+    """Yield dtype and shape of whole tensors, from this folder's headers and the others'."""
     for part in expected.parts:
         for file in expected.manifest.parts[part].files:
             if file in expected.headers:
@@ -427,7 +424,7 @@ def _specs_in(part: str, entries: Mapping[str, Entry]) -> Iterator[tuple[Key, Sp
 
 
 def parse_digests(body: bytes, record: DigestFile) -> dict[Key, Sequence[int]]:
-    """CRCs of blocks by part and name; none where they are of another kind than ours."""
+    """Return block CRCs by part and name; empty if the algorithm is unknown."""
     if not record.is_supported:
         return {}
     crcs: dict[Key, Sequence[int]] = {}

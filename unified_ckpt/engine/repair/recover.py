@@ -1,7 +1,6 @@
-"""Proved blocks of a damaged folder's tensors: each from the first folder that has it right, or out
-of slices, or out of damaged copies.
+"""Finds intact blocks of a damaged folder's tensors: in copies, in shards, or combined from copies.
 
-Nothing leaves here that does not have the digest which the damaged folder's own manifest leads to.
+Every block returned has the digest that the damaged folder's own manifest leads to.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _BLOCK = digests.BLOCK_NBYTES
 
 
 class BlockRecovery:
-    """Where the good bytes are. `damage`: what of the sources was wrong, in sentences."""
+    """Finds intact blocks. `damage` describes damage of the sources."""
 
     def __init__(
         self, expected: Expected, target: FolderCopy, sources: Sequence[FolderCopy]
@@ -53,15 +52,13 @@ class BlockRecovery:
         self._same_file_storages = [
             target.storage,
             *same_file_sources,
-        ]  # of the same files: a block lies at the same place in all of them
+        ]  # with the same files, so a block has the same offset in all
         self.damage: list[str] = []
 
     def block(self, part: str, name: str, file: str, block: int) -> bytes | None:
-        """A block of a tensor; None where no folder has it right."""
-        entry, expected_crc = (
-            self._expected.headers[file].entries[name],
-            self._expected.block_crcs[part, name][block],
-        )
+        """Return a block of a tensor, or None if no folder has it intact."""
+        entry = self._expected.headers[file].entries[name]
+        expected_crc = self._expected.block_crcs[part, name][block]
         start = block * _BLOCK
         nbytes = min(_BLOCK, entry.stop - entry.start - start)
         damaged: list[bytes] = []
@@ -72,15 +69,14 @@ class BlockRecovery:
         return reconstruct(damaged, expected_crc)
 
     def close(self) -> None:
-        """Lets go of the sources' files, of which there may be many, until the next is read."""
+        """Close the sources' files until the next read."""
         for source in self._sources:
             source.storage.close()
 
     def rebuild_digests(self) -> None:
-        """The digest file, where no copy of it is right, out of the tensors: if it then has its
-        CRC, so have all of them.
+        """Rebuild the digest file from the tensors, if no copy is intact.
 
-        Of each block the folders may say different things; of all those the CRC proves one.
+        Its CRC proves the result.
         """
         record = self._expected.manifest.digests
         if (
@@ -91,7 +87,7 @@ class BlockRecovery:
             return
         candidate_crcs: dict[
             str, list[list[int]]
-        ] = {}  # by name in the digest file: of each block, what its CRC may be
+        ] = {}  # candidate CRCs of each block, by name in the digest file
         for part in self._expected.parts:
             for file, name, entry in _entries(self._expected, part):
                 candidate_crcs[f"{part}:{name}"] = [
@@ -115,7 +111,7 @@ class BlockRecovery:
         if record.nbytes > header.MAX_HEADER_NBYTES + 8 * (
             1 + sum(map(len, candidate_crcs.values()))
         ):
-            return  # no such file can be
+            return  # the recorded size is impossible
         stored_bodies = [
             body
             for storage in self._same_file_storages
@@ -135,7 +131,7 @@ class BlockRecovery:
     def _candidates(
         self, part: str, name: str, file: str, entry: Entry, start: int, nbytes: int
     ) -> Iterator[bytes]:
-        """What the folders say these bytes are."""
+        """Yield what each folder has in place of these bytes."""
         expected_crcs = self._expected.block_crcs.get((part, name))
         for number, storage in enumerate(self._same_file_storages):
             data = read_or_zeros(storage, file, nbytes, start=entry.start + start)
@@ -147,7 +143,8 @@ class BlockRecovery:
                 and digests.crc(data) != expected_crcs[start // _BLOCK]
             ):
                 self._record_damage(
-                    f"{storage.root}/{file}: block {start // _BLOCK} of {part}:{name} is damaged there too"
+                    f"{storage.root}/{file}: block {start // _BLOCK} of {part}:{name} is damaged "
+                    "there too"
                 )
             yield data
         for sharded in self._sharded_storages:
@@ -167,16 +164,12 @@ class BlockRecovery:
 
     @cached_property
     def _sharded_storages(self) -> list[ShardedStorage]:
-        """The other machines' tensors, put together: by digests that are proved, and without, in
-        each order, for what those cannot tell.
-
-        They may have a tensor in part: nobody has proved that they have all of it.
-        """
+        """The other nodes' tensors, assembled: verified, then unverified in each order."""
         folders: list[_VerifiedFolder] = []
         specs: list[dict[str, dict[str, TensorSpec]]] = []
         for source in self._sources:
             if source.manifest is None or same_files(source.manifest, self._expected.manifest):
-                continue  # read already, as far as it has the bytes at all
+                continue  # already read as a copy
             others = [self._target, *(other for other in self._sources if other is not source)]
             expected = collect_expected(source.manifest, source.storage, others)
             folders.append(
@@ -205,51 +198,57 @@ class BlockRecovery:
 
 @dataclass(frozen=True, slots=True)
 class _VerifiedFolder:
-    """A source's files, and what is proved of them: digests, and where its tensors lie."""
+    """A source's files, with the digests and locations that are proved."""
 
     storage: Reader
     block_crcs: Mapping[Key, Sequence[int]]
     locations: Mapping[Key, Location]
 
     def file_of(self, part: str, name: str) -> str:
+        """Return the file that has a tensor."""
         return self.locations[part, name].file
 
     def catalog(self, keys: Collection[Key]) -> Catalog:
+        """Return storage and locations of these tensors."""
         return Catalog(self.storage, {key: self.locations[key] for key in keys})
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        """Return the digests of these tensors."""
         return {key: self.block_crcs.get(key) for key in keys}
 
 
 class _ZeroFilledReader:
-    """A folder whose bytes are zeros where they cannot be read: what is left of them may be what
-    others lack.
-    """
+    """A reader that returns zeros for bytes that cannot be read."""
 
     def __init__(self, storage: Reader) -> None:
         self.root, self._storage = storage.root, storage
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
+        """Read bytes, zeros where they cannot be read. NotFoundError if the file is missing."""
         data = read_or_zeros(self._storage, name, len(into), start=start)
         if data is None:
             raise NotFoundError(f"{self.root}/{name}: is missing")
         into[:] = data
 
     def read(self, name: str) -> bytes:
+        """Return a whole file."""
         return self._storage.read(name)
 
     def size(self, name: str) -> int | None:
+        """Return a file's size."""
         return self._storage.size(name)
 
     def names(self) -> list[str]:
+        """Return all file names."""
         return self._storage.names()
 
     def close(self) -> None:
+        """Close the storage."""
         self._storage.close()
 
 
 def _entries(expected: Expected, part: str) -> Iterator[tuple[str, str, Entry]]:
-    """(file, name, entry) of a part's tensors, as far as headers are known."""
+    """Yield (file, name, entry) of a part's tensors whose headers are known."""
     for file in expected.manifest.parts[part].files:
         for name, entry in (
             expected.headers[file].entries.items() if file in expected.headers else ()
@@ -271,11 +270,9 @@ def _locations(expected: Expected) -> dict[Key, Location]:
 
 
 def _locate(part: str, name: str, entry: Entry) -> tuple[Key, Box, tuple[int, ...]]:
-    """Of a stored tensor: the whole one that it belongs to, where in it, and that one's shape."""
-    parsed, shape = (
-        parse_shard_name(name) if part.endswith(SHARD_SUFFIX) else None,
-        memory_shape(entry.dtype, entry.shape),
-    )
+    """Return the whole tensor that a stored one belongs to, the box in it, and its shape."""
+    parsed = parse_shard_name(name) if part.endswith(SHARD_SUFFIX) else None
+    shape = memory_shape(entry.dtype, entry.shape)
     if parsed is not None and parsed[1].shape == shape:
         return (part.removesuffix(SHARD_SUFFIX), parsed[0]), parsed[1], parsed[2]
     return (part, name), full_box(shape), shape
@@ -292,9 +289,7 @@ def _name_orders(bodies: Sequence[bytes], record: DigestFile) -> Iterator[list[s
 def _digest_file_candidates(
     candidate_crcs: Mapping[str, Sequence[Sequence[int]]], order: Sequence[str]
 ) -> Iterator[bytes]:
-    """As the writer makes it, with the first claim of each block, with the second … None for names
-    that nobody has.
-    """
+    """Yield digest files as the writer would make them, with each candidate CRC in turn."""
     if not candidate_crcs.keys() >= set(order):
         return
     header_bytes, _ = header.encode_header(
@@ -310,14 +305,12 @@ def _digest_file_candidates(
 def _read_slices(
     sharded: ShardedStorage, part: str, name: str, entry: Entry, start: int, into: memoryview
 ) -> None:
-    """Fills `into` with bytes from `start` of a tensor or a fragment, out of the whole tensors that
-    the sources make. Same errors as
-    `JointStorage.read_at`, for a tensor that no source has too."""
+    """Fill `into` from byte `start` of a tensor or shard, from the sources' assembled tensors."""
     key, box, shape = _locate(part, name, entry)
     local_shape = box.shape
     itemsize = (entry.stop - entry.start) // box.numel
     if sharded.size(virtual_file(key)) != itemsize * full_box(shape).numel:
-        raise CheckpointError(f"{key[0]}:{key[1]}: no source has anything of it")
+        raise CheckpointError(f"{key[0]}:{key[1]}: no source has any of it")
     low, high = 0, box.shape[0] if box.shape else 1  # rows of the fragment
     if box.shape:
         row_nbytes = (entry.stop - entry.start) // box.shape[0]
@@ -325,10 +318,8 @@ def _read_slices(
         box = Box((box.offsets[0] + low, *box.offsets[1:]), (high - low, *box.shape[1:]))
     local = Box((low, *(0,) * (len(box.shape) - 1)), box.shape) if box.shape else full_box(())
     for first, in_local, count in runs(box, shape, local=local, local_shape=local_shape):
-        lower, upper = (
-            max(in_local * itemsize, start),
-            min((in_local + count) * itemsize, start + len(into)),
-        )
+        lower = max(in_local * itemsize, start)
+        upper = min((in_local + count) * itemsize, start + len(into))
         if lower < upper:
             sharded.read_at(
                 virtual_file(key),

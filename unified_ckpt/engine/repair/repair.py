@@ -1,24 +1,21 @@
-"""A damaged checkpoint folder, mended from copies of the same save: file by file, each proved whole
-before it is put in.
+"""Repairs a damaged checkpoint folder from copies of the same save, one verified file at a time.
 
-How data could be lost, each of which is a test in tests/test_repair.py:
-- good bytes go under bad ones, of a damaged source or of another save. Every byte that is written
-  has the CRC that the folder's own manifest leads to, and is written from the memory in which it
-  was compared; a source of another save is refused;
-- the wrong manifest is put in, and by it the right files are overwritten. A folder's own valid
-  manifest is never replaced, one that differs from that of its copy is refused, and a folder
-  without one takes a copy's only where its own digests, or all that is there, prove whose it is; it
-  is then written last;
-- a crash or a full disk leaves half a file. It is written beside the old one as `.mending-…`,
-  made durable, and renamed over it;
-- the folder is replaced by a newer save meanwhile, and old bytes are put into that. The rename is
-  inside the folder that was examined;
-- a part that was deleted on purpose comes back, a save under construction is taken for damage,
-  two repairs undo each other: none of it is done;
-- what cannot be mended is touched. A file is mended whole or stays as it is.
+How data could be lost; each case is a test in tests/test_repair.py:
+- Good bytes are overwritten by bad ones, of a damaged source or of another save. Every byte written
+  has the CRC that the folder's own manifest leads to, and is written from the memory that was
+  compared. A source of another save is refused.
+- The wrong manifest is installed and the right files are overwritten by it. A folder's valid
+  manifest is never replaced, and one that differs from its copy's is refused. A folder without one
+  takes a copy's only if its own digests, or all existing files, prove its origin; it is then
+  written last.
+- A crash or a full disk leaves half a file. It is written to a temporary file, made durable, and
+  renamed.
+- A newer save replaces the folder meanwhile. The rename is relative to the folder that was scanned.
+- A part that was deleted on purpose comes back, an unfinished save is taken for a damaged one, or
+  two repairs interfere: none of this happens.
+- A file that cannot be repaired is modified. A file is repaired as a whole or left unchanged.
 
-Readers need not stop: a file that is put in is the one that they had to find. Nobody removes it
-meanwhile: it is held as by a reader.
+Readers may continue: a repaired file is the one they expect. The folder is locked against removal.
 """
 
 from __future__ import annotations
@@ -56,16 +53,16 @@ from unified_ckpt.runtime.storage.storage import (
 Path = str | os.PathLike[str]
 
 _HEADROOM_NBYTES = 1 << 20
-_PRECHECK_BLOCKS = (
-    256  # of a file: with fewer that are bad, all are looked for before anything is written
-)
+_PRECHECK_BLOCKS = 256  # up to this many damaged blocks are located before writing
 
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What a repair found and did, in sentences. `damage`: what was wrong; `repaired`: files that
-    were put in; `problems`: what is wrong still, and what that needs; `notes`: what was wrong with
-    the sources, and what was left alone. `nbytes`: written.
+    """What a repair found and did, in sentences.
+
+    `damage` is what was wrong, `repaired` the files that were replaced, `problems` what is still
+    wrong and what would help. `notes` describes damage of the sources and what was left unchanged.
+    `nbytes` were written.
     """
 
     path: str
@@ -85,14 +82,14 @@ class RepairReport:
 def repair(
     path: Path, sources: Sequence[Path] = (), *, progress: Progress | None = None
 ) -> RepairReport:
-    """Mends the checkpoint folder at a local path from other folders of the same save, local or
-    behind fsspec URLs, each as damaged as it may be. Without sources, mends what the folder itself
-    proves: indexes, digests. `progress` is called with bytes examined, and with 0 for blocks
-    written.
+    """Repair the checkpoint folder at a local path from other folders of the same save.
 
-    NotFoundError, FormatError, StorageError, MismatchError, IntegrityError or IncompleteError where
-    nothing was changed; after a StorageError files may have been mended, and none is worse than it
-    was.
+    Sources are local paths or fsspec URLs, and may be damaged too. Without sources, repairs what
+    the folder itself can restore: indexes and digests. `progress` is called with the bytes scanned.
+
+    NotFoundError, FormatError, StorageError, MismatchError, IntegrityError or IncompleteError if
+    nothing was changed. After a StorageError some files may have been repaired; none is worse than
+    before.
     """
     storage = LocalStorage(os.path.realpath(writable_path(os.fspath(path))))
     _check_folder(storage)
@@ -108,7 +105,7 @@ def repair(
                 _check_folder(opened)
                 if os.path.samefile(opened.root, storage.root):
                     raise StorageError(
-                        f"{opened.root}: is the folder that is to be mended; needed another copy of it"
+                        f"{opened.root}: is the folder to repair; give another copy of it"
                     )
                 resources.enter_context(shared_lock(opened.root))
             readers.append(opened)
@@ -118,9 +115,7 @@ def repair(
 def _check_folder(storage: LocalStorage) -> None:
     if not os.path.isdir(storage.root):
         problem = (
-            "is a file; needed a checkpoint folder"
-            if storage.kind("")
-            else "there is no such folder"
+            "got a file, expected a checkpoint folder" if storage.kind("") else "does not exist"
         )
         raise NotFoundError(f"{storage.root}: {problem}")
 
@@ -132,14 +127,15 @@ def repair_folder(
     folder: os.stat_result,
     progress: Progress | None = None,
 ) -> RepairReport:
-    """`repair` of a folder that nobody else mends or removes meanwhile; `folder`: what tells it
-    from another one of its name.
+    """Repair a folder that the caller has locked.
+
+    `folder` identifies it, in case it is replaced.
     """
     target = inspect_copy(storage)
     file_names = storage.names()
     if names.is_staging(os.path.split(storage.root)[1]) or MARKER in file_names:
         raise FormatError(
-            f"{storage.root}: is an unfinished save, which nothing can prove; needed a committed checkpoint"
+            f"{storage.root}: got an unfinished save, expected a committed checkpoint"
         )
     copies = [inspect_copy(source) for source in sources]
     resolved = resolve_manifest(target, copies)
@@ -164,7 +160,7 @@ def repair_folder(
     for damaged_file in damages:
         if damaged_file.file == names.MANIFEST and folder_repair.problems:
             folder_repair.problems.append(
-                f"{damaged_file.file}: is put in once all that it speaks of is right"
+                f"{damaged_file.file}: is written once everything that it describes is intact"
             )
             continue
         folder_repair.repair_file(damaged_file)
@@ -182,9 +178,7 @@ def repair_folder(
 
 
 def _check_same_save(target: FolderCopy, expected: Expected, damages: Sequence[Damage]) -> None:
-    """A folder without manifest and digests is a save's if all that is there is that save's,
-    tensors among it.
-    """
+    """Check that a folder without manifest and digests has only intact files of this save."""
     messages = [
         message
         for damaged_file in damages
@@ -199,41 +193,50 @@ def _check_same_save(target: FolderCopy, expected: Expected, damages: Sequence[D
     }
     intact = files - {damaged_file.file for damaged_file in damages}
     if messages or not intact or not expected.block_crcs:
-        reason = messages[0] if messages else "no file of tensors is there and right"
+        reason = messages[0] if messages else "no tensor file is intact"
         raise IntegrityError(
-            f"{target.problem}; nothing proves that this folder is of save {expected.manifest.save_id}: {reason}; needed its {names.DIGESTS}, or "
-            "files that are all right; nothing was changed"
+            f"{target.problem}; nothing proves that this folder is of save "
+            f"{expected.manifest.save_id}: {reason}; restore its {names.DIGESTS}, or "
+            "provide intact files; nothing was changed"
         )
 
 
 def _missing_source_advice(manifest: Manifest, copies: Sequence[FolderCopy]) -> str:
-    """Who would have what nobody has."""
+    """Say which source would help."""
     node_group, searched = manifest.node_group, ", ".join(copy.storage.root for copy in copies)
-    text = f"needed another copy of save {manifest.save_id} (step {manifest.step})"
+    text = f"add another copy of save {manifest.save_id} (step {manifest.step})"
     if node_group is not None:
         text = (
-            f"needed a copy of this folder, number {node_group.number} of {node_group.count} of save {manifest.save_id} (step {manifest.step}), by "
-            f"rank(s) {format_ranks(node_group.ranks)}, or folders of other machines that hold the same elements"
+            f"add a copy of this folder, number {node_group.number} of {node_group.count} of save "
+            f"{manifest.save_id} (step {manifest.step}), by "
+            f"rank(s) {format_ranks(node_group.ranks)}, or folders of other nodes that have the "
+            "same elements"
         )
-    return f"{text}; asked: {searched or 'nobody'}"
+    return f"{text}; searched: {searched or 'no source'}"
 
 
 def _notes(target: FolderCopy, copies: Sequence[FolderCopy], expected: Expected) -> Iterator[str]:
     for part, record in expected.manifest.parts.items():
         if record.files and part not in expected.parts:
-            yield f"part {part}: neither its index nor any of its files is there: it was deleted, and stays so"
+            yield (
+                f"part {part}: neither its index nor any of its files exists: it was deleted, and "
+                "is not restored"
+            )
     for copy in copies:
         if copy.manifest is None:
-            yield f"{copy.problem}; only bytes of it that {target.storage.root} proves are taken"
+            yield f"{copy.problem}; only bytes of it that {target.storage.root} proves are used"
     if expected.manifest.digests is None or not expected.manifest.digests.is_supported:
-        yield "the save has no digests that this version knows: sizes and headers are all that was looked at"
+        yield "the save has no digests of a known algorithm: only sizes and headers were checked"
 
 
-# putting right
+# repairing
 
 
 class _FolderRepair:
-    """Puts files in. Stops at a StorageError; what is lacking goes to `problems`."""
+    """Replaces files.
+
+    A StorageError ends the repair; what is unavailable is listed in `problems`.
+    """
 
     def __init__(
         self,
@@ -244,32 +247,24 @@ class _FolderRepair:
         advice: str,
         progress: Progress,
     ) -> None:
-        (
-            self._storage,
-            self._expected,
-            self._recovery,
-            self._folder,
-            self._advice,
-            self._progress,
-        ) = (
-            storage,
-            expected,
-            recovery,
-            folder,
-            advice,
-            progress,
-        )
+        self._storage = storage
+        self._expected = expected
+        self._recovery = recovery
+        self._folder = folder
+        self._advice = advice
+        self._progress = progress
         self.repaired: list[str] = []
         self.problems: list[str] = []
         self.nbytes = 0
 
     def remove_stale(self, file_names: Sequence[str]) -> None:
-        """Removes what a repair that was cut off has left."""
+        """Remove temporary files of an interrupted repair."""
         for name in file_names:
             if name.startswith(names.REPAIR_TMP) and self._storage.kind(name) == "file":
                 self._storage.remove_file(name)
 
     def repair_file(self, damaged_file: Damage) -> None:
+        """Replace a damaged file, or record why that is impossible."""
         try:
             self._replace_file(damaged_file.file, self._verified_ranges(damaged_file))
         except _UnavailableError as error:
@@ -278,22 +273,20 @@ class _FolderRepair:
         self.repaired.append(damaged_file.file)
 
     def _verified_ranges(self, damaged_file: Damage) -> Iterator[tuple[int, bytes]]:
-        """(first byte, bytes) of the file as it must be, proved. _LackingError where that is not to
-        be had.
-        """
+        """Yield (first byte, bytes) of the intact file. _UnavailableError if there is no copy."""
         file, part, expected = damaged_file.file, damaged_file.part, self._expected
         if part is None:
             if file not in expected.auxiliary_files:
-                raise _UnavailableError("no copy of it has that CRC")
+                raise _UnavailableError("no copy has that CRC")
             yield 0, expected.auxiliary_files[file]
         elif file not in expected.headers:
-            raise _UnavailableError("no copy of its header is right")
+            raise _UnavailableError("no copy of its header is intact")
         elif any(
             (part, name) not in expected.block_crcs
             for name, entry in expected.headers[file].entries.items()
             if entry.stop > entry.start
         ):
-            raise _UnavailableError("there are no digests that could prove its bytes")
+            raise _UnavailableError("no digests prove its bytes")
         else:
             if len(damaged_file.blocks) <= _PRECHECK_BLOCKS:
                 self._check_available(damaged_file, part)
@@ -303,7 +296,7 @@ class _FolderRepair:
                     body = self._recovery.block(part, name, file, block)
                     if body is None:
                         self._check_available(damaged_file, part)
-                        raise _UnavailableError(f"block {block} of {part}:{name} is not to be had")
+                        raise _UnavailableError(f"no copy has block {block} of {part}:{name}")
                     yield entry.start + block * digests.BLOCK_NBYTES, body
 
     def _check_available(self, damaged_file: Damage, part: str) -> None:
@@ -319,25 +312,22 @@ class _FolderRepair:
             raise _UnavailableError(f"no copy has {', '.join(unavailable[:MAX_SHOWN])}{more}")
 
     def _replace_file(self, file: str, ranges: Iterator[tuple[int, bytes]]) -> None:
-        """Writes the file beside the old one, and gives it the name once it is on the disk."""
-        storage, tmp_name, nbytes = (
-            self._storage,
-            f"{names.REPAIR_TMP}{file}-{secrets.token_hex(4)}",
-            0,
-        )
-        first_range = next(ranges)  # nothing is written where nothing is to be had
+        """Write a temporary file, sync it, and rename it over the old one."""
+        storage = self._storage
+        tmp_name = f"{names.REPAIR_TMP}{file}-{secrets.token_hex(4)}"
+        nbytes = 0
+        first_range = next(ranges)  # raises before anything is written
         file_sizes = {
             name: record.nbytes
             for part in self._expected.manifest.parts.values()
             for name, record in part.files.items()
         }
-        free, needed_nbytes = (
-            storage.free_nbytes(),
-            file_sizes.get(file, len(first_range[1])) + _HEADROOM_NBYTES,
-        )
+        free = storage.free_nbytes()
+        needed_nbytes = file_sizes.get(file, len(first_range[1])) + _HEADROOM_NBYTES
         if free < needed_nbytes:
             raise StorageError(
-                f"{storage.path(file)}: {free} bytes free; needed {needed_nbytes} to write it anew beside the old one"
+                f"{storage.path(file)}: {free} bytes free, expected {needed_nbytes} for a new "
+                "copy; free some space"
             )
         try:
             for start, body in chain([first_range], ranges):
@@ -352,7 +342,7 @@ class _FolderRepair:
                 storage.remove_file(tmp_name)
             raise
         storage.sync_folder("")
-        storage.close()  # the next to read opens the new one
+        storage.close()  # the next reader opens the new file
         self._recovery.close()
         self.nbytes += nbytes
 

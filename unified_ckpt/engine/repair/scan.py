@@ -1,6 +1,4 @@
-"""What of a folder is not what is proved of it, file by file and block by block. Reads every byte;
-writes none.
-"""
+"""Finds what in a folder differs from what is expected, by file and block. Writes nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +12,14 @@ from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import FileRecord
 from unified_ckpt.runtime.storage.storage import Reader
 
-Progress = Callable[[int], object]  # called with bytes of tensors that were examined
+Progress = Callable[[int], object]  # called with the bytes of tensors that were scanned
 
 
 @dataclass(slots=True)
 class Damage:
-    """A file that is not right, and `messages` that say how. `missing`: it is not there at all;
-    `blocks`: (name, block) of what of a part's tensors is not right in it.
+    """A damaged file.
+
+    `missing`: it does not exist. `blocks`: damaged (name, block) of a part's tensors.
     """
 
     file: str
@@ -31,7 +30,7 @@ class Damage:
 
 
 def scan_folder(storage: Reader, expected: Expected, progress: Progress) -> Iterator[Damage]:
-    """Every file of the manifest that is not right, in the order to mend them in."""
+    """Yield every damaged file of the manifest, in the order to repair them."""
     for record in expected.manifest.auxiliary_files():
         yield from _scan_auxiliary_file(storage, record.file, record.nbytes, record.crc)
     for part in expected.parts:
@@ -48,16 +47,16 @@ def scan_folder(storage: Reader, expected: Expected, progress: Progress) -> Iter
 
 
 def _scan_auxiliary_file(storage: Reader, file: str, nbytes: int, crc: str) -> Iterator[Damage]:
-    """A file that has one CRC of all its bytes."""
+    """Check a file that has one CRC of all its bytes."""
     size = file_nbytes(storage, file)
     if size is not None and size != nbytes:
-        yield Damage(file, [f"{file}: has {size} bytes; needed {nbytes}"])
+        yield Damage(file, [f"{file}: got {size} bytes, expected {nbytes}"])
         return
     body = read_or_zeros(storage, file, nbytes) if size is not None else None
     if body is None:
         yield Damage(file, [f"{file}: is missing"], missing=True)
     elif f"{digests.crc(body):016x}" != crc:
-        yield Damage(file, [f"{file}: is not the file that was written; needed CRC {crc}"])
+        yield Damage(file, [f"{file}: is not the file that was written, expected CRC {crc}"])
 
 
 def _scan_part_file(
@@ -73,12 +72,12 @@ def _scan_part_file(
     if size is None:
         damage.messages.append(f"{file}: is missing")
     elif size != record.nbytes:
-        damage.messages.append(f"{file}: has {size} bytes; needed {record.nbytes}")
+        damage.messages.append(f"{file}: got {size} bytes, expected {record.nbytes}")
     if size is not None and (
         file_header is None
         or read_or_zeros(storage, file, len(file_header.body)) != file_header.body
     ):
-        damage.messages.append(f"{file}: its header is damaged; needed CRC {record.header_crc}")
+        damage.messages.append(f"{file}: header is damaged, expected CRC {record.header_crc}")
     for name, entry in file_header.entries.items() if file_header is not None else ():
         for block, reason in _bad_blocks(
             storage, file, entry, expected.block_crcs.get((part, name), ()), size or 0
@@ -94,7 +93,7 @@ def _scan_part_file(
 def _bad_blocks(
     storage: Reader, file: str, entry: Entry, expected_crcs: Sequence[int], size: int
 ) -> Iterator[tuple[int, str]]:
-    """Blocks of a tensor that are not right, and why; without a word where the file ends before."""
+    """Yield damaged blocks and the reason, which is empty where the file is too short."""
     for block, crc in enumerate(expected_crcs):
         offset = entry.start + block * digests.BLOCK_NBYTES
         body = bytearray(min(digests.BLOCK_NBYTES, entry.stop - offset))
@@ -107,4 +106,4 @@ def _bad_blocks(
             yield block, f"cannot be read: {error}"
             continue
         if digests.crc(body) != crc:
-            yield block, f"has CRC {digests.crc(body):016x}; needed {crc:016x}"
+            yield block, f"got CRC {digests.crc(body):016x}, expected {crc:016x}"

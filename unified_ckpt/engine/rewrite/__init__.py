@@ -1,1 +1,1 @@
-"""TODO package."""
+"""A Source into a new folder: conversion and merge. Knows nothing of live state."""

@@ -1,15 +1,14 @@
-"""A checkpoint of any format written anew: as a unified folder, or as a Hugging Face model folder.
-All ranks write, in bounded memory.
+"""Rewrites any Source as a unified folder or as a Hugging Face model folder.
 
-How data could be lost or be wrong:
-- fragments were put together in the wrong order: where the source has two copies of the weights,
-  they are compared (`engine/witness.py`);
-- bytes of the source are damaged: those that it has digests of are compared with them;
-- ranks see different sources: what they see is compared before anything is written;
-- a tensor is left out: names, shapes and counts of what was written are compared with the
-  source's at the end;
-- a crash, a full disk: the target has its name only after all checks, by one rename; what was
-  there stays until then.
+All ranks write, in bounded memory. How data could be lost or be wrong, and what prevents it:
+- Slices are assembled in the wrong order. If the source holds the weights twice, as model and as
+  master weights, the two are compared (`weights_check.py`).
+- The source is damaged. Bytes that it has digests of are compared with them.
+- Ranks see different sources. A fingerprint of names, dtypes and shapes is compared before any
+  write.
+- A tensor is left out. Names, shapes and counts of what was written are compared with the source's.
+- A crash or a full disk. One rename publishes the target after all checks; until then, whatever was
+  at the target stays.
 """
 
 from __future__ import annotations
@@ -53,11 +52,12 @@ from unified_ckpt.runtime.torch_state.flatten import WITHOUT_MASTERS
 
 @dataclass(frozen=True, slots=True)
 class ConvertRequest:
-    """How to convert. `source_path`: where the source is, for people; `recorded_options`: options
-    of the caller, for the record. `attach(folder)` adds files on rank 0 before the commit.
-    `progress(nbytes, of)`: so many more of about `of` bytes that this rank writes.
-    `without_manifest`: no more than Hugging Face's files, no manifest. `compare_masters`: two
-    copies of the weights.
+    """Arguments of a conversion, resolved.
+
+    `source_path` and `recorded_options` are for messages and for the manifest's record.
+    `attach(folder)` adds files on rank 0 before the commit. `progress(nbytes, total)` reports bytes
+    written by this rank and the approximate total of the rank. `without_manifest` writes only the
+    files of Hugging Face's format.
     """
 
     source_path: str
@@ -68,20 +68,21 @@ class ConvertRequest:
     timeout_seconds: float
     without_manifest: bool = False
     compare_masters: bool = True
-    uncast_source: Source | None = (
-        None  # whose copies are compared: of what is written one may be made of the other
-    )
+    # compared in place of the source, whose model may be cast from its masters
+    uncast_source: Source | None = None
     attach: Callable[[str], object] = lambda _: None
     progress: Callable[[int, int], object] = lambda _, of: None  # noqa: ARG005
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What a conversion did and proved. `tensors`, `nbytes`: by part, of all ranks together.
-    `compared`: tensors whose second copy in the source was compared and is equal; `verified`:
-    tensors whose bytes the source's own digests proved. `id`: None of a bare folder.
-    `left_out`: entries of the source folder that were neither read nor copied. `existed`: a
-    checkpoint was there already and nothing was written.
+    """What a conversion wrote and verified.
+
+    `tensors` and `nbytes` are per part, summed over all ranks. `compared` counts tensors whose
+    second copy in the source is equal; `verified` counts tensors whose bytes match the source's own
+    digests. `id` is None for a folder without a manifest. `left_out` lists entries of the source
+    folder that were neither read nor copied. `existed`: a checkpoint was there already, and nothing
+    was written.
     """
 
     path: str
@@ -107,17 +108,18 @@ def convert(
     *,
     nodes: Sequence[int],
 ) -> ConvertReport:
-    """Collective. Writes the source to `name` under the storage's root. An error that a rank met in
-    opening it is told to all.
+    """Write the source to `name` under the storage's root. Collective.
 
-    IntegrityError where a check fails, and then nothing is there; what was at `name` is as it was
-    after any error.
+    `source` may be the exception that opening it raised on this rank; every rank then raises it.
+    IntegrityError if a check fails. After any error, `name` is as it was before.
     """
     start_time, path = time.monotonic(), storage.path(name)
-    operation, common_args = (
-        f"conversion of {request.source_path} to {path}",
-        {**request.recorded_options, "if_exists": request.if_exists, "fsync": request.fsync},
-    )
+    operation = f"conversion of {request.source_path} to {path}"
+    common_args = {
+        **request.recorded_options,
+        "if_exists": request.if_exists,
+        "fsync": request.fsync,
+    }
     collective = comm.begin_collective(
         operation, cached=False, timeout_seconds=request.timeout_seconds, arguments=common_args
     )
@@ -164,7 +166,7 @@ def convert(
             raise
     log = source.catalog(
         ()
-    ).verification_log  # of folders that are joined: damage that was read around
+    ).verification_log  # several folders of one save: damage that other copies made up for
     damage = log.damage if log is not None else ()
     return ConvertReport(
         path=path,
@@ -181,10 +183,13 @@ def convert(
 
 
 def _check_same_tensors(collective: Collective, source: Source, path: str) -> dict[Key, int]:
-    """Collective. Bytes of every tensor. RankError where ranks see different tensors."""
+    """Return the size of every tensor in bytes.
+
+    Collective. RankError if ranks see different tensors.
+    """
     sizes = tensor_sizes(source)
     if not sizes:
-        raise FormatError(f"{path}: has no tensor; needed a checkpoint that has some")
+        raise FormatError(f"{path}: got a checkpoint without tensors, expected at least one tensor")
     for part in source.parts:
         check_part_name(part)
     fingerprint = f"{_tensor_fingerprint(source, sizes):016x}"
@@ -195,7 +200,8 @@ def _check_same_tensors(collective: Collective, source: Source, path: str) -> di
         != fingerprint
     ):
         raise RankError(
-            f"{path}: rank {collective.rank} sees other tensors there than rank 0; needed one checkpoint that all ranks see"
+            f"{path}: rank {collective.rank} sees other tensors than rank 0; use a path that all "
+            "ranks share"
         )
     return sizes
 
@@ -214,7 +220,7 @@ def _write_and_publish(
     request: ConvertRequest,
     start_time: float,
 ) -> ConvertedFrom:
-    """Collective. Fills the folder, proves it and publishes it; what there is to say of it."""
+    """Write, verify and publish the folder; return its record. Collective."""
     collective, storage, staging = rewrite.collective, rewrite.storage, rewrite.staging
     rank_nbytes = sum(stop - start for _, _, start, stop in rewrite.rank_spans())
 
@@ -253,8 +259,9 @@ def _write_and_publish(
 
 
 def _check_masters(collective: Collective, master_check: MasterCheck, source_path: str) -> int:
-    """Collective. IntegrityError on rank 0 where two copies of the weights differ; there, how many
-    were compared.
+    """Return the number of tensors compared, on rank 0.
+
+    Collective. IntegrityError for a mismatch.
     """
     encoded_by_rank = collective.collect(
         "copies", master_check.encode(), dst=0, ranks=range(collective.world)
@@ -268,7 +275,10 @@ def _check_masters(collective: Collective, master_check: MasterCheck, source_pat
 def _conversion_record(
     rewrite: Rewrite, request: ConvertRequest, written: WrittenFiles, compared: int
 ) -> ConvertedFrom:
-    """Rank 0. IntegrityError where what was written is not what the source has."""
+    """On rank 0: the manifest's record.
+
+    IntegrityError if what was written differs from the source.
+    """
     source = rewrite.source
     missing = sorted(
         f"{part}:{name}"
@@ -279,7 +289,8 @@ def _conversion_record(
     if missing or extra_count:
         raise IntegrityError(
             format_list(
-                f"{request.source_path}: written were {extra_count} more tensors than the source has, and not",
+                f"{request.source_path}: {extra_count} unexpected tensors were written, and these "
+                "are missing",
                 missing,
             )
         )
@@ -301,7 +312,7 @@ def _conversion_record(
     if corrupt:
         raise IntegrityError(
             format_list(
-                f"{request.source_path}: is damaged: bytes that are not those of its digests, in",
+                f"{request.source_path}: is damaged; bytes differ from the digests in",
                 corrupt,
             )
         )
@@ -327,7 +338,7 @@ def _finalize(
     record: ConvertedFrom,
     start_time: float,
 ) -> None:
-    """Rank 0: what is not tensors, the proof, and the manifest."""
+    """On rank 0: write everything beside tensors, check it, and write the manifest last."""
     storage, folder, source = rewrite.storage, rewrite.staging.folder, rewrite.source
     stamps_before = {
         name: storage.version_token(f"{folder}/{name}") for name in storage.entries(folder)
@@ -335,7 +346,9 @@ def _finalize(
     try:
         request.attach(storage.path(folder))
     except OSError as error:
-        raise StorageError(f"{error.filename}: cannot be taken along: {error.strerror}") from error
+        raise StorageError(
+            f"{error.filename}: cannot copy this side file: {error.strerror}"
+        ) from error
     changed = [
         name
         for name, stamp in stamps_before.items()
@@ -343,7 +356,8 @@ def _finalize(
     ]
     if changed:
         raise StorageError(
-            f"{storage.path(folder)}: attached files changed {changed[0]}, which is the checkpoint's own"
+            f"{storage.path(folder)}: `attach` changed {changed[0]}, which belongs to the "
+            "checkpoint"
         )
     if request.fsync:
         for name in sorted(set(storage.entries(folder)) - stamps_before.keys()):
@@ -353,7 +367,7 @@ def _finalize(
             f"{part}:{a} ({b})" for part in source.parts for a, b in source.aliases(part).items()
         )
         record.notes.extend(
-            [format_list("names of tied tensors that are not written", tied_names)]
+            [format_list("names of tied tensors that were not written", tied_names)]
             if tied_names
             else []
         )

@@ -1,26 +1,22 @@
-"""The folders that several machines wrote of one save, merged into one checkpoint in a place that
-they share, as a commit of its own.
+"""Merges the folders that several nodes wrote of one save into one checkpoint on a shared path.
 
-Each file of the target is written by the ranks of one machine, the one on whose disk most of it
-lies; what lies elsewhere comes over TCP. Every block is compared with its digest as it is read, and
-what is written is digested anew.
+The target is a commit of its own. Each file of it is written by the ranks of one node: the node
+whose disk holds most of it. Bytes on other nodes arrive over TCP. Every block is compared with its
+digest when it is read, and what is written is digested again.
 
-How data could be lost or be wrong:
-- a piece is missing or damaged: it is read from another machine that has it; where none has,
-  nothing is committed;
-- a byte is written twice or never: shares are a pure function that every rank computes for all
-  ranks (`core/plan_merge.py`), and the lead counts the digests of every block before the manifest
-  is written;
-- a machine writes to a folder of its own that only looks the same: who does not see the lead's
-  probe file writes nothing;
-- a file is not whole when the manifest says so: each rank syncs what it wrote, then tells; the
-  lead looks at all sizes;
-- a crash or a full disk: the target has its name only after all of that, by one rename; what was
-  there stays until then;
-- something that is said beside tensors goes missing with a folder: extra state and words of
-  optimizers are in every folder; where the
-  `rank_extra` of any rank is lost or damaged, the target has none of any rank, and `Merged.notes`
-  says so.
+How data could be lost, and what prevents it:
+- A piece is missing or damaged: it is read from another node that has it. If no node has it,
+  nothing is committed.
+- A byte is written twice or never: the ranks' shares are a pure function that every rank computes
+  for all ranks (`plan_merge`), and the leader counts the digests of every block before the
+  manifest.
+- A node writes to a different folder at the same path: a node that does not see the leader's marker
+  file writes nothing.
+- A file is incomplete when the manifest is written: each rank syncs its writes before it reports,
+  and the leader checks all sizes.
+- A crash or a full disk: one rename publishes the target at the end; until then the old one stays.
+- Non-tensor state disappears with a folder: extra state and optimizer metadata are in every folder.
+  If the `rank_extra` of any rank is lost or damaged, the target has none, and the report says so.
 """
 
 from __future__ import annotations
@@ -61,8 +57,9 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """How to merge. `if_exists`: for another save of the target's name; the same save is left as it
-    is.
+    """How to merge.
+
+    `if_exists` applies to another save at the target; the same save is left unchanged.
     """
 
     max_file_bytes: int
@@ -73,10 +70,11 @@ class MergeOptions:
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """`nbytes`: written by this rank; 0 everywhere where the name holds a checkpoint already, which
-    stays: `save_id` is then that one's.
-    `notes`: damage that was read around, and what was left out, in sentences. `is_other_save`: what
-    stays is another save.
+    """What a merge wrote.
+
+    `nbytes` is what this rank wrote. It is 0 on every rank if a checkpoint exists at the target and
+    is kept; `save_id` is then the id of that checkpoint, and `is_other_save` says that it is
+    another save. `notes` lists damage that was bypassed and state that was left out.
     """
 
     save_id: str
@@ -95,8 +93,9 @@ def merge_paths(
     nodes: Sequence[int],
     on_progress: OnProgress,
 ) -> MergeReport:
-    """Collective. `merge` of the folders `paths` of each machine; a machine may have none. Nobody
-    who asks removes them meanwhile.
+    """Merge the folders at `paths`, of each node, with `merge`. Collective. A node may have none.
+
+    The folders are locked against removal meanwhile.
     """
     operation = f"merge of {', '.join(paths)}"
     with ExitStack() as resources:
@@ -112,7 +111,7 @@ def merge_paths(
         )
         if not isinstance(source, ClusterSource):
             raise NotFoundError(
-                f"{operation}: holds no checkpoint with a manifest; needed the folders of one save"
+                f"{operation}: got no checkpoint with a manifest, expected the folders of one save"
             )
         return merge(comm, source, storage, name, options, nodes=nodes, on_progress=on_progress)
 
@@ -127,13 +126,12 @@ def merge(
     nodes: Sequence[int],
     on_progress: OnProgress,
 ) -> MergeReport:
-    """Collective. Writes the save to `name` under the storage's root, in a few MiB of memory a
-    rank, or raises one error on all ranks.
+    """Write the save to `name` under the storage's root. Collective; a few MiB of memory per rank.
 
-    The same save id, step, extra state and words, with whole tensors only. `nodes`: the machine
-    of each rank; those that do not see the root write nothing. IncompleteError or IntegrityError
-    where no undamaged copy is left, StorageError where the target cannot be written. What was at
-    `name` is as it was after any error, and nothing is left beside it.
+    The result has the same save id, step and state, and only whole tensors. `nodes` gives the node
+    of each rank; nodes that do not see the root write nothing. IncompleteError or IntegrityError if
+    no intact copy of a block is left, StorageError if the target cannot be written: the same error
+    on all ranks. After any error, `name` is as it was and no temporary folder is left.
     """
     collective = comm.begin_collective(
         f"merge to {storage.path(name)}", cached=False, timeout_seconds=options.timeout_seconds
@@ -142,7 +140,7 @@ def merge(
         leader, nbytes_by_node = _locate_tensors(collective, source, nodes)
         commit_target = commit.PublishTarget(
             name, options.if_exists, source.parts, is_step_path=True
-        )  # only a manager merges
+        )  # only managers merge
         staging, existing = commit.create_collectively(
             collective,
             storage,
@@ -155,10 +153,8 @@ def merge(
                 existing["id"], 0, (), is_other_save=existing["id"] != source.save_id
             )
         try:
-            writer_nodes, sizes = (
-                nodes_that_see(collective, storage, staging, nodes, leader=leader),
-                tensor_sizes(source),
-            )
+            writer_nodes = nodes_that_see(collective, storage, staging, nodes, leader=leader)
+            sizes = tensor_sizes(source)
             file_plan = plan_files(
                 collective,
                 sizes,
@@ -180,8 +176,10 @@ def merge(
 def _locate_tensors(
     collective: Collective, source: ClusterSource, nodes: Sequence[int]
 ) -> tuple[int, dict[Key, dict[int, int]]]:
-    """Collective. The rank that leads, the first of the machine that has the first folder; on it
-    what lies on which machine.
+    """Return the leader's rank and, on the leader, the bytes of each tensor on each node.
+    Collective.
+
+    The leader is the first rank of the node that has the first folder.
     """
     keys, node_leaders = sorted(tensor_sizes(source)), first_ranks(nodes)
     with collective.step("survey"):
@@ -222,17 +220,18 @@ def _locate_tensors(
 def _existing_save(
     source: ClusterSource, storage: LocalStorage, commit_target: commit.PublishTarget
 ) -> Manifest | None:
-    """The lead only: the checkpoint that is there and stays, this save's own too."""
+    """On the leader: the checkpoint at the target that is kept, possibly this very save."""
     _check_has_digests(source)
     return commit.resolve_copy_if_exists(storage, commit_target, save_id=source.save_id)
 
 
 def _check_has_digests(source: ClusterSource) -> None:
-    """IntegrityError where a folder has no digests to prove its bytes by."""
+    """IntegrityError if a folder lacks digests to verify its bytes with."""
     for manifest in source.manifests:
         if manifest.digests is None or not manifest.digests.is_supported:
             raise IntegrityError(
-                f"save {manifest.save_id}: a folder has no digests that this version knows; needed those of every block"
+                f"save {manifest.save_id}: a folder has no digests of a known algorithm, expected "
+                "one per block"
             )
 
 
@@ -243,13 +242,11 @@ def _write_and_publish(
     options: MergeOptions,
     on_progress: OnProgress,
 ) -> int:
-    """Collective. Fills the folder and publishes it; returns the bytes that this rank wrote."""
-    collective, storage, staging, fsync = (
-        rewrite.collective,
-        rewrite.storage,
-        rewrite.staging,
-        options.fsync,
-    )
+    """Write and publish the folder; return the number of bytes that this rank wrote. Collective."""
+    collective = rewrite.collective
+    storage = rewrite.storage
+    staging = rewrite.staging
+    fsync = options.fsync
 
     def on_write(nbytes: int) -> None:
         collective.heartbeat()
@@ -274,7 +271,7 @@ def _write_and_publish(
 def _finalize(
     rewrite: Rewrite, source: ClusterSource, output: Output, written: WrittenFiles, *, fsync: bool
 ) -> None:
-    """The lead only: what is not tensors, the proof, and the manifest."""
+    """On the leader: write everything beside tensors, check sizes, and write the manifest last."""
     storage, folder = rewrite.storage, rewrite.staging.folder
     manifest = write_merged_metadata(source, storage, folder, output, written, fsync=fsync)
     check_sizes(storage, folder, written.file_records)

@@ -1,7 +1,6 @@
-"""What a checkpoint that is made of another one holds beside tensors, said anew: extra state, each
-rank's own, digests, indexes.
+"""Writes what a rewritten checkpoint holds beside tensors: state, digests, indexes.
 
-Runs on the one rank that leads. All of it comes from what is rewritten: nothing is made up.
+Runs on the leader only. Everything comes from the source that is rewritten.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def full_world_size(manifest: Manifest) -> int:
-    """The ranks of the whole save."""
+    """Return the number of ranks of the whole save."""
     return (
         manifest.node_group.world_size if manifest.node_group is not None else manifest.world_size
     )
@@ -47,7 +46,7 @@ def write_merged_metadata(
     *,
     fsync: bool,
 ) -> Manifest:
-    """Of folders that are merged: writes all but tensors and the manifest, which it returns."""
+    """Write everything but tensors and manifest for a merge; return the manifest to write."""
     manifests, notes = source.manifests, source.storage.verification_log.damage
     first_manifest = manifests[0]
     engine_files = {
@@ -64,7 +63,7 @@ def write_merged_metadata(
         for part, files in written.file_records.items()
         for file in (*files, names.index_name(part))
     }
-    # What `attach` added: it was called for each folder, with the same result.
+    # Files that `attach` added; it added the same ones to every folder.
     FolderCopier(
         source.local_folders[0], storage, folder, fsync=fsync, on_progress=output.on_progress
     ).copy_extra_files("", engine_files)
@@ -106,11 +105,10 @@ def write_metadata(
     notes: list[str],
     fsync: bool,
 ) -> dict[str, Any]:
-    """Writes extra state, digests and indexes; the fields of the manifest that speak of them and of
-    the parts.
+    """Write non-tensor state, digests and indexes; return the manifest fields that describe them.
 
-    `empty_parts`: named with no files. `rank_extras`: of how many ranks the source has one; where
-    one is lost, there is none, and `notes` says so.
+    `empty_parts` are listed without files. `rank_extras` is the number of ranks that have a
+    `rank_extra`; if one is lost, none is written, and `notes` says so.
     """
     metadata = source.metadata()
     names_by_part = {part: source.names(part) for part in source.parts}
@@ -158,7 +156,7 @@ def write_metadata(
 def write_indexes(
     written: WrittenFiles, output: Output, part_nbytes: Mapping[str, int]
 ) -> dict[str, IndexFile]:
-    """One index for each part that has tensors; the records by part."""
+    """Write one index for each part that has tensors; return the index records by part."""
     records = {}
     for part, weight_map in written.weight_maps.items():
         body = index.encode_index(total_size=part_nbytes[part], weight_map=weight_map)
@@ -168,9 +166,7 @@ def write_indexes(
 
 
 def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:
-    """Parts that were asked for and have no tensor anywhere. One that was deleted from all folders
-    is none of them.
-    """
+    """Parts that were saved without any tensor, except parts that were deleted from all folders."""
     candidates = {
         part
         for manifest in manifests
@@ -190,10 +186,10 @@ def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:
 def _write_rank_extra(
     source: Source, output: Output, *, world_size: int, notes: list[str]
 ) -> RankExtraFile | None:
-    """Each rank's value at its place in one file. Reads each twice, to hold one at a time.
+    """Write each rank's value into one file. Reads each value twice, to hold one at a time.
 
-    None, with a word of it, where that of any rank is lost: some ranks would go on from their own
-    state, and others from none.
+    If any rank's value is lost, writes nothing and adds a note: otherwise some ranks would resume
+    from their own state and others from none.
     """
     sizes: list[tuple[int, int]] = []
     log = source.catalog(()).verification_log
@@ -245,7 +241,7 @@ def _write_rank_extra(
 
 
 def _no_rank_extra_note(world_size: int, error: Exception) -> str:
-    return f"without rank_extra, that of all {world_size} ranks: {error}"
+    return f"rank_extra of all {world_size} ranks was left out: {error}"
 
 
 def _check_all_ranks_present(source: ClusterSource, *, world_size: int) -> None:
@@ -259,7 +255,7 @@ def _check_all_ranks_present(source: ClusterSource, *, world_size: int) -> None:
     missing = sorted(set(range(world_size)) - present)
     if missing:
         raise IncompleteError(
-            f"that of rank(s) {format_ranks(missing)} is in a folder that is on no machine here"
+            f"no node here has the folder of rank(s) {format_ranks(missing)}"
         )
 
 

@@ -1,9 +1,8 @@
-"""The tensors of a source, whole, into the files of a folder under construction: every rank writes
-its share.
+"""Writes a Source's whole tensors into the files of a staging folder; every rank writes its share.
 
-What could lose bytes: a byte is written twice or never; a block is damaged on the way. Shares are a
-pure function that every rank computes for all ranks (`core/plan_merge.py`); the lead puts the
-digests of all blocks together and counts them.
+How bytes could be lost: a byte is written twice or never, or a block is damaged on the way. The
+ranks' shares are a pure function that every rank computes for all ranks (`plan_merge`), and the
+leader merges and counts the digests of all blocks.
 """
 
 from __future__ import annotations
@@ -30,37 +29,33 @@ from unified_ckpt.runtime.comm.topology import first_ranks
 from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
-OnProgress = Callable[
-    [int], object
-]  # called with the bytes of each range that was written; what it raises ends the rewrite
-OnBytes = Callable[
-    [Key, int, memoryview], object
-]  # called with bytes of a tensor, from which byte they are, before they are written
+# called with the number of bytes of each write; an exception ends the rewrite
+OnProgress = Callable[[int], object]
+# called with a key, a byte offset in the tensor, and the bytes there, before they are written
+OnBytes = Callable[[Key, int, memoryview], object]
 
-_CHUNK_NBYTES = 4 << 20  # read, digested and written at a time: a whole number of digest blocks
+_CHUNK_NBYTES = 4 << 20  # read and written at a time; a multiple of the digest block
 
 
 class Output:
-    """All positional writes of a rank into the folder under construction.
+    """All positional writes of one rank into the staging folder.
 
-    The kernel is not asked to begin with the disk early, as saves do: `sync_file_range` waits where
-    the disk is busy, and a rewrite reads meanwhile.
+    Unlike a save, it does not start writeback early: `sync_file_range` blocks on a busy disk, and a
+    rewrite uses that time to read.
     """
 
     def __init__(
         self, storage: LocalStorage, folder: str, *, fsync: bool, on_progress: OnProgress
     ) -> None:
-        self._storage, self._folder, self._fsync, self.on_progress = (
-            storage,
-            folder,
-            fsync,
-            on_progress,
-        )
-        self._unsynced: set[str] = set()  # files that are not on the disk yet
+        self._storage = storage
+        self._folder = folder
+        self._fsync = fsync
+        self.on_progress = on_progress
+        self._unsynced: set[str] = set()  # files with writes that are not on disk yet
         self.nbytes = 0
 
     def write_at(self, file: str, start: int, buffers: Sequence[Buffer]) -> None:
-        """The buffers one after the other from byte `start`; they may change when it returns."""
+        """Write the buffers consecutively from byte `start`. They may be reused when it returns."""
         nbytes = sum(len(buffer) for buffer in buffers)
         self._storage.write_at(f"{self._folder}/{file}", start, buffers)
         self.nbytes += nbytes
@@ -68,7 +63,7 @@ class Output:
         self.on_progress(nbytes)
 
     def flush(self) -> None:
-        """Returns once all that was written is on the disk."""
+        """Return once everything written is on disk."""
         for file in sorted(self._unsynced):
             if self._fsync:
                 self._storage.sync(f"{self._folder}/{file}")
@@ -78,9 +73,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """What the lead knows when all is written: by part, which file has which tensor, and what each
-    file is; the digests of all blocks.
-    """
+    """What all ranks wrote, known on the leader: weight maps, file records, CRCs of all blocks."""
 
     weight_maps: Mapping[str, Mapping[str, str]]
     file_records: Mapping[str, Mapping[str, FileRecord]]
@@ -89,8 +82,9 @@ class WrittenFiles:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """A rewrite that all ranks have begun. `nodes`: the machine of each rank; `sizes`: bytes of
-    each tensor that is written.
+    """A rewrite that all ranks have begun.
+
+    `nodes` gives the node of each rank; `sizes`, the bytes of each tensor to write.
     """
 
     collective: Collective
@@ -103,7 +97,7 @@ class Rewrite:
     sizes: Mapping[Key, int]
 
     def rank_spans(self) -> Iterator[tuple[MergedFile, Key, int, int]]:
-        """What this rank writes: bytes [start, stop) of tensors."""
+        """Yield (file, key, start, stop): the byte ranges of tensors that this rank writes."""
         node = self.nodes[self.collective.rank]
         peers = self._peers(node)
         position = {
@@ -117,7 +111,7 @@ class Rewrite:
             yield self.file_plan[span.file], span.key, span.start, span.stop
 
     def all_spans(self) -> Iterator[tuple[int, Key, int, int]]:
-        """What each rank writes, in the order of each: rank, bytes [start, stop) of tensors."""
+        """Yield (rank, key, start, stop) for every rank, in the order in which that rank writes."""
         for node in sorted({file.node for file in self.file_plan}):
             peers = self._peers(node)
             spans = node_spans(
@@ -131,6 +125,7 @@ class Rewrite:
                 yield peers[index], span.key, span.start, span.stop
 
     def encode_header(self, file: MergedFile) -> tuple[bytes, dict[str, Entry]]:
+        """Return the header of a file and its entries by tensor name."""
         specs = self.source.specs(file.part, [name for _, name in file.keys])
         return header.encode_header(
             header.file_order(
@@ -142,11 +137,11 @@ class Rewrite:
         return [rank for rank, rank_node in enumerate(self.nodes) if rank_node == node]
 
 
-_ENTRY_NBYTES = 300  # of a tensor in headers, indexes and digests, beside its name
+_ENTRY_NBYTES = 300  # per tensor in headers, indexes and digests, without its name
 
 
 def check_free_space(rewrite: Rewrite) -> None:
-    """StorageError where the disk has no room for what is written."""
+    """StorageError if the disk lacks room for what will be written."""
     metadata_nbytes = sum(3 * len(name) + _ENTRY_NBYTES for _, name in rewrite.sizes)
     commit.check_free_space(
         rewrite.storage,
@@ -157,6 +152,7 @@ def check_free_space(rewrite: Rewrite) -> None:
 
 
 def tensor_sizes(source: Source) -> dict[Key, int]:
+    """Return the bytes of every tensor of the source."""
     return {
         (part, name): spec.nbytes
         for part in source.parts
@@ -172,7 +168,7 @@ def nodes_that_see(
     *,
     leader: int,
 ) -> list[int]:
-    """Collective. On the lead: the machines all of whose ranks see the folder under construction."""
+    """On the leader: the nodes whose ranks all see the staging folder. Collective."""
     with collective.step("see"):
         try:
             commit.check_visible(storage, staging)
@@ -195,8 +191,10 @@ def plan_files(
     max_file_bytes: int,
     leader: int,
 ) -> list[MergedFile]:
-    """Collective. `plan_merge` on the lead, told to all; `nbytes_by_node`, `writer_nodes`: the
-    lead's.
+    """Return the files to write, planned on the leader. Collective.
+
+    `nbytes_by_node` (bytes of each tensor on each node) and `writer_nodes` matter only on the
+    leader.
     """
     with collective.step("plan"):
         if collective.rank == leader:
@@ -217,7 +215,10 @@ def plan_files(
 def write_tensors(
     rewrite: Rewrite, output: Output, on_bytes: OnBytes | None = None
 ) -> WrittenFiles | None:
-    """Collective. This rank's share. On the lead: what all have written."""
+    """Write this rank's share; on the leader, return what all ranks wrote. Collective.
+
+    `on_bytes(key, start, data)` sees the bytes of each tensor before they are written.
+    """
     collective, node = rewrite.collective, rewrite.nodes[rewrite.collective.rank]
     headers = {
         _file_name(file): rewrite.encode_header(file)
@@ -261,8 +262,9 @@ def write_tensors(
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Bytes [low, low + nbytes) of a tensor, which go to byte `file_offset` of a file; `crcs` is
-    where the digests of its blocks go.
+    """Bytes [tensor_offset, tensor_offset + nbytes) of a tensor, bound for `file_offset` of a file.
+
+    The CRCs of its blocks are appended to `crcs`.
     """
 
     file: str
@@ -276,8 +278,9 @@ class _Chunk:
 def _read_ahead(
     io_thread: IOThread, chunks: Iterator[_Chunk], catalog: Catalog, on_bytes: OnBytes | None
 ) -> Iterator[tuple[_Chunk, memoryview]]:
-    """Each chunk with its bytes, which change when the next but one is asked for: one is read while
-    another is written.
+    """Yield each chunk with its bytes, reading one chunk while the caller writes another.
+
+    The bytes stay valid until the chunk after the next is requested.
     """
     buffers = [memoryview(bytearray(_CHUNK_NBYTES)) for _ in range(2)]
 
@@ -311,14 +314,15 @@ def _await_read(
 def check_sizes(
     storage: LocalStorage, folder: str, file_records: Mapping[str, Mapping[str, FileRecord]]
 ) -> None:
-    """StorageError for a file that is not as long as was written, as this rank sees it."""
+    """StorageError if this rank sees a file with another size than was written."""
     for name, record in (
         (name, record) for files in file_records.values() for name, record in files.items()
     ):
         size = storage.size(f"{folder}/{name}")
         if size != record.nbytes:
             raise StorageError(
-                f"{storage.path(folder)}/{name}: has {size} bytes as this rank sees it; {record.nbytes} were written"
+                f"{storage.path(folder)}/{name}: this rank sees {size} bytes, but {record.nbytes} "
+                "were written"
             )
 
 
@@ -342,8 +346,9 @@ def _collect_written(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> Writt
 
 
 def _merge_digests(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> dict[Key, array[int]]:
-    """The digests of every block of every tensor, as the ranks tell them of their shares.
-    IntegrityError for one too many or too few.
+    """Return the CRCs of every block of every tensor, from what each rank sent for its spans.
+
+    IntegrityError if there are too few or too many.
     """
     sizes = rewrite.sizes
     crcs_by_key = {key: array("Q") for key in sorted(sizes)}
@@ -357,17 +362,19 @@ def _merge_digests(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> dict[Ke
     for rank, crcs in enumerate(crcs_by_rank):
         if consumed[rank] != len(crcs):
             raise IntegrityError(
-                f"rank {rank} tells {len(crcs)} digests; needed {consumed[rank]}; this is a bug"
+                f"rank {rank} sent {len(crcs)} digests, expected {consumed[rank]}; this is a bug"
             )
     for key, start, crcs in sorted(spans, key=lambda span: span[:2]):
         if start != len(crcs_by_key[key]) * digests.BLOCK_NBYTES:
             raise IntegrityError(
-                f"{key[0]}:{key[1]}: is written up to block {len(crcs_by_key[key])}, then from byte {start}; this is a bug"
+                f"{key[0]}:{key[1]}: got a span at byte {start} after block "
+                f"{len(crcs_by_key[key])}; this is a bug"
             )
         crcs_by_key[key].extend(crcs)
     for key, crcs in crcs_by_key.items():
         if len(crcs) != digests.block_count(sizes[key]):
             raise IntegrityError(
-                f"{key[0]}:{key[1]}: has {len(crcs)} digests; needed {digests.block_count(sizes[key])}; this is a bug"
+                f"{key[0]}:{key[1]}: got {len(crcs)} digests, expected "
+                f"{digests.block_count(sizes[key])}; this is a bug"
             )
     return crcs_by_key

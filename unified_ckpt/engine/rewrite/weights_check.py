@@ -1,8 +1,7 @@
-"""Whether a source's two copies of the weights agree: master weights, cast down, are the model bit
-for bit.
+"""Checks that master weights, cast to the model's dtype, equal the model bit for bit.
 
-A merge of fragments in the wrong order gives tensors of the right shapes and the wrong values: this
-is what shows it.
+Slices merged in the wrong order give tensors of the right shapes with wrong values; this check
+detects them.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ from unified_ckpt.errors import IntegrityError
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
-MISMATCH = "master weights, cast to the model's dtype, are not the model; nothing is written"
+MISMATCH = "master weights, cast to the model's dtype, differ from the model; nothing was written"
 _CHUNK_NBYTES = 4 << 20
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Of one tensor: elements compared, those that differ, and the largest difference of two
-    numbers.
-    """
+    """Result for one tensor: elements compared and differing, and the largest difference."""
 
     elements: int = 0
     differ: int = 0
@@ -37,8 +34,9 @@ class Comparison:
 
 
 def master_names(source: Source, names: Collection[str]) -> dict[str, str]:
-    """For those of these model's tensors that have a master: its stored name. Of tied tensors the
-    two parts may store different names.
+    """Return the stored name of the master of each of these model tensors that has one.
+
+    The two parts may store a tied tensor under different names.
     """
     stored_masters, tied = set(source.names(MASTER)), source.aliases(MASTER)
     aliases_of: dict[str, list[str]] = {}
@@ -57,16 +55,14 @@ def master_names(source: Source, names: Collection[str]) -> dict[str, str]:
 
 
 class MasterCheck:
-    """Compares master weights with the model, range by range, as they pass by."""
+    """Compares master weights with the model, range by range, as they pass through a rewrite."""
 
     def __init__(self, source: Source) -> None:
         self._model_names = {
             master: name for name, master in master_names(source, source.names(MODEL)).items()
         }
-        self._master_specs, model_specs = (
-            source.specs(MASTER, list(self._model_names)),
-            source.specs(MODEL, list(self._model_names.values())),
-        )
+        self._master_specs = source.specs(MASTER, list(self._model_names))
+        model_specs = source.specs(MODEL, list(self._model_names.values()))
         self._model_specs = {
             master: model_specs[name] for master, name in self._model_names.items()
         }
@@ -74,12 +70,11 @@ class MasterCheck:
         self._comparisons: dict[str, Comparison] = {}
 
     def itemsize(self, name: str) -> int:
+        """Return the bytes of one element of a master."""
         return itemsize(self._master_specs[name].dtype)
 
     def element_counts(self) -> dict[str, int]:
-        """Elements to be compared of each tensor whose copies have one shape, by all ranks
-        together.
-        """
+        """Return the elements to compare, over all ranks, of each tensor whose shapes are equal."""
         same_shape = {
             name: spec
             for name, spec in self._master_specs.items()
@@ -88,13 +83,13 @@ class MasterCheck:
         return {name: spec.nbytes // itemsize(spec.dtype) for name, spec in same_shape.items()}
 
     def encode(self) -> bytes:
-        """What was found, for `merge`."""
+        """Return this rank's comparisons as JSON, for `merge`."""
         return json.dumps(
             {name: astuple(comparison) for name, comparison in self._comparisons.items()}
         ).encode()
 
     def merge(self, encoded_by_rank: Iterable[bytes]) -> None:
-        """Takes what all ranks found, this one too, for what was found here."""
+        """Replace this rank's comparisons with the sum over all ranks, this one included."""
         self._comparisons = {}
         for name, (elements, differ, max_abs) in (
             entry for encoded in encoded_by_rank for entry in json.loads(encoded).items()
@@ -105,8 +100,9 @@ class MasterCheck:
             comparison.max_abs = max(comparison.max_abs, max_abs)
 
     def check(self, path: str) -> int:
-        """How many tensors have two copies. IntegrityError naming those that differ, or were not
-        looked at in full.
+        """Return the number of tensors compared.
+
+        IntegrityError naming tensors that differ or were not compared in full.
         """
         problems = [
             f"{name}: shape {spec.shape} in {MASTER}, {self._model_specs[name].shape} in {MODEL}"
@@ -117,18 +113,20 @@ class MasterCheck:
             comparison = self._comparisons.get(name, Comparison())
             if comparison.differ:
                 problems.append(
-                    f"{name}: {comparison.differ} of {count} elements differ, by {comparison.max_abs:.6g} at most"
+                    f"{name}: {comparison.differ} of {count} elements differ, by up to "
+                    f"{comparison.max_abs:.6g}"
                 )
             if comparison.elements != count:
                 problems.append(
-                    f"{name}: {comparison.elements} elements were compared; needed {count}; this is a bug"
+                    f"{name}: compared {comparison.elements} elements, expected {count}; this is a "
+                    "bug"
                 )
         if problems:
             raise IntegrityError(format_list(f"{path}: {MISMATCH}", problems))
         return len(self._master_specs)
 
     def update(self, key: Key, start: int, data: memoryview) -> None:
-        """Bytes of a tensor from byte `start`: whole elements."""
+        """Compare bytes of a tensor, whole elements from byte `start`, with the model's."""
         part, name = key
         if (
             part != MASTER
@@ -162,8 +160,9 @@ class MasterCheck:
 
 
 def compare_masters(source: Source, path: str) -> int:
-    """How many tensors have two copies, which are the same. IntegrityError naming those that
-    differ. Reads all of both, some at a time.
+    """Compare all masters with the model and return their number. Reads both in bounded memory.
+
+    IntegrityError naming tensors that differ.
     """
     master_check = MasterCheck(source)
     catalog = source.catalog({(MASTER, name) for name in master_check.element_counts()})

@@ -214,7 +214,9 @@ def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*model:model.extra"):
         view_of(tmp_path / "more", config)
     uc.save(tmp_path / "other", model={**state, "model.norm.weight": torch.ones(3)})
-    with pytest.raises(uc.FormatError, match=r"model.norm.weight: got shape \(3,\), expected \(64,\)"):
+    with pytest.raises(
+        uc.FormatError, match=r"model.norm.weight: got shape \(3,\), expected \(64,\)"
+    ):
         view_of(tmp_path / "other", config)
     uc.save(
         tmp_path / "mixed",

@@ -190,7 +190,9 @@ def test_what_cannot_be_named_or_turned_for_certain_is_refused(tmp_path: Path) -
     with pytest.raises(uc.FormatError, match=r"expected parts model(.|\n)*ema"):
         written(tmp_path / "parts", tmp_path / "theirs", FIXTURES / "single_bf16")
     uc.save(tmp_path / "double", model={"model.norm.weight": torch.zeros(32, dtype=torch.float64)})
-    with pytest.raises(uc.FormatError, match=r"norm\.weight: got dtype F64, expected BF16, F16, F32"):
+    with pytest.raises(
+        uc.FormatError, match=r"norm\.weight: got dtype F64, expected BF16, F16, F32"
+    ):
         written(tmp_path / "double", tmp_path / "theirs", FIXTURES / "single_bf16")
     other = copied("single_bf16", tmp_path / "other")
     changed(other, "config.json", hidden_size=64, head_dim=8)

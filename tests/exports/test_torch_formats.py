@@ -179,7 +179,8 @@ def test_state_of_a_parameter_in_no_group_is_refused(
         '[[rules]]\nmatch = "1.bias/*"\nto = "2.bias/{1}"\nparts = "optimizer"\n'
     )
     with pytest.raises(
-        uc.FormatError, match=r"parameters with optimizer state are in no param group \(1\):\n  2.bias"
+        uc.FormatError,
+        match=r"parameters with optimizer state are in no param group \(1\):\n  2.bias",
     ):
         uc.convert(
             saved[0],

@@ -174,7 +174,9 @@ def test_stacks_of_unlike_heights_are_refused_by_name(tmp_path: Path) -> None:
         model={name: torch.ones(shape) for name, shape in shapes.items()},
         options=QUICK,
     )
-    with pytest.raises(FormatError, match=r"h.b: got 2 layers along dim 0, expected 3 as in the rest of h"):
+    with pytest.raises(
+        FormatError, match=r"h.b: got 2 layers along dim 0, expected 3 as in the rest of h"
+    ):
         uc.open(tmp_path / "c", options=SourceOptions(layers="unstacked"))
     with pytest.raises(FormatError, match=r"expected a dim 2"):
         uc.open(tmp_path / "c", options=SourceOptions(layers="unstacked", layer_dim=2))

@@ -99,7 +99,9 @@ def test_functions_that_are_not_there_or_give_no_tensors(
 
 
 def test_no_function_is_named(folder: Path) -> None:
-    with pytest.raises(FormatError, match=r"got no function name, expected package.module:function"):
+    with pytest.raises(
+        FormatError, match=r"got no function name, expected package.module:function"
+    ):
         uc.open(folder, options=SourceOptions(conversion_fn="fn"))
 
 

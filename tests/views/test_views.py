@@ -108,7 +108,7 @@ def test_views_on_views_keep_their_files_apart() -> None:
         ("model", name): sharded_tensor(
             torch.float32,
             (4, 6),
-            [TensorShard(uc.core.sharding.boxes.whole((4, 6)), lambda t=t: t, name)],
+            [TensorShard(uc.core.sharding.boxes.full_box((4, 6)), lambda t=t: t, name)],
         )
         for name, t in tensors.items()
     }

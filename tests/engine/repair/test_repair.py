@@ -296,9 +296,7 @@ def test_without_manifest_and_digests_nothing_that_is_there_is_overwritten(
 def test_without_a_manifest_small_files_must_fit(folder: Path, good: Path, file: str) -> None:
     (folder / names.MANIFEST).unlink()
     flip(folder / file)
-    with pytest.raises(
-        uc.IntegrityError, match="found none that matches its files in 1 folder"
-    ):
+    with pytest.raises(uc.IntegrityError, match="found none that matches its files in 1 folder"):
         uc.repair(folder, [good])
 
 
@@ -314,16 +312,17 @@ def test_the_manifest_waits_for_all_else(folder: Path, other: Path) -> None:
         flip(one / FILES[1])
     (folder / names.MANIFEST).unlink()
     report = uc.repair(folder, [other])
-    assert report.problems[-1] == f"{names.MANIFEST}: is written once everything that it describes is intact"
+    assert (
+        report.problems[-1]
+        == f"{names.MANIFEST}: is written once everything that it describes is intact"
+    )
     assert not (folder / names.MANIFEST).exists()
 
 
 def test_nobody_has_a_manifest(folder: Path, other: Path) -> None:
     for one in (folder, other):
         (one / names.MANIFEST).unlink()
-    with pytest.raises(
-        uc.IncompleteError, match="give a copy of this folder with its manifest"
-    ):
+    with pytest.raises(uc.IncompleteError, match="give a copy of this folder with its manifest"):
         uc.repair(folder, [other])
 
 

@@ -424,7 +424,8 @@ def test_convert_without_the_model_needs_its_masters(
     uc.save(tmp_path / "edited", model=model, master_weights={"w": torch.zeros(300, 40)})
     for compare in (True, False):
         with pytest.raises(
-            uc.IntegrityError, match="master weights, cast to the model's dtype, differ from the model"
+            uc.IntegrityError,
+            match="master weights, cast to the model's dtype, differ from the model",
         ):
             uc.convert(
                 tmp_path / "edited", tmp_path / "n", parts=("master_weights",), compare=compare
@@ -554,10 +555,7 @@ def test_the_verb(
     assert main(["convert", str(old), str(tmp_path / "c"), "--from", "tape"]) == 1
     assert "tape: is no format that is read; known are" in capsys.readouterr().err
     assert main(["convert", str(old), str(tmp_path / "c"), "--to", "tape"]) == 1
-    assert (
-        "to: got 'tape', expected one of unified, huggingface"
-        in capsys.readouterr().err
-    )
+    assert "to: got 'tape', expected one of unified, huggingface" in capsys.readouterr().err
     for size in ("5", "x", "0", "-1GB", "1XB"):
         if size != "5":
             with pytest.raises(SystemExit, match="2"):
@@ -588,9 +586,7 @@ def test_a_model_is_written_as_maxtext_has_it(tmp_path: Path) -> None:
         values.permute(2, 0, 1).unflatten(2, (2, -1)),
     )
     (tmp_path / "hf" / "config.json").unlink()
-    with pytest.raises(
-        uc.FormatError, match=r"depend on the model's config\.json; give --config"
-    ):
+    with pytest.raises(uc.FormatError, match=r"depend on the model's config\.json; give --config"):
         uc.convert(tmp_path / "hf", tmp_path / "no", to="maxtext")
 
 

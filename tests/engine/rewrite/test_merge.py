@@ -87,15 +87,17 @@ def merge_all(
     """Each rank brings the folders of its machine."""
     target.mkdir(exist_ok=True, parents=True)
     how = MergeOptions(
-        **{**{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}, **options}
+        **{
+            **{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__},
+            "on_progress": beat,
+            **options,
+        }
     )
 
     def act(comm: Comm) -> MergeReport:
         storage = storages(comm.rank) if storages is not None else LocalStorage(str(target))
         own = [str(path) for path in paths[machines[comm.rank]]]
-        return merge_paths(
-            comm, own, storage, NAME, how, nodes=numbered(machines), on_progress=beat
-        )
+        return merge_paths(comm, own, storage, NAME, how, nodes=numbered(machines))
 
     return try_ranks(len(machines), act)
 

@@ -26,7 +26,7 @@ from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder import commit
 from unified_ckpt.engine.folder.backup import clean_up
 from unified_ckpt.engine.folder.manifest import versions, write_manifest
-from unified_ckpt.engine.rewrite.metadata import write_indexes, write_metadata
+from unified_ckpt.engine.rewrite.metadata import write_indexes, write_metadata, write_rank_extra
 from unified_ckpt.engine.rewrite.tensors import (
     Output,
     Rewrite,
@@ -379,15 +379,13 @@ def _finalize(
     metadata = source.metadata()
     manifest_fields = write_metadata(
         source,
-        storage,
-        folder,
         output,
         written,
         has_optimizer=bool(metadata.groups or metadata.scalars or "optimizer" in source.parts),
         empty_parts=(),
-        rank_extras=metadata.rank_extras,
-        notes=record.notes,
-        fsync=request.fsync,
+        rank_extra=write_rank_extra(
+            source, output, world_size=metadata.rank_extras, notes=record.notes
+        ),
     )
     check_sizes(storage, folder, written.file_records)
     storage.remove_file(f"{folder}/{commit.MARKER}")

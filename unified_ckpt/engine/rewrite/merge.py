@@ -60,12 +60,14 @@ class MergeOptions:
     """How to merge.
 
     `if_exists` applies to another save at the target; the same save is left unchanged.
+    `on_progress` is called with the bytes of each write; an exception ends the merge.
     """
 
     max_file_bytes: int
     if_exists: str
     fsync: bool
     timeout_seconds: float
+    on_progress: OnProgress = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,6 @@ def merge_paths(
     options: MergeOptions,
     *,
     nodes: Sequence[int],
-    on_progress: OnProgress,
 ) -> MergeReport:
     """Merge the folders at `paths`, of each node, with `merge`. Collective. A node may have none.
 
@@ -113,7 +114,7 @@ def merge_paths(
             raise NotFoundError(
                 f"{operation}: got no checkpoint with a manifest, expected the folders of one save"
             )
-        return merge(comm, source, storage, name, options, nodes=nodes, on_progress=on_progress)
+        return merge(comm, source, storage, name, options, nodes=nodes)
 
 
 def merge(
@@ -124,7 +125,6 @@ def merge(
     options: MergeOptions,
     *,
     nodes: Sequence[int],
-    on_progress: OnProgress,
 ) -> MergeReport:
     """Write the save to `name` under the storage's root. Collective; a few MiB of memory per rank.
 
@@ -138,9 +138,10 @@ def merge(
     )
     with storage, collective.propagating_errors():
         leader, nbytes_by_node = _locate_tensors(collective, source, nodes)
+        # only managers merge, so the name is a step's
         commit_target = commit.PublishTarget(
             name, options.if_exists, source.parts, is_step_path=True
-        )  # only managers merge
+        )
         staging, existing = commit.create_collectively(
             collective,
             storage,
@@ -166,7 +167,7 @@ def merge(
             rewrite = Rewrite(
                 collective, source, storage, staging, leader, tuple(nodes), file_plan, sizes
             )
-            nbytes = _write_and_publish(rewrite, source, commit_target, options, on_progress)
+            nbytes = _write_and_publish(rewrite, source, commit_target, options)
         except BaseException as error:
             commit.abort_collectively(collective, storage, staging, error, leader=leader)
             raise
@@ -176,8 +177,7 @@ def merge(
 def _locate_tensors(
     collective: Collective, source: ClusterSource, nodes: Sequence[int]
 ) -> tuple[int, dict[Key, dict[int, int]]]:
-    """Return the leader's rank and, on the leader, the bytes of each tensor on each node.
-    Collective.
+    """Return the leader's rank, and on the leader the bytes of each tensor per node. Collective.
 
     The leader is the first rank of the node that has the first folder.
     """
@@ -240,19 +240,15 @@ def _write_and_publish(
     source: ClusterSource,
     commit_target: commit.PublishTarget,
     options: MergeOptions,
-    on_progress: OnProgress,
 ) -> int:
     """Write and publish the folder; return the number of bytes that this rank wrote. Collective."""
-    collective = rewrite.collective
-    storage = rewrite.storage
-    staging = rewrite.staging
-    fsync = options.fsync
+    collective, storage, staging = rewrite.collective, rewrite.storage, rewrite.staging
 
     def on_write(nbytes: int) -> None:
         collective.heartbeat()
-        on_progress(nbytes)
+        options.on_progress(nbytes)
 
-    output = Output(storage, staging.folder, fsync=fsync, on_progress=on_write)
+    output = Output(storage, staging.folder, fsync=options.fsync, on_progress=on_write)
     with collective.step("room"):
         if collective.rank == rewrite.leader:
             check_free_space(rewrite)
@@ -260,20 +256,18 @@ def _write_and_publish(
         written = write_tensors(rewrite, output)
     with collective.step("complete"):
         if written is not None:
-            _finalize(rewrite, source, output, written, fsync=fsync)
+            _finalize(source, output, written)
     with collective.step("publish"):
         if collective.rank == rewrite.leader:
-            published = commit.publish(storage, staging, commit_target, fsync=fsync)
-            clean_up(storage, published, fsync=fsync)
+            published = commit.publish(storage, staging, commit_target, fsync=options.fsync)
+            clean_up(storage, published, fsync=options.fsync)
     return output.nbytes
 
 
-def _finalize(
-    rewrite: Rewrite, source: ClusterSource, output: Output, written: WrittenFiles, *, fsync: bool
-) -> None:
+def _finalize(source: ClusterSource, output: Output, written: WrittenFiles) -> None:
     """On the leader: write everything beside tensors, check sizes, and write the manifest last."""
-    storage, folder = rewrite.storage, rewrite.staging.folder
-    manifest = write_merged_metadata(source, storage, folder, output, written, fsync=fsync)
+    storage, folder = output.storage, output.folder
+    manifest = write_merged_metadata(source, output, written)
     check_sizes(storage, folder, written.file_records)
     storage.remove_file(f"{folder}/{commit.MARKER}")
-    write_manifest(storage, folder, manifest, fsync=fsync)
+    write_manifest(storage, folder, manifest, fsync=output.fsync)

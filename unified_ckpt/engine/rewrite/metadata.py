@@ -27,7 +27,6 @@ from unified_ckpt.format.manifest import (
     Part,
     RankExtraFile,
 )
-from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def full_world_size(manifest: Manifest) -> int:
@@ -37,15 +36,7 @@ def full_world_size(manifest: Manifest) -> int:
     )
 
 
-def write_merged_metadata(
-    source: ClusterSource,
-    storage: LocalStorage,
-    folder: str,
-    output: Output,
-    written: WrittenFiles,
-    *,
-    fsync: bool,
-) -> Manifest:
+def write_merged_metadata(source: ClusterSource, output: Output, written: WrittenFiles) -> Manifest:
     """Write everything but tensors and manifest for a merge; return the manifest to write."""
     manifests, notes = source.manifests, source.storage.verification_log.damage
     first_manifest = manifests[0]
@@ -65,50 +56,46 @@ def write_merged_metadata(
     }
     # Files that `attach` added; it added the same ones to every folder.
     FolderCopier(
-        source.local_folders[0], storage, folder, fsync=fsync, on_progress=output.on_progress
+        source.local_folders[0],
+        output.storage,
+        output.folder,
+        fsync=output.fsync,
+        on_progress=output.on_progress,
     ).copy_extra_files("", engine_files)
-    world_size = 0
+    world_size = full_world_size(first_manifest)
+    rank_extra = None
     if any(manifest.rank_extra is not None for manifest in manifests):
-        world_size = full_world_size(first_manifest)
         try:
             _check_all_ranks_present(source, world_size=world_size)
         except IncompleteError as error:
             notes.append(_no_rank_extra_note(world_size, error))
-            world_size = 0
+        else:
+            rank_extra = write_rank_extra(source, output, world_size=world_size, notes=notes)
     manifest_fields = write_metadata(
         source,
-        storage,
-        folder,
         output,
         written,
         has_optimizer=first_manifest.optimizer is not None,
         empty_parts=_empty_parts(manifests),
-        rank_extras=world_size,
-        notes=notes,
-        fsync=fsync,
+        rank_extra=rank_extra,
     )
     return first_manifest.model_copy(
-        update={**manifest_fields, "world_size": full_world_size(first_manifest), "island": None}
+        update={**manifest_fields, "world_size": world_size, "node_group": None}
     )
 
 
 def write_metadata(
     source: Source,
-    storage: LocalStorage,
-    folder: str,
     output: Output,
     written: WrittenFiles,
     *,
     has_optimizer: bool,
     empty_parts: Collection[str],
-    rank_extras: int,
-    notes: list[str],
-    fsync: bool,
+    rank_extra: RankExtraFile | None,
 ) -> dict[str, Any]:
-    """Write non-tensor state, digests and indexes; return the manifest fields that describe them.
+    """Write extra state, digests and indexes; return the manifest fields of all but the header.
 
-    `empty_parts` are listed without files. `rank_extras` is the number of ranks that have a
-    `rank_extra`; if one is lost, none is written, and `notes` says so.
+    `empty_parts` are listed without files. `rank_extra` is the file that `write_rank_extra` wrote.
     """
     metadata = source.metadata()
     names_by_part = {part: source.names(part) for part in source.parts}
@@ -132,25 +119,22 @@ def write_metadata(
         scalars={fqn: dict(state) for fqn, state in metadata.scalars.items()},
         has_optimizer=has_optimizer,
     )
-    extra = extra_state.write_extra(storage, folder, metadata.extra, non_tensor_state)
-    if fsync and extra.file is not None:
-        storage.sync(f"{folder}/{extra.file.file}")
-    rank_extra = _write_rank_extra(source, output, world_size=rank_extras, notes=notes)
+    extra = extra_state.write_extra(output.storage, output.folder, metadata.extra, non_tensor_state)
+    if output.fsync and extra.file is not None:
+        output.storage.sync(f"{output.folder}/{extra.file.file}")
     digest_file = _write_digests(written.block_crcs, output)
     output.flush()
-    file_fields = {
+    return {
         "format_version": FORMAT_VERSION,
         "parts": parts,
         "digests": digest_file,
         "extra_file": extra.file,
         "rank_extra": rank_extra,
-    }
-    state_fields = {
         "modules": extra.modules,
         "extra": extra.extra,
         "objects": list(metadata.objects),
+        "optimizer": extra.optimizer,
     }
-    return {**file_fields, **state_fields, "optimizer": extra.optimizer}
 
 
 def write_indexes(
@@ -183,13 +167,15 @@ def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:
     }
 
 
-def _write_rank_extra(
+def write_rank_extra(
     source: Source, output: Output, *, world_size: int, notes: list[str]
 ) -> RankExtraFile | None:
-    """Write each rank's value into one file. Reads each value twice, to hold one at a time.
+    """Write each rank's value into one file; return None if no rank has one.
+
+    Reads each value twice, to hold one at a time.
 
     If any rank's value is lost, writes nothing and adds a note: otherwise some ranks would resume
-    from their own state and others from none.
+    from their own state and others from none. The caller flushes `output`.
     """
     sizes: list[tuple[int, int]] = []
     log = source.catalog(()).verification_log
@@ -254,9 +240,7 @@ def _check_all_ranks_present(source: ClusterSource, *, world_size: int) -> None:
     }
     missing = sorted(set(range(world_size)) - present)
     if missing:
-        raise IncompleteError(
-            f"no node here has the folder of rank(s) {format_ranks(missing)}"
-        )
+        raise IncompleteError(f"no node here has the folder of rank(s) {format_ranks(missing)}")
 
 
 def _encode_rank_extra(source: Source, rank: int) -> bytes:

@@ -47,9 +47,9 @@ class Output:
     def __init__(
         self, storage: LocalStorage, folder: str, *, fsync: bool, on_progress: OnProgress
     ) -> None:
-        self._storage = storage
-        self._folder = folder
-        self._fsync = fsync
+        self.storage = storage
+        self.folder = folder
+        self.fsync = fsync
         self.on_progress = on_progress
         self._unsynced: set[str] = set()  # files with writes that are not on disk yet
         self.nbytes = 0
@@ -57,7 +57,7 @@ class Output:
     def write_at(self, file: str, start: int, buffers: Sequence[Buffer]) -> None:
         """Write the buffers consecutively from byte `start`. They may be reused when it returns."""
         nbytes = sum(len(buffer) for buffer in buffers)
-        self._storage.write_at(f"{self._folder}/{file}", start, buffers)
+        self.storage.write_at(f"{self.folder}/{file}", start, buffers)
         self.nbytes += nbytes
         self._unsynced.add(file)
         self.on_progress(nbytes)
@@ -65,8 +65,8 @@ class Output:
     def flush(self) -> None:
         """Return once everything written is on disk."""
         for file in sorted(self._unsynced):
-            if self._fsync:
-                self._storage.sync(f"{self._folder}/{file}")
+            if self.fsync:
+                self.storage.sync(f"{self.folder}/{file}")
             self.on_progress(0)
         self._unsynced.clear()
 
@@ -100,14 +100,15 @@ class Rewrite:
         """Yield (file, key, start, stop): the byte ranges of tensors that this rank writes."""
         node = self.nodes[self.collective.rank]
         peers = self._peers(node)
-        position = {
-            "node": node,
-            "index": peers.index(self.collective.rank),
-            "count": len(peers),
-        }
-        for span in rank_spans(
-            self.file_plan, self.sizes, block_nbytes=digests.BLOCK_NBYTES, **position
-        ):
+        spans = rank_spans(
+            self.file_plan,
+            self.sizes,
+            node=node,
+            index=peers.index(self.collective.rank),
+            count=len(peers),
+            block_nbytes=digests.BLOCK_NBYTES,
+        )
+        for span in spans:
             yield self.file_plan[span.file], span.key, span.start, span.stop
 
     def all_spans(self) -> Iterator[tuple[int, Key, int, int]]:

@@ -195,6 +195,7 @@ class MergeQueue:
             if_exists=job.if_exists,
             fsync=job.fsync,
             timeout_seconds=self._timeout_seconds,
+            on_progress=heartbeat,
         )
         with contextlib.suppress(OSError):
             os.makedirs(self._target, exist_ok=True)
@@ -209,7 +210,6 @@ class MergeQueue:
             job.name,
             options,
             nodes=range(self._merge_comm.world),
-            on_progress=heartbeat,
         )
         if report.is_other_save and self._merge_comm.rank == 0:
             _LOG.warning(NOT_COPIED, paths[0], self._target, job.name, report.save_id)

@@ -92,7 +92,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path(folder, "trainer_state.json").write_text("{}")
 
     def act(comm: Comm) -> None:
-        with uc.testing.checkpointer_of(comm) as checkpointer:
+        with uc.testing.make_checkpointer(comm) as checkpointer:
             checkpointer.save(
                 root / "old",
                 model=model,
@@ -205,7 +205,7 @@ def test_the_manifest_says_what_it_was_made_of_and_what_was_checked(
         != manifest["save_id"]
     )
     assert told["compared"] == report.compared == 5, "of five parameters there are two copies"
-    assert told["proved"] == report.verified == sum(report.tensors.values())
+    assert told["verified"] == report.verified == sum(report.tensors.values())
     again = uc.convert(old_path := tmp_path / NAME, tmp_path / "again")
     assert again.tensors == report.tensors
     digests = [

@@ -124,10 +124,10 @@ def check_merged(case: Case, target: Path) -> None:
     assert report.problems == ()
     assert report.nbytes == sum(array.nbytes for array in case.arrays.values())
     manifest = json.loads((target / NAME / names.MANIFEST).read_text())
-    assert manifest["island"] is None
+    assert manifest["node_group"] is None
     assert manifest["world_size"] == case.saved.world
     assert os.listdir(target) == [NAME]
-    assert not any("fragments" in entry or entry == "probe" for entry in os.listdir(target / NAME))
+    assert not any("shards" in entry or entry == "probe" for entry in os.listdir(target / NAME))
 
 
 def check_once(writes: Writes, target: Path, machines: Sequence[int]) -> None:
@@ -328,7 +328,7 @@ def test_copies_on_other_machines_stand_in_for_a_lost_one_and_are_not_merged_the
         (Path(folder) / "tokenizer").mkdir()
         (Path(folder) / "tokenizer" / "merges.txt").write_text("a b")
 
-    save(tmp_path, attach=attach, options=SAVE.model_copy(update={"machine_copies": 2}))
+    save(tmp_path, attach=attach, options=SAVE.model_copy(update={"node_copies": 2}))
     if lost is not None:
         shutil.rmtree(folder_of(tmp_path, lost))
     fine(merge_all(tmp_path / "root", MACHINES, own_folders(tmp_path)))
@@ -352,7 +352,7 @@ def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
     }
     layout, options = (
         uc.Layout({"dp": 2}, {"w": {"dp": 0}, "frozen": {"dp": 0}}),
-        SAVE.model_copy(update={"machine_copies": 2}),
+        SAVE.model_copy(update={"node_copies": 2}),
     )
     half = {"w": slice(3), "frozen": slice(2)}, {"w": slice(3, 6), "frozen": slice(2, 4)}
 
@@ -369,9 +369,9 @@ def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
     run_ranks(2, act)
     folders = [folder_of(tmp_path, 0), folder_of(tmp_path, 1)]
     with uc.open(folders[0]) as source:
-        assert "model_without_masters_fragments" in source.parts
+        assert "model_without_masters_shards" in source.parts
     shutil.copytree(folders[1], tmp_path / "copy")
-    folders[1].joinpath("model_without_masters_fragments.safetensors").unlink()
+    folders[1].joinpath("model_without_masters_shards.safetensors").unlink()
     report = uc.repair(folders[1], [tmp_path / "copy"])
     assert report.ok, report
     for paths in (folders, folders[:1]):
@@ -407,7 +407,7 @@ def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Pat
             assert source.source.metadata().extra == {"step": 3, "bytes": bytes(9000)}
     if to != "dcp":
         assert {"config.json", "tokenizer"} <= set(os.listdir(tmp_path / "new"))
-        assert not any("fragments" in entry for entry in os.listdir(tmp_path / "new"))
+        assert not any("shards" in entry for entry in os.listdir(tmp_path / "new"))
     with pytest.raises(uc.IncompleteError, match=r"nobody|no machine"):
         uc.convert(folders[:1], tmp_path / "half", to=to)
     with pytest.raises(uc.NotFoundError, match="no path is given"):
@@ -543,7 +543,7 @@ def test_damage_that_was_read_around_is_told(twice: Path, tmp_path: Path) -> Non
 def test_damage_without_another_copy_is_an_error_and_nothing_is_there(
     once: Path, tmp_path: Path, how: str
 ) -> None:
-    file = next(folder_of(once, 1).glob("model_fragments*.safetensors"))
+    file = next(folder_of(once, 1).glob("model_shards*.safetensors"))
     HOW[how](file)
     kind = uc.IntegrityError if how == "flipped" else uc.IncompleteError
     same_error(

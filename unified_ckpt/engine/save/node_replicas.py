@@ -383,7 +383,7 @@ def subset_manifest(folder: Folder, files: Collection[str]) -> tuple[Manifest, d
         if manifest.node_group is not None
         else None
     )
-    return manifest.model_copy(update={"parts": parts, "island": node_group}), indexes
+    return manifest.model_copy(update={"parts": parts, "node_group": node_group}), indexes
 
 
 def _finalize_copy(

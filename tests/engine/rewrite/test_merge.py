@@ -39,6 +39,7 @@ from tests.support.simulated_nodes import (
     twice,
 )
 from unified_ckpt.cli.main import main
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.engine.rewrite.merge import MergeOptions, MergeReport, merge_paths
@@ -127,7 +128,7 @@ def check_merged(case: Case, target: Path) -> None:
     assert manifest["node_group"] is None
     assert manifest["world_size"] == case.saved.world
     assert os.listdir(target) == [NAME]
-    assert not any("shards" in entry or entry == "probe" for entry in os.listdir(target / NAME))
+    assert not any(SHARD_SUFFIX in entry or entry == "probe" for entry in os.listdir(target / NAME))
 
 
 def check_once(writes: Writes, target: Path, machines: Sequence[int]) -> None:
@@ -369,9 +370,9 @@ def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
     run_ranks(2, act)
     folders = [folder_of(tmp_path, 0), folder_of(tmp_path, 1)]
     with uc.open(folders[0]) as source:
-        assert "model_without_masters_shards" in source.parts
+        assert f"model_without_masters{SHARD_SUFFIX}" in source.parts
     shutil.copytree(folders[1], tmp_path / "copy")
-    folders[1].joinpath("model_without_masters_shards.safetensors").unlink()
+    folders[1].joinpath(f"model_without_masters{SHARD_SUFFIX}.safetensors").unlink()
     report = uc.repair(folders[1], [tmp_path / "copy"])
     assert report.ok, report
     for paths in (folders, folders[:1]):
@@ -407,7 +408,7 @@ def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Pat
             assert source.source.metadata().extra == {"step": 3, "bytes": bytes(9000)}
     if to != "dcp":
         assert {"config.json", "tokenizer"} <= set(os.listdir(tmp_path / "new"))
-        assert not any("shards" in entry for entry in os.listdir(tmp_path / "new"))
+        assert not any(SHARD_SUFFIX in entry for entry in os.listdir(tmp_path / "new"))
     with pytest.raises(uc.IncompleteError, match=r"nobody|no machine"):
         uc.convert(folders[:1], tmp_path / "half", to=to)
     with pytest.raises(uc.NotFoundError, match="no path is given"):
@@ -543,7 +544,7 @@ def test_damage_that_was_read_around_is_told(twice: Path, tmp_path: Path) -> Non
 def test_damage_without_another_copy_is_an_error_and_nothing_is_there(
     once: Path, tmp_path: Path, how: str
 ) -> None:
-    file = next(folder_of(once, 1).glob("model_shards*.safetensors"))
+    file = next(folder_of(once, 1).glob(f"model{SHARD_SUFFIX}*.safetensors"))
     HOW[how](file)
     kind = uc.IntegrityError if how == "flipped" else uc.IncompleteError
     same_error(

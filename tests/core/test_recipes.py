@@ -80,23 +80,26 @@ W, V = Stored(("model", "w"), (4, 6)), Stored(("model", "v"), (5,))
 WRONG: list[tuple[Callable[[], Recipe], str]] = [
     (
         lambda: recipes.permute(W, (0, 0)),
-        r"permute \(0, 0\) of shape \(4, 6\); needed each of its 2 dims once",
+        r"permute of shape \(4, 6\): got dims \(0, 0\), expected each of its 2 dims once",
     ),
-    (lambda: recipes.transpose(V, 0, 1), r"dim 1 of shape \(5,\); needed one of its 1 dims"),
+    (lambda: recipes.transpose(V, 0, 1), r"shape \(5,\): got dim 1, expected one of its 1 dims"),
     (
         lambda: recipes.reshape(W, (5, -1)),
-        r"reshape \(5, -1\) of shape \(4, 6\); needed sizes for 24 elements",
+        r"reshape of shape \(4, 6\): got \(5, -1\), expected sizes for 24 elements",
     ),
-    (lambda: recipes.reshape(W, (-1, -1)), "one of them -1 at most"),
-    (lambda: recipes.reshape(W, (4, 5)), "needed a shape of 24 elements"),
+    (lambda: recipes.reshape(W, (-1, -1)), "at most one of them -1"),
+    (lambda: recipes.reshape(W, (4, 5)), "expected a shape with 24 elements"),
     (
         lambda: recipes.slice_dim(W, 1, 2, 7),
-        r"slice \[2, 7\) of dim 1 of shape \(4, 6\); needed a range of its 6",
+        r"slice of dim 1 of shape \(4, 6\): got \[2, 7\), expected a range within \[0, 6\)",
     ),
-    (lambda: recipes.concat([W, V], 0), r"shapes \(4, 6\), \(5,\) do not join along dim 0"),
-    (lambda: recipes.stack([W, V], 0), r"shapes \(4, 6\), \(5,\) do not stack"),
-    (lambda: recipes.stack([V, V], 2), r"stack of shape \(5,\) at dim 2; needed one of 0 to 1"),
-    (lambda: recipes.all_equal([W, V]), r"cannot be alike"),
+    (lambda: recipes.concat([W, V], 0), r"concat along dim 0: got shapes \(4, 6\), \(5,\)"),
+    (lambda: recipes.stack([W, V], 0), r"stack: got shapes \(4, 6\), \(5,\)"),
+    (
+        lambda: recipes.stack([V, V], 2),
+        r"stack of shape \(5,\): got dim 2, expected one from 0 to 1",
+    ),
+    (lambda: recipes.all_equal([W, V]), r"copies of one tensor: got shapes"),
 ]
 
 

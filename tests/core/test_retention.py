@@ -186,5 +186,5 @@ def test_protected_ones_stay() -> None:
     "make", [lambda: LatestN(0), lambda: EverySteps(0), lambda: EverySeconds(0.0)]
 )
 def test_a_rule_that_keeps_nothing_is_refused(make: object) -> None:
-    with pytest.raises(FormatError, match="needed a number above 0"):
+    with pytest.raises(FormatError, match="expected a number above 0"):
         make()  # type: ignore[operator]

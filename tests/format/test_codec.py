@@ -382,32 +382,30 @@ Point = namedtuple("Point", "x")
             torch.zeros(2, device="meta"),
             "a tensor that is sparse, quantized, nested or on the meta device",
         ),
-        (datetime(2026, 1, 1, tzinfo=Zone()), "a datetime whose tzinfo"),
-        (defaultdict(lambda: 1), "a defaultdict whose factory"),
+        (datetime(2026, 1, 1, tzinfo=Zone()), "a datetime with tzinfo"),
+        (defaultdict(lambda: 1), "a defaultdict with factory"),
         ({torch.zeros(1)}, "a tensor in a key or a set"),
         ({(1, torch.zeros(1)): 1}, "a tensor in a key or a set"),
     ],
 )
 def test_what_cannot_be_given_back_is_refused_by_path(value: Any, found: str) -> None:
-    with pytest.raises(FormatError, match=rf"extra\.scheduler\.lr_lambdas\[0\]: found ({found})"):
+    with pytest.raises(FormatError, match=rf"extra\.scheduler\.lr_lambdas\[0\]: got ({found})"):
         encode({"scheduler": {"lr_lambdas": [value]}})
 
 
 def test_paths_name_any_key() -> None:
-    with pytest.raises(
-        FormatError, match=r"rank_extra\['a b'\]\[3\]\.c\[\(1,\)\]: found an object"
-    ):
+    with pytest.raises(FormatError, match=r"rank_extra\['a b'\]\[3\]\.c\[\(1,\)\]: got an object"):
         encode({"a b": {3: {"c": {(1,): object()}}}}, "rank_extra")
-    with pytest.raises(FormatError, match=r"^extra: found an object.*keep it out of extra"):
+    with pytest.raises(FormatError, match=r"^extra: got an object.*remove it from extra"):
         encode(object())
-    with pytest.raises(FormatError, match=r"extra\[.*Text'?>?.*found a|extra\.a: found a .*Text"):
+    with pytest.raises(FormatError, match=r"extra\[.*Text'?>?.*got a|extra\.a: got a .*Text"):
         encode({Text("a"): 1})
 
 
 def test_cycles_and_depths_are_refused() -> None:
     ring: list[Any] = [1]
     ring.append({"a": ring})
-    with pytest.raises(FormatError, match=r"extra\[1\]\.a: found a list that holds itself"):
+    with pytest.raises(FormatError, match=r"extra\[1\]\.a: got a list that contains itself"):
         encode(ring)
     deep: Any = 0
     for _ in range(MAX_DEPTH):
@@ -517,19 +515,19 @@ def repacked(head: object, rest: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("packed", "reason"),
     [
-        (b"", "not a packed value"),
-        (b"UCPACK02" + bytes(8), "not a packed value"),
-        (b"UCPACK01" + bytes(7), "not a packed value"),
-        (b"UCPACK01" + bytes(8), "head of the packed value"),
-        (b"UCPACK01" + b"\xff" * 8 + b"{}", "head of the packed value"),
-        (repacked([]), "head of the packed value"),
-        (repacked({"tree": 1}), "head of the packed value"),
-        (repacked({"tree": 1, "blobs": []}), "head of the packed value"),
-        (repacked({"tree": 1, "blobs": {"a": -1}}), "blob 'a' has the size -1"),
-        (repacked({"tree": 1, "blobs": {"a": True}}), "blob 'a' has the size True"),
-        (repacked({"tree": 1, "blobs": {"a": 3}}, b"xx"), "its head needs"),
-        (repacked({"tree": 1, "blobs": {}}, b"xx"), "its head needs"),
-        (pack(b"x" * 2000)[:-1], "its head needs"),
+        (b"", "expected a packed value"),
+        (b"UCPACK02" + bytes(8), "expected a packed value"),
+        (b"UCPACK01" + bytes(7), "expected a packed value"),
+        (b"UCPACK01" + bytes(8), "header of the packed value"),
+        (b"UCPACK01" + b"\xff" * 8 + b"{}", "header of the packed value"),
+        (repacked([]), "header of the packed value"),
+        (repacked({"tree": 1}), "header of the packed value"),
+        (repacked({"tree": 1, "blobs": []}), "header of the packed value"),
+        (repacked({"tree": 1, "blobs": {"a": -1}}), "blob 'a': got size -1"),
+        (repacked({"tree": 1, "blobs": {"a": True}}), "blob 'a': got size True"),
+        (repacked({"tree": 1, "blobs": {"a": 3}}, b"xx"), "from its header"),
+        (repacked({"tree": 1, "blobs": {}}, b"xx"), "from its header"),
+        (pack(b"x" * 2000)[:-1], "from its header"),
     ],
 )
 def test_packed_values_that_do_not_fit_are_refused(packed: bytes, reason: str) -> None:

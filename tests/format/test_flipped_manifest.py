@@ -25,7 +25,7 @@ from unified_ckpt.testing import run_ranks, try_ranks
 NAME = "checkpoint-41"
 MASKS = (0x01, 0x10, 0x80)
 OPTIONS = uc.SaveOptions(fsync=False)
-TURNED = r"unified_checkpoint\.json: is not the file that was written: it has CRC [0-9a-f]{16}; needed [0-9a-f]{16}"
+TURNED = r"unified_checkpoint\.json: is not the file that was written: got CRC [0-9a-f]{16}, expected [0-9a-f]{16}"
 
 
 def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -205,7 +205,7 @@ ROWS = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
 def save_on_two(root: Path, *, copies: int) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
-            options = SAVE.model_copy(update={"machine_copies": copies})
+            options = SAVE.model_copy(update={"node_copies": copies})
             made.save(
                 folder_of(root, comm.rank),
                 model={"w": WHOLE.chunk(2)[comm.rank].clone()},
@@ -269,7 +269,7 @@ def no_digests(told: dict[str, Any]) -> None:
     told["digests"] = None
 
 
-UNKNOWN = r"digests\.safetensors: its digests are 'crc64nvmf' of 1048576 bytes each; needed 'crc64nvme' of 1048576"
+UNKNOWN = r"digests\.safetensors: got digests 'crc64nvmf' of 1048576 bytes, expected 'crc64nvme' of 1048576"
 
 
 @pytest.mark.parametrize("how", ["read", "full"])

@@ -76,13 +76,13 @@ def test_refuses_what_is_not_json(encoded: bytes) -> None:
 
 @pytest.mark.parametrize("encoded", [b"[]", b"{}", b'{"weight_map": []}', b"null"])
 def test_refuses_an_index_without_weight_map(encoded: bytes) -> None:
-    with pytest.raises(FormatError, match=f"{FILE}: no weight_map"):
+    with pytest.raises(FormatError, match=f"{FILE}: got no weight_map"):
         parse_index(encoded, file=FILE)
 
 
 @pytest.mark.parametrize("value", [1, None, ["a"], {}])
 def test_refuses_files_that_are_no_strings(value: object) -> None:
-    with pytest.raises(FormatError, match=f"{FILE}: tensor 'w' has the file"):
+    with pytest.raises(FormatError, match=f"{FILE}: tensor 'w': got file"):
         parse_index(json.dumps({"weight_map": {"w": value}}).encode(), file=FILE)
 
 

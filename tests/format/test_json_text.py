@@ -22,7 +22,7 @@ ROOT = Path(unified_ckpt.__file__).parent
 @pytest.mark.parametrize("constants", [False, True])
 def test_a_key_that_occurs_twice_is_refused(body: bytes, constants: bool) -> None:
     """At any depth, and however it is spelled."""
-    with pytest.raises(FormatError, match=f"{FILE}: key 'a' occurs twice in one object"):
+    with pytest.raises(FormatError, match=f"{FILE}: got key 'a' twice in one object"):
         parse_json(body, file=FILE, constants=constants)
 
 
@@ -55,9 +55,9 @@ def test_values_are_those_of_json() -> None:
 def test_configs_and_rename_rules_are_parsed_so(tmp_path: Path) -> None:
     body = b'{"rules": [], "rules": []}'
     (tmp_path / "config.json").write_bytes(body)
-    with pytest.raises(FormatError, match=r"config.json: key 'rules' occurs twice"):
+    with pytest.raises(FormatError, match=r"config.json: got key 'rules' twice"):
         read_json_object(str(tmp_path / "config.json"))
-    with pytest.raises(FormatError, match=r"rules.json: key 'rules' occurs twice"):
+    with pytest.raises(FormatError, match=r"rules.json: got key 'rules' twice"):
         parse_renames(body, file="rules.json")
 
 

@@ -419,7 +419,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "shapes",
         {"rules": [{"match": ["q", "k"], "concat": 0, "to": "a"}]},
-        r"shapes \(4, 4\), \(5,\) do not join along dim 0",
+        r"concat along dim 0: got shapes \(4, 4\), \(5,\)",
     ),
     (
         "dtypes",
@@ -436,18 +436,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rules": [{"match": "q.*", "to": "a.{i}"}]},
         "rules.0: 'a.{i}' asks for i; known are 1",
     ),
-    ("no way", {"rules": [{"match": "q"}]}, "needed either to or drop"),
+    ("no way", {"rules": [{"match": "q"}]}, "expected to, drop or pad"),
     (
         "two ways",
         {"rules": [{"match": "q", "regex": "q", "to": "a"}]},
-        "needed either match or regex",
+        "expected either match or regex",
     ),
-    ("no pattern", {"rules": [{"regex": "(", "to": "a"}]}, r"'\(' is no pattern"),
+    ("no pattern", {"rules": [{"regex": "(", "to": "a"}]}, r"'\(': not a valid pattern"),
     ("a wrong word", {"rules": [{"match": "q", "too": "a"}]}, "rules.0.too"),
     (
         "two changes",
         {"rules": [{"match": "q", "to": "a", "steps": [{"scale": 2, "permute": [0]}]}]},
-        "needed exactly one change",
+        "expected exactly one operation",
     ),
     (
         "several patterns",
@@ -949,7 +949,7 @@ def test_toml_and_json_say_the_same() -> None:
     assert (
         parse_renames(told.model_dump_json(exclude_defaults=True).encode(), file="r.json") == told
     )
-    with pytest.raises(FormatError, match=r"r.toml: is no TOML"):
+    with pytest.raises(FormatError, match=r"r.toml: not valid TOML"):
         parse_renames(b"[[rules", file="r.toml")
 
 

@@ -158,7 +158,7 @@ def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, 
             else []
         )
         result["extra"] = manifest.extra
-        result["island"] = (
+        result["node_group"] = (
             manifest.node_group.model_dump() if manifest.node_group is not None else None
         )
         result["rank_extra"] = manifest.rank_extra.world_size if manifest.rank_extra else 0

@@ -119,13 +119,9 @@ def _decide_incomplete(
     storage: LocalStorage, record: StepRecord, min_age_seconds: float
 ) -> tuple[bool, str]:
     if record.unreadable:
-        return False, f"nobody knows whether it is a checkpoint: {record.problem}"
+        return False, f"it may be a checkpoint: {record.problem}"
     if not record.is_unified:
         return False, f"incomplete: {record.problem}; nothing shows that this library wrote it"
-    if record.save_id is None and record.problem.startswith(
-        "unified_checkpoint.json: format version"
-    ):
-        return False, record.problem
     if (age_seconds := _age_seconds(storage, record)) < min_age_seconds:
         return False, f"incomplete: {record.problem}; changed {age_seconds / 3600:.1f} h ago"
     return True, f"incomplete: {record.problem}"

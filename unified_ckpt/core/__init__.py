@@ -1,0 +1,1 @@
+"""Decides: shardings, plans, coverage, retention, recipes. Pure: no torch, no disk, no clock."""

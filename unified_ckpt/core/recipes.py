@@ -1,8 +1,8 @@
-"""How a tensor is made of stored ones: turned, reshaped, cut, joined, scaled. Shapes and boxes
-only; reads nothing.
+"""Recipes: a tensor as an expression over stored tensors (permuted, sliced, concatenated, scaled).
 
-A recipe cannot be built wrong: the functions that make its steps check shapes. What a recipe leaves
-out of a stored tensor, and what two recipes both use, is for whoever makes them to count.
+Knows shapes and boxes, and reads nothing. A recipe cannot be built wrong: the functions that build
+it check shapes. Whether recipes together use every stored element exactly once is checked by
+`check_used_once`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unified_ckpt.errors import FormatError
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as it is stored."""
+    """A stored tensor, unchanged."""
 
     key: Key
     shape: tuple[int, ...]
@@ -28,9 +28,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """A tensor that is not stored. `load` gives it, a torch tensor of this shape, each time anew or
-    the same.
-    """
+    """A tensor that is not stored; `load` returns a torch tensor of this shape at every call."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,19 +37,20 @@ class External:
 
 @dataclass(frozen=True, slots=True)
 class Permuted:
-    """Dim `d` of it is dim `dims[d]` of `operand`."""
+    """`torch.permute`: dim `d` of the result is dim `dims[d]` of the operand."""
 
     operand: Recipe
     dims: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
         return tuple(self.operand.shape[dim] for dim in self.dims)
 
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
-    """The same elements in the same order, counted in other dims."""
+    """`torch.reshape`: the same elements in row-major order, with another shape."""
 
     operand: Recipe
     shape: tuple[int, ...]
@@ -59,25 +58,27 @@ class Reshaped:
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
-    """A box of it."""
+    """A box of the operand."""
 
     operand: Recipe
     box: Box
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
         return self.box.shape
 
 
 @dataclass(frozen=True, slots=True)
 class Concatenated:
-    """One after another along a dim that they have."""
+    """`torch.cat` along an existing dim."""
 
     operands: tuple[Recipe, ...]
     dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
         shape = self.operands[0].shape
         return (
             *shape[: self.dim],
@@ -88,24 +89,26 @@ class Concatenated:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Each element times `factor`, rounded once to the dtype that is stored."""
+    """Each element times `factor`, rounded once to the stored dtype."""
 
     operand: Recipe
     factor: float
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
         return self.operand.shape
 
 
 @dataclass(frozen=True, slots=True)
 class AllEqual:
-    """What all of them are; whoever reads it looks whether they are."""
+    """Several operands that must hold equal values; the reader compares them."""
 
     operands: tuple[Recipe, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
         return self.operands[0].shape
 
 
@@ -113,20 +116,22 @@ Recipe = Stored | External | Permuted | Reshaped | Sliced | Concatenated | Scale
 
 
 def permute(recipe: Recipe, dims: Sequence[int]) -> Recipe:
-    """`torch.permute`. FormatError unless `dims` are the dims of it, each once; negative ones count
-    from the end.
+    """Return `torch.permute` of a recipe; negative dims count from the end.
+
+    Raises FormatError unless `dims` names each dim once.
     """
     count = len(recipe.shape)
     positive_dims = tuple(dim + count if dim < 0 else dim for dim in dims)
     if sorted(positive_dims) != list(range(count)):
         raise FormatError(
-            f"permute {tuple(dims)} of shape {recipe.shape}; needed each of its {count} dims once"
+            f"permute of shape {recipe.shape}: got dims {tuple(dims)}, "
+            f"expected each of its {count} dims once"
         )
     return recipe if positive_dims == tuple(range(count)) else Permuted(recipe, positive_dims)
 
 
 def transpose(recipe: Recipe, first: int, second: int) -> Recipe:
-    """`torch.transpose`."""
+    """Return `torch.transpose` of a recipe."""
     first_dim, second_dim = _positive_dim(recipe, first), _positive_dim(recipe, second)
     dims = list(range(len(recipe.shape)))
     dims[first_dim], dims[second_dim] = second_dim, first_dim
@@ -134,7 +139,10 @@ def transpose(recipe: Recipe, first: int, second: int) -> Recipe:
 
 
 def reshape(recipe: Recipe, shape: Sequence[int]) -> Recipe:
-    """`torch.reshape`: one size may be -1. FormatError where the elements do not fit."""
+    """Return `torch.reshape` of a recipe; one size may be -1.
+
+    Raises FormatError if the number of elements differs.
+    """
     known_numel = prod(size for size in shape if size != -1)
     total = prod(recipe.shape)
     if (
@@ -143,25 +151,31 @@ def reshape(recipe: Recipe, shape: Sequence[int]) -> Recipe:
         or (-1 in shape and (known_numel == 0 or total % known_numel))
     ):
         raise FormatError(
-            f"reshape {tuple(shape)} of shape {recipe.shape}; needed sizes for {total} elements, one of them -1 at most"
+            f"reshape of shape {recipe.shape}: got {tuple(shape)}, "
+            f"expected sizes for {total} elements, at most one of them -1"
         )
     new_shape = tuple(total // known_numel if size == -1 else size for size in shape)
     if prod(new_shape) != total:
         raise FormatError(
-            f"reshape {tuple(shape)} of shape {recipe.shape}; needed a shape of {total} elements"
+            f"reshape of shape {recipe.shape}: got {tuple(shape)}, "
+            f"expected a shape with {total} elements"
         )
     inner = recipe.operand if isinstance(recipe, Reshaped) else recipe
     return inner if new_shape == inner.shape else Reshaped(inner, new_shape)
 
 
 def slice_dim(recipe: Recipe, dim: int, start: int, stop: int | None) -> Recipe:
-    """Rows [start, stop) of a dim; None: to its end. FormatError outside of it."""
+    """Return indices [start, stop) of one dim; `stop` None means its end.
+
+    Raises FormatError for a range outside the dim.
+    """
     dim = _positive_dim(recipe, dim)
     size = recipe.shape[dim]
     end = size if stop is None else stop
     if not 0 <= start <= end <= size:
         raise FormatError(
-            f"slice [{start}, {stop}) of dim {dim} of shape {recipe.shape}; needed a range of its {size}"
+            f"slice of dim {dim} of shape {recipe.shape}: got [{start}, {stop}), "
+            f"expected a range within [0, {size})"
         )
     if (start, end) == (0, size):
         return recipe
@@ -172,7 +186,7 @@ def slice_dim(recipe: Recipe, dim: int, start: int, stop: int | None) -> Recipe:
 
 
 def select_index(recipe: Recipe, dim: int, index: int) -> Recipe:
-    """`torch.select`: one row of a dim, which goes."""
+    """Return `torch.select` of a recipe: one index of a dim, which is removed."""
     dim = _positive_dim(recipe, dim)
     return reshape(
         slice_dim(recipe, dim, index, index + 1), (*recipe.shape[:dim], *recipe.shape[dim + 1 :])
@@ -180,7 +194,10 @@ def select_index(recipe: Recipe, dim: int, index: int) -> Recipe:
 
 
 def concat(recipes: Sequence[Recipe], dim: int) -> Recipe:
-    """`torch.cat`. FormatError unless they have one shape but for `dim`."""
+    """Return `torch.cat` of recipes.
+
+    Raises FormatError unless their shapes are equal apart from `dim`.
+    """
     if len(recipes) == 1:
         return recipes[0]
     dim = _positive_dim(recipes[0], dim)
@@ -193,41 +210,51 @@ def concat(recipes: Sequence[Recipe], dim: int) -> Recipe:
     if len(other_dims) > 1:
         shapes = ", ".join(map(str, dict.fromkeys(recipe.shape for recipe in recipes)))
         raise FormatError(
-            f"shapes {shapes} do not join along dim {dim}; needed one shape but for that dim"
+            f"concat along dim {dim}: got shapes {shapes}, "
+            "expected equal shapes apart from that dim"
         )
     return Concatenated(tuple(recipes), dim)
 
 
 def stack(recipes: Sequence[Recipe], dim: int) -> Recipe:
-    """`torch.stack`. FormatError unless they have one shape, and as many dims as that needs."""
+    """Return `torch.stack` of recipes.
+
+    Raises FormatError unless they have equal shapes and `dim` is a dim of the result.
+    """
     shape = recipes[0].shape
     new_dim = dim + len(shape) + 1 if dim < 0 else dim
     if any(recipe.shape != shape for recipe in recipes):
         shapes = ", ".join(map(str, dict.fromkeys(recipe.shape for recipe in recipes)))
-        raise FormatError(f"shapes {shapes} do not stack; needed one shape")
+        raise FormatError(f"stack: got shapes {shapes}, expected equal shapes")
     if not 0 <= new_dim <= len(shape):
-        raise FormatError(f"stack of shape {shape} at dim {dim}; needed one of 0 to {len(shape)}")
+        raise FormatError(
+            f"stack of shape {shape}: got dim {dim}, expected one from 0 to {len(shape)}"
+        )
     return concat(
         [reshape(recipe, (*shape[:new_dim], 1, *shape[new_dim:])) for recipe in recipes], new_dim
     )
 
 
 def scale(recipe: Recipe, factor: float) -> Recipe:
+    """Return a recipe with each element multiplied by `factor`."""
     return recipe if factor == 1 else Scaled(recipe, factor)
 
 
 def all_equal(recipes: Sequence[Recipe]) -> Recipe:
-    """FormatError unless they have one shape."""
+    """Return a recipe whose operands must hold equal values.
+
+    Raises FormatError unless they have equal shapes.
+    """
     if any(recipe.shape != recipes[0].shape for recipe in recipes):
-        raise FormatError(
-            f"shapes {', '.join(map(str, dict.fromkeys(recipe.shape for recipe in recipes)))} cannot be alike; needed one shape"
-        )
+        shapes = ", ".join(map(str, dict.fromkeys(recipe.shape for recipe in recipes)))
+        raise FormatError(f"copies of one tensor: got shapes {shapes}, expected equal shapes")
     return recipes[0] if len(set(recipes)) == 1 else AllEqual(tuple(recipes))
 
 
 def split_by_operand(recipe: Concatenated, box: Box) -> Iterator[tuple[Recipe, Box, Box]]:
-    """What is in the box, of each that has a share in it: the box of that, and where it lies in
-    `box`.
+    """Split a box of a concatenation by operand.
+
+    Yields (operand, box in the operand, box relative to `box`) for each operand that overlaps it.
     """
     first = 0
     for operand in recipe.operands:
@@ -239,25 +266,25 @@ def split_by_operand(recipe: Concatenated, box: Box) -> Iterator[tuple[Recipe, B
 
 
 def relative_to(box: Box, origin: Sequence[int]) -> Box:
-    """The box, counted from element `origin`."""
+    """Return the box with offsets counted from `origin`."""
     return Box(tuple(a - b for a, b in zip(box.offsets, origin, strict=True)), box.shape)
 
 
 def unpermute_box(recipe: Permuted, box: Box) -> Box:
-    """The box of `of.of` that a box of it is."""
+    """Return the box of the operand that a box of a permuted recipe corresponds to."""
     inverse = [recipe.dims.index(d) for d in range(len(recipe.dims))]
     return Box(tuple(box.offsets[d] for d in inverse), tuple(box.shape[d] for d in inverse))
 
 
 def shift_box(recipe: Sliced, box: Box) -> Box:
-    """The same for a part."""
+    """Return the box of the operand that a box of a sliced recipe corresponds to."""
     return Box(
         tuple(a + b for a, b in zip(recipe.box.offsets, box.offsets, strict=True)), box.shape
     )
 
 
 def leaves(recipe: Recipe) -> Iterator[Stored | External]:
-    """The tensors that it is made of, as often as it names them."""
+    """Yield the tensors a recipe is made of, once for each use."""
     match recipe:
         case Stored() | External():
             yield recipe
@@ -269,7 +296,7 @@ def leaves(recipe: Recipe) -> Iterator[Stored | External]:
 
 
 def is_scaled(recipe: Recipe) -> bool:
-    """Whether it calculates with its elements."""
+    """Return whether the recipe changes values, not only their places."""
     match recipe:
         case Stored() | External():
             return False
@@ -283,7 +310,7 @@ def is_scaled(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` elements of a stored tensor, row-major, from `first`."""
+    """`count` row-major elements of a stored tensor, starting at `first`."""
 
     stored: Key
     first: int
@@ -291,8 +318,9 @@ class Run:
 
 
 def merged_runs(recipe: Recipe) -> tuple[Run, ...] | None:
-    """The runs of stored elements that it is, row-major, one after another; None where it is more
-    than cut at rows and joined.
+    """Return the runs of stored elements that a recipe concatenates, in row-major order.
+
+    None if it does more than slice and concatenate whole rows.
     """
     all_runs = _collect_runs(recipe)
     return None if all_runs is None else tuple(_merge_runs(all_runs))
@@ -309,40 +337,28 @@ def _collect_runs(recipe: Recipe) -> list[Run] | None:
             return _collect_runs(recipe.operand) if long_dims == sorted(long_dims) else None
         case Sliced():
             inner = _collect_runs(recipe.operand)
-            first = list(
-                islice(
-                    runs(
-                        recipe.box,
-                        recipe.operand.shape,
-                        local=full_box(recipe.shape),
-                        local_shape=recipe.shape,
-                    ),
-                    2,
-                )
+            shape = recipe.shape
+            box_runs = runs(
+                recipe.box, recipe.operand.shape, local=full_box(shape), local_shape=shape
             )
-            return (
-                _slice_runs(inner, first[0][0] if first else 0, recipe.box.numel)
-                if inner is not None and len(first) <= 1
-                else None
-            )
+            first_runs = list(islice(box_runs, 2))
+            if inner is None or len(first_runs) > 1:
+                return None
+            return _slice_runs(inner, first_runs[0][0] if first_runs else 0, recipe.box.numel)
         case Concatenated() if prod(recipe.shape[: recipe.dim]) == 1:
-            operand_runs = [_collect_runs(operand) for operand in recipe.operands]
-            return (
-                None
-                if None in operand_runs
-                else [
-                    run
-                    for operand_run in operand_runs
-                    if operand_run is not None
-                    for run in operand_run
-                ]
-            )
+            collected: list[Run] = []
+            for operand in recipe.operands:
+                operand_runs = _collect_runs(operand)
+                if operand_runs is None:
+                    return None
+                collected += operand_runs
+            return collected
         case _:
             return None
 
 
 def _slice_runs(source_runs: Sequence[Run], first: int, count: int) -> list[Run]:
-    """Elements [first, first + count) of what the pieces make up."""
+    """Return elements [first, first + count) of the concatenated runs."""
     sliced = []
     ends = list(accumulate(run.count for run in source_runs))
     for run, end in zip(source_runs, ends, strict=True):
@@ -354,7 +370,7 @@ def _slice_runs(source_runs: Sequence[Run], first: int, count: int) -> list[Run]
 
 
 def _merge_runs(pieces: Sequence[Run]) -> Iterator[Run]:
-    """Neighbours that are neighbours in one stored tensor too are one."""
+    """Merge neighbours that are also adjacent in the stored tensor."""
     last: Run | None = None
     for piece in pieces:
         if (
@@ -372,9 +388,7 @@ def _merge_runs(pieces: Sequence[Run]) -> Iterator[Run]:
 
 
 def chunk_boxes(shape: Sequence[int], limit: int) -> Iterator[Box]:
-    """Boxes that a tensor is, one after another, of at most `limit` elements each, as large as may
-    be.
-    """
+    """Split a tensor into contiguous boxes of at most `limit` elements, as large as possible."""
     if prod(shape) <= limit:
         yield full_box(shape)
         return
@@ -392,7 +406,7 @@ def chunk_boxes(shape: Sequence[int], limit: int) -> Iterator[Box]:
 def _positive_dim(recipe: Recipe, dim: int) -> int:
     count = len(recipe.shape)
     if not -count <= dim < count:
-        raise FormatError(f"dim {dim} of shape {recipe.shape}; needed one of its {count} dims")
+        raise FormatError(f"shape {recipe.shape}: got dim {dim}, expected one of its {count} dims")
     return dim % count
 
 

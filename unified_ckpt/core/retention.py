@@ -1,6 +1,6 @@
-"""Which checkpoints to keep: records in, steps out. Rules are united: what any of them keeps stays.
+"""Decides which checkpoints to keep: a checkpoint stays if any rule keeps it.
 
-Knows nothing of folders, and not whether a checkpoint is good: only good ones are passed in.
+Knows no folders. Callers pass complete checkpoints only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A good checkpoint. `full`: it has an optimizer, so that training can go on from it; else it
-    is model-only.
-    """
+    """A complete checkpoint; `full`: training can resume from it, else it has the model only."""
 
     step: int
     created_seconds: float
@@ -28,7 +26,7 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class LatestN:
-    """The `n` of the highest steps."""
+    """Keep the `n` highest steps."""
 
     n: int
 
@@ -38,7 +36,7 @@ class LatestN:
 
 @dataclass(frozen=True, slots=True)
 class EverySteps:
-    """Steps that are multiples of `steps`."""
+    """Keep steps that are multiples of `steps`."""
 
     steps: int
 
@@ -48,7 +46,7 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """The first, and then each that was created at least `seconds` after the last one kept."""
+    """Keep the first, then each one created at least `seconds` after the last one kept."""
 
     seconds: float
 
@@ -58,8 +56,9 @@ class EverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class BestN:
-    """The `n` best by a metric; of equal ones the later. Those without the metric do not take part.
-    `n` 0: only the best of all stays.
+    """Keep the `n` best by a metric; of equal ones the later.
+
+    Checkpoints without the metric are ignored. With `n` 0 only the best of all is kept.
     """
 
     metric: str
@@ -72,9 +71,7 @@ Rule = LatestN | EverySteps | EverySeconds | BestN
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """For full and for model-only checkpoints, each on their own. A kind without a rule is kept
-    whole.
-    """
+    """The rules for full and for model-only checkpoints; without a rule all of a kind are kept."""
 
     full: tuple[Rule, ...]
     model_only: tuple[Rule, ...]
@@ -83,10 +80,10 @@ class Rules:
 def retained(
     saved: Sequence[SavedStep], rules: Rules, *, protected: Collection[int] = ()
 ) -> dict[int, tuple[str, ...]]:
-    """step -> why it is kept, in words; the others may go. Steps are unique.
+    """Return the steps to keep, each with the reasons as text; all others may be removed.
 
-    The newest, the newest full one, the best by a metric that a rule names, and `protected` ones
-    always stay.
+    The latest, the latest full one, the best by a metric of any rule, and `protected` steps are
+    always kept. Steps must be unique.
     """
     reasons: dict[int, list[str]] = {}
 
@@ -115,7 +112,7 @@ def retained(
 
 
 def select_steps(ordered: Sequence[SavedStep], rule: Rule) -> list[int]:
-    """The steps that a rule keeps, of records in the order of their steps."""
+    """Return the steps that one rule keeps, from checkpoints sorted by step."""
     match rule:
         case LatestN(n):
             return [record.step for record in ordered[-n:]]
@@ -128,7 +125,7 @@ def select_steps(ordered: Sequence[SavedStep], rule: Rule) -> list[int]:
 
 
 def ranked(saved: Sequence[SavedStep], *, metric: str, mode: Mode) -> list[SavedStep]:
-    """Those that have the metric, the best first; of equal ones the later first."""
+    """Return the checkpoints that have the metric, best first; of equal ones the later first."""
     sign = 1 if mode == "min" else -1
     return sorted(
         (record for record in saved if metric in record.metrics),
@@ -137,7 +134,7 @@ def ranked(saved: Sequence[SavedStep], *, metric: str, mode: Mode) -> list[Saved
 
 
 def rule_text(rule: Rule) -> str:
-    """`latest 2`, `every 1000 steps`, `every 3600 s`, `best 1 by loss`."""
+    """Return a rule as text: `latest 2`, `every 1000 steps`, `every 3600 s`, `best 1 by loss`."""
     match rule:
         case LatestN(n):
             return f"latest {n}"
@@ -153,8 +150,7 @@ def _spaced(ordered: Sequence[SavedStep], seconds: float) -> list[int]:
     steps: list[int] = []
     last: float | None = None
     for record in ordered:
-        # Made before one of an earlier step: the clock was ahead then, and says nothing of how far
-        # apart they are.
+        # Created before an earlier step: the clock was wrong, so the distance is unknown.
         if (
             last is None
             or record.created_seconds < last
@@ -167,4 +163,4 @@ def _spaced(ordered: Sequence[SavedStep], seconds: float) -> list[int]:
 
 def _check_positive(rule: str, value: float) -> None:
     if not value > 0:
-        raise FormatError(f"{rule}({value}): keeps nothing; needed a number above 0")
+        raise FormatError(f"{rule}: got {value}, expected a number above 0")

@@ -1,14 +1,14 @@
-"""TODO docstring."""
+"""Text for errors and reports: rank lists, and long lists with a limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-MAX_SHOWN = 20  # problems listed in one error text; the rest is counted
+MAX_SHOWN = 20  # items listed in one message; the others are counted
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in few words: `0-3, 8`."""
+    """Return ranks as compact text: `0-3, 8`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:
@@ -21,7 +21,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
     )
 
 
-def format_list(title: str, problems: Sequence[str]) -> str:
-    """A title and its problems, the first of them in full."""
-    remainder = f"\n  … and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
-    return f"{title} ({len(problems)}):\n  " + "\n  ".join(problems[:MAX_SHOWN]) + remainder
+def format_list(title: str, items: Sequence[str]) -> str:
+    """Return a title and its items as indented lines, at most `MAX_SHOWN` of them."""
+    remainder = f"\n  … and {len(items) - MAX_SHOWN} more" if len(items) > MAX_SHOWN else ""
+    return f"{title} ({len(items)}):\n  " + "\n  ".join(items[:MAX_SHOWN]) + remainder

@@ -1,0 +1,1 @@
+"""Knows the bytes and the JSON of a checkpoint folder; opens no file."""

@@ -1,6 +1,6 @@
 """Tensors, arrays and byte strings as raw row-major bytes, and back.
 
-Knows torch and numpy by their values only: it imports neither until a value of theirs must be made.
+Imports torch and numpy only when a value of theirs must be created.
 """
 
 from __future__ import annotations
@@ -45,24 +45,21 @@ _NUMPY_TO_FILE = {
     "|b1": "BOOL",
     "<c8": "C64",
 }
-# Bool, numbers, dates and fixed-width text: their bytes are their value. Object and record arrays
-# are not.
+# Bools, numbers, dates and fixed-width text: their bytes are their value, unlike object and record
+# arrays.
 _NUMPY_KINDS = frozenset("biufcmMSU")
 
 
 def if_imported(module: str) -> Any:
-    """The module if the process has imported it already, else None: then no value can be of its
-    types.
-    """
+    """Return a module if it is imported already, else None: no value can then be of its types."""
     return sys.modules.get(module)
 
 
 def describe(value: Any) -> dict[str, Any] | None:
-    """What `restore` must know of a tensor, an array or a byte string, beside its bytes; None for
-    any other value.
+    """Return what `restore` needs besides the bytes of a tensor, array or byte string.
 
-    Raises FormatError for one whose bytes are not its value (object arrays, sparse, quantized or
-    meta tensors).
+    None for any other value. Raises FormatError if the bytes are not the value (object arrays;
+    sparse, quantized or meta tensors).
     """
     kind = type(value)
     if kind is bytes or kind is bytearray:
@@ -79,7 +76,8 @@ def describe(value: Any) -> dict[str, Any] | None:
             or value.device.type == "meta"
         ):
             raise FormatError(
-                "found a tensor that is sparse, quantized, nested or on the meta device; needed a dense tensor with values"
+                "got a tensor that is sparse, quantized, nested or on the meta device, "
+                "expected a dense tensor with values"
             )
         grad = {"requires_grad": True} if value.requires_grad else {}
         return {
@@ -92,15 +90,14 @@ def describe(value: Any) -> dict[str, Any] | None:
 
 
 def raw_bytes(blob: Any) -> memoryview:
-    """Row-major bytes of a blob. Shares memory with a contiguous CPU value, and copies any other."""
+    """Return the row-major bytes of a blob; shares memory with a contiguous CPU value."""
     if isinstance(blob, bytes | bytearray | memoryview):
         return memoryview(blob)
     torch = if_imported("torch")
     if torch is not None and isinstance(blob, torch.Tensor):
         flat = blob.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        flat = flat.as_strided(
-            (flat.numel(),), (1,)
-        )  # one element is contiguous whatever its stride, and `view` looks at that
+        # One element is contiguous whatever its stride, but `view` refuses strides other than 1.
+        flat = flat.as_strided((flat.numel(),), (1,))
         return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
     numpy = if_imported("numpy")
     flat = numpy.ascontiguousarray(blob).reshape(-1)
@@ -108,9 +105,7 @@ def raw_bytes(blob: Any) -> memoryview:
 
 
 def spec(blob: Any) -> tuple[str, tuple[int, ...]]:
-    """The safetensors dtype and shape that suit a blob; U8 of its bytes where safetensors has no
-    such dtype.
-    """
+    """Return the safetensors dtype and shape of a blob; U8 if safetensors lacks its dtype."""
     if isinstance(blob, bytes | bytearray | memoryview):
         return "U8", (len(blob),)
     torch = if_imported("torch")
@@ -122,11 +117,10 @@ def spec(blob: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def restore(node: dict[str, Any], blob: Any) -> Any:
-    """The value that `describe` described, from its raw bytes (copied), or from the tensor or array
-    itself (returned as it is).
+    """Return the value that `describe` described.
 
-    Tensors come back on the CPU. Raises FormatError, ValueError or TypeError when node and blob do
-    not fit.
+    `blob`: its raw bytes, which are copied, or the tensor or array itself. Tensors are on the CPU.
+    Raises FormatError, ValueError or TypeError if node and blob do not match.
     """
     kind = node["$type"]
     if kind in ("bytes", "bytearray"):
@@ -137,7 +131,7 @@ def restore(node: dict[str, Any], blob: Any) -> Any:
         or not isinstance(shape, list)
         or not all(type(dim) is int and dim >= 0 for dim in shape)
     ):
-        raise FormatError(f"dtype {dtype!r} or shape {shape!r} is not valid")
+        raise FormatError(f"got dtype {dtype!r} and shape {shape!r}, expected a name and sizes")
     is_raw = isinstance(blob, bytes | bytearray | memoryview)
     if kind == "numpy.ndarray":
         value = _array(blob, dtype, shape) if is_raw else blob
@@ -149,20 +143,20 @@ def restore(node: dict[str, Any], blob: Any) -> Any:
         )
     described = describe(value) or {"$type": type(value).__name__}
     if any(described.get(field) != node[field] for field in ("$type", "dtype", "shape")):
-        raise FormatError(f"found {described}, needed {node}")
+        raise FormatError(f"got {described}, expected {node}")
     return value
 
 
 def check_numpy_dtype(dtype: Any) -> None:
-    """Raises FormatError for a dtype whose bytes are not its value."""
+    """Raise FormatError for a dtype whose bytes are not its value."""
     if dtype.kind not in _NUMPY_KINDS:
         raise FormatError(
-            f"found numpy dtype {str(dtype)!r}; needed numbers, bools, dates or fixed-width text"
+            f"got numpy dtype {str(dtype)!r}, expected numbers, bools, dates or fixed-width text"
         )
 
 
 def numpy_dtype(name: Any) -> Any:
-    """numpy dtype from its `str`. Raises FormatError or TypeError for any other text."""
+    """Return the numpy dtype of a `dtype.str`; raises FormatError or TypeError for other text."""
     import numpy
 
     dtype = numpy.dtype(str(name))
@@ -171,17 +165,17 @@ def numpy_dtype(name: Any) -> Any:
 
 
 def torch_name(dtype: Any) -> str:
-    """`torch.bfloat16` -> `"bfloat16"`."""
+    """Return a dtype's name: `torch.bfloat16` -> `"bfloat16"`."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: Any) -> Any:
-    """torch dtype from its name. Raises FormatError if torch has none of this name."""
+    """Return the torch dtype of a name; raises FormatError if torch has none."""
     import torch
 
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
-        raise FormatError(f"torch {torch.__version__} has no dtype {name!r}")
+        raise FormatError(f"got dtype {name!r}, which torch {torch.__version__} does not have")
     return dtype
 
 
@@ -209,5 +203,5 @@ def _tensor(stored: Buffer, name: str, shape: list[int], *, requires_grad: bool)
 def _check_nbytes(stored: Buffer, itemsize: int, shape: list[int]) -> None:
     if len(stored) != itemsize * prod(shape):
         raise FormatError(
-            f"found {len(stored)} bytes; shape {tuple(shape)} needs {itemsize * prod(shape)}"
+            f"got {len(stored)} bytes, expected {itemsize * prod(shape)} for shape {tuple(shape)}"
         )

@@ -1,8 +1,8 @@
-"""Python values as tagged JSON that gives back equal values of equal types, or refuses them by
-path. Never pickle.
+"""Encodes Python values as tagged JSON that decodes to equal values of equal types. Never pickle.
 
-Plain JSON stands for itself; all else is an object `{"$type": tag, ...}`. Knows no files: bytes too
-large for JSON are handed to the caller as blobs.
+Plain JSON stands for itself; everything else is an object `{"$type": tag, ...}`. A value that
+cannot be restored exactly is refused, with its path. Knows no files: bytes too large for JSON are
+returned to the caller as blobs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from unified_ckpt.format import scalars
 from unified_ckpt.format.json_text import parse_json
 
 INLINE_NBYTES = 1024  # longer byte strings become blobs
-MAX_DEPTH = 64  # one level may be three of JSON, and JSON libraries give up at about 250
+MAX_DEPTH = 64  # a level may need three levels of JSON, and JSON libraries fail at about 250
 
-Path = tuple[Any, ...]  # the root's name, then keys and positions
+Path = tuple[Any, ...]  # name of the root, then keys and positions
 
 _TAG = "$type"
 _MAGIC = b"UCPACK01"
@@ -47,27 +47,27 @@ _DECODE_ERRORS = (
 
 
 def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:
-    """A tree that `json.dumps` takes, and the blobs that it names: tensors, arrays and long byte
-    strings, not copied.
+    """Return a tree for `json.dumps`, and the blobs it refers to by name.
 
-    Blob names are paths under `path`. Raises FormatError naming the path of what cannot be given
-    back as it is: functions, objects, subclasses, cycles.
+    Blobs are tensors, arrays and long byte strings, not copied; their names are paths under `path`.
+    Raises FormatError with the path of a value that cannot be restored exactly: functions, objects,
+    subclasses, cycles.
     """
     encoder = _Encoder()
     return encoder.encode(value, (path,)), encoder.blobs
 
 
 def decode(tree: Any, blobs: Mapping[str, Any], *, path: str = "extra") -> Any:
-    """The value that was encoded. A blob may be the object itself or its raw row-major bytes;
-    tensors made from bytes are on the CPU.
+    """Return the encoded value.
 
-    Raises FormatError naming the path of what `encode` cannot have written.
+    A blob is the object itself or its raw row-major bytes; tensors made from bytes are on the CPU.
+    Raises FormatError with the path of anything that `encode` cannot have written.
     """
     return _Decoder(blobs).decode(tree, (path,))
 
 
 def pack(value: Any, path: str = "rank_extra") -> bytes:
-    """The value with its blobs as one byte string: magic, u64 length of the JSON, JSON, blobs."""
+    """Return a value as one byte string: magic, u64 length of the JSON, JSON, blobs."""
     tree, blobs = encode(value, path)
     parts = {name: blob_format.raw_bytes(blob) for name, blob in blobs.items()}
     header = json.dumps(
@@ -78,32 +78,38 @@ def pack(value: Any, path: str = "rank_extra") -> bytes:
 
 
 def unpack(packed: blob_format.Buffer, path: str = "rank_extra") -> Any:
-    """What `pack` was given. Raises FormatError for any other bytes."""
+    """Return the value of `pack`; raises FormatError for other bytes."""
     view = memoryview(packed)
     header_start = len(_MAGIC) + 8
     if len(view) < header_start or view[: len(_MAGIC)] != _MAGIC:
-        raise FormatError(f"{path}: not a packed value: the first bytes are not {_MAGIC!r}")
+        start = bytes(view[: len(_MAGIC)])
+        raise FormatError(
+            f"{path}: got {len(view)} bytes that start with {start!r}, "
+            f"expected a packed value that starts with {_MAGIC!r}"
+        )
     offset = header_start + int.from_bytes(view[len(_MAGIC) : header_start], "little")
     try:
-        header = parse_json(view[header_start:offset], file=f"{path}: head of the packed value")
+        header = parse_json(view[header_start:offset], file=f"{path}: header of the packed value")
         tree, sizes = header["tree"], header["blobs"].items()
     except (*_DECODE_ERRORS, RecursionError) as error:
-        raise FormatError(f"{path}: head of the packed value is not valid: {error}") from None
+        raise FormatError(f"{path}: header of the packed value is not valid: {error}") from None
     blobs = {}
     for name, nbytes in sizes:
         if type(nbytes) is not int or nbytes < 0:
             raise FormatError(
-                f"{path}: blob {name!r} has the size {nbytes!r}; needed an integer from 0"
+                f"{path}: blob {name!r}: got size {nbytes!r}, expected an integer from 0"
             )
         blobs[name] = view[offset : offset + nbytes]
         offset += nbytes
     if offset != len(view):
-        raise FormatError(f"{path}: packed value has {len(view)} bytes, its head needs {offset}")
+        raise FormatError(
+            f"{path}: packed value: got {len(view)} bytes, expected {offset} from its header"
+        )
     return decode(tree, blobs, path=path)
 
 
 class _Encoder:
-    """Gathers blobs, and knows the containers that are open: one that is met again holds itself."""
+    """Collects blobs, and detects cycles by the ids of the containers being encoded."""
 
     def __init__(self) -> None:
         self.blobs: dict[str, Any] = {}
@@ -118,22 +124,24 @@ class _Encoder:
                 return self._blob(node, value, path)
             leaf = scalars.encode(value)
         except FormatError as error:
-            raise FormatError(f"{path_text(path)}: {error}; keep it out of {path[0]}") from None
+            raise FormatError(f"{path_text(path)}: {error}; remove it from {path[0]}") from None
         if leaf is NotImplemented:
             raise FormatError(
-                f"{path_text(path)}: found {_kind_text(type(value))}, which JSON cannot hold; "
-                f"needed plain values, containers, arrays or tensors; keep it out of {path[0]}, or store what it can be made from"
+                f"{path_text(path)}: got {_kind_text(type(value))}, "
+                "expected plain values, containers, arrays or tensors; "
+                f"remove it from {path[0]}, or pass what it can be rebuilt from"
             )
         return leaf
 
     def _container(self, value: Any, path: Path) -> Any:
         if id(value) in self._open_ids:
             raise FormatError(
-                f"{path_text(path)}: found {_kind_text(type(value))} that holds itself; needed a tree"
+                f"{path_text(path)}: got {_kind_text(type(value))} that contains itself, "
+                "expected a tree"
             )
         if len(path) > MAX_DEPTH:
             raise FormatError(
-                f"{path_text(path)}: nested deeper than {MAX_DEPTH} levels; needed a flatter value"
+                f"{path_text(path)}: nested deeper than {MAX_DEPTH} levels; pass a flatter value"
             )
         self._open_ids.add(id(value))
         node = (
@@ -165,7 +173,8 @@ class _Encoder:
             isinstance(blob, bytes) for blob in list(self.blobs.values())[count:]
         ):
             raise FormatError(
-                f"{path_text(path)}: found a tensor in a key or a set, where it equals only itself; needed values"
+                f"{path_text(path)}: got a tensor in a key or a set, where it is equal to itself "
+                "only, expected values"
             )
         return node
 
@@ -173,7 +182,8 @@ class _Encoder:
         name = getattr(factory, "__name__", None)
         if factory is not None and _FACTORIES.get(str(name)) is not factory:
             raise FormatError(
-                f"{path_text(path)}: found a defaultdict whose factory is {factory!r}; needed one of {', '.join(_FACTORIES)}; pass a dict"
+                f"{path_text(path)}: got a defaultdict with factory {factory!r}, "
+                f"expected one of {', '.join(_FACTORIES)}; pass a dict"
             )
         return name
 
@@ -181,7 +191,7 @@ class _Encoder:
         kind = type(value)
         if kind in (set, frozenset):
             items = [self._key(item, path) for item in value]
-            items.sort(key=json.dumps)  # a set has no order, equal sets shall have equal trees
+            items.sort(key=json.dumps)  # sets have no order; equal sets give equal trees
             return {_TAG: kind.__name__, "items": items}
         items = [self.encode(item, (*path, position)) for position, item in enumerate(value)]
         if kind is list:
@@ -236,7 +246,8 @@ class _Decoder:
             return self._mapping(tag, node, path)
         if tag not in _SEQUENCES and tag != "torch.Size":
             raise FormatError(
-                f"{path_text(path)}: unknown type {tag!r}; a newer version of unified_ckpt may know it"
+                f"{path_text(path)}: got unknown $type {tag!r}; "
+                "install the version of unified_ckpt that wrote it, or newer"
             )
         items = [
             self.decode(item, (*path, position))
@@ -249,7 +260,8 @@ class _Decoder:
         container = deque(items, node["maxlen"]) if tag == "deque" else _SEQUENCES[tag](items)
         if len(container) != len(items):
             raise FormatError(
-                f"{path_text(path)}: {tag} holds {len(items)} items of which {len(container)} are distinct or fit"
+                f"{path_text(path)}: {tag}: got {len(items)} items, "
+                f"of which {len(container)} are distinct or fit"
             )
         return container
 
@@ -271,7 +283,8 @@ class _Decoder:
             items[decoded_key] = self.decode(item, (*path, decoded_key))
         if len(items) != len(pairs):
             raise FormatError(
-                f"{path_text(path)}: {tag} has {len(pairs)} items and {len(items)} keys; needed distinct keys"
+                f"{path_text(path)}: {tag}: got {len(pairs)} items with {len(items)} keys, "
+                "expected distinct keys"
             )
         if tag == "defaultdict":
             return defaultdict(
@@ -285,7 +298,7 @@ class _Decoder:
 
 
 def path_text(path: Path) -> str:
-    """`("extra", "rates", 0)` -> `"extra.rates[0]"`."""
+    """Return a path as text: `("extra", "rates", 0)` -> `"extra.rates[0]"`."""
     steps = (
         f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{ascii(key)[:80]}]"
         for key in path[1:]
@@ -309,5 +322,5 @@ def _is_size(value: Any) -> bool:
 
 def _require_list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"found {type(value).__name__}, needed a list")
+        raise TypeError(f"got {type(value).__name__}, expected a list")
     return value

@@ -1,8 +1,7 @@
-"""CRCs of fixed blocks of a tensor's row-major bytes, and how those of parts of a block combine.
-Knows bytes, not tensors.
+"""CRCs of fixed blocks of a tensor's row-major bytes, and how CRCs of partial blocks combine.
 
-A block's CRC does not depend on who wrote which piece of it, so checkpoints of different layouts
-compare without reading.
+A block's CRC does not depend on who wrote which bytes of it, so checkpoints of different layouts
+compare without reading tensors. Knows bytes, not tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _RECORD = struct.Struct("<5Q")  # tensor index, block, start, stop, crc
 
 @dataclass(frozen=True, slots=True)
 class BlockCrc:
-    """CRC of bytes [start, stop) of a tensor, all within one block."""
+    """The CRC of bytes [start, stop) of a tensor, which lie within one block."""
 
     block: int
     start: int
@@ -35,18 +34,18 @@ class BlockCrc:
 
 
 def crc(buffer: Buffer, previous: int = 0) -> int:
-    """CRC64NVME of the bytes that gave `previous`, followed by `buffer` (contiguous)."""
+    """Return the CRC64NVME of a contiguous buffer, continued from `previous`."""
     view = memoryview(buffer)
     return int(crc64nvme(view.cast("B"), previous)) if view.nbytes else previous
 
 
 def combine(crc1: int, crc2: int, nbytes2: int) -> int:
-    """CRC of two byte strings one after the other; `nbytes2` is the length of the second."""
+    """Return the CRC of two concatenated byte strings; `nbytes2` is the length of the second."""
     return int(combine_crc64nvme(crc1, crc2, nbytes2))
 
 
 def combine_all(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """(crc, nbytes) of byte strings one after the other, from the (crc, nbytes) of each."""
+    """Return (crc, nbytes) of concatenated byte strings, from the (crc, nbytes) of each."""
     total_crc, total_nbytes = 0, 0
     for part_crc, nbytes in parts:
         total_crc = combine(total_crc, part_crc, nbytes) if total_nbytes else part_crc
@@ -55,12 +54,12 @@ def combine_all(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def block_count(nbytes: int, *, block_nbytes: int = BLOCK_NBYTES) -> int:
-    """Blocks of a tensor of `nbytes`; the last one may be short, an empty tensor has none."""
+    """Return the number of blocks of a tensor; the last may be short, an empty tensor has none."""
     return -(-nbytes // block_nbytes)
 
 
 def block_crcs(buffer: Buffer, *, start: int, block_nbytes: int = BLOCK_NBYTES) -> list[BlockCrc]:
-    """CRCs of a contiguous buffer that begins at byte `start` of its tensor, cut at block borders."""
+    """Return the CRCs by block of a contiguous buffer at byte `start` of its tensor."""
     view = memoryview(buffer)
     if not view.nbytes:
         return []
@@ -82,11 +81,10 @@ def block_crcs(buffer: Buffer, *, start: int, block_nbytes: int = BLOCK_NBYTES) 
 def combine_blocks(
     parts: Iterable[BlockCrc], *, nbytes: int, block_nbytes: int = BLOCK_NBYTES
 ) -> tuple[dict[int, int], list[int]]:
-    """CRCs by block of a tensor of `nbytes`, from pieces in any order, and the blocks that the
-    pieces cover only in part.
+    """Combine CRCs of partial blocks, in any order, into CRCs by block of a tensor of `nbytes`.
 
-    Blocks without a piece are in neither. Raises IntegrityError for pieces that overlap or lie
-    outside their block.
+    Returns the complete blocks, and the numbers of blocks that are covered only in part. Raises
+    IntegrityError for parts that overlap or leave their block.
     """
     parts = list(parts)
     if (
@@ -94,13 +92,14 @@ def combine_blocks(
         and parts[0].start == parts[0].block == 0
         and parts[0].stop == nbytes <= block_nbytes
     ):
-        return {0: parts[0].crc}, []  # most tensors of a model of many
+        return {0: parts[0].crc}, []  # fast path: most tensors of most models
     by_block: dict[int, list[BlockCrc]] = {}
     for part in parts:
         border = part.block * block_nbytes
         if not border <= part.start < part.stop <= min(border + block_nbytes, nbytes):
             raise IntegrityError(
-                f"digest of bytes [{part.start}, {part.stop}) lies outside block {part.block} of {nbytes} bytes"
+                f"digest: got bytes [{part.start}, {part.stop}) of a tensor of {nbytes} bytes, "
+                f"expected a range within block {part.block}"
             )
         by_block.setdefault(part.block, []).append(part)
     complete: dict[int, int] = {}
@@ -110,12 +109,13 @@ def combine_blocks(
         for left, right in pairwise(block_parts):
             if right.start < left.stop:
                 raise IntegrityError(
-                    f"two digests of block {block} overlap: [{left.start}, {left.stop}) and [{right.start}, {right.stop})"
+                    f"digests of block {block} overlap: got [{left.start}, {left.stop}) "
+                    f"and [{right.start}, {right.stop})"
                 )
         combined, combined_nbytes = combine_all(
             (part.crc, part.stop - part.start) for part in block_parts
         )
-        # Without overlaps, as many bytes as the block has are all of its bytes.
+        # Parts do not overlap, so an equal number of bytes means that the block is complete.
         if combined_nbytes == min(block_nbytes, nbytes - block * block_nbytes):
             complete[block] = combined
         else:
@@ -124,16 +124,17 @@ def combine_blocks(
 
 
 def serialize(parts: Iterable[tuple[int, BlockCrc]]) -> bytes:
-    """(tensor index, piece) pairs as 40 bytes each, to send to another rank."""
+    """Return (tensor index, BlockCrc) pairs as 40 bytes each, to send to another rank."""
     return b"".join(
         _RECORD.pack(tensor, part.block, part.start, part.stop, part.crc) for tensor, part in parts
     )
 
 
 def deserialize(serialized: Buffer) -> list[tuple[int, BlockCrc]]:
-    """What `serialize` was given. Raises FormatError if the length does not fit."""
+    """Return the pairs of `serialize`; raises FormatError for a wrong length."""
     if len(serialized) % _RECORD.size:
         raise FormatError(
-            f"packed digests have {len(serialized)} bytes; needed a multiple of {_RECORD.size}"
+            f"serialized digests: got {len(serialized)} bytes, "
+            f"expected a multiple of {_RECORD.size}"
         )
     return [(tensor, BlockCrc(*fields)) for tensor, *fields in _RECORD.iter_unpack(serialized)]

@@ -1,7 +1,6 @@
-"""The header of a safetensors file: which tensor lies in which bytes. Knows nothing of values, and
-reads no file.
+"""The header of a safetensors file: which tensor lies in which bytes. Reads no file.
 
-Source of the format and of its byte order: `safetensors/src/tensor.rs` of huggingface/safetensors.
+The format and its tensor order follow `safetensors/src/tensor.rs` of huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ PREFIX_NBYTES = 8
 PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
 
 _METADATA = "__metadata__"
-_MAX_DIMS = 255  # a product of millions of dims would take minutes
+_MAX_DIMS = 255  # the product of millions of dims would take minutes
 _MAX_INT = 2**63
-_MAX_NUMEL = (
-    _MAX_INT // 16
-)  # counting zeros as ones: strides and bytes of an empty tensor are computed, too
+_MAX_NUMEL = _MAX_INT // 16  # with zeros counted as ones: empty tensors have strides, too
 
 _INTEGER = "(?:0|[1-9][0-9]{0,17})"
 _CANONICAL_METADATA = '{"__metadata__":{"format":"pt"},'
 _CANONICAL_ITEM = re.compile(
-    rf'"([^"\\\x00-\x1f]*)":{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_INTEGER}(?:,{_INTEGER})*)?)\],"data_offsets":\[({_INTEGER}),({_INTEGER})\]}}'
-    r"(?:,|}\Z)"
+    r'"([^"\\\x00-\x1f]*)":{"dtype":"([A-Z0-9_]+)",'
+    rf'"shape":\[((?:{_INTEGER}(?:,{_INTEGER})*)?)\],'
+    rf'"data_offsets":\[({_INTEGER}),({_INTEGER})\]}}(?:,|}}\Z)'
 )
 
 TensorItem = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
@@ -42,7 +40,7 @@ TensorItem = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: bytes [start, stop) of the file, row-major."""
+    """One tensor: row-major bytes [start, stop) of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,31 +49,26 @@ class Entry:
 
 
 def file_order(items: Iterable[TensorItem]) -> list[TensorItem]:
-    """Items in the order in which the safetensors library lays them out. Raises FormatError for an
-    unknown dtype.
-    """
-    # Code points and UTF-8 bytes sort alike, so str order is Rust's.
+    """Sort items as the safetensors library does; raises FormatError for an unknown dtype."""
+    # Code points and UTF-8 bytes sort equally, so str order is Rust's.
     try:
         return sorted(items, key=lambda item: (DTYPE_ORDER[item[1]], item[0]))
     except KeyError as error:
         raise FormatError(
-            f"unknown dtype {error.args[0]!r}; known: {', '.join(ITEM_BITS)}"
+            f"dtype: got {error.args[0]!r}, expected one of {', '.join(ITEM_BITS)}"
         ) from None
 
 
 def encode_header(
     items: Iterable[TensorItem], *, metadata: Mapping[str, str] = PT_METADATA
 ) -> tuple[bytes, dict[str, Entry]]:
-    """Header bytes (prefix, JSON, padding) and the entries of tensors that follow each other in the
-    order given.
+    """Return the header (prefix, JSON, padding) and entries of tensors laid out in the given order.
 
-    Equal to the bytes that the safetensors library writes when `items` come from `file_order`.
-    Raises FormatError for a name that is reserved, taken or no valid Unicode, and for a shape or
-    dtype that no file can hold.
+    If `items` come from `file_order`, the bytes are those that the safetensors library writes.
+    Raises FormatError for a name that is reserved, repeated or not valid Unicode, and for a shape
+    or dtype that no file can hold.
     """
-    spec_cache: dict[
-        tuple[str, tuple[int, ...]], tuple[int, str]
-    ] = {}  # names are many, shapes are few
+    spec_cache: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # few specs, many names
     spans: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     texts = (
         [f'"{_METADATA}":' + json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))]
@@ -85,9 +78,8 @@ def encode_header(
     offset = 0
     for name, dtype, shape in items:
         if name in spans or name == _METADATA:
-            raise FormatError(
-                f"tensor name {name!r} is {'given twice' if name in spans else 'reserved'}; needed a name of its own"
-            )
+            problem = "a repeated" if name in spans else "the reserved"
+            raise FormatError(f"tensor name: got {problem} name {name!r}, expected a unique name")
         encoded_spec = spec_cache.get((dtype, shape))
         if encoded_spec is None:
             encoded_spec = (
@@ -103,11 +95,12 @@ def encode_header(
     try:
         body = ("{" + ",".join(texts) + "}").encode()
     except UnicodeEncodeError as error:
-        raise FormatError(f"a tensor name or the metadata is no valid Unicode: {error}") from None
+        raise FormatError(f"tensor names and metadata: not valid Unicode: {error}") from None
     body += b" " * (-len(body) % 8)
     if len(body) > MAX_HEADER_NBYTES:
         raise FormatError(
-            f"header has {len(body)} bytes; needed {MAX_HEADER_NBYTES} or fewer; spread the tensors over more files"
+            f"header: got {len(body)} bytes, expected at most {MAX_HEADER_NBYTES}; "
+            "divide the tensors into more files"
         )
     data_start = PREFIX_NBYTES + len(body)
     entries = {
@@ -118,21 +111,25 @@ def encode_header(
 
 
 def header_nbytes(first8: bytes | bytearray | memoryview, *, file_size: int, file: str) -> int:
-    """Bytes of prefix and JSON together, from a file's first 8 bytes or more. Raises FormatError if
-    no such header can be.
+    """Return the bytes of prefix and JSON, from at least the first 8 bytes of a file.
+
+    Raises FormatError if the file cannot have such a header.
     """
     if len(first8) < PREFIX_NBYTES:
         raise FormatError(
-            f"{file}: file has {len(first8)} bytes; needed at least {PREFIX_NBYTES} for a safetensors file"
+            f"{file}: got {len(first8)} bytes, expected at least {PREFIX_NBYTES} "
+            "for a safetensors file"
         )
     json_nbytes = int.from_bytes(first8[:PREFIX_NBYTES], "little")
     if json_nbytes > MAX_HEADER_NBYTES:
         raise FormatError(
-            f"{file}: header claims {json_nbytes} bytes; needed {MAX_HEADER_NBYTES} or fewer; not a safetensors file"
+            f"{file}: got a header length of {json_nbytes} bytes, "
+            f"expected at most {MAX_HEADER_NBYTES}; not a safetensors file"
         )
     if PREFIX_NBYTES + json_nbytes > file_size:
         raise FormatError(
-            f"{file}: header claims {json_nbytes} bytes, file has {file_size}; the file is cut off or not a safetensors file"
+            f"{file}: got a header length of {json_nbytes} bytes in a file of {file_size}; "
+            "the file is truncated or not a safetensors file"
         )
     return PREFIX_NBYTES + json_nbytes
 
@@ -140,16 +137,15 @@ def header_nbytes(first8: bytes | bytearray | memoryview, *, file_size: int, fil
 def parse_header(
     head: bytes | bytearray | memoryview, *, file_size: int, file: str
 ) -> dict[str, Entry]:
-    """Entries of a file by name, in the order of their bytes; together they cover the file to its
-    last byte.
+    """Return a file's entries by name, in the order of their bytes.
 
-    `head` is the file's first `header_nbytes(...)` bytes or more. Raises FormatError naming `file`
-    and the tensor for anything that is not so, IntegrityError if the header is fine and the file is
-    shorter than it says.
+    `head` is at least the first `header_nbytes(...)` bytes of the file. Entries cover the file to
+    its last byte. Raises FormatError, naming `file` and the tensor, for an invalid header, and
+    IntegrityError for a valid header of a truncated file.
     """
     data_start = header_nbytes(head, file_size=file_size, file=file)
     if len(head) < data_start:
-        raise FormatError(f"{file}: found {len(head)} bytes of a header of {data_start}")
+        raise FormatError(f"{file}: header: got {len(head)} bytes, expected {data_start}")
     body = bytes(head[PREFIX_NBYTES:data_start])
     canonical = _parse_canonical(body, data_start, file_size)
     if canonical is not None:
@@ -165,32 +161,34 @@ def parse_header(
         if entry.start != end:
             problem = "overlaps" if entry.start < end else "leaves a gap after"
             raise FormatError(
-                f"{file}: tensor {name!r} {problem} {previous}: starts at byte {entry.start}, needed {end}"
+                f"{file}: tensor {name!r} {problem} {previous}: "
+                f"got start byte {entry.start}, expected {end}"
             )
         end, previous = entry.stop, f"tensor {name!r}"
     if file_size < end:
-        raise IntegrityError(f"{file}: file is truncated: {file_size} bytes, header needs {end}")
+        raise IntegrityError(
+            f"{file}: file is truncated: got {file_size} bytes, expected {end} from its header"
+        )
     if file_size > end:
         raise FormatError(
-            f"{file}: file has {file_size} bytes, header needs {end}; {file_size - end} bytes belong to no tensor"
+            f"{file}: got {file_size} bytes, expected {end} from its header; "
+            f"{file_size - end} bytes belong to no tensor"
         )
     return in_order
 
 
 def _parse_canonical(body: bytes, data_start: int, file_size: int) -> dict[str, Entry] | None:
-    """The entries of a header as this module and the safetensors library write it, in less than
-    half of the time.
+    """Return the entries of a header as this module and the safetensors library write it.
 
-    None of any other, right or wrong: what is said of that is not said here.
+    Takes less than half the time of the general parser. Returns None for any other header, valid or
+    not: the general parser decides.
     """
     try:
         text = body.decode().rstrip(" ")
     except UnicodeDecodeError:
         return None
     position = len(_CANONICAL_METADATA) if text.startswith(_CANONICAL_METADATA) else 1
-    shape_cache: dict[
-        tuple[str, str], tuple[tuple[int, ...], int] | None
-    ] = {}  # names are many, shapes are few
+    shape_cache: dict[tuple[str, str], tuple[tuple[int, ...], int] | None] = {}
     entries: dict[str, Entry] = {}
     end = count = 0
     while (item := _CANONICAL_ITEM.match(text, position)) is not None:
@@ -216,7 +214,7 @@ def _parse_canonical(body: bytes, data_start: int, file_size: int) -> dict[str, 
 
 
 def _canonical_shape(dtype: str, dims: str) -> tuple[tuple[int, ...], int] | None:
-    """A shape and its bytes; None where that is for the long way to say."""
+    """Return a shape and its bytes, or None if it is invalid."""
     shape = tuple(map(int, dims.split(","))) if dims else ()
     try:
         return (shape, nbytes(dtype, shape)) if _is_shape(shape) else None
@@ -227,7 +225,8 @@ def _canonical_shape(dtype: str, dims: str) -> tuple[tuple[int, ...], int] | Non
 def _checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if not _is_shape(shape):
         raise FormatError(
-            f"tensor {name!r} has shape {shape}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59"
+            f"tensor {name!r}: got shape {shape}, "
+            f"expected at most {_MAX_DIMS} integers from 0 with a product below 2**59"
         )
     try:
         return nbytes(dtype, shape)
@@ -250,7 +249,7 @@ def _is_size(value: Any) -> bool:
 def _parse_json(body: bytes, file: str) -> dict[str, Any]:
     header = parse_json(body, file=f"{file}: header")
     if not isinstance(header, dict):
-        raise FormatError(f"{file}: header is a JSON {type(header).__name__}; needed an object")
+        raise FormatError(f"{file}: header: got a JSON {type(header).__name__}, expected an object")
     return header
 
 
@@ -258,7 +257,7 @@ def _check_metadata(metadata: Any, file: str) -> None:
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise FormatError(f"{file}: {_METADATA} of the header is not an object of strings")
+        raise FormatError(f"{file}: header: {_METADATA} is not an object of strings")
 
 
 def _parse_entry(name: str, fields: Any, data_start: int, file: str) -> Entry:
@@ -267,31 +266,36 @@ def _parse_entry(name: str, fields: Any, data_start: int, file: str) -> Entry:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise FormatError(f"{tensor}: name is no valid Unicode") from None
+            raise FormatError(f"{tensor}: name is not valid Unicode") from None
     if not isinstance(fields, dict) or not fields.keys() >= {"dtype", "shape", "data_offsets"}:
-        raise FormatError(f"{tensor}: needed an object with dtype, shape and data_offsets")
+        raise FormatError(f"{tensor}: expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-        raise FormatError(f"{tensor}: unknown dtype {dtype!r}; known: {', '.join(ITEM_BITS)}")
+        raise FormatError(
+            f"{tensor}: got unknown dtype {dtype!r}, expected one of {', '.join(ITEM_BITS)}"
+        )
     if not isinstance(shape, list) or not _is_shape(shape):
         raise FormatError(
-            f"{tensor}: shape is {str(shape)[:200]}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59"
+            f"{tensor}: got shape {str(shape)[:200]}, "
+            f"expected at most {_MAX_DIMS} integers from 0 with a product below 2**59"
         )
     match offsets:
         case [start, stop] if _is_size(start) and _is_size(stop):
             pass
         case _:
             raise FormatError(
-                f"{tensor}: data_offsets are {str(offsets)[:200]}; needed two integers from 0 to 2**63 - 1"
+                f"{tensor}: got data_offsets {str(offsets)[:200]}, "
+                "expected two integers from 0 to 2**63 - 1"
             )
     if start > stop:
-        raise FormatError(f"{tensor}: data_offsets are {offsets}; needed start <= stop")
+        raise FormatError(f"{tensor}: got data_offsets {offsets}, expected start <= stop")
     try:
         needed = nbytes(dtype, shape)
     except FormatError as error:
         raise FormatError(f"{tensor}: {error}") from None
     if stop - start != needed:
         raise FormatError(
-            f"{tensor}: {dtype} of shape {tuple(shape)} needs {needed} bytes; data_offsets give {stop - start}"
+            f"{tensor}: got {stop - start} bytes from data_offsets, "
+            f"expected {needed} for {dtype} of shape {tuple(shape)}"
         )
     return Entry(dtype, tuple(shape), data_start + start, data_start + stop)

@@ -1,5 +1,6 @@
-"""The index of a part: which file holds which tensor, as Hugging Face writes it. Knows names only,
-reads no file.
+"""The index of a part: which file holds which tensor, as Hugging Face writes it.
+
+Knows names only; reads no file.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from unified_ckpt.format.json_text import parse_json
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """`total_size` in bytes of tensors, or None where the writer left it out; `weight_map` tensor
-    name -> file name.
+    """A parsed index.
+
+    `total_size`: bytes of tensors, None if absent. `weight_map`: tensor name -> file name.
     """
 
     total_size: int | None
@@ -23,31 +25,34 @@ class Index:
 
 
 def encode_index(*, total_size: int, weight_map: Mapping[str, str]) -> bytes:
-    """The JSON that transformers writes, byte for byte. Raises FormatError for a file name that
-    `parse_index` would refuse.
+    """Return the same JSON bytes that transformers writes.
+
+    Raises FormatError for a file name that `parse_index` would refuse.
     """
     for file in set(weight_map.values()):
         check_file_name(file)
-    # By hand, for `json.dumps` with an indent takes as long as all else that a save does for a
-    # small tensor.
+    # By hand: `json.dumps` with an indent doubles the cost of saving a small tensor.
     files = {file: encode_basestring_ascii(file) for file in set(weight_map.values())}
     lines = ",\n".join(
         f"    {encode_basestring_ascii(name)}: {files[weight_map[name]]}"
         for name in sorted(weight_map)
     )
     names = f"{{\n{lines}\n  }}" if lines else "{}"
-    return f'{{\n  "metadata": {{\n    "total_size": {total_size}\n  }},\n  "weight_map": {names}\n}}\n'.encode()
+    metadata = f'{{\n    "total_size": {total_size}\n  }}'
+    return f'{{\n  "metadata": {metadata},\n  "weight_map": {names}\n}}\n'.encode()
 
 
 def parse_index(encoded: bytes, *, file: str) -> Index:
-    """Raises FormatError naming `file` for anything but an index whose files lie beside it."""
+    """Parse an index; raises FormatError, naming `file`, if it is invalid or leaves the folder."""
     content = parse_json(encoded, file=file, constants=True)
     if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
-        raise FormatError(f"{file}: no weight_map; needed an object {{tensor name: file name}}")
+        raise FormatError(
+            f"{file}: got no weight_map, expected an object {{tensor name: file name}}"
+        )
     weight_map = content["weight_map"]
     for name, value in weight_map.items():
         if not isinstance(value, str):
-            raise FormatError(f"{file}: tensor {name!r} has the file {value!r}; needed a string")
+            raise FormatError(f"{file}: tensor {name!r}: got file {value!r}, expected a string")
     for value in set(weight_map.values()):
         try:
             check_file_name(value)
@@ -59,10 +64,10 @@ def parse_index(encoded: bytes, *, file: str) -> Index:
 def is_stale(
     weight_map: Mapping[str, str], *, single: str, file_names: Collection[str], folder: str
 ) -> bool:
-    """Whether an index is of an older save, whose files are gone: beside it is `single`, which
-    readers take first. `file_names`: names of files.
+    """Return whether an index is of an older save whose files no longer exist.
 
-    FormatError where files of both are there: transformers reads `single`, others go by the index.
+    That is so if `single`, the unsharded file, is among `file_names`, since readers prefer it.
+    Raises FormatError if files of both exist: transformers reads `single`, others the index.
     """
     others = set(weight_map.values()) - {single}
     if single not in file_names or not others:
@@ -70,25 +75,26 @@ def is_stale(
     remaining = sorted(others & set(file_names))
     if remaining:
         raise FormatError(
-            f"{folder}: has {single} and, of an index, {remaining[0]}: two saves in one folder; needed one, remove the other's files"
+            f"{folder}: got files of two saves ({single}, and {remaining[0]} from an index), "
+            "expected one save; remove the files of the other"
         )
     return True
 
 
 def check_file_name(name: str) -> None:
-    """Raises FormatError unless `name` is that of a file in the same folder, on every system."""
+    """Raise FormatError unless `name` is a plain file name on every operating system."""
     if name in ("", ".", "..") or any(character in name for character in "/\\:\0"):
-        raise FormatError(f"file name {name!r} leads out of the folder; needed a plain file name")
+        raise FormatError(f"file name {name!r} leads out of the folder; expected a plain file name")
     try:
         name.encode()
     except UnicodeEncodeError:
         raise FormatError(
-            f"file name {name!a} is no Unicode text; needed a plain file name"
+            f"file name {name!a} is not valid Unicode; expected a plain file name"
         ) from None
 
 
 def _total_size(metadata: object) -> int | None:
-    # Only a hint for people: other writers leave it out, or write a float.
+    # Informative only: other writers omit it, or write a float.
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return (
         int(total_size)

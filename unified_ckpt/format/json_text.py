@@ -1,8 +1,7 @@
-"""JSON out of a file: the one parser for manifests, indexes, headers and the JSON of other formats.
-Reads no file.
+"""The JSON parser for manifests, indexes, headers and other formats. Reads no file.
 
-RFC 8259 leaves open which of two equal keys counts, so one flipped bit in a name can drop an entry
-without an error. Both are refused.
+RFC 8259 does not define which of two equal keys counts, so one flipped bit in a name could drop an
+entry silently. Repeated keys are therefore refused.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from unified_ckpt.errors import FormatError
 def parse_json(
     body: bytes | bytearray | memoryview | str, *, file: str, constants: bool = False
 ) -> Any:
-    """The value of a UTF-8 JSON text. FormatError naming `file` for invalid JSON and for a key that
-    an object has twice.
+    """Return the value of a UTF-8 JSON text.
 
-    `constants`: accept NaN and Infinity, which Python's writers produce and JSON lacks. Numbers
-    beyond a double are refused without it. Integers have any size up to 4,300 digits: check them
-    where they are used.
+    `constants`: accept NaN and Infinity, which Python writes although JSON lacks them, and numbers
+    beyond the range of a double. Integers may have up to 4,300 digits: check them before use.
+    Raises FormatError, naming `file`, for invalid JSON and for an object that repeats a key.
     """
 
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -33,7 +31,8 @@ def parse_json(
                 name for name, count in Counter(name for name, _ in pairs).items() if count > 1
             )
             raise FormatError(
-                f"{file}: key {key!a} occurs twice in one object; needed each once: the file is damaged"
+                f"{file}: got key {key!a} twice in one object, expected it once; "
+                "the file is damaged"
             )
         return fields
 
@@ -53,11 +52,11 @@ def parse_json(
 
 
 def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _parse_finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text[:20]} is beyond a double")
+        raise ValueError(f"{text[:20]} is out of range for a double")
     return value

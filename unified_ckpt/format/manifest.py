@@ -1,8 +1,11 @@
-"""The manifest: what a checkpoint folder holds, written last. A folder without a valid one is no
-checkpoint.
+"""The manifest: the commit record of a checkpoint folder, written last.
 
-Grows with the tensors, never with the ranks. Knows names, sizes and trees of `codec`; reads no
-file.
+A folder without a valid manifest is not a checkpoint. A folder whose manifest has the right CRC is
+one, even if this version cannot read it: treating it as incomplete would delete data
+(`has_valid_crc`).
+
+A manifest grows with the tensors, never with the ranks. Knows names, sizes and trees of `codec`;
+reads no file.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from unified_ckpt.format.index import check_file_name
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.names import check_part_name, check_save_id, index_name
 
-# a new field raises the minor version; a change that old readers would misread raises the major
-FORMAT_VERSION = "1.3"
+# A new field raises the minor version; a change that old readers would misread raises the major.
+FORMAT_VERSION = "1.0"
 
-MAX_RANKS = 1 << 20  # of a save: tables of ranks are made from what a manifest says
-_NO_CRC = "0" * 16  # what the digits of the manifest's own CRC are taken as while that is computed
+MAX_RANKS = 1 << 20  # limits the rank tables that are allocated from an untrusted manifest
+_NO_CRC = "0" * 16  # stands for the digits of the manifest's own CRC while it is computed
 _DIGITS = re.compile("[0-9a-f]{16}")
 _MAX_SHOWN = 5
 _SHOWN_CHARS = 80
@@ -54,7 +57,7 @@ def _validate(check: Any, name: str) -> str:
 def _validate_utc(text: str) -> str:
     offset = datetime.fromisoformat(text).utcoffset()
     if offset != timedelta(0):
-        raise ValueError("needed a time in UTC, as in 2026-01-31T12:00:00+00:00")
+        raise ValueError("expected a time in UTC, as in 2026-01-31T12:00:00+00:00")
     return text
 
 
@@ -62,33 +65,33 @@ FileName = Annotated[str, AfterValidator(_validate_file_name)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
-Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # of 64 bits, lower-case hex
+Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # 64 bits, lower-case hex
 
 
 class _Record(BaseModel):
-    # Unknown fields are of a newer minor version.
+    # Unknown fields come from a newer minor version.
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class FileRecord(_Record):
-    """A safetensors file of a part: its bytes on disk, and the CRC of its header (prefix, JSON and
-    padding).
-    """
+    """A safetensors file of a part: its size, and the CRC of its prefix, JSON and padding."""
 
     nbytes: Size
     header_crc: Crc
 
 
 class NamedFile(FileRecord):
-    """A safetensors file that is no part's, and the CRC of all its bytes: it has no block digests."""
+    """A safetensors file of no part: it has no block digests, but a CRC of all its bytes."""
 
     file: FileName
     crc: Crc
 
 
 class RankExtraFile(NamedFile):
-    """The file of the per-rank extra state; `world_size` is the number of its entries. `table_crc`:
-    of all bytes before the entries, among them the CRC of each, so that one can be proved alone.
+    """The file of the per-rank extra state, with `world_size` entries.
+
+    `table_crc`: of all bytes before the entries. They include the CRC of each entry, so one entry
+    can be verified alone.
     """
 
     world_size: Ranks
@@ -98,13 +101,14 @@ class RankExtraFile(NamedFile):
     def _check_entries(self) -> RankExtraFile:
         if self.nbytes < 16 * self.world_size:
             raise ValueError(
-                f"{self.world_size} entries need {16 * self.world_size} bytes or more; the file has {self.nbytes}"
+                f"got {self.nbytes} bytes, "
+                f"expected at least {16 * self.world_size} for {self.world_size} entries"
             )
         return self
 
 
 class DigestFile(_Record):
-    """The file of the block digests, and the CRC of all its bytes."""
+    """The file of the block digests, with the CRC of all its bytes."""
 
     file: FileName
     algorithm: str
@@ -114,34 +118,38 @@ class DigestFile(_Record):
 
     @property
     def is_supported(self) -> bool:
-        """Whether this library can compare them."""
+        """Whether this library can compute digests of this kind."""
         return self.algorithm == digests.ALGORITHM and self.block_nbytes == digests.BLOCK_NBYTES
 
     def check_supported(self, folder: str) -> None:
-        """FormatError for digests of another kind, of a folder `folder`."""
+        """Raise FormatError if this library cannot compute digests of this kind."""
         if not self.is_supported:
             raise FormatError(
-                f"{folder}/{self.file}: its digests are {self.algorithm[:_SHOWN_CHARS]!r} of {self.block_nbytes} bytes each; needed "
-                f'{digests.ALGORITHM!r} of {digests.BLOCK_NBYTES}, or a newer unified_ckpt; LoadOptions(verify="off") loads without proof'
+                f"{folder}/{self.file}: got digests {self.algorithm[:_SHOWN_CHARS]!r} "
+                f"of {self.block_nbytes} bytes, "
+                f"expected {digests.ALGORITHM!r} of {digests.BLOCK_NBYTES}; install a newer "
+                'unified_ckpt, or load without verification: LoadOptions(verify="off")'
             )
 
 
 class IndexFile(_Record):
-    """The index of a part, and the CRC of all its bytes."""
+    """The index of a part, with the CRC of all its bytes."""
 
     nbytes: Size
     crc: Crc
 
     @classmethod
     def from_bytes(cls, body: bytes) -> IndexFile:
-        """The record of an index with these bytes."""
+        """Return the record of an index with these bytes."""
         return cls(nbytes=len(body), crc=f"{digests.crc(body):016x}")
 
 
 class Part(_Record):
-    """`total_nbytes` counts tensor bytes before any codec. `aliases` maps the name of a tied tensor
-    to the name it is stored under.
-    `index`: null for a part without files, which has none."""
+    """A part: its files, index and aliases.
+
+    `index`: None for a part without files. `total_nbytes`: tensor bytes before any codec.
+    `aliases`: name of a tied tensor -> name it is stored under.
+    """
 
     files: dict[FileName, FileRecord]
     index: IndexFile | None = None
@@ -152,9 +160,7 @@ class Part(_Record):
     @model_validator(mode="after")
     def _check_index(self) -> Part:
         if (self.index is None) != (not self.files):
-            raise ValueError(
-                "a part that has files needs the record of its index, and no other does"
-            )
+            raise ValueError("expected the record of an index if, and only if, the part has files")
         return self
 
     @model_validator(mode="after")
@@ -162,14 +168,16 @@ class Part(_Record):
         for alias, stored in self.aliases.items():
             if stored in self.aliases:
                 raise ValueError(
-                    f"alias {alias!r} stands for {stored!r}, which is an alias too; needed a stored tensor"
+                    f"alias {alias!r}: got {stored!r}, which is an alias too, "
+                    "expected a stored tensor"
                 )
         return self
 
 
 class ParamGroup(_Record):
-    """One optimizer param group: parameter names, and its hyperparameters as a tree of `codec`.
-    `optimizer`: its class; `masters`: the name of master weights in its state.
+    """One optimizer param group: parameter names, and hyperparameters as a tree of `codec`.
+
+    `optimizer`: name of its class. `masters`: name of the master weights in its state.
     """
 
     names: list[str]
@@ -179,16 +187,17 @@ class ParamGroup(_Record):
 
 
 class OptimizerRecord(_Record):
-    """What of an optimizer is not tensors; `scalars` is a tree of `codec` by parameter name."""
+    """The optimizer's state that is not tensors; `scalars`: a tree of `codec` by parameter name."""
 
     groups: list[ParamGroup]
     scalars: Any = None
 
 
 class NodeGroupRecord(_Record):
-    """Which of the folders of one save this is: `number` of `count`, by the ranks `ranks` of
-    `world_size`. `totals`: of the whole save, by part: how many tensors, and their bytes.
-    `replicas`: the numbers of the folders of which copies lie in `replicas/`.
+    """The node group that wrote this folder: group `number` of `count`, with ranks `ranks`.
+
+    `totals`: for each part of the whole save, its number of tensors and their bytes. `replicas`:
+    numbers of the folders that have a copy in `replicas/`.
     """
 
     number: Rank
@@ -201,17 +210,18 @@ class NodeGroupRecord(_Record):
     @model_validator(mode="after")
     def _check_numbers(self) -> NodeGroupRecord:
         if max([self.number, *self.replicas]) >= self.count:
-            raise ValueError(f"number and copies need to be below count, {self.count}")
+            raise ValueError(f"expected number and replicas below count, {self.count}")
         if max(self.ranks, default=0) >= self.world_size:
-            raise ValueError(f"ranks need to be below world_size, {self.world_size}")
+            raise ValueError(f"expected ranks below world_size, {self.world_size}")
         return self
 
 
 class ConvertedFrom(_Record):
-    """What a conversion was made of, and what its checks saw. `tensors`, `nbytes`, `digests`: by
-    part; a digest is the CRC of the names, dtypes, shapes and block digests of all its tensors.
-    `compared`: of how many tensors a second copy in the source was compared, and found equal;
-    `verified`: of how many the source's own digests were.
+    """The source of a conversion, and the results of its checks.
+
+    `tensors`, `nbytes`, `digests`: by part. A digest is the CRC of the names, dtypes, shapes and
+    block digests of all its tensors. `compared`: number of tensors with a second, equal copy in the
+    source. `verified`: number of tensors whose digests in the source were checked.
     """
 
     format: str
@@ -227,12 +237,14 @@ class ConvertedFrom(_Record):
 
 
 class Manifest(_Record):
-    """The commit record. `created` is ISO 8601 in UTC; `extra` is a tree of `codec`, `modules` one
-    of the modules' own extra state by name; `mesh` is for people and never needed to load;
-    `seconds`: from call to commit; `metrics`: the caller's, by which retention knows the best;
-    `objects`: where `extra` and `rank_extra` hold the state of an object.
-    `omitted_parts`: of the state that was saved, those that were left out on purpose.
-    `attached`: paths of the files that were in the folder at the commit and are not the engine's.
+    """The commit record of a checkpoint; `docs/format.md` defines each field.
+
+    `created`: ISO 8601 in UTC. `seconds`: from call to commit. `metrics`: passed by the caller;
+    retention ranks by them. `mesh`: informative, never needed to load. `omitted_parts`: parts of
+    the saved state that were left out on purpose. `modules`: tree of the modules' own extra state,
+    by name. `extra`: tree of the caller's extra state. `objects`: places in `extra` and
+    `rank_extra` that hold an object's state. `attached`: files in the folder at the commit that the
+    engine did not write.
     """
 
     format_version: str = FORMAT_VERSION
@@ -262,18 +274,16 @@ class Manifest(_Record):
         counts = Counter(self.files())
         duplicates = [file for file, count in counts.items() if count > 1]
         if duplicates:
-            raise ValueError(
-                f"file {duplicates[0]!r} is named twice; needed one owner for each file"
-            )
+            raise ValueError(f"got file {duplicates[0]!r} twice, expected one owner for each file")
         return self
 
     def files(self) -> list[str]:
-        """Every file of the checkpoint but the manifest itself."""
+        """Return every file of the checkpoint except the manifest."""
         part_files = [file for part in self.parts.values() for file in part.files]
         return [*part_files, *self.indexes(), *(record.file for record in self.auxiliary_files())]
 
     def indexes(self) -> dict[str, IndexFile]:
-        """The indexes of the parts, by file name."""
+        """Return the indexes of the parts, by file name."""
         return {
             index_name(name): part.index
             for name, part in self.parts.items()
@@ -281,9 +291,7 @@ class Manifest(_Record):
         }
 
     def auxiliary_files(self) -> list[NamedFile | DigestFile]:
-        """The files beside the parts' that have one CRC of all their bytes: digests first, by which
-        the parts' are proved.
-        """
+        """Return the files that have one CRC of all their bytes: digests, extra, rank_extra."""
         return [
             record
             for record in (self.digests, self.extra_file, self.rank_extra)
@@ -292,35 +300,33 @@ class Manifest(_Record):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """JSON with one line per field, and its own CRC as the last. Raises FormatError for a tree that
-    JSON cannot hold: trees come from
-    `codec.encode`."""
+    """Return JSON with one line per field, the last of which is its own CRC.
+
+    Raises FormatError for a tree that is not from `codec.encode`.
+    """
     try:
         fields = [
             f'"{name}": {json.dumps(value, allow_nan=False)}'
             for name, value in manifest.model_dump().items()
         ]
     except (TypeError, ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest holds a value that JSON cannot: {error}") from None
+        raise FormatError(f"manifest: a value cannot be stored as JSON: {error}") from None
     return add_crc(("{\n" + ",\n".join([*fields, f'"crc": "{_NO_CRC}"']) + "\n}\n").encode())
 
 
 def add_crc(encoded: bytes) -> bytes:
-    """The JSON of a manifest whose last field is a `crc` of zeros, with the digits in their place."""
+    """Return the JSON of a manifest whose last field is a `crc` of zeros, with the CRC inserted."""
     before, _, after = encoded.rpartition(_NO_CRC.encode())
     return before + f"{digests.crc(encoded):016x}".encode() + after
 
 
 def parse_manifest(encoded: bytes, *, file: str) -> Manifest:
-    """Raises FormatError naming `file` and the field for anything but a valid manifest of this
-    major format version, IntegrityError for one whose bytes are not those that were written.
+    """Parse a manifest of this major format version.
+
+    Raises IntegrityError if its CRC is wrong, and FormatError, naming `file` and the field, for
+    anything else that is invalid.
     """
-    content = parse_json(encoded, file=file)
-    if not isinstance(content, dict):
-        raise FormatError(f"{file}: found a JSON {type(content).__name__}; needed an object")
-    _check_crc(
-        encoded, content.get("crc"), file
-    )  # of any version: a digit of that may be what is damaged
+    content = _parse_with_crc(encoded, file)
     _check_version(content, file)
     try:
         return Manifest.model_validate(content)
@@ -328,33 +334,42 @@ def parse_manifest(encoded: bytes, *, file: str) -> Manifest:
         raise FormatError(f"{file}: {_validation_text(error)}") from None
 
 
-def is_other_version(encoded: bytes) -> bool:
-    """Whether this is a manifest that another major version of the format wrote: a checkpoint,
-    though not one that we can read.
+def has_valid_crc(encoded: bytes) -> bool:
+    """Return whether these are the bytes of a manifest as some version of the format wrote it.
+
+    Its folder is a checkpoint even if `parse_manifest` refuses it, and must never be deleted or
+    replaced as an incomplete one.
     """
     try:
-        content = parse_json(encoded, file="")
-        version = content.get("format_version") if isinstance(content, dict) else None
-        _check_crc(encoded, content.get("crc") if isinstance(content, dict) else None, "")
+        _parse_with_crc(encoded, "")
     except (FormatError, IntegrityError):
         return False
-    major = version.partition(".")[0] if isinstance(version, str) else ""
-    return major.isdecimal() and major != FORMAT_VERSION.partition(".")[0] and "save_id" in content
+    return True
+
+
+def _parse_with_crc(encoded: bytes, file: str) -> dict[str, Any]:
+    """Parse a manifest of any version: the CRC comes first, since damage may be in the version."""
+    content = parse_json(encoded, file=file)
+    if not isinstance(content, dict):
+        raise FormatError(f"{file}: got a JSON {type(content).__name__}, expected an object")
+    _check_crc(encoded, content.get("crc"), file)
+    return content
 
 
 def _check_crc(encoded: bytes, recorded: object, file: str) -> None:
     if not isinstance(recorded, str) or not _DIGITS.fullmatch(recorded):
         raise FormatError(
-            f"{file}: crc is {ascii(recorded)[:_SHOWN_CHARS]}; needed 16 lower-case hex digits"
+            f"{file}: got crc {ascii(recorded)[:_SHOWN_CHARS]}, expected 16 lower-case hex digits"
         )
-    before, _, after = encoded.rpartition(recorded.encode())  # it is the last field
+    before, _, after = encoded.rpartition(recorded.encode())  # crc is the last field
     computed = 0
     for piece in (before, _NO_CRC.encode(), after):
         computed = digests.crc(piece, computed)
     if f"{computed:016x}" != recorded:
         raise IntegrityError(
-            f"{file}: is not the file that was written: it has CRC {computed:016x}; needed {recorded}; a copy of the checkpoint mends it "
-            "(`unified-ckpt verify --repair --from`)"
+            f"{file}: is not the file that was written: got CRC {computed:016x}, "
+            f"expected {recorded}; "
+            "repair it from a copy (`unified-ckpt verify --repair --from`)"
         )
 
 
@@ -363,23 +378,16 @@ def _check_version(content: dict[str, Any], file: str) -> None:
     major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
     if not (dot and _is_number(major) and _is_number(minor)):
         raise FormatError(
-            f"{file}: format_version is {version!r}; needed a version like {FORMAT_VERSION!r}"
+            f"{file}: got format_version {version!r}, expected a version like {FORMAT_VERSION!r}"
         )
     major_read = FORMAT_VERSION.partition(".")[0]
-    if int(major) > int(major_read):
+    if int(major) != int(major_read):
         versions = content.get("versions")
         writer = versions.get("unified-ckpt") if isinstance(versions, dict) else None
-        newer = (
-            f"unified_ckpt {writer!s:.40}, which wrote it, or newer"
-            if writer
-            else "a newer unified_ckpt"
-        )
+        writer_text = f"unified_ckpt {writer!s:.40}, which" if writer else "the unified_ckpt that"
         raise FormatError(
-            f"{file}: format version is {version}, this unified_ckpt reads {major_read}.x; install {newer}"
-        )
-    if int(major) < int(major_read):
-        raise FormatError(
-            f"{file}: format version is {version}, of which this unified_ckpt knows nothing; needed {major_read}.x"
+            f"{file}: got format version {version}, expected {major_read}.x; "
+            f"install {writer_text} wrote it"
         )
 
 
@@ -392,7 +400,7 @@ def _validation_text(error: ValidationError) -> str:
     for item in error.errors(include_url=False, include_context=False)[:_MAX_SHOWN]:
         field = ".".join(str(step) for step in item["loc"]) or "manifest"
         value_text = (
-            "" if item["type"] == "missing" else f"; found {ascii(item['input'])[:_SHOWN_CHARS]}"
+            "" if item["type"] == "missing" else f"; got {ascii(item['input'])[:_SHOWN_CHARS]}"
         )
         reasons.append(f"{field}: {item['msg'].removeprefix('Value error, ')}{value_text}")
     more_count = error.error_count() - len(reasons)

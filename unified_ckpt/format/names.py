@@ -1,4 +1,7 @@
-"""The file names of a checkpoint folder. Knows names only: nothing here looks at a disk."""
+"""The names of a checkpoint's files, and of the sibling folders of its life cycle.
+
+Reads no disk.
+"""
 
 from __future__ import annotations
 
@@ -10,95 +13,93 @@ MANIFEST = "unified_checkpoint.json"
 DIGESTS = "digests.safetensors"
 EXTRA = "extra.safetensors"
 RANK_EXTRA = "rank_extra.safetensors"
-# in the folder under construction: by it the other ranks see that it is the same folder
-MARKER = "probe"
-REPLICAS = "replicas"  # a folder: what this machine keeps of others', by their numbers
+MARKER = "probe"  # in a staging folder; other ranks check that they see the same folder
+REPLICAS = "replicas"  # subfolder with copies of other node groups' folders, by their numbers
 
-# Files of the folder that a part of this name would overwrite.
+# A part with this name would overwrite files of the checkpoint itself.
 _RESERVED_PARTS = frozenset({"digests", "extra", "rank_extra"})
 _PART = re.compile(r"[A-Za-z0-9_]{1,64}")
-# No "-": the first one after the id then ends the id, whatever the folder is called.
+# Without "-": the first one then ends the id, whatever the folder is called.
 _SAVE_ID = re.compile(r"[A-Za-z0-9_]{1,64}")
 _BACKUP = re.compile(r".+-before-[0-9]+(?:\.[^.]*)?")
 _STAGING = ".unified-"
-_TRASH = "gone_"  # begins what stands for the id: ids of saves are hexadecimal
+_TRASH = "trash_"  # prefix of the id; ids of saves are hexadecimal
 _REPLACED = ".replaced-"
-REPAIR_TMP = ".mending-"  # begins the name of a file that a repair has not finished
+REPAIR_TMP = ".repair-"  # prefix of a file that a repair is writing
 
 
 def check_part_name(part: str) -> None:
-    """Raises FormatError unless `part` can be the stem of file names and clashes with no file of
-    ours.
-    """
+    """Raise FormatError unless `part` is a valid file stem and not reserved."""
     if not _PART.fullmatch(part):
-        raise FormatError(
-            f"part name {part!r} is not valid; needed 1 to 64 ASCII letters, digits or _"
-        )
+        raise FormatError(f"part name: got {part!r}, expected 1 to 64 ASCII letters, digits or _")
     if part in _RESERVED_PARTS:
         raise FormatError(
-            f"part name {part!r} is taken by a file of the checkpoint itself; choose another name"
+            f"part name: got {part!r}, which is reserved for a file of the checkpoint; "
+            "choose another name"
         )
 
 
 def check_save_id(save_id: str) -> None:
-    """Raises FormatError unless `save_id` can stand in the name of a sibling folder."""
+    """Raise FormatError unless `save_id` can be part of a folder name."""
     if not _SAVE_ID.fullmatch(save_id):
-        raise FormatError(
-            f"save id {save_id!r} is not valid; needed 1 to 64 ASCII letters, digits or _"
-        )
+        raise FormatError(f"save id: got {save_id!r}, expected 1 to 64 ASCII letters, digits or _")
 
 
 def index_name(part: str) -> str:
-    """`"model"` -> `"model.safetensors.index.json"`."""
+    """Return the index file of a part: `"model"` -> `"model.safetensors.index.json"`."""
     return f"{part}.safetensors.index.json"
 
 
 def replica_name(number: int) -> str:
-    """The folder in which a copy of what folder `number` of a save holds lies, within that of
-    another machine.
-    """
+    """Return the subfolder for a copy of node group `number`'s folder."""
     return f"{REPLICAS}/{number}"
 
 
 def file_name(part: str, *, number: int, count: int) -> str:
-    """Name of file `number` (from 1) of a part of `count` files. Raises FormatError for a number
-    outside 1..count.
+    """Return the name of file `number` of a part with `count` files.
+
+    Raises FormatError for a number outside 1..count.
     """
     if not 1 <= number <= count:
-        raise FormatError(f"part {part!r} has no file {number}; needed 1 to {count}")
+        raise FormatError(f"part {part!r}: got file number {number}, expected 1 to {count}")
     return (
         f"{part}.safetensors" if count == 1 else f"{part}-{number:05d}-of-{count:05d}.safetensors"
     )
 
 
 def staging_name(name: str, save_id: str) -> str:
-    """The sibling in which the folder `name` is built. Raises FormatError for a bad id."""
+    """Return the sibling in which the folder `name` is built; raises FormatError for a bad id."""
     check_save_id(save_id)
     return f"{_STAGING}{save_id}-{name}"
 
 
 def trash_name(name: str, save_id: str) -> str:
-    """The sibling in which the folder `name` is taken apart: to others it is one under
-    construction. Raises FormatError for a bad id.
+    """Return the sibling in which the folder `name` is deleted.
+
+    Others ignore it, as they do a staging folder. Raises FormatError for a bad id.
     """
     check_save_id(save_id)
     return staging_name(name, f"{_TRASH}{save_id}"[:64])
 
 
 def is_trash(entry: str) -> bool:
-    """Whether a directory entry is what is left of a folder that was to be removed."""
+    """Return whether a directory entry is a folder being deleted."""
     return is_staging(entry) and entry.startswith(f"{_STAGING}{_TRASH}")
 
 
 def replaced_name(name: str, save_id: str) -> str:
-    """The sibling to which an old folder `name` is moved aside. Raises FormatError for a bad id."""
+    """Return the sibling to which a replaced folder `name` is renamed.
+
+    Raises FormatError for a bad id.
+    """
     check_save_id(save_id)
     return f"{_REPLACED}{save_id}-{name}"
 
 
 def backup_name(name: str, number: int, *, is_file: bool) -> str:
-    """The sibling to which a user's file or folder `name` is renamed where a save needs its name. A
-    file keeps its suffix.
+    """Return the sibling to which a user's `name` is renamed when a save needs the name.
+
+    A file keeps its suffix.
     """
     stem, dot, suffix = (
         name.rpartition(".") if is_file and "." in name.strip(".") else (name, "", "")
@@ -107,28 +108,28 @@ def backup_name(name: str, number: int, *, is_file: bool) -> str:
 
 
 def is_backup(entry: str) -> bool:
-    """Whether a directory entry has a name that `backup_name` gives."""
+    """Return whether a directory entry has a name of `backup_name`."""
     return bool(_BACKUP.fullmatch(entry))
 
 
 def original_name(entry: str) -> str:
-    """The name that a folder had before `backup_name` gave it this one; empty for other names."""
+    """Return the name a folder had before `backup_name`; empty for other names."""
     base, separator, number = entry.rpartition("-before-")
     return base if separator and number.isascii() and number.isdecimal() else ""
 
 
 def is_staging(entry: str) -> bool:
-    """Whether a directory entry is a folder under construction, of any checkpoint."""
+    """Return whether a directory entry is a staging folder of any checkpoint."""
     return _is_sibling(entry, _STAGING)
 
 
 def is_staging_of(entry: str, name: str) -> bool:
-    """Whether a directory entry is a folder under construction that is to be called `name`."""
+    """Return whether a directory entry is a staging folder of the checkpoint `name`."""
     return is_staging(entry) and _target_name(entry, _STAGING) == name
 
 
 def is_replaced(entry: str, name: str) -> bool:
-    """Whether a directory entry is an old folder `name`, moved aside."""
+    """Return whether a directory entry is a replaced folder `name`."""
     return _is_sibling(entry, _REPLACED) and _target_name(entry, _REPLACED) == name
 
 

@@ -1,6 +1,4 @@
-"""One good byte string out of several that are damaged in different places, proved by its CRC.
-Knows bytes only.
-"""
+"""Combines several damaged copies of one byte string until its CRC matches. Knows bytes only."""
 
 from __future__ import annotations
 
@@ -10,18 +8,15 @@ from math import prod
 
 from unified_ckpt.format import digests
 
-# Bytes that are taken from one copy or another together, and whether neighbours in which the copies
-# differ are: pages first, which are
-# what disks lose.
+# (bytes taken from one copy, whether adjacent differing ranges are): disk pages first.
 _GRANULARITIES = ((4096, True), (64, True), (8, True), (8, False))
-_MAX_TRIES = 4096  # a CRC of 64 bits that fits after so many by chance: once in 2**52
+_MAX_TRIES = 4096  # a 64-bit CRC then matches by chance once in 2**52
 
 
 def reconstruct(copies: Sequence[bytes], crc: int) -> bytes | None:
-    """The bytes that have this CRC, each from a copy that has them at its place; None where no
-    choice among the copies has it.
+    """Return a combination of equally long copies that has this CRC, or None.
 
-    The copies are of one length. Where they differ, all choices are tried, up to a few thousand.
+    All combinations of differing ranges are tried, up to a few thousand.
     """
     distinct = list(dict.fromkeys(copies))
     for copy in distinct:
@@ -58,7 +53,7 @@ def _try_granularity(
 def _split_by_difference(
     copies: Sequence[bytes], *, grain: int, joined: bool
 ) -> list[tuple[int, int]]:
-    """Ranges in which all copies are alike, and between them ranges in which they are not."""
+    """Return the ranges, alternating, in which all copies are equal and in which they differ."""
     first, others = copies[0], copies[1:]
     ranges: list[tuple[int, int]] = []
     was_equal: bool | None = None

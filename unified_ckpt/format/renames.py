@@ -1,9 +1,8 @@
-"""Rename rules in a small TOML or JSON file: which stored tensors become which. Patterns and steps;
-knows no shapes.
+"""Rename rules, from TOML, JSON or Python objects: which stored tensors become which.
 
-A pattern is a glob in which `{name}` stands for text without dots and `*` for any text, or a
-regular expression. What they stand for may be named in `to`: `{name}`, or `{1}` for the first `*`
-or group.
+A pattern is a glob or a regular expression. In a glob, `{name}` matches text without dots and `*`
+matches any text. The names in `to` may refer to the matched text: `{name}`, or `{1}` for the first
+`*` or group. Knows patterns and steps, but no shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format.json_text import parse_json
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_STAR = "_star"  # the name of a group that a `*` of a glob is, before its number
+_STAR = "_star"  # prefix of the regex group names for `*`, before the number
 _TOKEN = re.compile(r"\{(\w+)\}|(\*)|(\?)")
 
 
@@ -28,9 +27,7 @@ class _Strict(BaseModel):
 
 
 class Step(_Strict):
-    """One change of a tensor: exactly one of these. `slice`: (dim, first row, row after the last,
-    or none of it).
-    """
+    """One operation on a tensor: exactly one field is set. `slice`: (dim, start) or plus stop."""
 
     permute: tuple[int, ...] | None = None
     transpose: tuple[int, int] | None = None
@@ -42,16 +39,18 @@ class Step(_Strict):
     def _check_one_change(self) -> Step:
         if len(self.model_fields_set) != 1:
             raise ValueError(
-                f"a step has {', '.join(sorted(self.model_fields_set)) or 'nothing'}; needed exactly one change"
+                f"got a step with {', '.join(sorted(self.model_fields_set)) or 'no operation'}, "
+                "expected exactly one operation"
             )
         if self.scale == 0:
-            raise ValueError("scale is 0; needed another number")
+            raise ValueError("got scale 0, expected another number")
         return self
 
 
 class Over(_Strict):
-    """A dim that stands for a number in names: row `k` is the tensor with the number `start + k *
-    step`.
+    """A dim that stands for a number in names: index `k` is the tensor numbered `start + k * step`.
+
+    `over`: the placeholder for that number.
     """
 
     over: str
@@ -61,28 +60,33 @@ class Over(_Strict):
 
 
 class Split(_Strict):
-    """Along `dim`, in order of `to`: of these sizes, or of equal ones."""
+    """A split along `dim` into the tensors of `to`, with these sizes or equal ones."""
 
     dim: int = 0
     sizes: tuple[Annotated[int, Field(ge=0)], ...] | None = None
 
 
 class Target(_Strict):
-    """A tensor that is made, and what is done to it last."""
+    """The name of a resulting tensor, and the steps that are applied to it last."""
 
     name: str
     steps: tuple[Step, ...] = ()
 
 
 class Rule(_Strict):
-    """What becomes of the tensors that match, in this order: `steps` of each; `concat` along a dim
-    of what several patterns match; `stack` of those that differ in a number; `unstack` or `split`;
-    the steps of each target. `pad`: dims along which the tensor that a load fills may be larger;
-    without `to`, for each tensor that matches, under its own name.
+    """What happens to the tensors that match.
 
-    `parts`: only in these; optimizer state follows the parameters of the model unless "optimizer"
-    is one of them, then the pattern is for "<parameter>/<state>". `partial`: elements may be left
-    out, or used twice. `optional`: it may match nothing.
+    Operations apply in this order: `steps` to each tensor; `concat` of the matches of several
+    patterns along a dim; `stack` of tensors that differ in a number; `unstack` or `split`; the
+    steps of each target.
+
+    `pad`: dims along which the tensor that a load fills may be larger. Without `to`, it applies to
+    each matching tensor under its own name.
+
+    `parts`: apply the rule to these parts only. Optimizer state follows the model's parameters
+    unless "optimizer" is among them; the pattern then matches "<parameter>/<state>".
+
+    `partial`: elements may be unused, or used twice. `optional`: the rule may match nothing.
     """
 
     match: tuple[str, ...] = ()
@@ -107,7 +111,7 @@ class Rule(_Strict):
     @field_validator("pad", mode="before")
     @classmethod
     def _dims_as_list(cls, value: object) -> object:
-        return [value] if type(value) is int else value  # not of True: that names no dim
+        return [value] if type(value) is int else value  # excludes bool
 
     @field_validator("to", mode="before")
     @classmethod
@@ -119,44 +123,47 @@ class Rule(_Strict):
     def _check_rule(self) -> Rule:
         patterns = self.match or self.regex
         if bool(self.match) == bool(self.regex):
-            raise ValueError("needed either match or regex")
+            raise ValueError("expected either match or regex")
         if self.drop and (self.to or self.pad):
-            raise ValueError("drop goes with neither to nor pad; needed one of them")
+            raise ValueError("got drop together with to or pad, expected one of them")
         if self.pads_only:
             if self.steps or any(
                 change is not None for change in (self.concat, self.stack, self.unstack, self.split)
             ):
                 raise ValueError(
-                    "pad without to goes with no other change; needed the name of what is made in to"
+                    "got pad and another operation, but no to; name the resulting tensor in to"
                 )
             return self
         if not self.to and not self.drop:
-            raise ValueError("needed either to or drop, or pad")
+            raise ValueError("expected to, drop or pad")
         if self.drop:
             return self
         if (len(patterns) > 1) != (self.concat is not None):
             raise ValueError(
-                f"{len(patterns)} pattern(s) and {'no ' if self.concat is None else ''}concat; needed concat with several"
+                f"got {len(patterns)} pattern(s) and {'no ' if self.concat is None else ''}concat, "
+                "expected concat if, and only if, there are several"
             )
         if self.split is not None and (
             len(self.to) < 2 or len(self.split.sizes or self.to) != len(self.to)
         ):
             raise ValueError(
-                f"split makes {len(self.split.sizes or self.to)} tensors, to names {len(self.to)}; needed as many, at least 2"
+                f"got a split into {len(self.split.sizes or self.to)} tensors "
+                f"and {len(self.to)} names in to, expected equal numbers, at least 2"
             )
         if len(self.to) > 1 and self.split is None and not all(target.steps for target in self.to):
             raise ValueError(
-                "several names in to, and no split; needed steps for each, that cut its part out"
+                "got several names in to without a split, "
+                "expected steps for each that select its elements"
             )
         if self.unstack is not None and (self.split is not None or self.stack is not None):
-            raise ValueError("unstack goes with neither split nor stack; needed one of them")
+            raise ValueError("got unstack together with split or stack, expected one of them")
         for target in self.to:
             self._check_placeholders(target.name)
         return self
 
     @property
     def pads_only(self) -> bool:
-        """Whether its tensors keep their names and their elements."""
+        """Whether the rule leaves names and elements unchanged."""
         return bool(self.pad) and not self.to
 
     def _check_placeholders(self, name: str) -> None:
@@ -165,33 +172,39 @@ class Rule(_Strict):
         if self.stack is not None:
             if self.stack.over not in available:
                 raise ValueError(
-                    f"stack over {self.stack.over!r}: the pattern does not have it; needed {{{self.stack.over}}} there"
+                    f"stack over {self.stack.over!r}: "
+                    f"expected {{{self.stack.over}}} in every pattern"
                 )
             available = available - {self.stack.over}
         if self.unstack is not None:
             if self.unstack.over in available:
                 raise ValueError(
-                    f"unstack over {self.unstack.over!r}: the pattern has it too; needed another name"
+                    f"unstack over {self.unstack.over!r}: the pattern has it too; "
+                    "choose another name"
                 )
             if self.unstack.over not in used:
                 raise ValueError(
-                    f"unstack over {self.unstack.over!r}: {name!r} does not have it; needed {{{self.unstack.over}}} there"
+                    f"unstack over {self.unstack.over!r}: "
+                    f"expected {{{self.unstack.over}}} in {name!r}"
                 )
             available = available | {self.unstack.over}
         if used - available:
             raise ValueError(
-                f"{name!r} asks for {', '.join(sorted(used - available))}; known are {', '.join(sorted(available)) or 'none'}"
+                f"{name!r}: got unknown placeholder {', '.join(sorted(used - available))}, "
+                f"expected {', '.join(sorted(available)) or 'none'}"
             )
 
     def patterns(self) -> list[re.Pattern[str]]:
+        """Return the compiled patterns."""
         return [_compile_glob(pattern) for pattern in self.match] or [
             _compile(pattern, pattern) for pattern in self.regex
         ]
 
 
 class Renames(_Strict):
-    """All rules of a source. The first rule that matches a tensor has it; `unmatched`: what becomes
-    of those that none does.
+    """All rules of a source; the first that matches a tensor applies.
+
+    `unmatched`: what happens to tensors that no rule matches.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -199,21 +212,23 @@ class Renames(_Strict):
 
 
 def parse_renames(body: bytes, *, file: str) -> Renames:
-    """The rules of a file, whose name says whether it is TOML or JSON. FormatError as in
-    `check_renames`.
+    """Parse a rules file: JSON if its name ends in .json, else TOML.
+
+    Raises FormatError as `check_renames` does.
     """
     try:
         content = (
             parse_json(body, file=file) if file.endswith(".json") else tomllib.loads(body.decode())
         )
     except ValueError as error:
-        raise FormatError(f"{file}: is no TOML: {error}") from error
+        raise FormatError(f"{file}: not valid TOML: {error}") from error
     return check_renames(content, file=file)
 
 
 def check_renames(content: object, *, file: str) -> Renames:
-    """The rules of the tables of a file, or of equal Python objects. FormatError naming the rule
-    and the key that is wrong.
+    """Validate rules given as Python objects.
+
+    Raises FormatError, naming `file`, the rule and the key that is wrong.
     """
     try:
         return Renames.model_validate(content)
@@ -226,15 +241,15 @@ def check_renames(content: object, *, file: str) -> Renames:
 
 
 def captures(match: re.Match[str]) -> dict[str, str]:
-    """What a pattern stands for in a name: by name, and by number from 1."""
+    """Return the matched text of each placeholder, by name and by number from 1."""
     named = {name.removeprefix(_STAR): value or "" for name, value in match.groupdict().items()}
     numbered = {str(number): value or "" for number, value in enumerate(match.groups(), 1)}
     return named if any(name.startswith(_STAR) for name in match.groupdict()) else numbered | named
 
 
 def substitute(name: str, values: Mapping[str, str]) -> str:
-    """A target's name with what its holes stand for; a hole that is not told stays."""
-    return _PLACEHOLDER.sub(lambda hole: values.get(hole[1], hole[0]), name)
+    """Replace placeholders in a target's name; those without a value stay."""
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), name)
 
 
 def _capture_names(pattern: re.Pattern[str]) -> set[str]:
@@ -271,4 +286,4 @@ def _compile(pattern: str, source: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{source!r} is no pattern: {error}") from error
+        raise ValueError(f"{source!r}: not a valid pattern: {error}") from error

@@ -1,7 +1,6 @@
-"""Values without children as one JSON value: what JSON has no word for becomes `{"$type": tag,
-"value": …}`.
+"""Encodes values without children; types that JSON lacks become `{"$type": tag, "value": …}`.
 
-Types are compared exactly: a subclass is another type, and is not known here.
+Types are compared exactly: a subclass is another type, and not encoded here.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import blobs
 
-_INT_BITS = 63  # beyond, other JSON readers round or refuse
+_INT_BITS = 63  # JSON readers may round or refuse larger integers
 _NAN_BITS = struct.pack(">d", math.nan).hex()
 
 
 def encode(value: Any) -> Any:
-    """JSON of a value without children, or NotImplemented if its type is not one of those known.
+    """Return the JSON of a value without children, or NotImplemented for other types.
 
-    Raises FormatError for a value of a known type that cannot be given back.
+    Raises FormatError for a value of a supported type that cannot be restored exactly.
     """
     kind = type(value)
     if value is None or kind is bool:
@@ -37,14 +36,15 @@ def encode(value: Any) -> Any:
 
 
 def decode(tag: str, value: Any) -> Any:
-    """The value that `encode` tagged, or NotImplemented for another tag. Raises FormatError,
-    TypeError, ValueError and the like.
+    """Return the value that `encode` tagged, or NotImplemented for an unknown tag.
+
+    Raises FormatError, TypeError, ValueError and similar for an invalid value.
     """
     return _DECODE[tag](value) if tag in _DECODE else NotImplemented
 
 
 def is_unicode(text: str) -> bool:
-    """False for text with lone surrogates, as os.fsdecode makes them: UTF-8 has no bytes for these."""
+    """Return whether text can be encoded as UTF-8; lone surrogates of os.fsdecode cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -65,7 +65,7 @@ def _encode_float(value: float) -> Any:
 
 
 def _float_text(value: float) -> str:
-    # A float's hex() has "x" and "p", so 16 hex digits are nothing but the bits of a nan.
+    # float.hex() contains "x" and "p", so 16 hex digits can only be the bits of a NaN.
     bits = struct.pack(">d", value).hex()
     return bits if math.isnan(value) and bits != _NAN_BITS else value.hex()
 
@@ -91,7 +91,7 @@ def _encode_range(value: range) -> Any:
 def _encode_datetime(value: datetime) -> Any:
     if value.tzinfo is not None and type(value.tzinfo) is not timezone:
         raise FormatError(
-            f"found a datetime whose tzinfo is {value.tzinfo!r}; needed none or a datetime.timezone"
+            f"got a datetime with tzinfo {value.tzinfo!r}, expected none or a datetime.timezone"
         )
     return _tagged("datetime", value.isoformat())
 
@@ -102,7 +102,7 @@ def _encode_foreign(value: Any) -> Any:
     if numpy is not None and isinstance(value, numpy.dtype):
         blobs.check_numpy_dtype(value)
         return _tagged("numpy.dtype", value.str)
-    # A user's subclass of a numpy type is not the type of its dtype.
+    # A user's subclass of a numpy type differs from the type of its dtype.
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.type is kind:
         return _encode_numpy(value)
     if torch is not None and kind is torch.dtype:
@@ -113,14 +113,15 @@ def _encode_foreign(value: Any) -> Any:
 
 
 def _encode_numpy(value: Any) -> dict[str, Any]:
-    # Text goes its own way: numpy's arrays drop the zeros at its end.
+    # Text is encoded separately: numpy arrays drop its trailing zeros.
     if isinstance(value, str):
         return _tagged("numpy.str_", _base64(value.encode(errors="surrogatepass")))
     if isinstance(value, bytes):
         return _tagged("numpy.bytes_", _base64(bytes(value)))
     if blobs.numpy_dtype(value.dtype.str).type is not type(value):  # longlong, where int64 is long
         raise FormatError(
-            f"found a numpy {type(value).__name__}; needed a type of fixed width, as {value.dtype.name}"
+            f"got a numpy {type(value).__name__}, "
+            f"expected a type of fixed width such as {value.dtype.name}"
         )
     return _tagged("numpy.scalar", [value.dtype.str, _base64(value.tobytes())])
 
@@ -152,11 +153,11 @@ def _torch_device(value: str) -> Any:
 def _path(value: list[str]) -> pathlib.PurePath:
     name, text = value
     if name not in _PATHS:
-        raise ValueError(f"unknown path class {name!r}")
+        raise ValueError(f"got unknown path class {name!r}")
     path: pathlib.PurePath
     try:
         path = getattr(pathlib, name)(text)
-    except NotImplementedError:  # a path of another system has no file system here
+    except NotImplementedError:  # another system's path can only be a pure one
         path = getattr(pathlib, f"Pure{name}")(text)
     return path
 

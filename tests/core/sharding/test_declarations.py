@@ -42,7 +42,7 @@ def test_each_rule_is_written_once() -> None:
         row((8, 8), ShardDim(0, 2048, 1), fqn=f"layers.{i}.w", ranks=range(2048)) for i in range(50)
     ]
     table = json.loads(encode_table(rows))
-    assert len(table["rules"]) == 1
+    assert len(table["shardings"]) == 1
     assert len(encode_table(rows)) < len(encode_table(rows[:1])) + 50 * 60
 
 
@@ -137,11 +137,15 @@ def test_one_name_under_two_rules_is_in_two_groups() -> None:
 def test_two_shapes_or_dtypes_are_a_mismatch_and_all_are_listed() -> None:
     here = [row((4, 2), fqn="a"), row((4,), fqn="b"), row((1,), fqn="c")]
     there = [row((5, 2), fqn="a"), row((4,), fqn="b", dtype="BF16"), row((1,), fqn="c")]
-    with pytest.raises(MismatchError, match=r"two shapes or dtypes \(2\)") as caught:
+    with pytest.raises(MismatchError, match=r"ranks disagree on shapes or dtypes \(2\)") as caught:
         check_consistent({"x": here, "y": there}, {"x": [0, 1], "y": [2]})
     assert len(caught.value.wrong) == 2
-    assert caught.value.wrong[0].startswith("model:a: rank 0 has F32 (4, 2), rank 2 has F32 (5, 2)")
-    assert caught.value.wrong[1].startswith("model:b: rank 0 has F32 (4,), rank 2 has BF16 (4,)")
+    assert caught.value.wrong[0].startswith(
+        "model:a: got F32 (4, 2) on rank 0 and F32 (5, 2) on rank 2"
+    )
+    assert caught.value.wrong[1].startswith(
+        "model:b: got F32 (4,) on rank 0 and BF16 (4,) on rank 2"
+    )
     assert all(text in str(caught.value) for text in caught.value.wrong)
 
 
@@ -149,7 +153,7 @@ def test_two_rules_are_an_unequal_overlap() -> None:
     tables = {"x": [row((4, 2), TP, fqn="a")], "y": [row((4, 2), fqn="a")]}
     with pytest.raises(
         LayoutError,
-        match=r"unequal overlap.*\n  model:a: rank 0 holds it by a whole copy.*rank 4 by dim 0 over 2 \(tp",
+        match=r"disagree on shardings.*\n  model:a: got a whole copy on each rank on rank 0 and dim 0 over 2 \(tp",
     ):
         check_consistent(tables, {"x": [4, 5], "y": [0]})
 
@@ -190,14 +194,14 @@ def test_a_missing_coordinate_is_a_gap() -> None:
     rows = [row((4, 4), ShardDim(0, 2, 1, name="tp"), fqn="a"), row((4,), fqn="b")]
     with pytest.raises(
         LayoutError,
-        match=r"gap.*\(1\):\n  model:a: no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0, 2 name it",
+        match=r"missing shards \(1\):\n  model:a: no rank holds the shard at \(1,\) of \(tp of 2\); ranks 0, 2 declare",
     ):
         complete(rows, [0, 2])
 
 
 def test_a_copy_that_is_held_in_part_is_a_gap_even_beside_a_whole_one() -> None:
     with pytest.raises(
-        LayoutError, match=r"no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0-2 name it"
+        LayoutError, match=r"no rank holds the shard at \(1,\) of \(tp of 2\); ranks 0-2 declare"
     ):
         complete([row((4, 4), ShardDim(0, 2, 1, name="tp"))], [0, 1, 2])
 

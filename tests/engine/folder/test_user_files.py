@@ -365,7 +365,7 @@ def test_cleaning_up_that_fails_is_a_warning(
     real = getattr(LocalStorage, operation)
 
     def fail(storage: LocalStorage, name: str) -> None:
-        if "gone_" in name:
+        if "trash_" in name:
             raise uc.StorageError(f"{storage.path(name)}: remove failed: Operation not permitted")
         real(storage, name)
 

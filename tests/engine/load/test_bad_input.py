@@ -350,7 +350,7 @@ DAMAGED: list[tuple[Callable[[Path], None], type[uc.CheckpointError], str]] = [
     (
         index_with_a_key_twice,
         uc.FormatError,
-        r"optimizer\.safetensors\.index\.json: key 'embed/exp_avg' occurs twice in one object",
+        r"optimizer\.safetensors\.index\.json: got key 'embed/exp_avg' twice in one object",
     ),
     (
         index_bit,
@@ -371,7 +371,7 @@ DAMAGED: list[tuple[Callable[[Path], None], type[uc.CheckpointError], str]] = [
     (
         manifest_from_the_future,
         uc.FormatError,
-        r"unified_checkpoint\.json: format version is 2\.0, this unified_ckpt reads 1\.x",
+        r"unified_checkpoint\.json: got format version 2\.0, expected 1\.x",
     ),
     (manifest_torn, uc.FormatError, r"unified_checkpoint\.json: not valid JSON"),
     (manifest_of_nothing, uc.FormatError, r"unified_checkpoint\.json: not valid JSON"),
@@ -581,13 +581,13 @@ HEADERS: dict[str, tuple[object, bytes, type[uc.CheckpointError], str]] = {
         {"a": entry(-8, 0)},
         bytes(8),
         uc.FormatError,
-        r"tensor 'a': data_offsets are \[-8, 0\]",
+        r"tensor 'a': got data_offsets \[-8, 0\]",
     ),
     "backward": (
         {"a": entry(8, 0)},
         bytes(8),
         uc.FormatError,
-        r"tensor 'a': data_offsets are \[8, 0\]; needed start <= stop",
+        r"tensor 'a': got data_offsets \[8, 0\], expected start <= stop",
     ),
     "overlap": (
         {"a": entry(0, 8), "b": entry(4, 12)},
@@ -624,7 +624,7 @@ HEADERS: dict[str, tuple[object, bytes, type[uc.CheckpointError], str]] = {
         {"a": entry(2**63, 2**63 + 8)},
         bytes(8),
         uc.FormatError,
-        r"tensor 'a': data_offsets are",
+        r"tensor 'a': got data_offsets",
     ),
     "huge shape": (
         {"a": entry(0, 8, shape=[2**62, 2**62])},
@@ -642,7 +642,7 @@ HEADERS: dict[str, tuple[object, bytes, type[uc.CheckpointError], str]] = {
         {"a": entry(0, 8, dtype="F128")},
         bytes(8),
         uc.FormatError,
-        r"tensor 'a': unknown dtype 'F128'",
+        r"tensor 'a': got unknown dtype 'F128'",
     ),
     "no object": ([1, 2], b"", uc.FormatError, r"header is a JSON list"),
 }
@@ -672,7 +672,7 @@ def test_a_header_that_claims_too_much(tmp_path: Path, claims: int) -> None:
     os.truncate(tmp_path / "model.safetensors", 200_000_000)  # sparse
     with pytest.raises(
         uc.FormatError,
-        match=rf"model\.safetensors: header claims {claims} bytes; needed 100000000 or fewer",
+        match=rf"model\.safetensors: got a header length of {claims} bytes, expected at most 100000000",
     ):
         uc.load(tmp_path, model={"a": torch.zeros(2)})
 
@@ -680,7 +680,8 @@ def test_a_header_that_claims_too_much(tmp_path: Path, claims: int) -> None:
 def test_a_header_longer_than_its_file(tmp_path: Path) -> None:
     raw_file(tmp_path / "model.safetensors", {"a": entry(0, 8)}, bytes(8), claims=99_999_999)
     with pytest.raises(
-        uc.FormatError, match=r"header claims 99999999 bytes, file has \d+; the file is cut off"
+        uc.FormatError,
+        match=r"header length of 99999999 bytes in a file of \d+; the file is truncated",
     ):
         uc.load(tmp_path, model={"a": torch.zeros(2)})
 
@@ -702,7 +703,7 @@ def test_an_index_with_a_file_name_that_is_no_text(tmp_path: Path) -> None:
     )
     with pytest.raises(
         uc.FormatError,
-        match=r"file name 'm\\ud800\.safetensors' is no Unicode text; needed a plain file name",
+        match=r"file name 'm\\ud800\.safetensors' is not valid Unicode; expected a plain file name",
     ):
         uc.load(tmp_path, model={"a": torch.zeros(2)})
 

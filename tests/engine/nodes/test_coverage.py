@@ -115,7 +115,7 @@ def test_what_is_told_grows_with_the_machines_by_their_addresses_and_not_their_t
         shape = (machines, 4)
         stored = [
             {
-                "model_fragments": {
+                "model_shards": {
                     shard_name(f"l{n}", Box((m, 0), (1, 4)), shape): TensorSpec("F32", (1, 4))
                     for n in range(layers)
                 }
@@ -133,9 +133,9 @@ def test_what_is_told_grows_with_the_machines_by_their_addresses_and_not_their_t
 
 def test_the_first_folder_is_right_about_dtype_and_shape() -> None:
     half = TensorSpec("F32", (3, 4))
-    one = inventory({"model_fragments": {"w@0:3/6,0:4/4": half}}, number=0, count=2)
+    one = inventory({"model_shards": {"w@0:3/6,0:4/4": half}}, number=0, count=2)
     for other in ({"w@3:6/6,0:4/4": TensorSpec("BF16", (3, 4))}, {"w@3:6/9,0:4/4": half}):
-        found = build_index([one, inventory({"model_fragments": other}, number=1, count=2)])
+        found = build_index([one, inventory({"model_shards": other}, number=1, count=2)])
         assert found.specs == {("model", "w"): TensorSpec("F32", (6, 4))}
         assert missing_boxes(found) == ["model:w: nobody has [3:6, 0:4]"]
         assert found.keys_in_folder(1) == []

@@ -173,7 +173,7 @@ def test_an_index_that_names_what_is_not_there(twice: Path) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_without_another_copy_the_error_names_it(once: Path, how: str) -> None:
-    (file,) = folder_of(once, 1).glob("model_fragments-00002*.safetensors")
+    (file,) = folder_of(once, 1).glob("model_shards-00002*.safetensors")
     HOW[how](file)
     found = load(once, [0, 0, 1, 1])
     if how == "flipped":
@@ -188,7 +188,7 @@ def test_without_another_copy_the_error_names_it(once: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("file", "why"),
-    [(names.MANIFEST, "not valid JSON"), ("model_fragments.safetensors.index.json", "has CRC")],
+    [(names.MANIFEST, "not valid JSON"), ("model_shards.safetensors.index.json", "has CRC")],
 )
 def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(
     once: Path, file: str, why: str
@@ -231,7 +231,7 @@ def test_fragments_stand_in_for_a_whole_copy_that_is_damaged(tmp_path: Path) -> 
     told = notes(fine(load(tmp_path, [0, 0, 1, 2], copies=2)))
     assert f"{file}: block 0 of model:w" in told
     assert f"{file}: block 1 of model:w" in told
-    (other,) = folder_of(tmp_path, 2).glob("model_fragments*.safetensors")
+    (other,) = folder_of(tmp_path, 2).glob("model_shards*.safetensors")
     flip(other)
     same_error(
         load(tmp_path, [0, 0, 1, 2], copies=2),
@@ -261,7 +261,7 @@ def test_own_disk_first(twice: Path) -> None:
 
 def test_verify_off_compares_nothing_of_other_machines_either(once: Path) -> None:
     """As with one folder: what is read is taken as it is, and no digests are asked for."""
-    (file,) = folder_of(once, 1).glob("model_fragments-00002*.safetensors")
+    (file,) = folder_of(once, 1).glob("model_shards-00002*.safetensors")
     flip(file)
     for machine in (0, 1):
         flip(folder_of(once, machine) / names.DIGESTS)

@@ -56,12 +56,12 @@ def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
 @given(folders())
 @settings(max_examples=300)
 @example(
-    {"model_fragments": {"w@0:4/8": TensorSpec("F32", (3,))}}
+    {"model_shards": {"w@0:4/8": TensorSpec("F32", (3,))}}
 )  # of another shape than its name says: a tensor of that name
 @example(
     {
         "model": {"w": TensorSpec("F32", (4,))},
-        "model_fragments": {"w@0:4/4": TensorSpec("F32", (4,))},
+        "model_shards": {"w@0:4/4": TensorSpec("F32", (4,))},
     }
 )
 def test_all_that_a_folder_stores(stored: dict[str, dict[str, TensorSpec]]) -> None:
@@ -116,7 +116,7 @@ def rows_of_machine(machine: int, machines: int, layers: int) -> dict[str, dict[
         for layer in range(layers)
         for box in boxes
     ]
-    return {"model_fragments": dict.fromkeys(names, TensorSpec("F32", (1, 5)))}
+    return {"model_shards": dict.fromkeys(names, TensorSpec("F32", (1, 5)))}
 
 
 @pytest.mark.parametrize("machines", [2, 16])
@@ -139,6 +139,6 @@ def test_numbers_of_any_size() -> None:
     most = 2**63 - 1
     box = Box((most - 2,), (2,))
     found = build_index(
-        [inventory({"model_fragments": {shard_name("w", box, (most,)): TensorSpec("I8", (2,))}})]
+        [inventory({"model_shards": {shard_name("w", box, (most,)): TensorSpec("I8", (2,))}})]
     )
     assert found.layout(("model", "w")).boxes_in_folder(0) == [(box, 0, True)]

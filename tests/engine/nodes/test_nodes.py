@@ -159,13 +159,13 @@ def test_what_is_stored_whole_and_what_in_fragments(tmp_path: Path) -> None:
             assert sorted(whole.parts) == ["model", "optimizer"]
             assert sorted(rows.parts) == [
                 "model",
-                "model_fragments",
+                "model_shards",
                 "optimizer",
-                "optimizer_fragments",
+                "optimizer_shards",
             ]
             assert sorted(rows["model"]) == ["empty", "zero"]
             low = 300 * machine
-            assert sorted(name for name in rows["model_fragments"] if name.startswith("big")) == [
+            assert sorted(name for name in rows["model_shards"] if name.startswith("big")) == [
                 f"big@{low}:{low + 150}/600,0:450/450",
                 f"big@{low + 150}:{low + 300}/600,0:450/450",
             ]

@@ -364,7 +364,7 @@ def mend_on(storage: LocalStorage, good: Path) -> uc.RepairReport:
 
 def check_no_worse(folder: Path, before: dict[str, bytes], right: dict[str, bytes]) -> None:
     for name, held in body(folder).items():
-        assert held in (before.get(name), right.get(name)) or name.startswith(".mending-"), name
+        assert held in (before.get(name), right.get(name)) or name.startswith(".repair-"), name
     assert before.keys() <= body(folder).keys()
 
 
@@ -414,7 +414,7 @@ def test_a_disk_that_fills_up_at_any_write(folder: Path, good: Path, tmp_path: P
         with pytest.raises(StorageError, match="No space left on device"):
             mend_on(FullStorage(str(root), at), good)
         check_no_worse(root, before, right)
-        assert not [name for name in os.listdir(root) if name.startswith(".mending-")]
+        assert not [name for name in os.listdir(root) if name.startswith(".repair-")]
         shutil.rmtree(root.parent)
 
 

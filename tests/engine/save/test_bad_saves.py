@@ -65,7 +65,7 @@ def test_a_gap_between_ranks(tmp_path: Path) -> None:
         {"model": {"w": BIG, "v": BIG}, "layout": BY_ROW},
         {"model": {"v": BIG}, "layout": BY_ROW},
     )
-    text = r"gap: the ranks do not hold whole tensors \(1\):\n  model:w: no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0 name it"
+    text = r"tensors with missing shards \(1\):\n  model:w: no rank holds the shard at \(1,\) of \(tp of 2\); ranks 0 declare the tensor"
     saves_fail(tmp_path, uc.LayoutError, text, one, none)
 
 
@@ -77,12 +77,12 @@ def test_an_unequal_overlap(tmp_path: Path) -> None:
     whole["model"] = {"w": BIG, "v": torch.zeros(2)}
     half["model"] = {"w": BIG[:4], "v": torch.zeros(2)}
     half["layout"] = uc.Layout({"tp": 2}, {"w": {"tp": 0}, "v*": {"tp": 0}})
-    text = r"(?s)unequal overlap: one name is held by two rules \(1\):.*model:w: rank 0 holds it by dim 0 over 2 .*, rank 1 by a whole copy"
+    text = r"(?s)ranks disagree on shardings \(1\):.*model:w: got dim 0 over 2 .* on rank 0 and a whole copy on each rank on rank 1"
     saves_fail(tmp_path, uc.LayoutError, text, half, whole)
 
 
 def test_one_name_with_two_shapes(tmp_path: Path) -> None:
-    text = r"(?s)two shapes or dtypes \(1\):.*model:w: rank 0 has F32 \(8, 40000\), rank 1 has F32 \(7, 40000\)"
+    text = r"(?s)ranks disagree on shapes or dtypes \(1\):.*model:w: got F32 \(8, 40000\) on rank 0 and F32 \(7, 40000\) on rank 1"
     saves_fail(tmp_path, uc.MismatchError, text, {"model": {"w": BIG}}, {"model": {"w": BIG[:7]}})
 
 
@@ -111,15 +111,13 @@ def test_a_mesh_of_the_wrong_size(tmp_path: Path, size: int) -> None:
     saves_fail(
         tmp_path,
         uc.LayoutError,
-        rf"Layout mesh dp {size} has {size} places; the world has 2 ranks",
+        rf"Layout mesh dp {size}: got {size} positions, expected 2,",
         mine,
         mine,
     )
     uc.save(tmp_path / "c", model={"w": torch.zeros(8)})
     target = {"w": torch.ones(8)}
-    with pytest.raises(
-        uc.LayoutError, match=r"Layout mesh dp 3 has 3 places; the world has 1 ranks"
-    ):
+    with pytest.raises(uc.LayoutError, match=r"Layout mesh dp 3: got 3 positions, expected 1,"):
         uc.load(tmp_path / "c", model=target, layout=uc.Layout({"dp": 3}, {}))
 
 
@@ -148,11 +146,11 @@ def test_parts_that_are_not_chunks(tmp_path: Path) -> None:
 
 def test_a_part_that_is_called_like_one_of_fragments(tmp_path: Path) -> None:
     """Over several folders its tensors would be taken for pieces."""
-    ema = {"parts": {"ema_fragments": {"q@0:2/4": torch.ones(2)}}}
+    ema = {"parts": {"ema_shards": {"q@0:2/4": torch.ones(2)}}}
     saves_fail(
         tmp_path,
         uc.FormatError,
-        "part name 'ema_fragments' ends like those of fragments, _fragments; choose another",
+        "part name 'ema_shards' ends like those of shards, _shards; choose another",
         ema,
         ema,
     )
@@ -510,7 +508,7 @@ def test_a_step_that_is_none(tmp_path: Path, step: object) -> None:
         (
             {"model": {"w": BIG}, "parts": {"extra": {"w": BIG}}},
             uc.FormatError,
-            r"part name 'extra' is taken by a file",
+            r"part name: got 'extra', which is reserved",
         ),
         (
             {"model": {"w": BIG}, "optimizer": {"w": BIG}},
@@ -616,7 +614,7 @@ def test_a_checkpoint_of_a_newer_version_in_the_way(folder: Path, if_exists: str
     saves_fail(
         folder.parent,
         uc.FormatError,
-        r"unified_checkpoint\.json: format version is 2\.\d",
+        r"unified_checkpoint\.json: got format version 2\.\d",
         mine,
         mine,
         path=lambda _: folder,

@@ -414,16 +414,16 @@ def test_all_is_on_the_disk_before_it_is_published(
     renamed = max(
         i
         for i, what in enumerate(done)
-        if what[0] in ("rename", "exchange") and "-gone_" not in what[-1]
+        if what[0] in ("rename", "exchange") and "-trash_" not in what[-1]
     )
     assert ["sync_folder", ""] in done[renamed + 1 :]
     removed = [
         i
         for i, what in enumerate(done)
-        if what[0] in ("remove_folder", "remove_file") and what[1].startswith(".unified-gone_")
+        if what[0] in ("remove_folder", "remove_file") and what[1].startswith(".unified-trash_")
     ]
     assert bool(removed) == replace
-    removed += [i for i, what in enumerate(done) if what[0] == "rename" and "-gone_" in what[-1]]
+    removed += [i for i, what in enumerate(done) if what[0] == "rename" and "-trash_" in what[-1]]
     assert all(["sync_folder", ""] in done[renamed + 1 : i] for i in removed)
 
 

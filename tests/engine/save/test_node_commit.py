@@ -254,13 +254,13 @@ def test_attach_extra_and_metrics(tmp_path: Path, background: bool) -> None:
         assert (folder / "config.json").read_text() == "{}"
         told = json.loads((folder / names.MANIFEST).read_text())
         assert (told["metrics"], told["step"]) == ({"loss": 0.5}, 4)
-        assert told["island"] == {
+        assert told["node_group"] == {
             "number": machine,
             "count": 2,
             "ranks": [2 * machine, 2 * machine + 1],
             "world_size": 4,
             "totals": {"model": [3, 4 * (500 * 90 + 900 + 5)]},
-            "copies": [],
+            "replicas": [],
         }
         assert uc.verify(folder, deep=True).ok
     assert (

@@ -182,7 +182,7 @@ def test_fragments_are_copied_as_often_as_asked(tmp_path: Path, copies: int) -> 
         wanted = {}
         for source in ((machine - step) % 3 for step in range(1, copies)):
             there = folder_of(tmp_path, source)
-            files = there.glob("*_fragments*.safetensors")
+            files = there.glob("*_shards*.safetensors")
             wanted |= {f"{source}/{file.name}": file.stat().st_size for file in files}
             for file in wanted:
                 if file.startswith(f"{source}/"):
@@ -340,15 +340,15 @@ def test_damage_in_the_original_and_in_the_copy(tmp_path: Path) -> None:
     """
     case, machines = case_of("rows over machines", 2, 1), places(2, 1)
     save_each(case, tmp_path, machines, twice())
-    original = folder_of(tmp_path, 1) / "model_fragments.safetensors"
-    copy = folder_of(tmp_path, 0) / names.REPLICAS / "1" / "model_fragments.safetensors"
+    original = folder_of(tmp_path, 1) / "model_shards.safetensors"
+    copy = folder_of(tmp_path, 0) / names.REPLICAS / "1" / "model_shards.safetensors"
     spoil(original, -5)
     spoil(copy, len(copy.read_bytes()) // 2)
     reports = loads_without(case, tmp_path, machines, [])
     assert any("has CRC" in note for report in reports for note in report.notes)
     problems = uc.verify(folder_of(tmp_path, 0), deep=True).problems
     assert len(problems) == 1
-    assert problems[0].startswith("replicas/1: model_fragments:")
+    assert problems[0].startswith("replicas/1: model_shards:")
     assert len(uc.verify(folder_of(tmp_path, 1), deep=True).problems) == 1
     spoil(copy, -5)
     for found in load_case(case, case.saved, machines, lost(tmp_path, machines, [])):
@@ -413,7 +413,7 @@ class Rotten(LocalStorage):
 
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         if name.endswith(names.MANIFEST) and names.REPLICAS not in name:
-            for file in Path(self.path(name)).parent.glob("model_fragments*.safetensors"):
+            for file in Path(self.path(name)).parent.glob("model_shards*.safetensors"):
                 spoil(file, -7)
         super().write_at(name, start, buffers)
 
@@ -610,11 +610,13 @@ def test_another_layout_and_another_number(tmp_path: Path) -> None:
                         made.save(place, model=state, layout=layout, step=step, options=options)
                     continue
                 made.save(place, model=state, layout=layout, step=step, options=options)
-                kept = sorted(json.loads((place / names.MANIFEST).read_text())["island"]["copies"])
+                kept = sorted(
+                    json.loads((place / names.MANIFEST).read_text())["node_group"]["replicas"]
+                )
                 assert kept == sorted((comm.rank - n) % 3 for n in range(1, copies))
                 for number in kept:
                     one = place / names.REPLICAS / str(number)
-                    index = json.loads((one / names.index_name("model_fragments")).read_text())
+                    index = json.loads((one / names.index_name("model_shards")).read_text())
                     assert {name[0] for name in index["weight_map"]} == set(keys)
                 assert (place / names.REPLICAS).exists() == (copies > 1)
 

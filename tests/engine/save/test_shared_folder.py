@@ -271,8 +271,7 @@ def test_two_folders_of_two_machines_each(tmp_path: Path) -> None:
 
     run_ranks(4, act)
     assert [
-        len(list((tmp_path / f"pair-{i}" / NAME).glob("model_fragments*.safetensors")))
-        for i in (0, 1)
+        len(list((tmp_path / f"pair-{i}" / NAME).glob("model_shards*.safetensors"))) for i in (0, 1)
     ] == [2, 2]
 
 

@@ -229,7 +229,7 @@ def test_what_is_left_of_a_removal_that_failed_half_way_goes_after_the_next_save
     monkeypatch.setattr(LocalStorage, "remove_folder", busy)
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
         manager.save(2, **state(2))
-        (left,) = (name for name in os.listdir(tmp_path) if name.startswith(".unified-gone_"))
+        (left,) = (name for name in os.listdir(tmp_path) if name.startswith(".unified-trash_"))
         assert left.endswith("-checkpoint-1")
         (warned,) = warnings_of(caplog)
         assert warned.startswith(

@@ -74,7 +74,7 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
         (lambda f: (f / names.MANIFEST).write_text("{"), "unified_checkpoint.json: not valid JSON"),
         (
             lambda f: (f / names.MANIFEST).write_bytes(sealed({"format_version": "9.0"})),
-            "unified_checkpoint.json: format version is 9.0",
+            "unified_checkpoint.json: got format version 9.0",
         ),
     ],
 )

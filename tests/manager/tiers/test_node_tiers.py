@@ -192,7 +192,7 @@ def test_frequent_ones_stay_on_the_machines_and_due_ones_are_merged(
         json.loads((disk / "checkpoint-23" / "unified_checkpoint.json").read_text())
         for disk in job.disks
     ]
-    assert [one["island"]["number"] for one in manifests] == [0, 1]
+    assert [one["node_group"]["number"] for one in manifests] == [0, 1]
     assert all((disk / MARKER).exists() for disk in job.disks)
 
 
@@ -311,7 +311,7 @@ def test_fewer_machines_and_one_machine(tmp_path: Path) -> None:
 def test_damage_on_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
-    for file in (job.disks[1] / "checkpoint-13").glob("*fragments*.safetensors"):
+    for file in (job.disks[1] / "checkpoint-13").glob("*_shards*.safetensors"):
         flip(file.parent, file.name)
     assert job.restored() == 10
     (job.disks[1] / "checkpoint-13" / "unified_checkpoint.json").unlink()
@@ -526,9 +526,9 @@ def record_of(step: int, save_id: str | None, *parts: str) -> StepRecord:
 
 
 def test_folders_of_one_save_are_one_step() -> None:
-    first = [record_of(3, "a", "model", "model_fragments"), record_of(4, "b", "model")]
+    first = [record_of(3, "a", "model", "model_shards"), record_of(4, "b", "model")]
     second = [
-        record_of(3, "a", "model_fragments", "optimizer_fragments"),
+        record_of(3, "a", "model_shards", "optimizer_shards"),
         record_of(4, None),
         record_of(5, None),
     ]
@@ -611,7 +611,7 @@ def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path:
     run_ranks(4, save)
     (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
     shutil.rmtree(job.disks[0] / "checkpoint-1")
-    lose = next((job.disks[1] / "checkpoint-3").glob("model_fragments*.safetensors"))
+    lose = next((job.disks[1] / "checkpoint-3").glob("model_shards*.safetensors"))
     lose.unlink()
 
     def look(comm: Comm) -> tuple[list[int | None], int | None, list[int | None]]:

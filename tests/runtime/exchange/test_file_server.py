@@ -301,7 +301,7 @@ def test_repeated_loads_leave_no_threads_or_files(tmp_path: Path) -> None:
 
 def test_failed_load_leaves_no_threads_or_files(tmp_path: Path) -> None:
     save_halves(tmp_path)
-    (file,) = folder_of(tmp_path, 1).glob("model_fragments*.safetensors")
+    (file,) = folder_of(tmp_path, 1).glob("model_shards*.safetensors")
     body = bytearray(file.read_bytes())
     body[-1] ^= 1
     file.write_bytes(body)

@@ -1,1 +1,1 @@
-"""TODO package."""
+"""Knows what nodes hold, copy and write when they share no folder; knows no network."""

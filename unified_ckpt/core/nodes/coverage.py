@@ -1,6 +1,4 @@
-"""Which elements of stored tensors recipes take, as boxes: whether several of them together take
-each one once.
-"""
+"""Checks that recipes together use each element of the stored tensors exactly once."""
 
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.reshape import copy_count, reshape_map
 from unified_ckpt.errors import FormatError
 
-# where a recipe takes more, no gap and no overlap are told apart: only elements are counted
-_MAX_BOXES = 2048
+_MAX_BOXES = 2048  # of one reshape; with more, the check is skipped
 
 
 def check_used_once(recipes: Sequence[Recipe]) -> None:
-    """FormatError where an element of what they are made of is in none of them, or in two; tensors
-    of no elements are in any.
+    """Raise FormatError if an element of their stored tensors is unused, or used twice.
+
+    Tensors without elements always pass.
     """
     boxes: dict[Key, list[Box]] = {}
     shapes: dict[Key, tuple[int, ...]] = {}
@@ -50,7 +48,8 @@ def check_used_once(recipes: Sequence[Recipe]) -> None:
         gap = next(coverage_gaps(shapes[key], used_boxes), None)
         if gap is not None:
             raise FormatError(
-                f"leaves out box {gap.offsets} + {gap.shape} of {':'.join(key)}, of shape {shapes[key]}"
+                f"leaves out box {gap.offsets} + {gap.shape} "
+                f"of {':'.join(key)}, of shape {shapes[key]}"
             )
         if sum(box.numel for box in used_boxes) != prod(shapes[key]):
             raise FormatError(
@@ -59,7 +58,7 @@ def check_used_once(recipes: Sequence[Recipe]) -> None:
 
 
 def _used_boxes(recipe: Recipe, box: Box) -> Iterator[tuple[Stored, Box] | None]:
-    """Boxes of stored tensors; None where there are too many of them."""
+    """Yield the boxes of stored tensors that `box` of a recipe uses; None if there are too many."""
     match recipe:
         case External():
             return

@@ -1,9 +1,9 @@
-"""Machines that do not see each other's folder: what each can store whole, and what it can only
-store in fragments.
+"""Node groups: what each can store whole, and what it stores as shards.
 
-An island is the ranks of one machine, or of several that share a folder. A tensor of which an
-island holds a whole copy is stored there as anywhere; of another, each box that a rank holds is a
-tensor of its own, a fragment, and several islands complete each other.
+A node group is a set of ranks that share a folder other ranks do not see: those of one node, or of
+several. A tensor of which a group holds a whole copy is stored there as usual. Of any other tensor,
+each box that a rank holds is stored as a tensor of its own, a *shard*; the groups complete each
+other.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from unified_ckpt.core.sharding.boxes import Box, full_box, intersect
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 
-SHARD_SUFFIX = "_fragments"  # ends the name of a part that holds fragments of another
-# one way to write a number, so that a name can be made again of what it says
-_COUNT = "(?:0|[1-9][0-9]{0,18})"
+SHARD_SUFFIX = "_shards"  # ends the name of a part that holds shards of another part
+_COUNT = "(?:0|[1-9][0-9]{0,18})"  # without leading zeros: a box has exactly one name
 _SPAN = f"{_COUNT}:{_COUNT}/{_COUNT}"
 _BOX = re.compile(rf"(.*)@({_SPAN}(?:,{_SPAN})*)", re.DOTALL)
 _MAX_SIZE = 2**63  # of a dim, as in any safetensors file
@@ -29,22 +28,20 @@ _MAX_SIZE = 2**63  # of a dim, as in any safetensors file
 def group_sharding(
     sharding: Sharding, members: Sequence[int], group_ranks: Sequence[int]
 ) -> Sharding | None:
-    """The rule among the ranks of an island, by index in `group_ranks`; None where they do not hold
-    a whole copy between them.
+    """Return the sharding within a node group, or None if the group holds no whole copy.
 
-    `members`: the ranks of the island that hold a part, as the rule counts ranks. A copy that the
-    island holds in part is left out.
+    Ranks of the result are indices in `group_ranks`. `members`: the ranks of the group that hold a
+    shard. Replicas that the group holds only in part are omitted.
     """
     if not sharding.shard_dims:
         return sharding
     index = {rank: i for i, rank in enumerate(group_ranks)}
-    index_by_replica: dict[int, dict[tuple[int, ...], int]] = {}  # copy -> coordinates -> index
+    index_by_replica: dict[int, dict[tuple[int, ...], int]] = {}  # replica -> coordinates -> index
     for rank in members:
         position = sharding.position(rank)
         if position is not None:
-            index_by_replica.setdefault(sharding.replica_id(position), {})[
-                sharding.coordinates(position)
-            ] = index[rank]
+            by_coordinates = index_by_replica.setdefault(sharding.replica_id(position), {})
+            by_coordinates[sharding.coordinates(position)] = index[rank]
     sizes = [shard_dim.size for shard_dim in sharding.shard_dims]
     replicas = [
         index_by_coordinates
@@ -60,27 +57,20 @@ def group_sharding(
     )
     strides = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
     shard_dims = tuple(
-        ShardDim(
-            source_dim.dim,
-            source_dim.size,
-            stride,
-            source_dim.sections,
-            source_dim.chunk_length,
-            source_dim.name,
-        )
-        for source_dim, stride in zip(sharding.shard_dims, strides, strict=True)
+        ShardDim(dim.dim, dim.size, stride, dim.sections, dim.chunk_length, dim.name)
+        for dim, stride in zip(sharding.shard_dims, strides, strict=True)
     )
     return Sharding(shard_dims, ranks)
 
 
 def shard_name(fqn: str, box: Box, shape: Sequence[int]) -> str:
-    """Rows 4 to 8 of the matrix `w` of 32 rows and 16 columns: `"w@4:8/32,0:16/16"`."""
+    """Return the name of a shard: rows 4 to 8 of a 32 x 16 matrix `w` are `"w@4:8/32,0:16/16"`."""
     spans = zip(box.offsets, box.shape, shape, strict=True)
     return f"{fqn}@" + ",".join(f"{low}:{low + n}/{size}" for low, n, size in spans)
 
 
 def parse_shard_name(name: str) -> tuple[str, Box, tuple[int, ...]] | None:
-    """The inverse: name, box and global shape of the tensor. None for a name that is no fragment's."""
+    """Return the tensor name, box and global shape in a shard's name, or None for other names."""
     match = _BOX.fullmatch(name)
     if match is None:
         return None
@@ -97,16 +87,15 @@ def parse_shard_name(name: str) -> tuple[str, Box, tuple[int, ...]] | None:
 
 
 def base_key(key: Key) -> Key:
-    """Part and name of the tensor that a fragment belongs to; the key itself of a tensor that is
-    stored whole.
-    """
+    """Return the key of the tensor that a shard belongs to; other keys are returned unchanged."""
     parsed = parse_shard_name(key[1]) if key[0].endswith(SHARD_SUFFIX) else None
     return key if parsed is None else (key[0].removesuffix(SHARD_SUFFIX), parsed[0])
 
 
 def coverage_gaps(shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[Box]:
-    """What of a tensor lies in none of the boxes, in disjoint boxes, as it is found: whoever wants
-    to know of one need not wait for all.
+    """Yield the regions of a tensor that no box covers, as disjoint boxes.
+
+    They are computed lazily: the first gap does not wait for the others.
     """
     distinct = {box for box in boxes if box.numel}
     tensor_box = full_box(shape)
@@ -119,8 +108,9 @@ def coverage_gaps(shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[Box]:
 def _gap_spans(
     boxes: Collection[Box], shape: Sequence[int], dim: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The same by spans of `dim` and the dims after it. Sweeps along `dim`: between two edges of
-    boxes, the dims after it decide.
+    """Yield the gaps as spans of `dim` and the dims after it.
+
+    Sweeps along `dim`; between two edges of boxes, the later dims decide.
     """
     if not boxes:
         yield tuple((0, n) for n in shape[dim:])
@@ -133,10 +123,8 @@ def _gap_spans(
         *(box.offsets[dim] + box.shape[dim] for box in boxes),
     } - {shape[dim]}
     active: list[Box] = []
-    span_start, open_spans = (
-        0,
-        list[tuple[tuple[int, int], ...]](),
-    )  # holes in the dims after it, from element `since` to here
+    span_start = 0
+    open_spans = list[tuple[tuple[int, int], ...]]()  # gaps in the later dims since `span_start`
     for edge in sorted(edges):
         active = [box for box in active if box.offsets[dim] + box.shape[dim] > edge]
         while pending and pending[-1].offsets[dim] == edge:
@@ -157,35 +145,28 @@ def _is_full_after(box: Box, shape: Sequence[int], dim: int) -> bool:
 
 
 def subtract_box(box: Box, removed: Box) -> list[Box]:
-    """The box less what it shares with the hole."""
+    """Return `box` without the elements of `removed`, as disjoint boxes."""
     shared = intersect(box, removed)
     if shared is None:
         return [box]
     pieces: list[Box] = []
     offsets, shape = list(box.offsets), list(box.shape)
     for d in range(len(shape)):
-        n_before, n_after = (
-            shared.offsets[d] - offsets[d],
-            offsets[d] + shape[d] - shared.offsets[d] - shared.shape[d],
-        )
+        shared_stop = shared.offsets[d] + shared.shape[d]
+        n_before = shared.offsets[d] - offsets[d]
+        n_after = offsets[d] + shape[d] - shared_stop
         if n_before:
             pieces.append(Box(tuple(offsets), (*shape[:d], n_before, *shape[d + 1 :])))
         if n_after:
-            first = shared.offsets[d] + shared.shape[d]
-            pieces.append(
-                Box(
-                    (*offsets[:d], first, *offsets[d + 1 :]), (*shape[:d], n_after, *shape[d + 1 :])
-                )
-            )
+            after_offsets = (*offsets[:d], shared_stop, *offsets[d + 1 :])
+            pieces.append(Box(after_offsets, (*shape[:d], n_after, *shape[d + 1 :])))
         offsets[d], shape[d] = shared.offsets[d], shared.shape[d]
     return pieces
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Ranks that save together. `number`: among `count` islands; `ranks`: as the whole job counts
-    them, ascending.
-    """
+    """The ranks that share a folder: group `number` of `count`; `ranks`: global, ascending."""
 
     number: int
     count: int

@@ -1,8 +1,6 @@
-"""Which machine takes a copy of which file, so that everything that a save stores is on as many
-machines as the caller wants. Pure.
+"""Decides which node copies which files, so that each unit of a save is on enough nodes.
 
-A unit is what is counted: a whole tensor, or all fragments of a file. Files of several machines may
-hold the same unit.
+A *unit* is a whole tensor, or all shards in a file. Files of several nodes may hold the same unit.
 """
 
 from __future__ import annotations
@@ -10,21 +8,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-StoredFiles = Mapping[
-    str, str
-]  # of a machine: file -> name of what it holds; equal names, equal units
-CopyPlan = dict[int, list[str]]  # of a machine: machine to copy from -> files, sorted
+StoredFiles = Mapping[str, str]  # of a node: file -> name of its content; equal names, equal units
+CopyPlan = dict[int, list[str]]  # of a node: node to copy from -> files, sorted
 
 
 def place_replicas(
     stored_files: Sequence[StoredFiles], units_of: Mapping[str, Sequence[str]], *, copies: int
 ) -> list[CopyPlan]:
-    """For each machine what it copies. `units_of`: by the names that the holdings give.
+    """Return what each node copies, so that each unit is on `copies` nodes.
 
-    Every machine is copied from by the `copies` - 1 after it, of which some may want no file: each
-    also has what is its ranks' own. A unit that fewer machines have goes on to the next ones that
-    lack it. Of several machines that have it, one gives it; which one is drawn, so that all give
-    about as much.
+    `units_of`: units by the content names in `stored_files`.
+
+    The `copies` - 1 nodes after a node copy from it, even if only files that no unit counts. A unit
+    on too few nodes goes to the next nodes that lack it. If several nodes have it, a hash picks the
+    source, so that all nodes send about as much.
     """
     count = len(stored_files)
     copy_plans: list[CopyPlan] = [
@@ -44,7 +41,7 @@ def place_replicas(
         for file, name in files_of_node.items()
         if any(nodes_by_unit[unit].bit_count() < copies for unit in units_of[name])
     ]
-    for node, file, name in sorted(sources, key=lambda one: _tie_break(one[0], one[2])):
+    for node, file, name in sorted(sources, key=lambda source: _tie_break(source[0], source[2])):
         targets = _choose_targets(
             node, [nodes_by_unit[unit] for unit in units_of[name]], count=count, copies=copies
         )
@@ -60,9 +57,7 @@ def place_replicas(
 
 
 def _choose_targets(source: int, masks: Sequence[int], *, count: int, copies: int) -> int:
-    """The machines after the giver, as a mask, that bring every one of the masks to as many
-    machines as there are to be copies.
-    """
+    """Return the nodes after `source`, as a bit mask, that bring each mask to `copies` nodes."""
     targets = 0
     for mask in dict.fromkeys(masks):
         step = 1

@@ -1,10 +1,9 @@
-"""Which machine writes which bytes of a file that several machines write to. Pure.
+"""Decides which node writes which bytes of a file that several nodes write.
 
-How bytes could be lost: a network file system keeps whole pages of a file on each machine, and two
-machines that write different bytes of one page give each other's bytes back as they were. So a file
-is cut into blocks, and each block is written by one machine: by the rank whose bytes fill it, or,
-where bytes of several ranks meet in it, by a rank that all of them find by the same rule, to which
-they are sent.
+How bytes could be lost: a network file system caches whole pages on each node. Two nodes that write
+different bytes of one page overwrite each other's bytes with stale ones. A file is therefore
+divided into blocks, and one node writes each block. If one rank's bytes fill a block, that rank
+writes it. Otherwise all ranks compute the same writer and send it their bytes.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-ANY_BYTE = 1  # bytes of a block: every border is one, nothing is sent
-WHOLE_FILES = 0  # a file is one block
-_MAX_WRITERS = 64  # machines to which blocks are sent: bounds the connections of a rank
+ANY_BYTE = 1  # as a block size: any two nodes may write adjacent bytes; nothing is sent
+WHOLE_FILES = 0  # as a block size: one node writes a whole file
+_MAX_WRITERS = 64  # nodes that blocks are sent to; limits the connections of a rank
 
 
 @dataclass(frozen=True)
 class WriteAlignment:
-    """A folder that the ranks of several machines see. `nodes`: of each rank. `block_nbytes`:
-    also NO_BLOCKS or WHOLE_FILES.
+    """The write rule of a folder that ranks of several nodes share.
+
+    `nodes`: the node of each rank. `block_nbytes`: bytes of a block, or ANY_BYTE or WHOLE_FILES.
     """
 
     nodes: tuple[int, ...]
@@ -30,23 +30,23 @@ class WriteAlignment:
 
     @cached_property
     def _ranks_by_node(self) -> list[list[int]]:
-        """The ranks of each machine, machines in order."""
+        """The ranks of each node, ordered by node."""
         ranks_by_node: dict[int, list[int]] = {}
         for rank, node in enumerate(self.nodes):
             ranks_by_node.setdefault(node, []).append(rank)
         return [ranks_by_node[node] for node in sorted(ranks_by_node)]
 
     def same_node(self, rank: int, other: int) -> bool:
-        """Whether two ranks are on one machine."""
+        """Return whether two ranks are on one node."""
         return self.nodes[rank] == self.nodes[other]
 
     def split_by_writer(
         self, file: str, start: int, stop: int, *, exclusive_range: tuple[int, int], rank: int
     ) -> Iterator[tuple[int, int, int]]:
-        """Bytes [start, stop) that `rank` has, as (start, stop, the rank that writes them).
+        """Yield bytes [start, stop) of `rank` as (start, stop, rank that writes them).
 
-        `exclusive_range`: bytes around them of which all are that rank's and none is another's.
-        Blocks that lie in it go to nobody else.
+        `exclusive_range`: the surrounding bytes that all belong to `rank`. It writes the blocks
+        within them itself.
         """
         low, high = self._whole_blocks(exclusive_range)
         if low >= high:
@@ -60,9 +60,8 @@ class WriteAlignment:
         if self.block_nbytes == WHOLE_FILES:
             return 0, 0
         low, high = exclusive_range
-        return -(
-            -low // self.block_nbytes
-        ) * self.block_nbytes, high // self.block_nbytes * self.block_nbytes
+        size = self.block_nbytes
+        return -(-low // size) * size, high // size * size
 
     def _split_by_block(
         self, file: str, start: int, stop: int, rank: int
@@ -74,20 +73,15 @@ class WriteAlignment:
             start = border
 
     def _writer(self, file: str, block: int, rank: int) -> int:
-        """On the machine that writes the block: `rank` itself if it is there, else one of those
-        there, in turns.
-        """
-        node_ranks = self._ranks_by_node[
-            zlib.crc32(f"{file}/{block}".encode()) % min(len(self._ranks_by_node), _MAX_WRITERS)
-        ]
+        """Return a rank on the node that writes the block: `rank` itself if it is there."""
+        node_count = min(len(self._ranks_by_node), _MAX_WRITERS)
+        node_ranks = self._ranks_by_node[zlib.crc32(f"{file}/{block}".encode()) % node_count]
         return rank if rank in node_ranks else node_ranks[rank % len(node_ranks)]
 
 
-# What two machines may do at once in one file, by the type that the kernel gives a file system. One
-# kernel, or caches that the file system
-# itself keeps alike on all machines: any bytes. Whole pages in each machine's cache: apart by
-# blocks. All else, FUSE above all (some
-# upload whole files again): a file is one machine's.
+# File system types, as the kernel names them, by what two nodes may safely do at once in one file.
+# Local, or with coherent caches: write any bytes. With a page cache on each node: write different
+# blocks. All others, FUSE above all (some upload whole files again): nothing.
 _COHERENT = frozenset(
     [
         "apfs",
@@ -114,19 +108,18 @@ _COHERENT = frozenset(
     ]
 )
 _PAGE_CACHED = frozenset(["nfs", "nfs4", "cifs", "smb3", "afs", "beegfs"])
-_PAGE_CACHED_BLOCK_NBYTES = 1 << 20  # pages of up to 64 KiB, and larger folios of late kernels
+_PAGE_CACHED_BLOCK_NBYTES = 1 << 20  # pages of up to 64 KiB, and larger folios of recent kernels
 
 
 def is_slow(fs_type: str) -> bool:
-    """Whether one server, or a link to one, may bound what all machines together read from such a
-    file system.
-    """
+    """Return whether one server, or the link to it, may limit what all nodes read together."""
     return fs_type not in _COHERENT
 
 
 def alignment_nbytes(fs_types: Sequence[str]) -> int:
-    """The bytes of a block on a volume that the machines see as these types of file systems: what
-    the strictest of them needs.
+    """Return the block size for a folder that nodes see as these file system types.
+
+    The strictest of them decides.
     """
     if all(fs_type in _COHERENT for fs_type in fs_types):
         return ANY_BYTE

@@ -1,9 +1,8 @@
-"""What ranks do for each other: tiles (bounded buffers that one rank moves and several fill or
-empty), planned alike on every rank.
+"""Plans what ranks read and write on behalf of each other; every rank computes the same plan.
 
-The same plan serves both ways. Saving, the parties of a tile fill it and its mover writes it;
-loading, the mover reads it and the parties empty it. Bytes that concern nobody but their mover are
-`Extent`s and pass through no buffer.
+A *tile* is a bounded buffer. At a save its members fill it and its `io_rank` writes it to the file.
+At a load the `io_rank` reads it and the members empty it. Bytes that concern the `io_rank` alone
+are `Extent`s and pass through no buffer.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes [start, stop) of a tensor that lie contiguous at byte `local_offset` of the mover's own
-    part.
-    """
+    """Bytes [start, stop) of a tensor, contiguous at byte `local_offset` of the rank's shard."""
 
     decl_index: int
     start: int
@@ -32,8 +29,9 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class TileRange:
-    """Bytes [start, stop) of a tensor, whole lines, at byte `tile_offset` of a tile;
-    `first_local_slab` counts in the parties' parts.
+    """Whole slabs of a tensor, bytes [start, stop), at byte `tile_offset` of a tile.
+
+    `first_local_slab`: index of the first slab in the members' local tensors.
     """
 
     decl_index: int
@@ -48,7 +46,7 @@ class TileRange:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One filling of a mover's buffer; `number` counts up from 0 per mover."""
+    """One filling of the buffer of `io_rank`; `number` counts from 0 for each `io_rank`."""
 
     io_rank: int
     number: int
@@ -58,8 +56,10 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class RankIO:
-    """One rank's part: what it moves alone, the tiles that it moves, and all tiles, own ones
-    included, that it is a party to.
+    """The reads or writes of one rank.
+
+    `extents`: without a buffer. `io_tiles`: tiles that this rank reads or writes. `member_tiles`:
+    all tiles, its own included, that it fills or empties.
     """
 
     extents: tuple[Extent, ...]
@@ -67,8 +67,9 @@ class RankIO:
     member_tiles: tuple[Tile, ...]
 
     def partners(self, rank: int) -> set[int]:
-        """The ranks that `rank`, whose moves these are, waits for or that wait for it; itself
-        included, where there is a tile at all.
+        """Return the ranks that exchange tiles with `rank`, whose plan this is.
+
+        Includes `rank` itself if there is any tile.
         """
         partner_ranks = {tile.io_rank for tile in self.member_tiles} | {
             member for tile in self.io_tiles for member in tile.members
@@ -78,11 +79,11 @@ class RankIO:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The rules of one exchange. `all_replicas`: each participant is a party (load); else only the
-    copy that the mover is in (save).
+    """The rules of one exchange among `holders`, which are ascending.
 
-    `small_io_ranks`: row -> mover, for the tensors that are below the division's bound. `holders`:
-    ascending.
+    `small_io_ranks`: index of a declaration -> rank that reads or writes it, for small tensors.
+    `all_replicas`: every participant is a member (load), else only the replica of the io_rank
+    (save).
     """
 
     assignment: IOAssignment
@@ -93,57 +94,38 @@ class Exchange:
 
 
 def largest_slab(assignment: IOAssignment) -> int:
-    """Bytes of the longest line that may have to fit a tile."""
+    """Return the bytes of the largest slab that a tile must hold."""
     return max((grain.slab_nbytes for grain in assignment.grains.values()), default=0)
 
 
 def plan_rank_io(exchange: Exchange, rank: int) -> RankIO:
-    """What the rank does. Equal inputs give equal tiles on every rank."""
-    exclusive = (
-        assigned
+    """Return the rank's reads or writes; equal inputs give equal tiles on every rank."""
+    extents = [
+        Extent(assigned.decl_index, segment.start, segment.stop, segment.local_offset)
         for assigned in exchange.assignment.assigned_to(rank, exchanged_only=False)
         if _is_exclusive(exchange, assigned, rank)
-    )
-    extents = [
-        Extent(
-            assigned.decl_index,
-            assigned.segment.start,
-            assigned.segment.stop,
-            assigned.segment.local_offset,
-        )
-        for assigned in exclusive
+        for segment in (assigned.segment,)
     ]
     io_tiles = tuple(plan_tiles(exchange, rank))
     member_tiles = [tile for tile in io_tiles if rank in tile.members]
     for io_rank in sorted(_io_ranks_of(exchange, rank) - {rank}):
         member_tiles.extend(tile for tile in plan_tiles(exchange, io_rank) if rank in tile.members)
-    return RankIO(
-        tuple(extents),
-        io_tiles,
-        tuple(
-            sorted(
-                member_tiles,
-                key=lambda t: (t.number, (t.io_rank - rank) % (max(exchange.holders) + 1)),
-            )
-        ),
-    )
+    rank_count = max(exchange.holders) + 1
+    member_tiles.sort(key=lambda tile: (tile.number, (tile.io_rank - rank) % rank_count))
+    return RankIO(tuple(extents), io_tiles, tuple(member_tiles))
 
 
 def plan_tiles(exchange: Exchange, io_rank: int) -> Iterator[Tile]:
-    """The mover's tiles: first its small tensors, then what it moves of larger ones for others."""
+    """Yield the tiles of one io_rank: small tensors, then exchanged slabs of larger ones."""
     number, tile_offset, ranges = 0, 0, list[TileRange]()
     for decl_index, start, stop, outer_ndim, slab_count, first_local_slab, members in chain(
         _small_ranges(exchange, io_rank), _large_ranges(exchange, io_rank)
     ):
-        item_nbytes, slab_nbytes = (
-            itemsize(exchange.assignment.decls[decl_index].spec.dtype),
-            (stop - start) // slab_count,
-        )
+        item_nbytes = itemsize(exchange.assignment.decls[decl_index].spec.dtype)
+        slab_nbytes = (stop - start) // slab_count
         done_count = 0
         while done_count < slab_count:
-            tile_offset += (
-                -tile_offset % item_nbytes
-            )  # aligned, and close to its neighbour: pieces of one dtype have no gap between them
+            tile_offset += -tile_offset % item_nbytes  # ranges of one dtype have no gaps
             if tile_offset + slab_nbytes > exchange.tile_nbytes and ranges:
                 yield _tile(io_rank, number, ranges)
                 number, tile_offset, ranges = number + 1, 0, []
@@ -170,17 +152,12 @@ def plan_tiles(exchange: Exchange, io_rank: int) -> Iterator[Tile]:
 
 def _tile(io_rank: int, number: int, ranges: Sequence[TileRange]) -> Tile:
     member_sets = {tile_range.members for tile_range in ranges}
-    return Tile(
-        io_rank,
-        number,
-        tuple(ranges),
-        tuple(sorted({rank for ranks in member_sets for rank in ranks})),
-    )
+    members = sorted({rank for ranks in member_sets for rank in ranks})
+    return Tile(io_rank, number, tuple(ranges), tuple(members))
 
 
-_UnplacedRange = tuple[
-    int, int, int, int, int, int, tuple[int, ...]
-]  # a `Piece` before it has a slot: row, start, stop, split, lines, …
+# decl_index, start, stop, outer_ndim, slab_count, first_local_slab, members: see `TileRange`.
+_UnplacedRange = tuple[int, int, int, int, int, int, tuple[int, ...]]
 
 
 def _small_ranges(exchange: Exchange, io_rank: int) -> Iterator[_UnplacedRange]:
@@ -204,20 +181,14 @@ def _large_ranges(exchange: Exchange, io_rank: int) -> Iterator[_UnplacedRange]:
     ):
         if not _is_exclusive(exchange, assigned, io_rank):
             members = _members_of(exchange, assigned, io_rank)
-            start, stop, slab_nbytes = (
-                assigned.segment.start,
-                assigned.segment.stop,
-                assigned.grain.slab_nbytes,
-            )
-            slab_count, first_local_slab = (
-                (stop - start) // slab_nbytes,
-                assigned.segment.local_offset // slab_nbytes,
-            )
+            segment, grain = assigned.segment, assigned.grain
+            slab_count = (segment.stop - segment.start) // grain.slab_nbytes
+            first_local_slab = segment.local_offset // grain.slab_nbytes
             yield (
                 assigned.decl_index,
-                start,
-                stop,
-                assigned.grain.outer_ndim,
+                segment.start,
+                segment.stop,
+                grain.outer_ndim,
                 slab_count,
                 first_local_slab,
                 members,
@@ -225,8 +196,9 @@ def _large_ranges(exchange: Exchange, io_rank: int) -> Iterator[_UnplacedRange]:
 
 
 def _is_exclusive(exchange: Exchange, assigned: AssignedRange, io_rank: int) -> bool:
-    """Whether the bytes lie in the mover's part as they lie in the file, and concern nobody else.
-    Of whole lines it may hold a piece.
+    """Return whether the bytes lie in the io_rank's shard as in the file and concern no other rank.
+
+    Of an exchanged slab it may hold only some elements.
     """
     return not assigned.grain.exchanged and _members_of(exchange, assigned, io_rank) == (io_rank,)
 
@@ -240,31 +212,25 @@ def _members_of(exchange: Exchange, assigned: AssignedRange, io_rank: int) -> tu
 
 
 def _replica_members(sharding: Sharding, outer: Sharding, io_rank: int) -> tuple[int, ...]:
-    """The ranks that hold, with the mover, one copy of what lies at its coordinates of `outer`; a
-    save has found copies whole.
+    """Return the ranks that hold, with the io_rank, one copy of its shard of `outer`.
+
+    A save has checked beforehand that replicas are complete.
     """
     position = sharding.position(io_rank)
     if position is None:
-        raise AssertionError(f"rank {io_rank} moves a tensor that it has no part of")
-    inner_dims = tuple(
+        raise AssertionError(f"rank {io_rank}: assigned bytes of a tensor it does not hold")
+    inner = tuple(
         shard_dim for shard_dim in sharding.shard_dims if shard_dim not in outer.shard_dims
     )
-    return _ranks_along(
-        sharding,
-        inner_dims,
-        position
-        - sum(
-            position // shard_dim.stride % shard_dim.size * shard_dim.stride
-            for shard_dim in inner_dims
-        ),
-    )
+    offset = sum(position // dim.stride % dim.size * dim.stride for dim in inner)
+    return _ranks_along(sharding, inner, position - offset)
 
 
 @lru_cache(maxsize=65536)
 def _ranks_along(
     sharding: Sharding, shard_dims: tuple[ShardDim, ...], first: int
 ) -> tuple[int, ...]:
-    """The ranks at every combination of coordinates of the cuts, from position `first` on."""
+    """Return the ranks at all coordinates along `shard_dims`, starting at position `first`."""
     positions = [first]
     for shard_dim in shard_dims:
         positions = [
@@ -276,14 +242,14 @@ def _ranks_along(
 def _small_members(
     sharding: Sharding, holders: tuple[int, ...], io_rank: int, all_replicas: bool
 ) -> tuple[int, ...]:
-    """The parties of a small tensor."""
+    """Return the members of a small tensor."""
     if all_replicas:
         return tuple(rank for rank in holders if sharding.position(rank) is not None)
     return _replica_members(sharding, Sharding(), io_rank)
 
 
 def _io_ranks_of(exchange: Exchange, rank: int) -> set[int]:
-    """The movers whose tiles may hold bytes of this rank."""
+    """Return the io_ranks whose tiles may contain bytes of this rank."""
     sharding_ranks = {
         (exchange.assignment.decls[decl_index].sharding, io_rank)
         for decl_index, io_rank in exchange.small_io_ranks.items()

@@ -1,5 +1,6 @@
-"""Which tensors go into which file of a part: whole tensors, in order, bounded and balanced. Knows
-sizes only.
+"""Divides the tensors of a part into files: whole tensors, in order, bounded and balanced.
+
+Knows sizes only.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from itertools import accumulate
 
 
 def count_files(sizes: Sequence[int], *, max_file_bytes: int) -> int:
-    """How many files hold tensors of these sizes, in bytes, when each is filled in order up to the
-    bound.
+    """Return how many files these tensors need if each file is filled in order up to the limit.
 
-    A tensor larger than the bound has a file of its own.
+    `sizes`: in bytes. A tensor larger than the limit has a file of its own.
     """
     return len(_file_stops(list(accumulate(sizes)), max_file_bytes))
 
 
 def split_files(sizes: Sequence[int], *, max_file_bytes: int) -> list[range]:
-    """The same number of files as `count_files`, each a range of tensor positions, with the largest
-    as small as this order allows.
+    """Divide tensors into `count_files` files, with the largest file as small as possible.
+
+    Each file is a range of positions in `sizes`.
     """
     ends = list(accumulate(sizes))
     stops = _file_stops(ends, max_file_bytes)
@@ -36,7 +37,7 @@ def split_files(sizes: Sequence[int], *, max_file_bytes: int) -> list[range]:
 
 
 def _file_stops(ends: Sequence[int], bound: int) -> list[int]:
-    """Where each file stops when filled in order up to `bound` bytes; `ends` are running sums."""
+    """Return the stop position of each file filled up to `bound` bytes; `ends`: running sums."""
     stops: list[int] = []
     previous_end = 0
     while (stops[-1] if stops else 0) < len(ends):

@@ -1,5 +1,7 @@
-"""Which rank of a group moves which bytes: one mover per byte, level loads, borders on whole lines.
-Pure arithmetic, no files.
+"""Assigns each byte of a group's tensors to one rank, with balanced loads and borders on slabs.
+
+Two ranks that compute a border differently would lose bytes, so the assignment is a function of the
+group's declarations and holders only. Knows no files.
 """
 
 from __future__ import annotations
@@ -22,27 +24,22 @@ from unified_ckpt.core.planning.slabs import (
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
-_COARSE_GRAIN_NBYTES = (
-    64 * 1024
-)  # where shares are much larger than this, their borders fall on multiples of it
+_COARSE_GRAIN_NBYTES = 64 * 1024  # borders of much larger ranges are rounded to multiples of this
+_MAX_ROUNDS = 32  # of rebalancing; random states of 12 ranks took 12
+_TOLERANCE = 0.001  # of the largest load: less than the weight of a slab
 
-_MAX_ROUNDS = 32  # at most, of levelling all classes again; drawn states of 12 ranks took 12
-_TOLERANCE = 0.001  # of the largest load: less than what a line weighs
-
-IOClass = tuple[
-    Sharding, bool
-]  # (outer cuts, exchanged): rows that the same ranks share in the same way
+# (outer sharding, exchanged): tensors that the same ranks divide in the same way.
+IOClass = tuple[Sharding, bool]
 Coordinates = tuple[int, ...]
-Assignment = dict[
-    tuple[IOClass, Coordinates], tuple[list[int], list[int]]
-]  # participants, and bytes of each
+# Participants and the bytes assigned to each.
+Assignment = dict[tuple[IOClass, Coordinates], tuple[list[int], list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class AssignedRange:
-    """Bytes of one tensor that one rank moves: `decl_index` counts in the group's rows, the
-    segment's
-    `local` is of its outer part.
+    """Bytes of one tensor that one rank reads or writes.
+
+    `decl_index`: in the group's declarations. `participants`: the ranks that share the segment.
     """
 
     decl_index: int
@@ -53,18 +50,23 @@ class AssignedRange:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How the bytes of one class at one place, laid end to end, are cut: rank i of `ranks` moves
-    [ends[i-1], ends[i]).
-    """
+    """The division of a class's concatenated bytes: `ranks[i]` has [ends[i-1], ends[i])."""
 
     ranks: tuple[int, ...]
     ends: tuple[int, ...]
 
+    @property
+    def border_nbytes(self) -> int:
+        """Borders are rounded to multiples of this."""
+        is_large = self.ends[-1] >= len(self.ranks) * 64 * _COARSE_GRAIN_NBYTES
+        return _COARSE_GRAIN_NBYTES if is_large else 1
+
 
 @dataclass(frozen=True, slots=True)
 class IOAssignment:
-    """The shares of one group of ranks over the rows that they hold. `loads`: bytes that each rank
-    moves, headers included.
+    """The bytes that each rank of one holder group reads or writes.
+
+    `grains`: by index of the declaration. `loads`: bytes by rank, including headers.
     """
 
     decls: Sequence[TensorDecl]
@@ -74,9 +76,7 @@ class IOAssignment:
     loads: Mapping[int, int]
 
     def assigned_to(self, rank: int, *, exchanged_only: bool) -> Iterator[AssignedRange]:
-        """What the rank moves, in the order of classes and rows. The same on whichever rank it is
-        asked.
-        """
+        """Yield the rank's ranges, by class and declaration; every rank computes the same."""
         for io_class, decl_indices in self.classes.items():
             outer, exchanged = io_class
             if exchanged_only and not exchanged:
@@ -88,51 +88,30 @@ class IOAssignment:
             split = self.splits[io_class, coordinates]
             i = split.ranks.index(rank)
             start, stop = (split.ends[i - 1] if i else 0), split.ends[i]
-            border_nbytes = (
-                _COARSE_GRAIN_NBYTES
-                if split.ends[-1] >= len(split.ranks) * 64 * _COARSE_GRAIN_NBYTES
-                else 1
-            )
             offset = 0
             for decl_index in decl_indices:
                 size = segments_nbytes(self.decls[decl_index].spec, outer, coordinates)
                 if offset < stop and offset + size > start:
                     yield from self._ranges_of_decl(
-                        decl_index,
-                        coordinates,
-                        start - offset,
-                        stop - offset,
-                        border_nbytes,
-                        split.ranks,
+                        decl_index, coordinates, start - offset, stop - offset, split
                     )
                 offset += size
 
     def _ranges_of_decl(
-        self,
-        decl_index: int,
-        coordinates: Coordinates,
-        start: int,
-        stop: int,
-        border_nbytes: int,
-        participants: tuple[int, ...],
+        self, decl_index: int, coordinates: Coordinates, start: int, stop: int, split: _Split
     ) -> Iterator[AssignedRange]:
-        """[start, stop) of the row's segments laid end to end, each border moved to the nearest
-        line.
-        """
+        """Yield [start, stop) of the concatenated segments, borders rounded to the nearest slab."""
         spec, grain = self.decls[decl_index].spec, self.grains[decl_index]
-        step = grain.slab_nbytes * -(-border_nbytes // grain.slab_nbytes)
+        step = grain.slab_nbytes * -(-split.border_nbytes // grain.slab_nbytes)
         offset = 0
         for segment in segments(spec, grain.outer, coordinates):
             size = segment.stop - segment.start
-            low, high = (
-                _round_to_step(start - offset, step, size),
-                _round_to_step(stop - offset, step, size),
-            )
+            low = _round_to_step(start - offset, step, size)
+            high = _round_to_step(stop - offset, step, size)
             if low < high:
-                piece = Segment(
-                    segment.start + low, segment.start + high, segment.local_offset + low
-                )
-                yield AssignedRange(decl_index, grain, piece, participants)
+                first = segment.start
+                piece = Segment(first + low, first + high, segment.local_offset + low)
+                yield AssignedRange(decl_index, grain, piece, split.ranks)
             offset += size
 
 
@@ -143,13 +122,14 @@ def assign_io(
     fixed_nbytes: Mapping[int, int],
     sparse: Collection[int],
 ) -> IOAssignment:
-    """Shares the bytes of all rows of 64 KiB and more among the holders.
+    """Divide the bytes of all tensors of 64 KiB and more among the holders.
 
-    `holders`: ascending. `fixed_nbytes`: bytes that a rank moves whatever the shares are (headers,
-    small tensors); the rest is levelled on top of them, the classes with the fewest participants
-    first, because the others can make up for them; then again in turns, because participants may
-    overlap.
-    `sparse`: rows, of any size, of which ranks move their own runs only.
+    `holders`: ascending. `fixed_nbytes`: bytes by rank that are assigned already (headers, small
+    tensors). `sparse`: indices of declarations, of any size, of which ranks read only their own
+    runs.
+
+    Classes with few participants are divided first, since the others can compensate for them.
+    Further rounds follow because participants may overlap.
     """
     classes: dict[IOClass, list[int]] = {}
     grains: dict[int, IOGrain] = {}
@@ -189,14 +169,13 @@ def assign_io(
 
 
 def _rebalance(assignment: Assignment, loads: dict[int, int]) -> None:
-    """Takes each class back and shares it out anew, in turns, until nothing changes; changes both
-    arguments.
+    """Divide each class again, in rounds, until loads are stable; changes both arguments.
 
-    One turn is the best there is where participants are nested. Where they overlap (rows over one
-    mesh dim, columns over another), the first class was levelled before the loads of the others
-    were known: 1.34 of the lowest peak was seen. A turn is a step of coordinate descent on the sum
-    of the squares of the loads; its minimum is the one division with the lowest peak, as the loads
-    form the base of a polymatroid (Fujishige 1980, lexicographically optimal bases).
+    One pass is optimal if participants are nested. If they overlap (rows over one mesh dim, columns
+    over another), the first class was divided before the other loads were known: 1.34 times the
+    lowest peak was measured. A round is a step of coordinate descent on the sum of squared loads.
+    Its minimum is the assignment with the lowest peak, since the loads form the base of a
+    polymatroid (Fujishige 1980, lexicographically optimal bases).
     """
     movable = {
         split_key: ranks
@@ -224,7 +203,10 @@ def _rebalance(assignment: Assignment, loads: dict[int, int]) -> None:
 
 
 def water_fill(loads: Sequence[int], total: int) -> list[int]:
-    """Splits `total` so that the lowest loads are raised to one level; exact in sum, deterministic."""
+    """Return the part of `total` to add to each load so that the lowest loads become equal.
+
+    The parts sum to `total` exactly, and the result is deterministic.
+    """
     if len(loads) == 1:
         return [total]
     lowest_first = sorted(range(len(loads)), key=lambda i: (loads[i], i))
@@ -244,7 +226,7 @@ def water_fill(loads: Sequence[int], total: int) -> list[int]:
 
 
 def _round_to_step(offset: int, step: int, size: int) -> int:
-    """The multiple of `step` nearest to `offset`, kept in [0, size]; the ends map to themselves."""
+    """Round to the nearest multiple of `step` within [0, size]; both ends map to themselves."""
     if offset <= 0:
         return 0
     if offset >= size:
@@ -264,8 +246,9 @@ def _participants(outer: Sharding, holders: Sequence[int]) -> dict[Coordinates, 
 def _total_nbytes(
     specs: Mapping[TensorSpec, int], outer: Sharding, all_coordinates: Mapping[Coordinates, object]
 ) -> dict[Coordinates, int]:
-    """Bytes of a class's segments at each place. Even cuts give every place the same, and are not
-    counted one by one.
+    """Return the bytes of a class's segments at each coordinate.
+
+    Even splits give the same number everywhere and are counted once.
     """
     sizes = {
         dim: prod(c.size for c in outer.shard_dims if c.dim == dim) for dim in outer.sharded_dims()
@@ -286,9 +269,8 @@ def _total_nbytes(
         unsharded_nbytes = (
             spec.nbytes // prod(spec.shape[dim] for dim in sizes) if spec.nbytes else 0
         )
-        lengths_by_dim: list[
-            tuple[tuple[int, ...], dict[Coordinates, int]]
-        ]  # per dim: its cuts, and elements at their coordinates
+        # Per dim: indices of its shard dims, and number of elements by their coordinates.
+        lengths_by_dim: list[tuple[tuple[int, ...], dict[Coordinates, int]]]
         lengths_by_dim = [(_shard_dims_of(outer, dim), {}) for dim in sizes]
         for coordinates in all_coordinates:
             nbytes = unsharded_nbytes * count
@@ -304,5 +286,5 @@ def _total_nbytes(
 
 
 def _shard_dims_of(outer: Sharding, dim: int) -> tuple[int, ...]:
-    """Which of the cuts split the dim."""
+    """Return the indices of the shard dims that split tensor dim `dim`."""
     return tuple(i for i, shard_dim in enumerate(outer.shard_dims) if shard_dim.dim == dim)

@@ -1,5 +1,6 @@
-"""Who reads which bytes at a load, and what is handed on to other ranks of the machine. Pure, like
-its sibling for saves.
+"""Plans which rank of a node reads which bytes at a load, and what it hands to the others.
+
+Every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from unified_ckpt.core.planning.exchange import RankIO
-from unified_ckpt.core.planning.save_plan import in_file_order, plan_io
+from unified_ckpt.core.planning.exchange import RankIO, plan_rank_io
+from unified_ckpt.core.planning.save_plan import in_file_order, plan_exchange
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_grain, segments_nbytes
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
@@ -17,8 +18,9 @@ from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What a rank reads and hands on. `sparse`: rows of which too little is wanted on the machine
-    to read whole lines or blocks.
+    """What one rank reads and hands to other ranks of its node.
+
+    `sparse`: indices of declarations of which the node needs too little to read whole slabs.
     """
 
     rank_io: RankIO
@@ -29,10 +31,12 @@ class ReadPlan:
 def plan_reads(
     decls: Sequence[TensorDecl], *, holders: Sequence[int], max_over_read: float, rank: int
 ) -> ReadPlan:
-    """What `rank` reads of a group of tensors that `holders`, ranks of one machine, want."""
-    specs = {
-        (decl.spec, decl.sharding) for decl in decls if decl.spec.nbytes
-    }  # tensors are many, kinds of them are few
+    """Plan what `rank` reads of a group of tensors that `holders`, ranks of one node, need.
+
+    `max_over_read`: bytes read per byte needed beyond which ranks read only their own runs.
+    """
+    # Models repeat few (spec, sharding) pairs.
+    specs = {(decl.spec, decl.sharding) for decl in decls if decl.spec.nbytes}
     sparse_specs = {
         (spec, sharding)
         for spec, sharding in specs
@@ -53,25 +57,19 @@ def plan_reads(
     small_io_ranks = {
         n: holders[i * len(holders) // len(small_indices)] for i, n in enumerate(small_indices)
     }
-    fixed_nbytes: dict[int, int] = {}
-    for n, reader in small_io_ranks.items():
-        fixed_nbytes[reader] = fixed_nbytes.get(reader, 0) + decls[n].spec.nbytes
-    rank_io, tile_nbytes = plan_io(
+    exchange = plan_exchange(
         decls,
         holders=holders,
-        fixed_nbytes=fixed_nbytes,
+        fixed_nbytes={},
         small_io_ranks=small_io_ranks,
         sparse=sparse,
         all_replicas=True,
-        rank=rank,
     )
-    return ReadPlan(rank_io, sparse, tile_nbytes)
+    return ReadPlan(plan_rank_io(exchange, rank), sparse, exchange.tile_nbytes)
 
 
 def _over_read(spec: TensorSpec, sharding: Sharding, holders: Sequence[int]) -> float:
-    """Bytes of the lines that these ranks would read over the bytes that they want of them;
-    infinite where they want none.
-    """
+    """Return bytes of the slabs to read per byte that these ranks need; inf if they need none."""
     grain = choose_grain(spec, sharding)
     is_small = spec.nbytes < SMALL_NBYTES
     if not grain.exchanged and not is_small:

@@ -1,8 +1,7 @@
-"""Which tensors go into which file when a save's folders on several machines become one, and who
-writes which bytes. Pure.
+"""Plans the files, and the writer of each byte, when a save's folders on several nodes become one.
 
-What could lose bytes: two writers of one byte, or none. So every border is a function of sizes
-alone, and every rank computes all shares.
+Bytes would be lost if one had two writers or none. Every border is therefore a function of sizes
+alone, and every rank computes the spans of all ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from unified_ckpt.core.sharding.declarations import Key
 
 @dataclass(frozen=True, slots=True)
 class MergedFile:
-    """A file of the merged checkpoint: number `number` (from 1) of `count` of its part. All of it
-    is written by ranks of one machine.
-    """
+    """File `number` (from 1) of `count` of a part; ranks of one node write all of it."""
 
     part: str
     number: int
@@ -31,8 +28,9 @@ class MergedFile:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes [start, stop) of a tensor in file number `file` of a list. Borders inside the tensor
-    are borders of digest blocks.
+    """Bytes [start, stop) of a tensor in file `file` of a list.
+
+    Borders inside the tensor are borders of digest blocks.
     """
 
     file: int
@@ -48,13 +46,14 @@ def plan_merge(
     writers: Sequence[int],
     max_file_bytes: int,
 ) -> list[MergedFile]:
-    """The files. `sizes`: bytes of each tensor; `stored_nbytes`: of these how many lie on which
-    machines' own disks, none left out but with 0;
-    `writers`: machines that may write.
+    """Plan the files of the merged checkpoint.
 
-    Tensors that the same machines have whole share files, so that most files are read where they
-    are written; a file goes to the machine that has most of its bytes, of several such to the one
-    with the least to write.
+    `sizes`: bytes of each tensor. `stored_nbytes`: how many of them are on each node's own disk.
+    `writers`: the nodes that may write.
+
+    Tensors that are complete on the same nodes share files, so most files are read on the node that
+    writes them. The node with most of a file's bytes writes it; of equals, the one with the least
+    to write.
     """
     complete_nodes = {
         key: tuple(sorted(m for m, n in stored_nbytes.get(key, {}).items() if n == sizes[key]))
@@ -65,9 +64,7 @@ def plan_merge(
         key: min(((-n, m) for m, n in stored_nbytes.get(key, {}).items()), default=(0, -1))
         for key in sizes
     }
-    first_nodes: dict[
-        str, tuple[int, ...]
-    ] = {}  # of each part: where tensors without bytes go along
+    first_nodes: dict[str, tuple[int, ...]] = {}  # by part: the files that empty tensors join
     for (part, _), nodes in complete_nodes.items():
         first_nodes[part] = min(first_nodes.get(part, nodes), nodes)
     group_keys = {
@@ -91,9 +88,7 @@ def plan_merge(
         nbytes_by_node: Counter[int] = Counter()
         for key in keys_of_file:
             nbytes_by_node.update(stored_nbytes.get(key, {}))
-        node = max(
-            writers, key=lambda machine: (nbytes_by_node[machine], -load_nbytes[machine], -machine)
-        )
+        node = max(writers, key=lambda n: (nbytes_by_node[n], -load_nbytes[n], -n))
         load_nbytes[node] += sum(sizes[key] for key in keys_of_file)
         numbers[part] += 1
         files.append(MergedFile(part, numbers[part], counts[part], keys_of_file, node))
@@ -109,9 +104,7 @@ def rank_spans(
     count: int,
     block_nbytes: int,
 ) -> Iterator[Span]:
-    """What rank `index` of the `count` ranks of a machine writes of its files: an even part of the
-    bytes, in the order of the files.
-    """
+    """Yield the spans that rank `index` of `count` writes: an even part of the node's bytes."""
     return (
         span
         for rank, span in node_spans(
@@ -129,9 +122,7 @@ def node_spans(
     count: int,
     block_nbytes: int,
 ) -> Iterator[tuple[int, Span]]:
-    """Of all ranks of a machine, in the order of the bytes, each with its index. Goes through the
-    tensors once.
-    """
+    """Yield (rank index, span) for all `count` ranks of a node, in the order of the bytes."""
     total = sum(nbytes for _, _, nbytes in _tensors_of_node(files, sizes, node))
     tensor_start = index = 0
     for file_index, key, nbytes in _tensors_of_node(files, sizes, node):
@@ -142,7 +133,7 @@ def node_spans(
             if start < stop:
                 yield index, Span(file_index, key, start, stop)
             if high > tensor_start + nbytes or index + 1 == count:
-                break  # this rank goes on with the next tensor
+                break  # the same rank continues with the next tensor
             start, index = stop, index + 1
         tensor_start += nbytes
 
@@ -159,7 +150,8 @@ def _tensors_of_node(
 
 
 def _align_border(border: int, tensor_start: int, nbytes: int, block_nbytes: int) -> int:
-    """Where a border of bytes of the machine cuts a tensor that begins at byte `tensor_start`:
-    before a block of it, or at its end.
+    """Return where a border, in bytes of the node, falls in a tensor that starts at `tensor_start`.
+
+    It is rounded up to the start of a digest block, or to the tensor's end.
     """
     return min(-(-max(border - tensor_start, 0) // block_nbytes) * block_nbytes, nbytes)

@@ -1,8 +1,7 @@
-"""Who writes which bytes of which file at a save. Pure: the same answer on every rank that asks.
+"""Plans which rank writes which bytes of which file at a save; every rank computes the same plan.
 
-What could go wrong here and lose bytes: two writers of one byte, none, or a border that two ranks
-compute apart. So everything is a function of the group's rows, holders and files, and of nothing
-else.
+Bytes would be lost if one had two writers or none, or if two ranks computed a border differently.
+Everything is therefore a function of the group's declarations, holders and files only.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER
 
-TILE_NBYTES = (
-    16 << 20
-)  # of each of the two tiles of a window: large enough to write well, small beside the state
+TILE_NBYTES = 16 << 20  # of each of a tile buffer's two tiles: large writes, little memory
 _ALIGN = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file of a group. `decl_indices` count in the group's rows; `writer` writes the header and
-    the small tensors.
+    """One file of a holder group.
+
+    `decl_indices`: in the group's declarations. `writer`: the rank that writes the header and the
+    small tensors.
     """
 
     part: str
@@ -38,7 +37,7 @@ class FilePlan:
 def plan_files(
     decls: Sequence[TensorDecl], *, holders: Sequence[int], max_file_bytes: int
 ) -> list[FilePlan]:
-    """The files of a group, part by part, with header writers spread evenly over the holders."""
+    """Divide a group's tensors into files, by part, with writers evenly spread over the holders."""
     parts: dict[str, list[int]] = {}
     for decl_index, decl in enumerate(decls):
         parts.setdefault(decl.part, []).append(decl_index)
@@ -63,8 +62,9 @@ def plan_writes(
     header_nbytes: Mapping[int, int],
     rank: int,
 ) -> tuple[RankIO, int]:
-    """What `rank` writes of the group, and the bytes of a tile. `header_nbytes`: by position in
-    `files`.
+    """Return what `rank` writes of the group, and the bytes of a tile.
+
+    `header_nbytes`: by position in `files`.
     """
     small_io_ranks = {
         n: f.writer
@@ -75,27 +75,26 @@ def plan_writes(
     fixed_nbytes: dict[int, int] = {}
     for position, file in enumerate(files):
         fixed_nbytes[file.writer] = fixed_nbytes.get(file.writer, 0) + header_nbytes[position]
-    for decl_index, writer in small_io_ranks.items():
-        fixed_nbytes[writer] = fixed_nbytes.get(writer, 0) + decls[decl_index].spec.nbytes
-    return plan_io(
+    exchange = plan_exchange(
         decls,
         holders=holders,
         fixed_nbytes=fixed_nbytes,
         small_io_ranks=small_io_ranks,
         sparse=(),
         all_replicas=False,
-        rank=rank,
     )
+    return plan_rank_io(exchange, rank), exchange.tile_nbytes
 
 
 def in_file_order(decls: Sequence[TensorDecl], decl_indices: Iterable[int]) -> list[int]:
-    """Rows of one part, which come sorted by name, as a file has them: neighbours there are written
-    and read by one call.
+    """Sort declarations of one part, which are sorted by name, into the order of a file.
+
+    Neighbours in a file are written and read with one call.
     """
     return sorted(decl_indices, key=lambda n: DTYPE_ORDER[decls[n].spec.dtype])
 
 
-def plan_io(
+def plan_exchange(
     decls: Sequence[TensorDecl],
     *,
     holders: Sequence[int],
@@ -103,14 +102,14 @@ def plan_io(
     small_io_ranks: Mapping[int, int],
     sparse: Collection[int],
     all_replicas: bool,
-    rank: int,
-) -> tuple[RankIO, int]:
-    """`rank`'s moves, and the bytes of a tile. `all_replicas`, `small_io_ranks`: see `Exchange`;
-    `sparse`: see
-    `divide`.
+) -> Exchange:
+    """Plan the exchange of a group; `small_io_ranks` and `all_replicas` as in `Exchange`.
+
+    `fixed_nbytes`: bytes by rank beside the tensors. `sparse`: as in `assign_io`.
     """
-    assignment = assign_io(decls, holders=holders, fixed_nbytes=fixed_nbytes, sparse=sparse)
+    loads = dict(fixed_nbytes)
+    for decl_index, io_rank in small_io_ranks.items():
+        loads[io_rank] = loads.get(io_rank, 0) + decls[decl_index].spec.nbytes
+    assignment = assign_io(decls, holders=holders, fixed_nbytes=loads, sparse=sparse)
     tile_nbytes = -(-max(TILE_NBYTES, largest_slab(assignment)) // _ALIGN) * _ALIGN
-    return plan_rank_io(
-        Exchange(assignment, tuple(holders), small_io_ranks, all_replicas, tile_nbytes), rank
-    ), tile_nbytes
+    return Exchange(assignment, tuple(holders), small_io_ranks, all_replicas, tile_nbytes)

@@ -1,5 +1,6 @@
-"""Where in a tensor: boxes of elements, and the contiguous runs that they are in a row-major
-tensor. Knows no ranks and no files.
+"""Boxes of a tensor, and the contiguous runs they cover in row-major order.
+
+Knows neither ranks nor files.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of a tensor, in elements: `offsets[d] <= index[d] < offsets[d] + shape[d]`."""
+    """A rectangular region of a tensor: `offsets[d] <= index[d] < offsets[d] + shape[d]`."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """The box that is the tensor itself."""
+    """Return the box that covers a whole tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements that both boxes hold, or None when they share none."""
+    """Return the overlap of two boxes, or None if they share no element."""
     lows = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
     highs = tuple(
         min(x + n, y + m) for x, n, y, m in zip(a.offsets, a.shape, b.offsets, b.shape, strict=True)
@@ -39,7 +41,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def is_inside(box: Box, shape: Sequence[int]) -> bool:
-    """Whether the box lies in a tensor of this shape."""
+    """Return whether the box lies within a tensor of this shape."""
     return len(box.shape) == len(shape) and all(
         offset >= 0 and n >= 0 and offset + n <= size
         for offset, n, size in zip(box.offsets, box.shape, shape, strict=True)
@@ -47,7 +49,7 @@ def is_inside(box: Box, shape: Sequence[int]) -> bool:
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements."""
+    """Return the row-major strides of a shape, in elements."""
     steps = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
         steps[d] = steps[d + 1] * shape[d + 1]
@@ -57,16 +59,16 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 def runs(
     box: Box, shape: Sequence[int], *, local: Box, local_shape: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Copies between two row-major tensors, as (first element, first local element, elements),
-    ascending in the first.
+    """Yield the copies that move `box` of one row-major tensor to `local` of another.
 
-    `box` of a tensor of `shape` and `local` of a tensor of `local_shape` have one shape; each run
-    is contiguous in both.
+    Each is (first element, first local element, number of elements), ascending, and contiguous in
+    both tensors. `box` lies in a tensor of `shape`, `local` in one of `local_shape`; both boxes
+    have the same shape.
     """
     if box.numel == 0:
         return
     steps, local_steps = strides(shape), strides(local_shape)
-    inner = len(shape)  # dims >= inner are whole in both
+    inner = len(shape)  # dims from `inner` on are whole in both tensors
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1] == local_shape[inner - 1]:
         inner -= 1
     first = sum(offset * step for offset, step in zip(box.offsets, steps, strict=True))
@@ -76,9 +78,7 @@ def runs(
     if inner == 0:
         yield first, local_first, box.numel
         return
-    inner_dim = (
-        inner - 1
-    )  # the innermost dim that is cut: a run is the range there, with everything right of it
+    inner_dim = inner - 1  # innermost partial dim: a run is its range with all dims after it
     length = box.shape[inner_dim] * steps[inner_dim]
     for index in product(*(range(n) for n in box.shape[:inner_dim])):
         yield (
@@ -89,8 +89,9 @@ def runs(
 
 
 def range_to_boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
-    """The boxes that elements [first, stop) of a row-major tensor are, ascending, each contiguous:
-    two for each dim at most.
+    """Yield the boxes that make up elements [first, stop) of a row-major tensor.
+
+    They are contiguous and ascending, at most two for each dim.
     """
     if first >= stop:
         return
@@ -123,8 +124,9 @@ def _box_in_row(row: int, box: Box) -> Box:
 
 
 def chunk(length: int, count: int, index: int) -> tuple[int, int]:
-    """`torch.chunk`'s split of `length` elements: the half-open range of chunk `index`; the last
-    chunks may be short or empty.
+    """Return the half-open range of chunk `index` as `torch.chunk` splits `length` elements.
+
+    The last chunks may be short or empty.
     """
     step = -(-length // count)
     return min(index * step, length), min((index + 1) * step, length)

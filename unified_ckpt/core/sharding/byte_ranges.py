@@ -1,4 +1,4 @@
-"""Half-open ranges of bytes of one file or tensor."""
+"""Half-open byte ranges of one file or tensor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def coalesce(ranges: Mapping[_Key, Range], *, gap: int) -> list[tuple[int, int, list[_Key]]]:
-    """Ranges joined where at most `gap` bytes lie between them: (start, stop, keys of the members),
-    ascending. Empty ranges join too.
+    """Merge ranges that are at most `gap` bytes apart; empty ranges take part.
+
+    Returns (start, stop, keys of the merged ranges), ascending.
     """
     merged: list[tuple[int, int, list[_Key]]] = []
     for key, (start, stop) in sorted(ranges.items(), key=lambda item: item[1]):

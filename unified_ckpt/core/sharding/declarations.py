@@ -1,5 +1,7 @@
-"""What ranks announce of their state, and which ranks hold a tensor together. Rules, never slice
-lists: never ranks x tensors.
+"""The tensors that each rank declares, and the groups of ranks that hold the same tensors.
+
+A declaration carries a sharding rule, never a list of slices, so tables do not grow as
+ranks x tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Key = tuple[str, str]  # (part, fqn)
 
 @dataclass(frozen=True, slots=True)
 class TensorDecl:
-    """One tensor as a rank announces it."""
+    """One tensor as a rank declares it."""
 
     part: str
     fqn: str
@@ -32,21 +34,20 @@ class TensorDecl:
     sharding: Sharding
 
     def __hash__(self) -> int:
-        return hash((self.part, self.fqn))  # rows differ in their names, all but a few
+        return hash((self.part, self.fqn))  # cheap; almost all declarations differ by name
 
     @property
     def key(self) -> Key:
+        """(part, fqn)."""
         return self.part, self.fqn
 
 
-sort_key = attrgetter("part", "fqn")  # sorts rows
+sort_key = attrgetter("part", "fqn")
 
 
 @dataclass(frozen=True, slots=True)
 class HolderGroup:
-    """A holder group: the ranks whose tables name the same tensors, and those tensors, sorted by
-    (part, fqn).
-    """
+    """The tensors, sorted by (part, fqn), that the ranks of `table_ids` hold together."""
 
     index: int
     table_ids: tuple[str, ...]
@@ -54,11 +55,12 @@ class HolderGroup:
 
 
 def encode_table(decls: Sequence[TensorDecl]) -> bytes:
-    """A table as canonical JSON: equal tables, equal bytes. Each distinct rule appears once."""
+    """Encode declarations as canonical JSON: equal tables give equal bytes.
+
+    Each distinct sharding is stored once.
+    """
     shardings: dict[str, int] = {}
-    index_by_id: dict[
-        int, int
-    ] = {}  # id of a sharding, of which many rows have the same -> the number of its rule
+    index_by_id: dict[int, int] = {}  # by id(): many declarations share one Sharding object
     body = []
     for decl in sorted(decls, key=sort_key):
         index = index_by_id.get(id(decl.sharding))
@@ -67,18 +69,18 @@ def encode_table(decls: Sequence[TensorDecl]) -> bytes:
             index = index_by_id[id(decl.sharding)] = shardings.setdefault(encoded, len(shardings))
         body.append([decl.part, decl.fqn, decl.spec.dtype, decl.spec.shape, index])
     return json.dumps(
-        {"rules": [json.loads(encoded) for encoded in shardings], "rows": body},
+        {"shardings": [json.loads(encoded) for encoded in shardings], "decls": body},
         separators=(",", ":"),
     ).encode()
 
 
 def decode_table(data: bytes) -> list[TensorDecl]:
-    """The inverse of `encode_table`."""
+    """Decode the declarations of `encode_table`."""
     table = json.loads(data)
-    shardings = [_decode_sharding(sharding) for sharding in table["rules"]]
+    shardings = [_decode_sharding(encoded) for encoded in table["shardings"]]
     return [
-        TensorDecl(part, fqn, spec_of(dtype, tuple(shape)), shardings[sharding])
-        for part, fqn, dtype, shape, sharding in table["rows"]
+        TensorDecl(part, fqn, spec_of(dtype, tuple(shape)), shardings[index])
+        for part, fqn, dtype, shape, index in table["decls"]
     ]
 
 
@@ -111,11 +113,10 @@ def _decode_sharding(encoded: list[list[list[object]]]) -> Sharding:
 def group_tables(
     tables: Mapping[str, Sequence[TensorDecl]], ranks_by_table: Mapping[str, Sequence[int]]
 ) -> list[HolderGroup]:
-    """The groups of ranks that name the same rows, in an order that depends on nothing but the
-    input.
+    """Group tensors by the set of tables that declare them, in a deterministic order.
 
-    `tables`: table id -> rows; `ranks_by_table`: table id -> the ranks that announced it,
-    ascending. Rows are the same when they are equal: one name under two rules makes two groups.
+    `tables`: table id -> declarations. `ranks_by_table`: table id -> the ranks that sent it,
+    ascending. A name with two shardings is two declarations, hence in two groups.
     """
     tables_by_decl: dict[TensorDecl, list[str]] = {}
     for table in sorted(tables, key=lambda t: ranks_by_table[t][0]):
@@ -137,8 +138,10 @@ def group_tables(
 def check_consistent(
     tables: Mapping[str, Sequence[TensorDecl]], ranks_by_table: Mapping[str, Sequence[int]]
 ) -> None:
-    """MismatchError where one name has two shapes or dtypes, LayoutError where it has two rules;
-    all of them in one text.
+    """Check that each name has one spec and one sharding on all ranks.
+
+    Raises MismatchError for differing shapes or dtypes, LayoutError for differing shardings. One
+    error lists all of them.
     """
     first_by_key: dict[Key, tuple[TensorDecl, int]] = {}
     spec_problems: list[str] = []
@@ -149,29 +152,28 @@ def check_consistent(
             first, first_rank = first_by_key.setdefault(decl.key, (decl, rank))
             if first.spec != decl.spec:
                 spec_problems.append(
-                    f"{decl.part}:{decl.fqn}: rank {first_rank} has {first.spec.dtype} {first.spec.shape}, rank {rank} has {decl.spec.dtype} "
-                    f"{decl.spec.shape}; needed one global shape and dtype; give uneven parts a Layout with shapes={{...}}"
+                    f"{decl.part}:{decl.fqn}: got {first.spec.dtype} {first.spec.shape} on rank "
+                    f"{first_rank} and {decl.spec.dtype} {decl.spec.shape} on rank {rank}, "
+                    "expected one global shape and dtype; "
+                    "declare uneven shards with Layout(shapes={...})"
                 )
             elif first.sharding != decl.sharding:
                 sharding_problems.append(
-                    f"{decl.part}:{decl.fqn}: rank {first_rank} holds it by {describe_sharding(first.sharding)}, rank {rank} by "
-                    f"{describe_sharding(decl.sharding)}; needed one rule"
+                    f"{decl.part}:{decl.fqn}: got {describe_sharding(first.sharding)} on rank "
+                    f"{first_rank} and {describe_sharding(decl.sharding)} on rank {rank}, "
+                    "expected one sharding"
                 )
     if spec_problems:
         raise MismatchError(
-            format_list("one name is held with two shapes or dtypes", spec_problems),
+            format_list("ranks disagree on shapes or dtypes", spec_problems),
             wrong=spec_problems,
         )
     if sharding_problems:
-        raise LayoutError(
-            format_list("unequal overlap: one name is held by two rules", sharding_problems)
-        )
+        raise LayoutError(format_list("ranks disagree on shardings", sharding_problems))
 
 
 def check_complete(group: HolderGroup, holders: Sequence[int]) -> None:
-    """LayoutError where the holders of a group do not hold whole copies of its tensors: names the
-    tensors and the ranks.
-    """
+    """Raise LayoutError if the holders of a group lack shards of its tensors."""
     missing_by_sharding: dict[Sharding, list[tuple[int, ...]]] = {}
     problems = []
     for decl in group.decls:
@@ -183,25 +185,26 @@ def check_complete(group: HolderGroup, holders: Sequence[int]) -> None:
                 for shard_dim in decl.sharding.shard_dims
             )
             problems.append(
-                f"{decl.part}:{decl.fqn}: no rank holds coordinate {missing_by_sharding[decl.sharding][0]} of ({dims}); ranks {format_ranks(holders)} "
-                "name it; needed all coordinates"
+                f"{decl.part}:{decl.fqn}: no rank holds the shard at "
+                f"{missing_by_sharding[decl.sharding][0]} of ({dims}); "
+                f"ranks {format_ranks(holders)} declare the tensor, expected all its shards there"
             )
     if problems:
-        raise LayoutError(format_list("gap: the ranks do not hold whole tensors", problems))
+        raise LayoutError(format_list("tensors with missing shards", problems))
 
 
 def describe_sharding(sharding: Sharding) -> str:
-    """A rule in words, for error texts."""
+    """Return a sharding as text, for error messages."""
     if not sharding.shard_dims:
         return "a whole copy on each rank"
-    dims_text = "; ".join(
-        f"dim {shard_dim.dim} over {shard_dim.size} ({shard_dim.name or 'mesh dim'}, stride {shard_dim.stride}{_shard_dim_details(shard_dim)})"
-        for shard_dim in sharding.shard_dims
-    )
+    dims_text = "; ".join(map(_describe_shard_dim, sharding.shard_dims))
     return dims_text + (f" on ranks {format_ranks(sharding.ranks)}" if sharding.ranks else "")
 
 
-def _shard_dim_details(shard_dim: ShardDim) -> str:
-    return (f", sections {shard_dim.sections}" if shard_dim.sections != 1 else "") + (
-        f", padded to {shard_dim.chunk_length}" if shard_dim.chunk_length else ""
-    )
+def _describe_shard_dim(shard_dim: ShardDim) -> str:
+    details = f"{shard_dim.name or 'mesh dim'}, stride {shard_dim.stride}"
+    if shard_dim.sections != 1:
+        details += f", sections {shard_dim.sections}"
+    if shard_dim.chunk_length:
+        details += f", padded to {shard_dim.chunk_length}"
+    return f"dim {shard_dim.dim} over {shard_dim.size} ({details})"

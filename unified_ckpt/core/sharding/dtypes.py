@@ -1,6 +1,4 @@
-"""The dtype names of safetensors, their sizes, and their order in a file. Knows nothing of torch or
-numpy.
-"""
+"""The dtypes of safetensors: names, sizes, and their order in a file. Knows no torch or numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from math import prod
 
 from unified_ckpt.errors import FormatError
 
-# Highest first: the order in which the safetensors library lays out the tensors of a file.
+# The order in which the safetensors library lays out the tensors of a file: first to last.
 _BY_FILE_ORDER: tuple[tuple[str, int], ...] = (
     ("U64", 64),
     ("I64", 64),
@@ -39,48 +37,53 @@ DTYPE_ORDER: dict[str, int] = {name: order for order, (name, _) in enumerate(_BY
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a row-major tensor. Raises FormatError for an unknown dtype or a sub-byte tensor
-    that does not end on a byte.
+    """Return the bytes of a row-major tensor.
+
+    Raises FormatError for an unknown dtype, or for a sub-byte tensor that does not fill its last
+    byte.
     """
     if dtype not in ITEM_BITS:
-        raise FormatError(f"unknown dtype {dtype!r}; known: {', '.join(ITEM_BITS)}")
+        raise FormatError(f"dtype: got {dtype!r}, expected one of {', '.join(ITEM_BITS)}")
     bits = ITEM_BITS[dtype] * prod(shape)
     if bits % 8:
         raise FormatError(
-            f"{dtype} tensor of shape {tuple(shape)} has {bits} bits; needed a multiple of 8"
+            f"{dtype} tensor of shape {tuple(shape)}: got {bits} bits, expected a multiple of 8"
         )
     return bits // 8
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element as memory holds it; F4 is held in pairs of one byte (see
-    `memory_shape`). FormatError for what has no such size.
+    """Return the bytes of one element in memory; of F4, of a pair (see `memory_shape`).
+
+    Raises FormatError for a dtype without a whole number of bytes.
     """
     if dtype == "F4":
         return 1
     bits = ITEM_BITS.get(dtype, 0)
     if bits % 8 or not bits:
         raise FormatError(
-            f"{dtype} has no whole number of bytes per element; needed one of {', '.join(ITEM_BITS)} without F6"
+            f"dtype: got {dtype}, which has no whole number of bytes per element; "
+            f"expected one of {', '.join(name for name in ITEM_BITS if not name.startswith('F6_'))}"
         )
     return bits // 8
 
 
 def memory_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape in memory of a shape in a file's header: F4 holds two elements of the last dim in a
-    byte, as torch does.
+    """Return the in-memory shape of a tensor whose file header has `shape`.
+
+    They differ for F4 only: torch packs two elements of the last dim into one byte.
     """
     if dtype != "F4":
         return tuple(shape)
     if not shape or shape[-1] % 2:
-        raise FormatError(f"F4 tensor of shape {tuple(shape)}: needed an even last dim")
+        raise FormatError(f"F4 tensor: got shape {tuple(shape)}, expected an even last dim")
     return (*shape[:-1], shape[-1] // 2)
 
 
 def file_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of `memory_shape`."""
+    """Return the shape in a file's header of a tensor that has `shape` in memory."""
     if dtype != "F4":
         return tuple(shape)
     if not shape:
-        raise FormatError("F4 tensor of no dims: needed at least one")
+        raise FormatError("F4 tensor: got no dims, expected at least one")
     return (*shape[:-1], shape[-1] * 2)

@@ -1,5 +1,6 @@
-"""How plain tensors sit in global ones, as the caller declares it. Patterns and numbers only; no
-tensors.
+"""Layouts: how the caller declares that plain tensors are shards of global ones.
+
+Knows patterns and sizes only, no tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from unified_ckpt.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A dim made of sections that are each split on their own: fused QKV or gate_up.
+    """A dim made of sections that are split separately, as in fused QKV or gate_up.
 
-    `sections`: how many equal ones, or the length of each in the global tensor, in elements.
+    `sections`: the number of equal sections, or their lengths in the global tensor, in elements.
     """
 
     dim: int
@@ -27,13 +28,15 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which plain tensors are slices, and of what.
+    """Declares which plain tensors are shards, and of which global tensor.
 
-    `mesh`: sizes by mesh dim name, row-major over the ranks in the order given. `rules`: glob over
-    fqns -> {mesh dim: tensor dim or
-    `Strided`}; the first match wins; a mesh dim that a rule does not name replicates; several cuts
-    of one tensor dim nest in the order given. Splits are `torch.chunk`'s. `shapes`: glob -> global
-    shape, where parts are uneven or padded.
+    `mesh`: size by mesh dim name, row-major over the ranks in the order given.
+
+    `rules`: glob over parameter names -> {mesh dim: tensor dim or `Strided`}. The first match wins.
+    Mesh dims that a rule omits replicate. Several splits of one tensor dim nest in the order given.
+    Splits are `torch.chunk`'s.
+
+    `shapes`: glob -> global shape, for tensors with uneven or padded shards.
     """
 
     mesh: Mapping[str, int]
@@ -44,7 +47,7 @@ class Layout:
         for name, size in self.mesh.items():
             if not isinstance(size, int) or size < 1:
                 raise LayoutError(
-                    f"Layout mesh dim {name!r} has size {size!r}; needed a positive int"
+                    f"Layout mesh dim {name!r}: got size {size!r}, expected a positive int"
                 )
         for pattern, rule in self.rules.items():
             for name in rule:
@@ -54,27 +57,30 @@ class Layout:
                     n < 1 for n in ((sections,) if isinstance(sections, int) else sections)
                 ):
                     raise LayoutError(
-                        f"Layout rule {pattern!r} has sections {sections!r}; needed positive numbers"
+                        f"Layout rule {pattern!r}: got sections {sections!r}, "
+                        "expected positive numbers"
                     )
                 if name not in self.mesh:
                     raise LayoutError(
-                        f"Layout rule {pattern!r} names mesh dim {name!r}; the mesh has {', '.join(self.mesh)}"
+                        f"Layout rule {pattern!r}: got mesh dim {name!r}, "
+                        f"expected one of {', '.join(self.mesh)}"
                     )
 
     def check_world(self, world_size: int) -> None:
-        """LayoutError unless the mesh has one place for each rank."""
+        """Raise LayoutError unless the mesh has as many positions as there are ranks."""
         if prod(self.mesh.values()) != world_size:
             sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
             raise LayoutError(
-                f"Layout mesh {sizes} has {prod(self.mesh.values())} places; the world has {world_size} ranks"
+                f"Layout mesh {sizes}: got {prod(self.mesh.values())} positions, "
+                f"expected {world_size}, one for each rank"
             )
 
     def rule_for(self, fqn: str) -> str | None:
-        """The pattern that applies to a tensor."""
+        """Return the pattern of the rule that applies to a tensor, or None."""
         return next((pattern for pattern in self.rules if fnmatchcase(fqn, pattern)), None)
 
     def shard_dims(self, pattern: str, ndim: int) -> tuple[ShardDim, ...]:
-        """The rule's cuts, for a tensor of `ndim` dims."""
+        """Return the rule's splits for a tensor with `ndim` dims."""
         strides, stride = {}, prod(self.mesh.values())
         for name, size in self.mesh.items():
             stride //= size
@@ -88,7 +94,7 @@ class Layout:
             )
             if not -ndim <= dim < ndim:
                 raise LayoutError(
-                    f"Layout rule {pattern!r} cuts dim {dim} of a tensor of {ndim} dims"
+                    f"Layout rule {pattern!r}: got dim {dim}, expected a dim of a {ndim}-d tensor"
                 )
             sections = sections if isinstance(sections, int) else tuple(sections)
             if self.mesh[name] > 1:
@@ -98,14 +104,14 @@ class Layout:
         return tuple(shard_dims)
 
     def sharded_dims(self, pattern: str, ndim: int) -> set[int]:
-        """The tensor dims that the rule cuts, also those over mesh dims of size 1."""
+        """Return the tensor dims that the rule splits, including over mesh dims of size 1."""
         return {
             (placement.dim if isinstance(placement, Strided) else placement) % ndim
             for placement in self.rules[pattern].values()
         }
 
     def global_shape(self, fqn: str) -> tuple[int, ...] | None:
-        """The shape declared for a tensor, if any."""
+        """Return the global shape declared for a tensor, or None."""
         return next(
             (tuple(shape) for pattern, shape in self.shapes.items() if fnmatchcase(fqn, pattern)),
             None,

@@ -1,5 +1,7 @@
-"""A box of a reshaped tensor, as boxes of the tensor itself. Dims that have the same elements on
-both sides are looked at apart.
+"""Maps a box of a reshaped tensor to boxes of the original tensor.
+
+Dims are grouped so that each group has the same number of elements before and after the reshape;
+each group is mapped independently.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from math import prod
 
 from unified_ckpt.core.sharding.boxes import Box, full_box, range_to_boxes, runs
 
-# of one group of dims that are read apart; where there are more, what lies between is read too
-_MAX_RUNS = 16
-_MAX_OVER_READ = 8  # times the elements wanted, at most, where that is done
+_MAX_RUNS = 16  # runs of one dim group that are read separately; beyond, gaps are read too
+_MAX_OVER_READ = 8  # limit of elements read per element needed when gaps are read
 
 
 @dataclass(frozen=True, slots=True)
 class BoxCopy:
-    """What a box of a reshaped tensor takes of the tensor: all of `box` of it. With each group of
-    dims as one dim, that goes to the half-open ranges `target_ranges` of the box that is made.
+    """One copy from the original tensor to the box of the reshaped tensor.
+
+    `box`: in the original tensor. `target_ranges`: half-open ranges in the reshaped box, with each
+    dim group flattened to one dim.
     """
 
     box: Box
@@ -27,8 +30,9 @@ class BoxCopy:
 
 
 def dim_groups(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Dims of a tensor that is not empty and of one that it is reshaped to, as few together as have
-    the same elements on both sides.
+    """Pair the dims of a non-empty tensor with the dims of its new shape.
+
+    Each pair of slices has the same number of elements on both sides and is as short as possible.
     """
     pairs = []
     i = j = 0
@@ -47,15 +51,19 @@ def dim_groups(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[sli
 def reshape_map(
     shape: Sequence[int], new_shape: Sequence[int], box: Box
 ) -> tuple[tuple[int, ...], list[BoxCopy]]:
-    """The box's size in each group of dims, and what makes it up. It is not empty, of a tensor of
-    `shape` that is reshaped to `new_shape`.
+    """Map a non-empty box of the reshaped tensor to the original tensor.
+
+    Returns the number of elements of the box in each dim group, and the copies that fill it.
     """
     options: list[list[tuple[Box, tuple[int, int]]]] = []
     for inner, outer in dim_groups(shape, new_shape):
-        part = Box(box.offsets[outer], box.shape[outer])
+        group_box = Box(box.offsets[outer], box.shape[outer])
         pieces = []
         for first, target, count in runs(
-            part, new_shape[outer], local=full_box(part.shape), local_shape=part.shape
+            group_box,
+            new_shape[outer],
+            local=full_box(group_box.shape),
+            local_shape=group_box.shape,
         ):
             for piece in range_to_boxes(shape[inner], first, first + count):
                 pieces.append((piece, (target, target + piece.numel)))
@@ -75,8 +83,9 @@ def reshape_map(
 
 
 def expand_box(shape: Sequence[int], new_shape: Sequence[int], box: Box) -> Box:
-    """The box, or one around it that takes far fewer copies and not many more elements: every other
-    element of a line is read as a line.
+    """Return the box, or an enclosing one that takes far fewer copies and few more elements.
+
+    Reading every other element of a row, for example, becomes reading the row.
     """
     lows, counts = list(box.offsets), list(box.shape)
     for _, outer in dim_groups(shape, new_shape):
@@ -91,7 +100,7 @@ def expand_box(shape: Sequence[int], new_shape: Sequence[int], box: Box) -> Box:
 
 
 def copy_count(shape: Sequence[int], new_shape: Sequence[int], box: Box) -> int:
-    """About how many copies `reshape_map` gives."""
+    """Return roughly how many copies `reshape_map` returns."""
     total = 1
     for inner, outer in dim_groups(shape, new_shape):
         partial_dims = [d for d in range(len(new_shape))[outer] if box.shape[d] != new_shape[d]]

@@ -1,9 +1,8 @@
-"""Which rank holds which boxes of a tensor, as a rule. Knows no torch: placements arrive as
-`ShardDim`s.
+"""Shardings: the rule that says which rank holds which boxes of a tensor.
 
-A `Sharding` is an ordered list of cuts, outermost first. Each cut splits one tensor dim over the
-coordinates of one mesh dim, so the part of a rank is, per tensor dim, a list of intervals, and as a
-whole their product.
+A `Sharding` is an ordered list of `ShardDim`s, outermost first. Each splits one tensor dim over the
+coordinates of one mesh dim. A rank's shard is therefore a product of intervals, one list per dim.
+Knows no torch: DTensor placements and layouts arrive as `ShardDim`s.
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ Interval = tuple[int, int]  # half-open, in elements of one tensor dim
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor is, whoever holds it: safetensors dtype name and global shape, as memory holds
-    it (`dtypes.packed`).
-    """
+    """The safetensors dtype and global shape of a tensor, as in memory (see `memory_shape`)."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
         return _nbytes(self.dtype, self.shape)
 
 
 @lru_cache(maxsize=65536)
 def spec_of(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    """The same object for equal arguments: tensors are many, shapes are few."""
+    """Return the same TensorSpec object for equal arguments: models repeat few shapes."""
     return TensorSpec(dtype, shape)
 
 
@@ -45,12 +43,14 @@ def spec_of(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
 class ShardDim:
     """One split of one tensor dim over `size` coordinates of a mesh dim.
 
-    The coordinate of a position is `position // stride % size`. `sections`: lengths of the parts of
-    the dim that are each split on their own (fused QKV), or a count n for `torch.chunk`'s n parts;
-    1 is an ordinary split. `chunk_length`: elements per coordinate where the ranks pad their parts
-    to equal length; 0 means `torch.chunk`'s. `padded_length`: elements of the dim that is split,
-    where the tensor ends before them: a stored tensor that is read into a larger one; 0 means the
-    tensor's own.
+    The coordinate of a mesh position is `position // stride % size`.
+
+    `sections`: lengths of the sections that are split separately (fused QKV), or n for
+    `torch.chunk`'s n sections; 1 is an ordinary split.
+    `chunk_length`: elements per coordinate if ranks pad their shards to equal length; 0 means
+    `torch.chunk`'s split.
+    `padded_length`: elements of the dim that is split, if larger than the tensor's: a stored tensor
+    that is loaded into a larger one; 0 means the tensor's own length.
     """
 
     dim: int
@@ -58,38 +58,38 @@ class ShardDim:
     stride: int
     sections: int | tuple[int, ...] = 1
     chunk_length: int = 0
-    name: str = field(default="", compare=False)  # of the mesh dim; for error texts
+    name: str = field(default="", compare=False)  # of the mesh dim, for error messages
     padded_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The rule by which ranks hold parts of a tensor. No cuts: every rank holds it whole.
+    """The rule by which ranks hold a tensor; without `shard_dims` every rank holds it whole.
 
-    `ranks`: the ranks of the mesh in row-major order, where coordinates cannot be computed from the
-    rank itself; empty otherwise.
+    `ranks`: the ranks of the mesh in row-major order. Empty if the mesh position is the rank.
     """
 
     shard_dims: tuple[ShardDim, ...] = ()
     ranks: tuple[int, ...] = ()
 
     def position(self, rank: int) -> int | None:
-        """Where the rank stands in the mesh, or None when it is not in it."""
+        """Return the rank's row-major position in the mesh, or None if it is not in the mesh."""
         if not self.ranks:
             return rank
         return _positions(self.ranks).get(rank)
 
     def rank_at(self, position: int) -> int:
-        """The inverse of `position`."""
+        """Return the rank at a mesh position."""
         return self.ranks[position] if self.ranks else position
 
     def coordinates(self, position: int) -> tuple[int, ...]:
-        """One coordinate per cut."""
+        """Return the position's coordinate along each of `shard_dims`."""
         return tuple(position // shard_dim.stride % shard_dim.size for shard_dim in self.shard_dims)
 
     def replica_id(self, position: int) -> int:
-        """The position with all cut coordinates zero: equal for the positions that hold one copy of
-        the tensor between them.
+        """Return an id that is equal for the positions that hold one copy of the tensor together.
+
+        It is the position at which all sharded coordinates are zero.
         """
         return position - sum(
             position // shard_dim.stride % shard_dim.size * shard_dim.stride
@@ -97,33 +97,25 @@ class Sharding:
         )
 
     def sharded_dims(self) -> tuple[int, ...]:
-        """The tensor dims that are split, ascending."""
+        """Return the tensor dims that are split, ascending."""
         return tuple(sorted({shard_dim.dim for shard_dim in self.shard_dims}))
 
     def intervals(self, dim: int, length: int, coordinates: Sequence[int]) -> tuple[Interval, ...]:
-        """What the coordinates hold of a tensor dim of `length` elements, in local order."""
-        dim_coordinates = tuple(
-            (shard_dim, c)
-            for shard_dim, c in zip(self.shard_dims, coordinates, strict=True)
+        """Return the intervals of one tensor dim that these coordinates hold, in local order."""
+        splits = tuple(
+            (shard_dim, coordinate)
+            for shard_dim, coordinate in zip(self.shard_dims, coordinates, strict=True)
             if shard_dim.dim == dim
         )
-        padded_length = (
-            max((shard_dim.padded_length for shard_dim, _ in dim_coordinates), default=0) or length
-        )
-        return _intervals(
-            length,
-            padded_length,
-            tuple(
-                (shard_dim.size, shard_dim.sections, shard_dim.chunk_length, c)
-                for shard_dim, c in dim_coordinates
-            ),
-        )
+        padded_length = max((split.padded_length for split, _ in splits), default=0) or length
+        fields = tuple((split.size, split.sections, split.chunk_length, c) for split, c in splits)
+        return _intervals(length, padded_length, fields)
 
     def truncate(self, shape: Sequence[int], stored_shape: Sequence[int]) -> Sharding:
-        """The rule by which the holders of a tensor of `shape` hold its box from the origin to
-        `stored_shape`.
+        """Return the sharding of a stored tensor that is loaded into a larger one of `shape`.
 
-        What a rank holds of it lies at the origin of its part of the whole.
+        The stored tensor fills the corner at the origin. The elements of it that a rank holds lie
+        at the origin of the rank's shard.
         """
         shard_dims = (
             replace(shard_dim, padded_length=shape[shard_dim.dim])
@@ -134,9 +126,7 @@ class Sharding:
         return Sharding(tuple(shard_dims), self.ranks)
 
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the rank's part, its intervals laid end to end; all zeros-length where the
-        rank is not in the mesh.
-        """
+        """Return the shape of the rank's local tensor; all zeros if it is not in the mesh."""
         position = self.position(rank)
         if position is None:
             return (0,) * len(shape)
@@ -146,7 +136,7 @@ class Sharding:
         )
 
     def boxes(self, rank: int, shape: Sequence[int]) -> Iterator[tuple[Box, Box]]:
-        """The rank's part as (global box, local box) pairs; the local boxes tile the local tensor."""
+        """Yield the rank's shard as (global box, local box) pairs that tile the local tensor."""
         position = self.position(rank)
         if position is not None:
             yield from self.boxes_at(self.coordinates(position), shape)
@@ -154,7 +144,7 @@ class Sharding:
     def boxes_at(
         self, coordinates: Sequence[int], shape: Sequence[int]
     ) -> Iterator[tuple[Box, Box]]:
-        """The same by coordinates, one per cut."""
+        """Yield the pairs of `boxes` for mesh coordinates instead of a rank."""
         per_dim = [
             list(_with_local_offsets(self.intervals(d, n, coordinates)))
             for d, n in enumerate(shape)
@@ -163,13 +153,14 @@ class Sharding:
             sizes = tuple(b - a for a, b, _ in combination)
             yield (
                 Box(tuple(a for a, _, _ in combination), sizes),
-                Box(tuple(local for _, _, local in combination), sizes),
+                Box(tuple(offset for _, _, offset in combination), sizes),
             )
 
 
 def missing_coordinates(sharding: Sharding, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """Coordinates that no rank of `ranks` holds, in a copy that at least one of them takes part in;
-    empty when every copy is whole.
+    """Return the coordinates that no rank holds, for the first replica that is incomplete.
+
+    Only replicas of which `ranks` hold a shard count. Empty if all of those are complete.
     """
     if not sharding.shard_dims:
         return []
@@ -197,7 +188,7 @@ def _with_local_offsets(intervals: Sequence[Interval]) -> Iterator[tuple[int, in
 
 @lru_cache(maxsize=65536)
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return itemsize(dtype) * prod(shape)  # tensors are many, shapes are few
+    return itemsize(dtype) * prod(shape)  # cached: models repeat few shapes
 
 
 @lru_cache(maxsize=4096)
@@ -211,7 +202,7 @@ def _intervals(
     padded_length: int,
     shard_dims: tuple[tuple[int, int | tuple[int, ...], int, int], ...],
 ) -> tuple[Interval, ...]:
-    """Of `padded_length` elements, what lies before `length`."""
+    """Split `padded_length` elements; return the intervals up to `length`."""
     pieces: list[Interval] = [(0, padded_length)]
     for size, sections, chunk_length, coordinate in shard_dims:
         total = sum(b - a for a, b in pieces)
@@ -238,7 +229,8 @@ def _sections(length: int, sections: int | tuple[int, ...]) -> Iterator[Interval
         return
     if sum(sections) != length:
         raise LayoutError(
-            f"sections {sections} add up to {sum(sections)}; the dim that they split has {length} elements"
+            f"sections {sections}: got {sum(sections)} elements in total, "
+            f"expected the {length} elements of the dim; correct the section lengths"
         )
     low = 0
     for n in sections:
@@ -247,7 +239,7 @@ def _sections(length: int, sections: int | tuple[int, ...]) -> Iterator[Interval
 
 
 def _slice(pieces: Sequence[Interval], low: int, high: int) -> Iterator[Interval]:
-    """Elements [low, high) of the pieces laid end to end."""
+    """Yield elements [low, high) of the concatenated intervals."""
     offset = 0
     for a, b in pieces:
         first, last = max(low - offset, 0), min(high - offset, b - a)
@@ -257,7 +249,7 @@ def _slice(pieces: Sequence[Interval], low: int, high: int) -> Iterator[Interval
 
 
 def _merge_adjacent(pieces: Sequence[Interval]) -> Iterator[Interval]:
-    """Neighbours that touch become one."""
+    """Merge intervals that touch."""
     last: Interval | None = None
     for a, b in pieces:
         if last is not None and last[1] == a:

@@ -34,7 +34,7 @@ from unified_ckpt.errors import (
     StorageError,
 )
 from unified_ckpt.format import names
-from unified_ckpt.format.manifest import Manifest, is_other_version, parse_manifest
+from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
 from unified_ckpt.runtime.comm.error_spread import Spread, spread_of
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 
@@ -94,10 +94,10 @@ def committed_at(path: str) -> Manifest | None:
 
 
 def committed(storage: LocalStorage, name: str) -> Manifest | None:
-    """The manifest of a checkpoint beside others, None where there is no valid one.
+    """Return the manifest of a checkpoint, or None if there is none or it is damaged.
 
-    FormatError for one of another major version, StorageError for one that cannot be read: neither
-    is rubbish.
+    Raises FormatError for an undamaged manifest that this version cannot read, and StorageError for
+    one that cannot be read now: both belong to a checkpoint.
     """
     file = f"{name}/{names.MANIFEST}"
     try:
@@ -107,7 +107,7 @@ def committed(storage: LocalStorage, name: str) -> Manifest | None:
     try:
         return parse_manifest(body, file=storage.path(file))
     except (FormatError, IntegrityError):
-        if is_other_version(body):
+        if has_valid_crc(body):
             raise
         return None
 

@@ -29,7 +29,7 @@ from unified_ckpt.format.manifest import (
     FileRecord,
     Manifest,
     NamedFile,
-    is_other_version,
+    has_valid_crc,
     parse_manifest,
 )
 from unified_ckpt.format.reconstruct import reconstruct
@@ -90,7 +90,7 @@ class Expected:
 def inspect_copy(storage: Reader) -> FolderCopy:
     """Read a folder's manifest.
 
-    FormatError for another major version, NotFoundError without a folder.
+    FormatError for an undamaged manifest of another version, NotFoundError without a folder.
     """
     file = f"{storage.root}/{names.MANIFEST}"
     try:
@@ -103,7 +103,7 @@ def inspect_copy(storage: Reader) -> FolderCopy:
     try:
         return FolderCopy(storage, body, parse_manifest(body, file=file))
     except (FormatError, IntegrityError) as error:
-        if is_other_version(body):
+        if has_valid_crc(body):
             raise
         return FolderCopy(storage, body, None, str(error))
 

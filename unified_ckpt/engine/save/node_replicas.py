@@ -379,7 +379,7 @@ def subset_manifest(folder: Folder, files: Collection[str]) -> tuple[Manifest, d
             codec=record.codec,
         )
     node_group = (
-        manifest.node_group.model_copy(update={"copies": []})
+        manifest.node_group.model_copy(update={"replicas": []})
         if manifest.node_group is not None
         else None
     )

@@ -53,7 +53,7 @@ def save_request(comm: Comm, arguments: SaveArguments, options: SaveOptions) -> 
             SHARD_SUFFIX
         ):  # its tensors would be taken for pieces of another part's
             raise FormatError(
-                f"part name {part!r} ends like those of fragments, {SHARD_SUFFIX}; choose another name"
+                f"part name {part!r} ends like those of shards, {SHARD_SUFFIX}; choose another name"
             )
     resolver = _resolver(comm, arguments.layout)
     state = flatten_state(

@@ -20,7 +20,7 @@ from unified_ckpt.engine.folder.commit import MARKER
 from unified_ckpt.engine.folder.completeness import present_parts
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
-from unified_ckpt.format.manifest import parse_manifest
+from unified_ckpt.format.manifest import has_valid_crc, parse_manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.step_names import StepEntry
 
@@ -36,8 +36,8 @@ class StepRecord:
     `save_id` are the manifest's, None where there is no valid one. `parts`: those that are there;
     `omitted_parts`: of the state that was saved, those that were left out on purpose. `nbytes`,
     `files`: of all that lies in the folder. `in_node_group`: it is one of the folders of its save,
-    which may be on as many machines. `unreadable`: it was not looked into, so nobody knows what it
-    is: it cannot be read just now, or is a link.
+    which may be on as many machines. `unreadable`: it may be a checkpoint: it cannot be read just
+    now, has an undamaged manifest that this version cannot read, or is a link.
     """
 
     name: str
@@ -224,14 +224,12 @@ def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecor
         len(sizes) + len(replica_sizes),
         has_unified_files(sizes),
     )
+    body: bytes | None = None
     try:
-        manifest = (
-            parse_manifest(storage.read(f"{name}/{names.MANIFEST}"), file=names.MANIFEST)
-            if names.MANIFEST in sizes
-            else None
-        )
+        body = storage.read(f"{name}/{names.MANIFEST}") if names.MANIFEST in sizes else None
+        manifest = parse_manifest(body, file=names.MANIFEST) if body is not None else None
     except CheckpointError as error:
-        unreadable = isinstance(error, StorageError)
+        unreadable = isinstance(error, StorageError) or (body is not None and has_valid_crc(body))
         return StepRecord(
             name,
             storage.path(name),

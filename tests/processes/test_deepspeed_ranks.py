@@ -151,7 +151,7 @@ def test_restore_takes_the_step_that_latest_names(
         assert manager.restore(6, **targets).step == 6  # type: ignore[union-attr]
         os.truncate(folder / "global_step3" / MODEL, 1000)
         assert manager.restore(**targets).step == 6  # type: ignore[union-attr]
-        assert f"{folder}/global_step3 is skipped: files are missing or end early" in caplog.text
+        assert f"{folder}/global_step3 is skipped: files are missing or truncated" in caplog.text
         shutil.rmtree(folder / "global_step6")
         with pytest.raises(uc.IncompleteError, match=r"none can be used \(1\):\n  global_step3: "):
             manager.restore(**targets)
@@ -174,7 +174,7 @@ def test_latest_universal_is_followed(two: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "latest").write_text("global_step3")
     check_equal(tmp_path / "run", two / "2.pt")
     (tmp_path / "run" / "latest").write_text("global_step6")  # a later step is not that one
-    with pytest.raises(uc.IncompleteError, match="'global_step6', and there is no such folder"):
+    with pytest.raises(uc.IncompleteError, match="'global_step6', which does not exist"):
         uc.open(tmp_path / "run")
 
 
@@ -236,7 +236,7 @@ def test_a_clone_of_a_hub_without_the_steps_folder_is_the_model_that_it_has(fold
     with uc.open(folder) as source:
         model = {name: source["model"][name][...] for name in source["model"]}
     shutil.rmtree(folder / "global_step3")
-    with pytest.raises(uc.IncompleteError, match="'global_step3', and there is no such folder"):
+    with pytest.raises(uc.IncompleteError, match="'global_step3', which does not exist"):
         uc.open(folder)
     for step in ("global_step6", "fresh", "unfrozen"):
         shutil.rmtree(folder / step)
@@ -292,10 +292,10 @@ def test_a_step_that_latest_does_not_name_is_opened_by_its_folder(folder: Path) 
     with uc.open(folder / "global_step6") as source:
         assert source.source.metadata().step == 6
     (folder / "latest").write_text("global_step9")
-    with pytest.raises(uc.IncompleteError, match="'global_step9', and there is no such folder"):
+    with pytest.raises(uc.IncompleteError, match="'global_step9', which does not exist"):
         uc.open(folder)
     (folder / "latest").write_text("../elsewhere")
-    with pytest.raises(uc.FormatError, match=r"names '\.\./elsewhere'; needed a folder in"):
+    with pytest.raises(uc.FormatError, match=r"got '\.\./elsewhere', expected a folder in"):
         uc.open(folder)
 
 
@@ -360,7 +360,7 @@ def test_the_trainers_folder(tmp_path: Path) -> None:
     save_file(truth, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         uc.IntegrityError,
-        match=r"model.norm.weight: element 0 of the fp32 weights(.|\n)*model.safetensors is",
+        match=r"model.norm.weight: element 0 of the fp32 weights(.|\n)*model.safetensors;",
     ):
         read_all(path)
     (path / "model.safetensors").unlink()  # the weights are then made from the fp32 ones
@@ -577,7 +577,7 @@ def test_files_of_two_saves_in_one_folder(folder: Path) -> None:
     shutil.copy(folder / "global_step6" / shards(folder)[1].name, folder / "global_step3")
     with pytest.raises(
         uc.FormatError,
-        match=r"rank_1_mp_rank_00_optim_states.pt: is of step \[6.0(.|\n)*rank_0\w+.pt of \[3.0",
+        match=r"rank_1_mp_rank_00_optim_states.pt: got step \[6.0(.|\n)*expected \[3.0(.|\n)*rank_0",
     ):
         read_all(folder)
     for path in shards(folder):
@@ -591,12 +591,12 @@ def test_files_of_more_ranks_than_wrote_the_last_save(folder: Path) -> None:
         shards(folder)[1],
         folder / "global_step3" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt",
     )
-    with pytest.raises(uc.FormatError, match=r"has files of ranks \[2\](.|\n)*is of 2 ranks"):
+    with pytest.raises(uc.FormatError, match=r"got files of ranks \[2\], expected 2 ranks"):
         uc.open(folder)
     (folder / "global_step3" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").rename(
         folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     )
-    with pytest.raises(uc.FormatError, match=r"has files of two saves(.|\n)*zero_pp_rank_1"):
+    with pytest.raises(uc.FormatError, match=r"got files of two saves(.|\n)*zero_pp_rank_1"):
         uc.open(folder)
 
 
@@ -622,21 +622,21 @@ def spread(state: dict[str, Any]) -> None:
 OTHERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (
         shorten,
-        r"rank_1\S*.pt: has \(27,\) elements of torch.float32 for fp32 of group 0; needed 30 to 30 of torch.float32",
+        r"rank_1\S*.pt: flat group 0: fp32: got shape \(27,\) of torch.float32, expected 30 to 30 elements",
     ),
     (
         narrow,
-        r"rank_1\S*.pt: has \(30,\) elements of torch.bfloat16 for exp_avg of group 0; needed 30 to 30 of torch.float32",
+        r"rank_1\S*.pt: flat group 0: exp_avg: got shape \(30,\) of torch.bfloat16, expected 30 to 30",
     ),
-    (forget, r"rank_1\S*.pt: has other groups or states than \S*rank_0"),
-    (spread, r"rank_1\S*.pt: its groups are spread over \[1, 5\] ranks"),
+    (forget, r"rank_1\S*.pt: got other flat groups or states than \S*rank_0"),
+    (spread, r"rank_1\S*.pt: got groups partitioned over \[1, 5\] ranks"),
     (
         lambda state: state.update(partition_count=[4, 4, 4]),
-        r"rank_1\S*.pt: is of ZeRO stage 2 on 4 ranks, \S*rank_0\S*.pt of 2 on 5",
+        r"rank_1\S*.pt: got ZeRO stage 2 on 4 ranks, expected stage 2 on 5 as in \S*rank_0",
     ),
     (
         lambda state: state.pop("base_optimizer_state"),
-        r"rank_1\S*.pt: is not what DeepSpeed's ZeRO writes: KeyError",
+        r"rank_1\S*.pt: expected an optimizer file of ZeRO: KeyError",
     ),
 ]
 
@@ -657,7 +657,7 @@ def test_a_ranks_file_that_does_not_go_with_the_others(
 @pytest.mark.parametrize(
     ("file", "error", "text"),
     [
-        ("embed.weight/fp32.pt", uc.IncompleteError, r"fp32.pt is missing of(.|\n)*embed.weight"),
+        ("embed.weight/fp32.pt", uc.IncompleteError, r"fp32.pt is missing for(.|\n)*embed.weight"),
         ("gain/exp_avg.pt", uc.IncompleteError, r"optimizer states are missing(.|\n)*gain/exp_avg"),
         ("optimizer_state.pt", uc.IncompleteError, r"optimizer_state.pt"),
     ],
@@ -675,7 +675,7 @@ def test_a_file_of_a_universal_checkpoint_is_another_parameters(two: Path, tmp_p
     copy = Path(shutil.copytree(two / "2-universal", tmp_path / "ds"))
     shutil.copy(copy / "zero" / "up.weight" / "exp_avg.pt", copy / "zero" / "embed.weight")
     with pytest.raises(
-        uc.FormatError, match=r"embed.weight/exp_avg.pt: has shape \(5, 7\); needed \(11, 7\)"
+        uc.FormatError, match=r"embed.weight/exp_avg.pt: got shape \(5, 7\), expected \(11, 7\)"
     ):
         uc.open(copy)
 
@@ -709,21 +709,25 @@ def reshape(told: dict[str, Any]) -> None:
 
 WRONG: list[tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = [
     (swap, uc.IntegrityError, "norm.(weight|bias): element 0 of the fp32 weights"),
-    (drop, uc.FormatError, "group 0 has 2 parameters and 3 paddings"),
+    (drop, uc.FormatError, "flat group 0: got 3 paddings for 2 parameters"),
     (add, uc.FormatError, "more"),
     (
         reshape,
         uc.FormatError,
-        r"up.weight: has shape \(5, 7\); its shapes of parameters say \(7, 5\)",
+        r"up.weight: got shape \(5, 7\), expected \(7, 5\)",
     ),
     (
         lambda told: told["param_shapes"].pop(),
         uc.FormatError,
-        "has 3 groups; the model's file names 2",
+        "got 3 flat groups, expected 2",
     ),
-    (lambda told: told.update(module=None), uc.FormatError, "has no weights"),
-    (lambda told: told.pop("module"), uc.FormatError, "is not what DeepSpeed writes"),
-    (lambda told: told.update(param_shapes=[3]), uc.FormatError, "is not what DeepSpeed writes"),
+    (lambda told: told.update(module=None), uc.FormatError, "got no weights"),
+    (lambda told: told.pop("module"), uc.FormatError, "expected a model file of DeepSpeed"),
+    (
+        lambda told: told.update(param_shapes=[3]),
+        uc.FormatError,
+        "expected a model file of DeepSpeed",
+    ),
 ]
 
 

@@ -67,9 +67,9 @@ def test_random_states_and_plain_values_come_too(root: Path) -> None:
 
 MISSING = [
     ("sharded", "pytorch_model_fsdp_0/__1_0.distcp", r"__1_0.distcp: is missing"),
-    ("sharded", "optimizer_0/.metadata", r"optimizer_0: has no .metadata"),
-    ("full", "pytorch_model_fsdp.bin", r"holds no weights"),
-    ("ranks", "pytorch_model_fsdp_0_rank1.bin", r"is of 2 ranks; files are there of 1"),
+    ("sharded", "optimizer_0/.metadata", r"optimizer_0: no .metadata"),
+    ("full", "pytorch_model_fsdp.bin", r"no weights found"),
+    ("ranks", "pytorch_model_fsdp_0_rank1.bin", r"got files of 1 ranks, expected 2"),
     ("ranks", "optimizer_0_rank0.bin", r"optimizer_0_rank0.bin"),
     ("hfdcp", "shard-00001-model-00001-of-00002.safetensors", r"no shard has box \(0, 0\)"),
     ("hfdcp", "shard-00002-model-00002-of-00002.safetensors", r"target differ"),
@@ -98,10 +98,12 @@ def test_shards_without_where_they_lie_are_refused(root: Path, tmp_path: Path) -
     shutil.copytree(root / "hfdcp", tmp_path / "c")
     path = tmp_path / "c" / "shard-00002-model-00001-of-00002.safetensors"
     _edit_header(path, lambda metadata: metadata.pop("DCP_SHARDING_INFO"))
-    with pytest.raises(uc.FormatError, match="has no DCP_SHARDING_INFO"):
+    with pytest.raises(uc.FormatError, match="no DCP_SHARDING_INFO"):
         uc.open(tmp_path / "c")
     _edit_header(path, lambda metadata: metadata.update(DCP_SHARDING_INFO='{"embed.weight": 3}'))
-    with pytest.raises(uc.FormatError, match=r"is not what torch\.distributed\.checkpoint writes"):
+    with pytest.raises(
+        uc.FormatError, match=r"expected DCP_SHARDING_INFO of torch\.distributed\.checkpoint"
+    ):
         uc.open(tmp_path / "c")
     _edit_header(
         path,

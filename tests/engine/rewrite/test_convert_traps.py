@@ -137,10 +137,10 @@ def test_a_config_that_is_not_there_is_told_before_anything_is_written(tmp_path:
 @pytest.mark.parametrize(
     ("told", "match"),
     [
-        ({"_orig_mod.w": torch.ones(2), "w": torch.zeros(2)}, "two of its tensors are called so"),
+        ({"_orig_mod.w": torch.ones(2), "w": torch.zeros(2)}, "two tensors have this name"),
         (
             {"encoder": {"w": torch.ones(2)}, "loss": torch.tensor(0.5), "epoch": 4},
-            r"has others deeper, which would be left out \(1\):\n  enc",
+            r"got nested tensors, which would be left out \(1\):\n  enc",
         ),
         (
             {

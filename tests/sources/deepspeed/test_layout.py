@@ -102,27 +102,27 @@ def test_parameters_that_are_cut_in_parts(sizes: list[list[int]], world: int, cu
 WRONG: list[tuple[Callable[[], object], str]] = [
     (
         lambda: zero12_layout([{"a": 10}], [[0]], [4], world_size=2),
-        "group 0 has 2 partitions of 4 elements; its parameters need 10",
+        "flat group 0: got 2 partitions of 4 elements, expected 10",
     ),
     (
         lambda: zero12_layout([{"a": 10}], [[0]], [7], world_size=2),
-        "group 0 has 2 partitions of 7 elements; its parameters need 10",
+        "flat group 0: got 2 partitions of 7 elements, expected 10",
     ),
     (
         lambda: zero12_layout([{"a": 10}], [[0, 0]], [6], world_size=2),
-        "group 0 has 1 parameters and 2 paddings",
+        "flat group 0: got 2 paddings for 1 parameters",
     ),
     (
         lambda: zero12_layout([{"a": 10}], [[0]], [6, 6], world_size=2),
-        "has 2 groups; the model's file names 1",
+        "got 2 flat groups, expected 1",
     ),
     (
         lambda: zero3_layout([{"a": 10, "b": 3}], [6], world_size=2),
-        "group 0 has 6 elements on each rank; its parameters need 7",
+        "flat group 0: got 6 elements per rank, expected 7",
     ),
     (
         lambda: zero3_layout([{"a": 10}, {"b": 3}], [5], world_size=2),
-        "has 1 groups; the model's file names 2",
+        "got 1 flat groups, expected 2",
     ),
 ]
 
@@ -140,13 +140,13 @@ def test_partitions_that_are_not_those_of_the_parameters(
     [
         (
             [FlatRange(0, 2, 0, 0, 0), FlatRange(3, 1, 1, 0, 0)],
-            r"rank 1: has elements from 3 of a tensor of shape \(2, 2\); needed those from 2",
+            r"rank 1: got elements from 3 of a tensor of shape \(2, 2\), expected them from 2",
         ),
         (
             [FlatRange(0, 3, 0, 0, 0), FlatRange(2, 2, 1, 0, 0)],
-            r"rank 1: has elements from 2 (.|\n)*; needed those from 3",
+            r"rank 1: got elements from 2 (.|\n)*, expected them from 3",
         ),
-        ([FlatRange(0, 3, 0, 0, 0)], r"its files have 3 elements of shape \(2, 2\); needed 4"),
+        ([FlatRange(0, 3, 0, 0, 0)], r"got files with 3 elements, expected 4 for shape \(2, 2\)"),
     ],
 )
 def test_spans_with_gaps_or_overlaps(spans: list[FlatRange], text: str) -> None:

@@ -183,7 +183,7 @@ def test_optimizer_state_that_is_not_the_models_is_refused(
         for part, key in (("master_weights", name), ("optimizer", f"{name}/exp_avg")):
             with pytest.raises(
                 uc.IntegrityError,
-                match=r"linear_fc2.weight: its fp32 copy in the optimizer is not the model's",
+                match=r"linear_fc2.weight: its fp32 copy does not round to the model's",
             ):
                 _ = source[part][key][...]
 
@@ -196,7 +196,7 @@ def test_flat_buffers_are_refused_and_the_model_loads(
     model = llama().bfloat16()
     uc.load(folder, model=model)
     assert torch.equal(model.model.norm.weight, hub["param"]["model.norm.weight"].bfloat16())
-    with pytest.raises(uc.FormatError, match=r"optimizer: is in flat buffers \(dp_reshardable\)"):
+    with pytest.raises(uc.FormatError, match=r"optimizer: got flat buffers \(dp_reshardable\)"):
         uc.load(folder, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     assert main(["inspect", str(folder)]) == 0
     assert "not read: " in capsys.readouterr().out
@@ -212,12 +212,10 @@ def test_without_arguments_the_config_tells_names(tmp_path: Path, hub: dict[str,
         assert set(source["model"]) == set(hub["param"])
     with uc.open(folder) as source:
         assert "decoder.layers.1.mlp.linear_fc1.weight" in source["model"]
-    with pytest.raises(
-        uc.FormatError, match=r"has no arguments of Megatron's; needed Hugging Face's config.json"
-    ):
+    with pytest.raises(uc.FormatError, match=r"got no Megatron arguments(.|\n)*config.json"):
         uc.open(folder, options=SourceOptions(names="huggingface"))
     (tmp_path / "hub" / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(uc.FormatError, match=r"config.json: is no config of llama, mistral"):
+    with pytest.raises(uc.FormatError, match=r"config.json: expected a config of llama, mistral"):
         uc.open(folder, options=SourceOptions(config=str(tmp_path / "hub"), names="huggingface"))
 
 
@@ -226,7 +224,7 @@ def test_without_arguments_the_config_tells_names(tmp_path: Path, hub: dict[str,
 
 def test_a_save_that_did_not_end_is_refused(folder: Path) -> None:
     (folder / "metadata.json").unlink()
-    with pytest.raises(uc.FormatError, match=r"has no metadata.json.*its save did not end"):
+    with pytest.raises(uc.FormatError, match=r"no metadata.json.*the save did not complete"):
         uc.open(folder, options=SourceOptions(format="megatron"))
 
 
@@ -235,7 +233,7 @@ def test_a_save_that_did_not_end_is_refused(folder: Path) -> None:
     [
         ("{", "not valid JSON"),
         ("[]", "holds a list"),
-        ('{"sharded_backend": "zarr"}', "says 'zarr'"),
+        ('{"sharded_backend": "zarr"}', "sharded_backend: got 'zarr'"),
     ],
 )
 def test_another_backend_and_a_damaged_metadata_are_refused(
@@ -277,7 +275,7 @@ def test_flattened_optimizer_state_is_refused_and_the_model_loads(
         assert set(source["model"]) == set(hub["param"])
         with pytest.raises(
             uc.FormatError,
-            match=rf"{name}/exp_avg: has shape \(2, 3\), as state that was flattened",
+            match=rf"{name}/exp_avg: got shape \(2, 3\), as in flattened state",
         ):
             list(source["optimizer"])
 

@@ -116,11 +116,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor": (
         remove("20/model/**/input_layernorm/*"),
-        r"that the model has no file of(.|\n)*input_layernorm",
+        r"model files are missing for parameters(.|\n)*input_layernorm",
     ),
     "a rank's state": (
         remove("20/optimizer/*pp-1*dp-1*tp-0*"),
-        r"files are missing, of ranks(.|\n)*\(1, 1, 0, 0\)",
+        r"files of \(pp, dp, tp, exp\) are missing(.|\n)*\(1, 1, 0, 0\)",
     ),
     "the metadata": (
         remove("20/checkpoint_metadata.json"),
@@ -128,29 +128,29 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "the step": (
         lambda root: shutil.rmtree(root / "20"),
-        r"20: is not there, and latest.txt names it",
+        r"20: does not exist, but latest.txt names it",
     ),
     "latest": (
         lambda root: (root / "latest.txt").write_text("x\n"),
-        r"latest.txt: holds 'x'; needed the number",
+        r"latest.txt: got 'x', expected a step number",
     ),
-    "short state": (shorten, r"its files have \d+ elements; needed"),
+    "short state": (shorten, r"got \d+ elements in its files, expected"),
     "slices": (
         lambda root: relabel(root, "0,9,None|None,None,None#0,9,None|None,None,None"),
-        r"has box|do not fit|overlap|nothing holds",
+        r"has box|got slices|overlap|nothing holds",
     ),
-    "no slices": (lambda root: relabel(root, "x"), r"does not say which part"),
+    "no slices": (lambda root: relabel(root, "x"), r"no valid slices in its header"),
     "swapped state": (
         swap("20/optimizer/*pp-0*dp-0*"),
         r"tp-0-of-2_exp-0-of-1.pt: was written as optimizer_\S*tp-1-of-2",
     ),
     "swapped parts": (
         swap("20/model/**/qkv_proj/*"),
-        r"tp-rank-1\S*: has elements before those of \S*tp-rank-0\S*: files were swapped",
+        r"tp-rank-1\S*: got elements out of order with \S*tp-rank-0\S*: files were swapped",
     ),
     "strides": (
         lambda root: relabel(root, "0,4,2|None,None,None#0,4,2|None,None,None"),
-        r"does not say which part",
+        r"no valid slices in its header",
     ),
 }
 

@@ -201,7 +201,7 @@ def test_a_missing_file_is_named_with_what_was_in_it(folder: Path) -> None:
 def test_a_file_that_ends_early_is_named(folder: Path) -> None:
     path = shards(folder)[-1]
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(uc.IncompleteError, match="ends early"):
+    with pytest.raises(uc.IncompleteError, match="is truncated"):
         uc.load(folder, model=net(1)[0])
 
 
@@ -282,7 +282,7 @@ def test_metadata_of_a_kilobyte_that_would_never_end_is_refused(
     path.write_bytes(pickle.dumps(told))
     with pytest.raises(
         uc.FormatError,
-        match=r"\.metadata: is not what torch.distributed.checkpoint writes|transform_descriptors",
+        match=r"\.metadata: expected metadata of torch.distributed.checkpoint|transform_descriptors",
     ) as caught:
         uc.open(folder)
     assert len(str(caught.value)) < 1000
@@ -358,9 +358,11 @@ def test_an_optimizer_by_position_is_refused_by_name_and_the_model_is_read(tmp_p
     optimizer.step()
     save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c")
     other = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(3)])
-    with pytest.raises(uc.FormatError, match=r"optimizer: is by position(.*)get_state_dict"):
+    with pytest.raises(
+        uc.FormatError, match=r"optimizer: got optimizer state by position(.*)get_state_dict"
+    ):
         uc.load(tmp_path / "c", model=other, optimizer=torch.optim.AdamW(other.parameters()))
-    with pytest.raises(uc.FormatError, match=r"optimizer: is by position"):
+    with pytest.raises(uc.FormatError, match=r"optimizer: got optimizer state by position"):
         uc.convert(tmp_path / "c", tmp_path / "ours")
     uc.load(tmp_path / "c", model=other)
     assert torch.equal(other[2], model[2])

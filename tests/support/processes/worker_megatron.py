@@ -71,7 +71,7 @@ def main() -> None:
         flat["param"] = flat["param"].roll(64)
         torch.save(turned, path / "distrib_optim.pt")
     dist.barrier()
-    with pytest.raises(uc.CheckpointError, match=r"is not the model's tensor before rounding"):
+    with pytest.raises(uc.CheckpointError, match=r"does not round to the model's tensor"):
         uc.load(root / "job", model=model, optimizer=optimizer)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -1,1 +1,1 @@
-"""DeepSpeed's checkpoints as a Source. Begin with `source.py`."""
+"""Reads DeepSpeed checkpoints as a Source; start with `source.py`."""

@@ -1,5 +1,6 @@
-"""Hugging Face's `model.safetensors` beside DeepSpeed's folder, as the Trainer writes it: under
-stage 3 the only low-precision weights.
+"""Reads Hugging Face's `model.safetensors` from the root that contains DeepSpeed's folder.
+
+The Trainer writes it; under stage 3 it has the only low-precision weights.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 
 
 def read_hf_weights(root: str) -> dict[str, tuple[torch.Tensor, str]]:
-    """Tensors, aliases of their files, and the files; none where there are no weights. FormatError
-    or IncompleteError where they are damaged.
+    """Return each tensor or alias with the path of its file; {} if there are no weights.
+
+    FormatError or IncompleteError if the files are damaged.
     """
-    if not {names.index_name(MODEL), names.file_name(MODEL, number=1, count=1)} & set(
-        os.listdir(root)
-    ):
+    weight_files = {names.index_name(MODEL), names.file_name(MODEL, number=1, count=1)}
+    if not weight_files & set(os.listdir(root)):
         return {}
     with closing(open_path(root, lock=True)) as folder:
         stored_names = folder.names(MODEL)

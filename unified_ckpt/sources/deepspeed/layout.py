@@ -1,11 +1,11 @@
-"""Where the elements of each parameter lie in ZeRO's flat groups. Pure: numbers and names, no
-files.
+"""Where each parameter's elements lie in ZeRO's flat groups. Pure: numbers and names, no files.
 
-Source of the layouts: DeepSpeed's `stage_1_and_2.py`, `bf16_optimizer.py` and `stage3.py`. Stages 1
-and 2 put a group's parameters one after another and cut that in equal partitions, one a rank. Stage
-3 cuts each parameter in equal parts, and a rank has its parts one after another. The order of the
-parameters is that of `param_shapes`; the slices that the optimizer's files name are wrong under
-round-robin gradients.
+The layouts follow DeepSpeed's `stage_1_and_2.py`, `bf16_optimizer.py` and `stage3.py`.
+Stages 1 and 2 concatenate a group's parameters and split the result into equal partitions,
+one per rank. Stage 3 splits each parameter into equal parts; a rank concatenates its parts.
+
+The order of the parameters is that of `param_shapes`. The slices recorded in the optimizer's
+files are wrong under round-robin gradients.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 from unified_ckpt.errors import FormatError
 
-MAX_RANGE_NUMEL = 4 << 20  # elements of one span: what is compared at once with the other copy
+MAX_RANGE_NUMEL = 4 << 20  # elements that are compared at once with the model's weights
 
 
 class FlatRange(NamedTuple):
-    """Elements [first, first + numel) of a flattened parameter: those from `partition_offset` of a
-    rank's share of a group.
+    """A contiguous range of a flattened parameter, and where one rank stores it.
+
+    Covers elements [param_offset, param_offset + numel) of the parameter. They start at
+    `partition_offset` in the partition of `group` on `rank`.
     """
 
     param_offset: int
@@ -30,12 +32,24 @@ class FlatRange(NamedTuple):
     group: int
     partition_offset: int
 
+    @property
+    def param_slice(self) -> slice:
+        """The range within the flattened parameter."""
+        return slice(self.param_offset, self.param_offset + self.numel)
+
+    @property
+    def partition_slice(self) -> slice:
+        """The range within the rank's partition of the group."""
+        return slice(self.partition_offset, self.partition_offset + self.numel)
+
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """`ranges`: by parameter. `partition_numels`: elements of each group on one rank.
-    `used_numels`: elements of each group that are some parameter's or lie between two; what a rank
-    has beyond them is padding, which some versions leave out.
+    """The flat ranges of every parameter, and the sizes of the flat groups.
+
+    `ranges`: by parameter name. `partition_numels`: elements per rank of each group.
+    `used_numels`: elements of each group up to the end of its last parameter, gaps included.
+    Anything beyond is padding, which some DeepSpeed versions omit.
     """
 
     ranges: Mapping[str, tuple[FlatRange, ...]]
@@ -43,7 +57,7 @@ class FlatLayout:
     used_numels: tuple[int, ...]
 
     def min_numel(self, rank: int, group: int) -> int:
-        """Elements that a rank must have of a group."""
+        """Return the number of elements that `rank` must store of `group`."""
         partition_numel = self.partition_numels[group]
         return min(partition_numel, max(0, self.used_numels[group] - rank * partition_numel))
 
@@ -55,10 +69,11 @@ def zero12_layout(
     *,
     world_size: int,
 ) -> FlatLayout:
-    """Of stages 1 and 2, and of BF16_Optimizer. `groups`: elements by parameter, in order; `gaps`:
-    unused elements after each.
+    """Return the layout of stages 1 and 2, and of BF16_Optimizer.
 
-    FormatError where the partitions are not those of these parameters.
+    `groups`: numel by parameter name, in order. `gaps`: unused elements after each parameter.
+    `partition_numels`: elements per rank of each group. FormatError if they do not fit the
+    parameters.
     """
     ranges: dict[str, tuple[FlatRange, ...]] = {}
     used_numels = []
@@ -68,7 +83,8 @@ def zero12_layout(
     ):
         if len(group_gaps) != len(numels):
             raise FormatError(
-                f"group {group} has {len(numels)} parameters and {len(group_gaps)} paddings; needed one each"
+                f"flat group {group}: got {len(group_gaps)} paddings for {len(numels)} parameters, "
+                "expected one per parameter"
             )
         offset = 0
         for (name, numel), gap in zip(numels.items(), group_gaps, strict=True):
@@ -79,9 +95,10 @@ def zero12_layout(
             )
             offset += numel + gap
         slack = world_size * partition_numel - offset
-        if not 0 <= slack < 2 * world_size:  # a group is padded to a multiple of 2 * world
+        if not 0 <= slack < 2 * world_size:  # groups are padded to a multiple of 2 * world_size
             raise FormatError(
-                f"group {group} has {world_size} partitions of {partition_numel} elements; its parameters need {offset}"
+                f"flat group {group}: got {world_size} partitions of {partition_numel} elements, "
+                f"expected {offset} elements for its parameters"
             )
         used_numels.append(offset)
     return FlatLayout(ranges, tuple(partition_numels), tuple(used_numels))
@@ -90,7 +107,7 @@ def zero12_layout(
 def _contiguous_ranges(
     offset: int, numel: int, partition_numel: int, group: int
 ) -> Iterator[FlatRange]:
-    """Elements [at, at + numel) of a group, by the ranks that have them."""
+    """Yield ranges for elements [offset, offset + numel) of a group, split at partition ends."""
     param_offset = 0
     while param_offset < numel:
         rank, partition_offset = divmod(offset + param_offset, partition_numel)
@@ -102,7 +119,7 @@ def _contiguous_ranges(
 def zero3_layout(
     groups: Sequence[Mapping[str, int]], partition_numels: Sequence[int], *, world_size: int
 ) -> FlatLayout:
-    """Of stage 3. FormatError where the partitions are not those of these parameters."""
+    """Return the layout of stage 3. FormatError if the partitions do not fit the parameters."""
     ranges: dict[str, tuple[FlatRange, ...]] = {}
     _check_group_count(groups, partition_numels)
     for group, (numels, partition_numel) in enumerate(zip(groups, partition_numels, strict=True)):
@@ -116,7 +133,8 @@ def zero3_layout(
             offset += -(-numel // world_size)
         if offset != partition_numel:
             raise FormatError(
-                f"group {group} has {partition_numel} elements on each rank; its parameters need {offset}"
+                f"flat group {group}: got {partition_numel} elements per rank, "
+                f"expected {offset} for its parameters"
             )
     return FlatLayout(
         ranges,
@@ -128,8 +146,9 @@ def zero3_layout(
 def partitioned_ranges(
     numel: int, *, world_size: int, group: int, partition_offset: int
 ) -> Iterator[FlatRange]:
-    """A parameter that is cut in equal parts, the last ones padded. `partition_offset`: of each
-    part in its rank's share.
+    """Yield the ranges of a parameter split into equal parts, one per rank, the last ones padded.
+
+    `partition_offset`: where each part starts in its rank's partition.
     """
     part_numel = -(-numel // world_size)
     for rank in range(world_size):
@@ -149,5 +168,5 @@ def partitioned_ranges(
 def _check_group_count(groups: Sequence[object], partition_numels: Sequence[object]) -> None:
     if len(groups) != len(partition_numels):
         raise FormatError(
-            f"has {len(partition_numels)} groups; the model's file names {len(groups)}"
+            f"got {len(partition_numels)} flat groups, expected {len(groups)} as in the model file"
         )

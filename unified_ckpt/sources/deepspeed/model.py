@@ -1,8 +1,7 @@
-"""The model's file of a DeepSpeed folder, `*mp_rank_00_model_states.pt`: weights, names and shapes,
-and what the job said beside them.
+"""Reads the model file of a DeepSpeed folder, `*mp_rank_00_model_states.pt`.
 
-Under stage 3 each rank has one, with empty tensors in place of the parameters, and its parts of
-those that are frozen.
+It holds weights, parameter names and shapes, and the client state. Under stage 3 each rank
+has one, with empty tensors in place of parameters and its parts of the frozen ones.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from unified_ckpt.sources.deepspeed.parameters import tensor_from_ranges
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.views.shards import ShardedTensor
 
-MODEL_FILE = (
-    "mp_rank_00_model_states.pt"  # without stage 3; with it "zero_pp_rank_<rank>_" stands before
-)
+MODEL_FILE = "mp_rank_00_model_states.pt"  # stage 3 prepends "zero_pp_rank_<rank>_"
 _PARSED_KEYS = (
     "module",
     "buffer_names",
@@ -47,10 +44,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """`tensors`: the module's tensors. `flat_groups`: trained parameters by flat group, in order.
-    `shapes`: of these and of the frozen ones.
-    `frozen_parts`: this rank's of frozen parameters that are cut. `aliases`: of tied weights.
-    `world_size`: ranks of data parallelism. `extra_states`: extra state.
+    """The content of one model file.
+
+    `tensors`: the module's. `flat_groups`: shapes of trained parameters by flat group, in order.
+    `shapes`: of trained and frozen parameters. `frozen_parts`: this rank's flat parts of frozen
+    parameters that are partitioned. `aliases`: tied name -> stored name. `world_size`: of data
+    parallelism. `extra`: client state. `extra_states`: of modules, by name.
     """
 
     path: str
@@ -67,11 +66,11 @@ class ModelFile:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether it is of stage 3."""
+        """Whether stage 3 wrote the file: each rank has one."""
         return os.path.split(self.path)[1] != MODEL_FILE
 
     def is_placeholder(self, name: str) -> bool:
-        """Whether `tensors` has an empty tensor in place of this one."""
+        """Return whether `tensors[name]` is empty because ranks hold its elements elsewhere."""
         tensor = self.tensors[name]
         return (
             self.is_partitioned
@@ -82,21 +81,22 @@ class ModelFile:
 
 
 def read_model_file(path: str) -> ModelFile:
-    """FormatError where it is not what DeepSpeed writes."""
+    """Read and check a model file. FormatError if DeepSpeed did not write it."""
     content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
     try:
         model = _parse_model_file(path, content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise FormatError(
-            f"{path}: is not what DeepSpeed writes: {type(error).__name__}: {error}"
+            f"{path}: expected a model file of DeepSpeed: {type(error).__name__}: {error}"
         ) from error
     missing = [name for name in model.shapes if name not in model.tensors]
     if missing:
-        raise FormatError(format_list(f"{path}: has shapes and no tensors of", missing))
+        raise FormatError(format_list(f"{path}: got shapes without tensors for", missing))
     for name, shape in model.shapes.items():
         if tuple(model.tensors[name].shape) != shape and not model.is_placeholder(name):
             raise FormatError(
-                f"{path}: {name}: has shape {tuple(model.tensors[name].shape)}; its shapes of parameters say {shape}"
+                f"{path}: {name}: got shape {tuple(model.tensors[name].shape)}, "
+                f"expected {shape} as in its param_shapes"
             )
     return model
 
@@ -104,11 +104,12 @@ def read_model_file(path: str) -> ModelFile:
 def _parse_model_file(path: str, content: Mapping[str, Any]) -> ModelFile:
     if content["module"] is None:
         raise FormatError(
-            f"{path}: has no weights, as those of pipelines; needed a model that is whole in this file"
+            f"{path}: got no weights, as in a pipeline-parallel model; "
+            "expected the whole model in this file"
         )
     extra_states = {
-        name: placeholder_fields(tensor)
-        for name, tensor in content["module"].items()
+        name: placeholder_fields(state)
+        for name, state in content["module"].items()
         if is_extra_state(name)
     }
     tensors = {
@@ -117,34 +118,32 @@ def _parse_model_file(path: str, content: Mapping[str, Any]) -> ModelFile:
         if isinstance(tensor, torch.Tensor) and name not in extra_states
     }
     groups = [_parse_shapes(group) for group in content.get("param_shapes") or ()]
-    shapes = {name: shape for group in groups for name, shape in group.items()} | _parse_shapes(
-        content.get("frozen_param_shapes") or {}
-    )
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    shapes |= _parse_shapes(content.get("frozen_param_shapes") or {})
     aliases = {
         alias: name
         for alias, name in (content.get("shared_params") or {}).items()
         if alias not in shapes and name in tensors
     }
+    frozen = (content.get("frozen_param_fragments") or {}).items()
+    extra = {
+        key: placeholder_fields(value)
+        for key, value in content.items()
+        if key not in _PARSED_KEYS and value is not None
+    }
     step = content.get("global_steps")
     return ModelFile(
         path,
-        tensors,
-        frozenset(content.get("buffer_names") or ()),
-        groups,
-        shapes,
-        {
-            name: tensor.detach()
-            for name, tensor in (content.get("frozen_param_fragments") or {}).items()
-        },
-        aliases if groups else _memory_aliases(tensors),
-        step if isinstance(step, int) else None,
-        int(content.get("dp_world_size") or 1),
-        {
-            key: placeholder_fields(value)
-            for key, value in content.items()
-            if key not in _PARSED_KEYS and value is not None
-        },
-        extra_states,
+        tensors=tensors,
+        buffer_names=frozenset(content.get("buffer_names") or ()),
+        flat_groups=groups,
+        shapes=shapes,
+        frozen_parts={name: part.detach() for name, part in frozen},
+        aliases=aliases if groups else _memory_aliases(tensors),
+        step=step if isinstance(step, int) else None,
+        world_size=int(content.get("dp_world_size") or 1),
+        extra=extra,
+        extra_states=extra_states,
     )
 
 
@@ -153,29 +152,22 @@ def _parse_shapes(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _memory_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names of tensors that are one piece of memory -> the first of them."""
+    """Return name -> first name, for tensors that share all of their memory."""
     names_by_memory: dict[object, str] = {}
     first_names = {
         name: names_by_memory.setdefault(
-            (
-                tensor.data_ptr(),
-                tensor.dtype,
-                tensor.shape,
-                tensor.stride(),
-                tensor.is_conj(),
-                tensor.is_neg(),
-            ),
-            name,
+            (t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()), name
         )
-        for name, tensor in tensors.items()
-        if tensor.numel()
+        for name, t in tensors.items()
+        if t.numel()
     }
     return {name: first_name for name, first_name in first_names.items() if name != first_name}
 
 
 class FrozenParameters:
-    """Frozen parameters that stage 3 has cut: each of `world` ranks has a part in its own model
-    file. IncompleteError naming those that are missing.
+    """Frozen parameters that stage 3 partitions: each rank's model file has one part.
+
+    Opens the other ranks' files on demand. IncompleteError names missing files.
     """
 
     def __init__(self, model: ModelFile, world_size: int) -> None:
@@ -187,14 +179,14 @@ class FrozenParameters:
         self._model, self._parts = model, {0: model.frozen_parts}
 
     def tensor(self, name: str) -> ShardedTensor:
+        """Return the tensor, assembled from the ranks' parts."""
         shape, part = self._model.shapes[name], self._model.frozen_parts[name]
         world_size = len(self._paths)
-        if part.numel() != -(-prod(shape) // world_size):
-            expected = (
-                f"needed {-(-prod(shape) // world_size)} of shape {shape} on {world_size} ranks"
-            )
+        part_numel = -(-prod(shape) // world_size)
+        if part.numel() != part_numel:
             raise FormatError(
-                f"{self._paths[0]}: {name}: has a part of {part.numel()} elements; {expected}"
+                f"{self._paths[0]}: {name}: got a part of {part.numel()} elements, "
+                f"expected {part_numel} for shape {shape} on {world_size} ranks"
             )
         ranges = tuple(
             partitioned_ranges(prod(shape), world_size=world_size, group=0, partition_offset=0)
@@ -208,15 +200,12 @@ class FrozenParameters:
         )
 
     def _load(self, name: str, ranges: Sequence[FlatRange], index: int) -> torch.Tensor:
-        flat_range = ranges[index]
-        if flat_range.rank not in self._parts:
-            self._parts[flat_range.rank] = read_model_file(
-                self._paths[flat_range.rank]
-            ).frozen_parts
-        if name not in self._parts[flat_range.rank]:
+        flat_range, rank = ranges[index], ranges[index].rank
+        if rank not in self._parts:
+            self._parts[rank] = read_model_file(self._paths[rank]).frozen_parts
+        if name not in self._parts[rank]:
             raise FormatError(
-                f"{self._paths[flat_range.rank]}: has no part of {name}; needed {flat_range.numel} elements of it"
+                f"{self._paths[rank]}: {name}: got no part of it, "
+                f"expected {flat_range.numel} elements"
             )
-        return self._parts[flat_range.rank][name][
-            flat_range.partition_offset : flat_range.partition_offset + flat_range.numel
-        ]
+        return self._parts[rank][name][flat_range.partition_slice]

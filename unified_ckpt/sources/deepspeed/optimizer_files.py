@@ -1,9 +1,8 @@
-"""The optimizer's files of ZeRO, one a rank: what one says, and all of them, each opened when it is
-first needed.
+"""Reads ZeRO's optimizer files, one per rank, each opened on demand.
 
-A file that is missing or cut short is found out when the folder is opened, for archives end with
-their own table of contents. What a file says is compared with rank 0's when it is opened: files of
-two saves are an error.
+Missing and truncated files are detected when the folder is opened, because zip archives end
+with their table of contents. Files of two saves are detected when a file is opened: its
+content must match rank 0's.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from unified_ckpt.sources.restricted_pickle.archive import check_archive_name
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.sources.restricted_pickle.stubs import Placeholder
 
-FP32 = "fp32"  # our key for the weights, among the keys of the optimizer's state
-ParamGroups = tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]
+FP32 = "fp32"  # our key for the weights, next to the keys of optimizer state
+ParamGroups = tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]  # (options, flat groups)
 PLACEHOLDER_CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
@@ -38,11 +37,11 @@ PLACEHOLDER_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What one rank's file says. By group: `flat_tensors`, the rank's share of the weights and of
-    each state; `scalars`, state that is one number.
+    """The content of one rank's file; tuples have one entry per flat group.
 
-    `param_groups`: as `parse_param_groups` gives them. `paddings`: elements of each group that are
-    left out at the end. `gaps`: unused elements after each parameter, None where there are none.
+    `flat_tensors`: this rank's partition of the weights and of each state. `scalars`: state that
+    is one number. `param_groups`: see `parse_param_groups`. `paddings`: elements that are omitted
+    at the end. `gaps`: unused elements after each parameter; None if there are none.
     """
 
     path: str
@@ -57,42 +56,34 @@ class RankFile:
 
 
 def read_rank_file(path: str) -> RankFile:
-    """FormatError where it is not what ZeRO writes."""
+    """Read one rank's file. FormatError if ZeRO did not write it."""
     content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
     try:
         return _parse_rank_file(path, content["optimizer_state_dict"])
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise FormatError(
-            f"{path}: is not what DeepSpeed's ZeRO writes: {type(error).__name__}: {error}"
+            f"{path}: expected an optimizer file of ZeRO: {type(error).__name__}: {error}"
         ) from error
 
 
 def _parse_rank_file(path: str, content: Mapping[str, Any]) -> RankFile:
-    stage = as_int(content.get("zero_stage", 1))  # BF16_Optimizer says none
-    optimizer_state = (
-        content["optimizer_state_dict"] if stage == 3 else content["base_optimizer_state"]
-    )
-    weights = (
-        content["fp32_flat_groups"] if stage == 3 else content["single_partition_of_fp32_groups"]
-    )
-    elastic = isinstance(optimizer_state, list)  # the states alone, without padding
+    stage = as_int(content.get("zero_stage", 1))  # BF16_Optimizer does not store it
+    if stage == 3:
+        weights, optimizer_state = content["fp32_flat_groups"], content["optimizer_state_dict"]
+    else:
+        weights = content["single_partition_of_fp32_groups"]
+        optimizer_state = content["base_optimizer_state"]
+    elastic = isinstance(optimizer_state, list)  # only the states, without padding
     states_by_index = dict(enumerate(optimizer_state)) if elastic else optimizer_state["state"]
     groups = [] if elastic else optimizer_state["param_groups"]
-    steps = {
-        index: value["step"] for value in groups if "step" in value for index in value["params"]
-    }
-    common = (
-        {"step": content["base_optimizer_state_step"]}
-        if "base_optimizer_state_step" in content
-        else {}
-    )
+    steps = {i: group["step"] for group in groups if "step" in group for i in group["params"]}
+    common = {}
+    if "base_optimizer_state_step" in content:
+        common = {"step": content["base_optimizer_state_step"]}
     flat_tensors, scalars = [], []
     for index, weight in enumerate(weights):
-        values = (
-            common
-            | ({"step": steps[index]} if index in steps else {})
-            | dict(states_by_index.get(index, {}))
-        )
+        group_step = {"step": steps[index]} if index in steps else {}
+        values = common | group_step | dict(states_by_index.get(index, {}))
         flat_tensors.append(
             {FP32: weight.detach()}
             | {key: value for key, value in values.items() if _is_flat_tensor(value)}
@@ -105,7 +96,9 @@ def _parse_rank_file(path: str, content: Mapping[str, Any]) -> RankFile:
             }
         )
     gaps = content.get("param_alignment_paddings")
-    without_padding = stage < 3 and "zero_stage" in content
+    paddings = (0,) * len(weights)
+    if stage < 3 and "zero_stage" in content:
+        paddings = tuple(content.get("group_paddings") or paddings)
     return RankFile(
         path,
         stage,
@@ -113,9 +106,7 @@ def _parse_rank_file(path: str, content: Mapping[str, Any]) -> RankFile:
         tuple(flat_tensors),
         tuple(scalars),
         parse_param_groups(path, groups, len(weights)),
-        tuple(content.get("group_paddings") or [0] * len(weights))
-        if without_padding
-        else (0,) * len(weights),
+        paddings,
         tuple(map(tuple, gaps)) if gaps is not None else None,
         placeholder_fields(content.get("loss_scaler")),
     )
@@ -126,8 +117,9 @@ def _is_flat_tensor(value: object) -> bool:
 
 
 def parse_param_groups(path: str, groups: Sequence[Mapping[str, Any]], count: int) -> ParamGroups:
-    """For each param group its options, and which of the `count` flat groups are its. None where
-    the file says nothing of them.
+    """Return each param group's options, and the indices of its flat groups, of `count` in all.
+
+    Empty if the file has no param groups.
     """
     param_groups = tuple(
         (
@@ -136,37 +128,34 @@ def parse_param_groups(path: str, groups: Sequence[Mapping[str, Any]], count: in
         )
         for group in groups
     )
-    if param_groups and [index for _, indices in param_groups for index in indices] != list(
-        range(count)
-    ):
+    flat_groups = [indices for _, indices in param_groups]
+    if param_groups and [i for indices in flat_groups for i in indices] != list(range(count)):
         raise FormatError(
-            f"{path}: param groups have flat groups {[indices for _, indices in param_groups]}; needed {count}, in order"
+            f"{path}: got param groups of flat groups {flat_groups}, expected {count} in order"
         )
     return param_groups
 
 
 def as_state_tensor(path: str, key: str, value: Any) -> torch.Tensor:
-    """Optimizer state as a tensor. A plain number as torch's optimizers keep their count: in
-    float32.
-    """
+    """Return optimizer state as a tensor; numbers become float32, as torch keeps step counts."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, int | float):
         return torch.tensor(float(value), device="cpu")
     raise FormatError(
-        f"{path}: optimizer state {key!r} is a {type(value).__name__}; needed a tensor or a number"
+        f"{path}: optimizer state {key!r}: got {type(value).__name__}, expected a tensor or number"
     )
 
 
 def placeholder_fields(value: Any) -> Any:
-    """An object's fields in place of it."""
+    """Return the fields of a placeholder, and any other value unchanged."""
     return (
         value.state if isinstance(value, Placeholder) and isinstance(value.state, dict) else value
     )
 
 
 def as_int(value: Any) -> int:
-    """Of a number that may be a member of an enum."""
+    """Return the value of a number or of an enum member."""
     return int(value.args[0] if isinstance(value, Placeholder) else value)
 
 
@@ -174,14 +163,16 @@ def _world_size(path: str, partition_count: Any) -> int:
     counts = set(partition_count) if isinstance(partition_count, list) else {partition_count}
     if len(counts) != 1:
         raise FormatError(
-            f"{path}: its groups are spread over {sorted(counts)} ranks, as experts are; needed one number for all"
+            f"{path}: got groups partitioned over {sorted(counts)} ranks, as with expert "
+            "parallelism; expected one number of ranks"
         )
     return int(counts.pop())
 
 
 class OptimizerFiles:
-    """The files of all ranks. `paths`: by rank. Rank 0's is open; another is opened when it is
-    first asked for, and stays so.
+    """The optimizer files of all ranks, opened on demand and kept open.
+
+    `paths`: by rank. `reference`: rank 0's file, with which all others must agree.
     """
 
     def __init__(self, reference: RankFile, paths: Sequence[str], layout: FlatLayout) -> None:
@@ -191,61 +182,53 @@ class OptimizerFiles:
         self._check(reference, 0)
 
     def file_path(self, flat_range: FlatRange) -> str:
+        """Return the path of the file that has this range."""
         return self._paths[flat_range.rank]
 
     def elements(self, flat_range: FlatRange, key: str) -> torch.Tensor:
-        """An alias of the file of the span's rank."""
+        """Return the range's elements of a state, as an alias of the mapped file."""
         rank = flat_range.rank
         with self._lock:
             if rank not in self._open_files:
                 rank_file = read_rank_file(self._paths[rank])
                 self._check(rank_file, rank)
                 self._open_files[rank] = rank_file
-            return self._open_files[rank].flat_tensors[flat_range.group][key][
-                flat_range.partition_offset : flat_range.partition_offset + flat_range.numel
-            ]
+            partition = self._open_files[rank].flat_tensors[flat_range.group][key]
+            return partition[flat_range.partition_slice]
 
     def _check(self, rank_file: RankFile, rank: int) -> None:
-        reference = self._reference
-        if (rank_file.stage, rank_file.world_size, rank_file.gaps) != (
-            reference.stage,
-            reference.world_size,
-            reference.gaps,
-        ):
+        path, reference = rank_file.path, self._reference
+        got = rank_file.stage, rank_file.world_size, rank_file.gaps
+        if got != (reference.stage, reference.world_size, reference.gaps):
             raise FormatError(
-                f"{rank_file.path}: is of ZeRO stage {rank_file.stage} on {rank_file.world_size} ranks, {reference.path} of {reference.stage} on {reference.world_size}"
+                f"{path}: got ZeRO stage {rank_file.stage} on {rank_file.world_size} ranks, "
+                f"expected stage {reference.stage} on {reference.world_size} "
+                f"as in {reference.path}"
             )
-        if [set(tensor) for tensor in rank_file.flat_tensors] != [
-            set(tensor) for tensor in reference.flat_tensors
-        ]:
+        if list(map(set, rank_file.flat_tensors)) != list(map(set, reference.flat_tensors)):
             raise FormatError(
-                f"{rank_file.path}: has other groups or states than {reference.path}; needed files of one save"
+                f"{path}: got other flat groups or states than {reference.path}, "
+                "expected files of one save"
             )
-        if any(
-            not _equal(scalars, expected)
-            for scalars, expected in zip(rank_file.scalars, reference.scalars, strict=True)
-        ):
+        if not all(map(_equal, rank_file.scalars, reference.scalars)):
             raise FormatError(
-                f"{rank_file.path}: is of step {_steps(rank_file)}, {reference.path} of {_steps(reference)}; needed files of one save"
+                f"{path}: got step {_steps(rank_file)}, expected {_steps(reference)} as in "
+                f"{reference.path}: these are files of two saves"
             )
         for group, flat_tensors in enumerate(rank_file.flat_tensors):
-            min_numel, max_numel = (
-                self._layout.min_numel(rank, group),
-                self._layout.partition_numels[group],
-            )
+            min_numel = self._layout.min_numel(rank, group)
+            max_numel = self._layout.partition_numels[group]
             for key, tensor in flat_tensors.items():
-                if (
-                    tensor.dim() != 1
-                    or not min_numel <= tensor.numel() <= max_numel
-                    or tensor.dtype != reference.flat_tensors[group][key].dtype
-                ):
-                    got = f"has {tuple(tensor.shape)} elements of {tensor.dtype} for {key} of group {group}"
+                dtype = reference.flat_tensors[group][key].dtype
+                size_fits = tensor.dim() == 1 and min_numel <= tensor.numel() <= max_numel
+                if not size_fits or tensor.dtype != dtype:
                     raise FormatError(
-                        f"{rank_file.path}: {got}; needed {min_numel} to {max_numel} of {reference.flat_tensors[group][key].dtype}"
+                        f"{path}: flat group {group}: {key}: got shape {tuple(tensor.shape)} of "
+                        f"{tensor.dtype}, expected {min_numel} to {max_numel} elements of {dtype}"
                     )
 
     def close(self) -> None:
-        """Forgets the files; what was read of them stays mapped as long as somebody holds it."""
+        """Drop the open files; tensors read from them stay mapped while they are referenced."""
         with self._lock:
             self._open_files.clear()
 
@@ -259,19 +242,21 @@ def _steps(rank_file: RankFile) -> list[float]:
 
 
 def check_archives(paths: Sequence[str]) -> None:
-    """IncompleteError naming the files that are not there, or end before their table of contents,
-    which archives have last.
+    """Raise IncompleteError naming files that are missing or truncated.
 
-    FormatError for a file that was written as another rank's.
+    An archive ends with its table of contents. FormatError if a file was written under another
+    rank's name.
     """
     incomplete = [path for path in paths if not os.path.isfile(path) or not _is_complete(path)]
     if incomplete:
-        raise IncompleteError(format_list("files are missing or end early", incomplete))
+        raise IncompleteError(format_list("files are missing or truncated", incomplete))
 
 
 def _is_complete(path: str) -> bool:
-    """A file of before archives, which DeepSpeed can be told to write, only has to have something:
-    what lacks is seen when it is read.
+    """Return whether an archive ends with its table of contents.
+
+    DeepSpeed can also write pre-zip files. These only have to be non-empty; truncation shows when
+    they are read.
     """
     try:
         check_archive_name(path)

@@ -1,9 +1,8 @@
-"""A parameter that DeepSpeed trained, as tensors of the parts: its weights, fp32 weights and
-moments from spans of flat elements.
+"""Assembles weights, fp32 weights and moments of a trained parameter from flat ranges.
 
-How wrong bytes could be read: the spans are put together in an order that is not the one in which
-they were written, and all shapes fit. So each span of fp32 weights, cast to the model's dtype, is
-compared with the model's own weights before anything of that span is given out.
+How wrong bytes could be read: ranges are assembled in another order than they were written,
+with shapes that fit. So each range of fp32 weights, cast to the model's dtype, is compared
+with the model's own weights before any state of that range is returned.
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ from unified_ckpt.views.shards import ShardedTensor, TensorShard, whole_tensor
 
 @dataclass(frozen=True, slots=True)
 class TrainedParameter:
-    """A parameter of the optimizer. `dtype`: of its fp32 weights, which may be of another. `load`:
-    of a span, the elements of the fp32 weights or of a state, by its key; `file_path`: the file
-    that they are in. `states`: dtypes of those of the parameter's shape.
+    """A parameter of the optimizer.
+
+    `dtype`: of its fp32 weights, which may differ from float32. `load`: returns a range's elements
+    of the fp32 weights or of a state, by key. `file_path`: the file of a range. `states`: dtypes of
+    the states of the parameter's shape. `scalars`: states of one element.
     """
 
     shape: tuple[int, ...]
@@ -45,9 +46,7 @@ class TrainedParameter:
 
 
 class _LazyShards(Sequence[TensorShard]):
-    """Fragments that are made when they are looked at: of a large job there is one for each rank,
-    state and parameter.
-    """
+    """Shards created on access: a large job has one per rank, state and parameter."""
 
     def __init__(
         self,
@@ -67,11 +66,11 @@ class _LazyShards(Sequence[TensorShard]):
     def __getitem__(self, index: int | slice) -> TensorShard | Sequence[TensorShard]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        span = self._ranges[index]
+        flat_range = self._ranges[index]
         return TensorShard(
-            Box((span.param_offset,), (span.numel,)),
+            Box((flat_range.param_offset,), (flat_range.numel,)),
             partial(self._load, index),
-            self._file_path(span),
+            self._file_path(flat_range),
         )
 
 
@@ -82,18 +81,19 @@ def tensor_from_ranges(
     load: Callable[[int], torch.Tensor],
     file_path: Callable[[FlatRange], str],
 ) -> ShardedTensor:
-    """Of spans that follow one another. `load`: of one, by its number."""
+    """Return a tensor of contiguous ranges. `load`: returns a range's elements, by its index."""
     spec = TensorSpec(DTYPE_NAMES[dtype], shape)
     offset = 0
     for flat_range in ranges:
         if flat_range.param_offset != offset:
             raise FormatError(
-                f"{file_path(flat_range)}: has elements from {flat_range.param_offset} of a tensor of shape {shape}; needed those from {offset}"
+                f"{file_path(flat_range)}: got elements from {flat_range.param_offset} of a tensor "
+                f"of shape {shape}, expected them from {offset}"
             )
         offset += flat_range.numel
     if offset != prod(shape):
         raise FormatError(
-            f"its files have {offset} elements of shape {shape}; needed {prod(shape)}"
+            f"got files with {offset} elements, expected {prod(shape)} for shape {shape}"
         )
     return ShardedTensor(spec, _LazyShards(ranges, load, file_path), (prod(shape),))
 
@@ -107,14 +107,15 @@ def parameter_tensors(
     weights_path: str,
     reclaimer: PageReclaimer,
 ) -> dict[Key, ShardedTensor]:
-    """`weights`: the model's own weights, from the file `weights_path`, None where nothing has
-    them: they are made from the fp32 weights then, in
-    `dtype`. `reclaimer`: of files that were read for this.
+    """Return the parameter's tensors by part and name.
 
-    fp32 weights of a model in that very dtype are the model's, and no part of their own.
+    `weights`: the model's own, from the file `weights_path`. If None, no file has them: they are
+    cast from the fp32 weights to `dtype`. `reclaimer`: drops mapped pages after comparisons.
+
+    fp32 weights of a model in the same dtype are the model's, not `master_weights`.
     """
 
-    @cache  # each span once; an error is not kept
+    @cache  # each range once; errors are not cached
     def verify_range(index: int) -> None:
         if weights is not None:
             _verify_range(
@@ -164,9 +165,7 @@ def _verify_range(
     weights_path: str,
     reclaimer: PageReclaimer,
 ) -> None:
-    model_values = weights.reshape(-1)[
-        flat_range.param_offset : flat_range.param_offset + flat_range.numel
-    ]
+    model_values = weights.reshape(-1)[flat_range.param_slice]
     fp32_values = parameter.load(flat_range, FP32)
     rounded = fp32_values.to(weights.dtype)
     for values in (fp32_values, model_values):
@@ -177,7 +176,9 @@ def _verify_range(
     if differs.any():
         index = int(differs.nonzero()[0])
         raise IntegrityError(
-            f"{parameter.file_path(flat_range)}: {name}: element {flat_range.param_offset + index} of the fp32 weights is {float(rounded[index])} in {weights.dtype}, the model's "
-            f"in {weights_path} is {float(model_values[index])}, and {int(differs.sum())} of {flat_range.numel} differ; needed the same: these are files of two "
-            "saves, or were put together in a wrong order"
+            f"{parameter.file_path(flat_range)}: {name}: element {flat_range.param_offset + index} "
+            f"of the fp32 weights is {float(rounded[index])} in {weights.dtype}, expected "
+            f"{float(model_values[index])} as in the model in {weights_path}; "
+            f"{int(differs.sum())} of {flat_range.numel} differ: these are files of two saves, "
+            "or were assembled in a wrong order"
         )

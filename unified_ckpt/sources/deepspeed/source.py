@@ -1,12 +1,11 @@
-"""DeepSpeed: a folder that `save_checkpoint` wrote, of ZeRO 1, 2, 3 or BF16_Optimizer, with fp32
-weights and the optimizer's state.
+"""Opens a folder that DeepSpeed's `save_checkpoint` wrote: ZeRO 1 to 3, or BF16_Optimizer.
 
-Read: the step that `latest` names, or the step's folder itself; what the Trainer and Lightning
-write is such a folder. The names are the module's. Not read: models cut by tensor or pipeline
-parallelism, or with experts spread over ranks.
+Reads fp32 weights and optimizer state under the module's names, from the step that `latest`
+names or from a step's own folder. The Trainer and Lightning write the same folders.
+Does not read models split by tensor or pipeline parallelism, or with experts spread over ranks.
 
-How wrong bytes could be read: a rank's file is missing, or left from another save; the order of the
-parameters is not the flat groups'.
+How wrong bytes could be read: a rank's file is missing, or left from another save; or the
+parameters are in another order than in the flat groups.
 """
 
 from __future__ import annotations
@@ -53,8 +52,10 @@ _UNSUPPORTED = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_r
 
 
 def open_deepspeed(root: str, _options: SourceOptions) -> ShardedSource:
-    """FormatError for a folder that is damaged or of a kind that is not read, IncompleteError
-    naming files that are missing or cut.
+    """Open a DeepSpeed checkpoint.
+
+    FormatError if the folder is damaged or of a kind that is not read. IncompleteError names
+    missing and truncated files.
     """
     folder = step_folder(root)
     try:
@@ -69,7 +70,7 @@ def _open(root: str, folder: str) -> ShardedSource:
     if unsupported:
         raise FormatError(
             format_list(
-                "is of a model cut by tensor or pipeline parallelism, or with experts, which is not read",
+                "got a model split by tensor, pipeline or expert parallelism, which is not read",
                 unsupported,
             )
         )
@@ -91,14 +92,10 @@ def _open(root: str, folder: str) -> ShardedSource:
             for group in model.flat_groups
             for name in group
         }
-        param_groups, close, world_size = (
-            rank0_file.param_groups,
-            optimizer_files.close,
-            rank0_file.world_size,
-        )
-        extra |= (
-            {"loss_scaler": rank0_file.loss_scaler} if rank0_file.loss_scaler is not None else {}
-        )
+        param_groups, world_size = rank0_file.param_groups, rank0_file.world_size
+        close = optimizer_files.close
+        if rank0_file.loss_scaler is not None:
+            extra["loss_scaler"] = rank0_file.loss_scaler
     tensors, reclaimer = dict[Key, ShardedTensor](), PageReclaimer()
     hf_weights = read_hf_weights(root) if model.is_partitioned and root != folder else {}
     for name, parameter in parameters.items():
@@ -129,53 +126,56 @@ def _open(root: str, folder: str) -> ShardedSource:
 
 
 def _no_op() -> None:
-    """Nothing is open."""
+    """Do nothing: no file is open."""
 
 
 # ---- files
 
 
 def step_folder(root: str) -> str:
-    """The folder of one step: the one that `latest` names, or `root` itself. IncompleteError where
-    it is not there.
+    """Return the folder of the step that `latest` names, or `root` itself.
+
+    IncompleteError if that folder does not exist.
     """
     if not os.path.isdir(root):
-        raise NotFoundError(f"{root}: there is no such folder")
+        raise NotFoundError(f"{root}: no such folder")
     entries = frozenset(os.listdir(root))
     if any(DEEPSPEED_MODEL.fullmatch(name) for name in entries):
         return root
     tag_files = [name for name in DEEPSPEED_LATEST if name in entries]
     if not tag_files:
         raise FormatError(
-            f"{root}: has neither {DEEPSPEED_LATEST[0]} nor files of a model's states; needed a folder of DeepSpeed's"
+            f"{root}: expected a DeepSpeed folder with {DEEPSPEED_LATEST[0]} or model state files"
         )
     tags = [_read_tag(root, tag_file) for tag_file in tag_files]
-    # The step's own folder may be gone once it has been made universal.
+    # The step's own folder may have been deleted after its conversion to a universal checkpoint.
     converted = [tag for tag in tags[1:] if tag.startswith(f"{tags[0]}_")]
-    tag = next(
-        (tag for tag in (tags[0], *converted) if os.path.isdir(os.path.join(root, tag))), None
+    for tag in (tags[0], *converted):
+        if os.path.isdir(os.path.join(root, tag)):
+            return os.path.normpath(os.path.join(root, tag))
+    raise IncompleteError(
+        f"{root}/{tag_files[0]}: names {tags[0]!r}, which does not exist; "
+        "give the folder of an existing step"
     )
-    if tag is None:
-        raise IncompleteError(
-            f"{root}/{tag_files[0]}: names {tags[0]!r}, and there is no such folder; give the folder of a step that is there"
-        )
-    return os.path.normpath(os.path.join(root, tag))
 
 
 def _read_tag(root: str, tag_file: str) -> str:
-    """The folder that `latest` or `latest_universal` names. FormatError where it lies elsewhere."""
+    """Return the folder that `latest` or `latest_universal` names.
+
+    FormatError if it is outside `root`.
+    """
     with open_binary(os.path.join(root, tag_file)) as file:
         tag = file.read().decode(errors="replace").strip()
     if not tag or not os.path.normpath(os.path.join(root, tag)).startswith(os.path.join(root, "")):
-        raise FormatError(f"{root}/{tag_file}: names {tag!r}; needed a folder in {root}")
+        raise FormatError(f"{root}/{tag_file}: got {tag!r}, expected a folder in {root}")
     return tag
 
 
 def _model_path(folder: str, entries: frozenset[str]) -> str:
-    """Rank 0's; under stage 3 the others have one each."""
+    """Return the path of rank 0's model file; under stage 3 every rank has one."""
     names = [name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if name in entries]
     if len(names) > 1:
-        raise FormatError(format_list("has files of two saves", names))
+        raise FormatError(format_list("got files of two saves", names))
     is_partitioned = any(
         name.startswith("zero_pp_rank_") and name.endswith(MODEL_FILE) for name in entries
     )
@@ -185,29 +185,35 @@ def _model_path(folder: str, entries: frozenset[str]) -> str:
 
 
 def _list_optimizer_files(folder: str, entries: frozenset[str]) -> tuple[RankFile, list[str]]:
-    """Rank 0's, read, and the paths of all. IncompleteError naming those that are missing."""
+    """Read rank 0's optimizer file and list the paths of all ranks.
+
+    IncompleteError names missing files.
+    """
     names_by_rank: dict[int, list[str]] = {}
     for name in sorted(entries):
         if match := _OPTIMIZER.fullmatch(name):
             names_by_rank.setdefault(int(match[1]), []).append(name)
     duplicates = [name for names in names_by_rank.values() if len(names) > 1 for name in names]
     if duplicates:
-        raise FormatError(format_list("has files of two saves", duplicates))
+        raise FormatError(format_list("got files of two saves", duplicates))
     if 0 not in names_by_rank:
         raise IncompleteError(
-            "rank 0's file of the optimizer, zero_pp_rank_0_mp_rank_00_optim_states.pt, is missing"
+            "rank 0's optimizer file, zero_pp_rank_0_mp_rank_00_optim_states.pt, is missing"
         )
-    rank0_file = read_rank_file(os.path.join(folder, names_by_rank[0][0]))
-    rank_names = [
-        names_by_rank.get(rank, [names_by_rank[0][0].replace("rank_0", f"rank_{rank}", 1)])[0]
-        for rank in range(rank0_file.world_size)
-    ]
-    surplus = sorted(set(names_by_rank) - set(range(rank0_file.world_size)))
+    rank0_name = names_by_rank[0][0]
+    rank0_file = read_rank_file(os.path.join(folder, rank0_name))
+    world_size = rank0_file.world_size
+    surplus = sorted(set(names_by_rank) - set(range(world_size)))
     if surplus:
         raise FormatError(
-            f"has files of ranks {surplus}, and {rank0_file.path} is of {rank0_file.world_size} ranks; needed files of one save"
+            f"got files of ranks {surplus}, expected {world_size} ranks as in {rank0_file.path}: "
+            "these are files of two saves"
         )
-    paths = [os.path.join(folder, name) for name in rank_names]
+    names = [
+        names_by_rank.get(rank, [rank0_name.replace("rank_0", f"rank_{rank}", 1)])[0]
+        for rank in range(world_size)
+    ]
+    paths = [os.path.join(folder, name) for name in names]
     check_archives(paths)
     return rank0_file, paths
 
@@ -221,8 +227,9 @@ def _model_weights(
     name: str,
     shape: tuple[int, ...],
 ) -> tuple[torch.Tensor | None, str]:
-    """The model's own weights of a trained parameter, and their file. FormatError where those
-    beside the folder are of another shape.
+    """Return the model's own weights of a trained parameter, or None, and the path of their file.
+
+    FormatError if those beside the folder have another shape.
     """
     if not model.is_placeholder(name):
         return model.tensors[name], model.path
@@ -231,7 +238,7 @@ def _model_weights(
     weights, path = hf_weights[name]
     if tuple(weights.shape) != shape:
         raise FormatError(
-            f"{path}: {name}: has shape {tuple(weights.shape)}; {model.path} says {shape}"
+            f"{path}: {name}: got shape {tuple(weights.shape)}, expected {shape} as in {model.path}"
         )
     return (weights, path) if weights.dtype == model.tensors[name].dtype else (None, model.path)
 
@@ -245,11 +252,9 @@ def _flat_layout(model: ModelFile, rank0_file: RankFile) -> FlatLayout:
     try:
         if rank0_file.stage == 3:
             return zero3_layout(groups, partition_numels, world_size=rank0_file.world_size)
-        gaps = (
-            rank0_file.gaps
-            if rank0_file.gaps is not None
-            else [(0,) * len(group) for group in groups]
-        )
+        gaps = rank0_file.gaps
+        if gaps is None:
+            gaps = tuple((0,) * len(group) for group in groups)
         return zero12_layout(groups, gaps, partition_numels, world_size=rank0_file.world_size)
     except FormatError as error:
         raise FormatError(f"{rank0_file.path}: {error}") from error
@@ -290,14 +295,15 @@ def _named_groups(model: ModelFile, param_groups: ParamGroups) -> list[dict[str,
 def _untrained_tensors(
     model: ModelFile, parameters: Mapping[str, TrainedParameter], world_size: int
 ) -> dict[Key, ShardedTensor]:
-    """Buffers, and parameters without an optimizer. IncompleteError for one whose elements are
-    nowhere.
+    """Return buffers and parameters that have no optimizer state.
+
+    IncompleteError names parameters whose elements are in no file.
     """
     names = [name for name in model.tensors if name not in parameters and name not in model.aliases]
     frozen = [name for name in names if model.is_placeholder(name)]
     missing = [name for name in frozen if name not in model.frozen_parts]
     if missing:
-        raise IncompleteError(format_list(f"{model.path}: has no elements of", missing))
+        raise IncompleteError(format_list(f"{model.path}: no file has the elements of", missing))
     frozen_parameters = FrozenParameters(model, world_size) if frozen else None
     tensors = {
         (MODEL, name): whole_tensor(model.tensors[name], model.path)

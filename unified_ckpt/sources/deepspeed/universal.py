@@ -1,10 +1,10 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter under `zero/`, with its fp32
-weights and each state in a file.
+"""Reads DeepSpeed's universal checkpoints: `zero/` has a folder per parameter, a file per state.
 
-Source of the layout: `deepspeed/checkpoint/ds_to_universal.py`. A file has a tensor, or a dict with
-it under "param"; of stage 3 it is flattened, and may be padded at its end. The converter that
-writes these is wrong under round-robin gradients, without an error: the comparison with the model's
-weights finds that.
+The layout follows `deepspeed/checkpoint/ds_to_universal.py`. A file holds a tensor, or a dict
+with it under "param". Converted from stage 3, it is flat and may be padded at the end.
+
+DeepSpeed's converter silently writes wrong values under round-robin gradients. Comparing the
+fp32 weights with the model's weights detects that.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ _STATE_FILE = "optimizer_state.pt"
 def read_universal_parameters(
     folder: str, model: ModelFile
 ) -> tuple[dict[str, TrainedParameter], ParamGroups]:
-    """The parameters of the optimizer, and the param groups. IncompleteError naming parameters
-    whose files are missing.
+    """Return the trained parameters and the param groups.
+
+    IncompleteError names parameters whose files are missing.
     """
     names = [name for group in model.flat_groups for name in group]
     missing = [
         name for name in names if not os.path.isfile(os.path.join(folder, name, f"{FP32}.pt"))
     ]
     if missing:
-        raise IncompleteError(format_list(f"{folder}: {FP32}.pt is missing of", missing))
+        raise IncompleteError(format_list(f"{folder}: {FP32}.pt is missing for", missing))
     param_groups, scalars = _read_group_state(
         os.path.join(folder, _STATE_FILE), len(model.flat_groups)
     )
@@ -61,9 +62,7 @@ def read_universal_parameters(
 def _read_group_state(
     path: str, count: int
 ) -> tuple[ParamGroups, dict[int, dict[str, torch.Tensor]]]:
-    """The param groups, and, of stage 3, the numbers of each flat group, which are in no
-    parameter's folder.
-    """
+    """Return the param groups, and under stage 3 the scalar state of each flat group."""
     check_archives([path])
     content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
     try:
@@ -79,7 +78,7 @@ def _read_group_state(
         return parse_param_groups(path, content.get("param_groups", ()), count), scalars
     except (KeyError, TypeError, AttributeError) as error:
         raise FormatError(
-            f"{path}: is not what DeepSpeed's converter writes: {type(error).__name__}: {error}"
+            f"{path}: expected a file of DeepSpeed's converter: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -104,9 +103,7 @@ def _read_parameter(
     }
 
     def load(flat_range: FlatRange, key: str) -> torch.Tensor:
-        return flat_tensors[key][
-            flat_range.param_offset : flat_range.param_offset + flat_range.numel
-        ]
+        return flat_tensors[key][flat_range.param_slice]
 
     ranges = tuple(partitioned_ranges(prod(shape), world_size=1, group=0, partition_offset=0))
     states = {key: tensor.dtype for key, tensor in flat_tensors.items() if key != FP32}
@@ -123,31 +120,25 @@ def _read_parameter(
 
 def _read_tensor(path: str, key: str) -> torch.Tensor:
     content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
-    return as_state_tensor(
-        path,
-        key,
-        content["param"] if isinstance(content, Mapping) and "param" in content else content,
-    )
+    if isinstance(content, Mapping) and "param" in content:
+        content = content["param"]
+    return as_state_tensor(path, key, content)
 
 
 def _flatten(path: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     numel = prod(shape)
     if tuple(tensor.shape) != shape and not (tensor.dim() == 1 and tensor.numel() >= numel):
-        raise FormatError(f"{path}: has shape {tuple(tensor.shape)}; needed {shape}")
+        raise FormatError(f"{path}: got shape {tuple(tensor.shape)}, expected {shape}")
     return tensor.reshape(-1)[:numel]
 
 
 def _check_same_states(folder: str, parameters: Mapping[str, TrainedParameter]) -> None:
-    """IncompleteError where a parameter lacks a state that others have: DeepSpeed makes the same
-    for all.
+    """Raise IncompleteError if a parameter lacks a state that others have.
+
+    DeepSpeed creates the same states for all parameters.
     """
-    expected = {
-        key for parameter in parameters.values() for key in (*parameter.states, *parameter.scalars)
-    }
-    missing = [
-        f"{name}/{key}"
-        for name, parameter in parameters.items()
-        for key in sorted(expected - {*parameter.states, *parameter.scalars})
-    ]
+    states = {name: {*param.states, *param.scalars} for name, param in parameters.items()}
+    expected = set[str]().union(*states.values())
+    missing = [f"{name}/{key}" for name, keys in states.items() for key in sorted(expected - keys)]
     if missing:
         raise IncompleteError(format_list(f"{folder}: optimizer states are missing", missing))

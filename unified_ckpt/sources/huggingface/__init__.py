@@ -1,1 +1,1 @@
-"""What Hugging Face's Trainer, Accelerate and PEFT write, as a Source."""
+"""Reads checkpoints of Hugging Face's Trainer, Accelerate and PEFT as Sources."""

@@ -1,6 +1,4 @@
-"""Folders of PEFT: an adapter's weights in PEFT's own names, as parts of the names that a
-checkpoint of ours has for them.
-"""
+"""Opens PEFT folders: adapter weights under PEFT's names, as the parts that our saves use."""
 
 from __future__ import annotations
 
@@ -20,28 +18,24 @@ from unified_ckpt.sources.pytorch.state_dict import parse_state_dict
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
-ADAPTER_PART = "adapter_model"  # a part of this name is the file that PEFT looks for
-# PEFT's files of this adapter lie in the folder itself, those of others in a folder of their name
-DEFAULT_ADAPTER = "default"
+ADAPTER_PART = "adapter_model"  # the part's file then has the name that PEFT expects
+DEFAULT_ADAPTER = "default"  # PEFT saves it in the folder itself, others in subfolders
 
 
 def adapter_part(adapter: str) -> str:
-    """The part of an adapter: `adapter_model` of the default one."""
-    return (
-        ADAPTER_PART
-        if adapter == DEFAULT_ADAPTER
-        else f"{ADAPTER_PART}_{re.sub('[^A-Za-z0-9]', '_', adapter)}"
-    )
+    """Return the part of an adapter: `adapter_model` for the default one."""
+    if adapter == DEFAULT_ADAPTER:
+        return ADAPTER_PART
+    return f"{ADAPTER_PART}_{re.sub('[^A-Za-z0-9]', '_', adapter)}"
 
 
 def open_adapters(root: str, _options: SourceOptions) -> ShardedSource:
-    """A folder of `PeftModel.save_pretrained`: `adapter_config.json` and its weights, of other
-    adapters in folders of their names.
-    """
+    """Open a folder of `PeftModel.save_pretrained`; further adapters are in subfolders."""
     tensors = adapter_tensors(root)
     if not tensors:
         raise IncompleteError(
-            f"{root}: has no adapter's weights beside {ADAPTER_CONFIG}; needed {ADAPTER_PART}.safetensors or {ADAPTER_PART}.bin"
+            f"{root}: {ADAPTER_CONFIG} without weights; "
+            f"expected {ADAPTER_PART}.safetensors or {ADAPTER_PART}.bin"
         )
     configs = {
         part: _read_adapter_config(folder) for part, folder in _adapter_folders(root).items()
@@ -52,8 +46,9 @@ def open_adapters(root: str, _options: SourceOptions) -> ShardedSource:
 
 
 def adapter_tensors(root: str) -> dict[Key, ShardedTensor]:
-    """The weights of every adapter in a folder, none where it has no adapter. IncompleteError for
-    an adapter without its weights.
+    """Return the weights of every adapter in a folder; {} if it has no adapter.
+
+    IncompleteError if an adapter's weights are missing.
     """
     tensors: dict[Key, ShardedTensor] = {}
     for part, folder in _adapter_folders(root).items():
@@ -68,13 +63,14 @@ def adapter_tensors(root: str) -> dict[Key, ShardedTensor]:
             ).tensors
         else:
             raise IncompleteError(
-                f"{folder}: has {ADAPTER_CONFIG} and no weights; needed {ADAPTER_PART}.safetensors or {ADAPTER_PART}.bin"
+                f"{folder}: {ADAPTER_CONFIG} without weights; "
+                f"expected {ADAPTER_PART}.safetensors or {ADAPTER_PART}.bin"
             )
     return tensors
 
 
 def _adapter_folders(root: str) -> dict[str, str]:
-    """Part -> the folder of each adapter."""
+    """Return part -> folder of each adapter."""
     subfolders = sorted(
         name
         for name in os.listdir(root)
@@ -85,7 +81,8 @@ def _adapter_folders(root: str) -> dict[str, str]:
         part = adapter_part(name)
         if part in folders:
             raise FormatError(
-                f"{root}: its adapters {name} and {folders[part]} are both called {part}"
+                f"{root}: adapters {name} and {folders[part]} both map to the part {part}; "
+                "rename one of them"
             )
         folders[part] = os.path.join(root, name)
     return folders

@@ -1,7 +1,7 @@
-"""Files of DTensors, one of each rank, as Accelerate writes them without DCP: each says which part
-of which whole tensor it has.
+"""Reads files of DTensors, one per rank, as Accelerate writes them without DCP.
 
-Read by torch's restricted reader, which knows DTensors and meshes and makes no process group.
+Each file gives the placement of its shards. Torch's restricted unpickler reads them; it knows
+DTensors and meshes and creates no process group.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from unified_ckpt.sources.pytorch.optimizer_scalars import merge_scalars
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
-RankStates = Sequence[Mapping[str, Any]]  # of each rank
+RankStates = Sequence[Mapping[str, Any]]  # by rank
 
 
 def rank_files(root: str, stem: str) -> list[str]:
-    """`<stem>_rank<r>.bin` of ranks 0, 1, ...; [] where there are none. IncompleteError naming one
-    that is missing in between.
+    """Return the paths of `<stem>_rank<r>.bin` for ranks 0, 1, ...; [] if there are none.
+
+    IncompleteError names a missing rank in between.
     """
     names = {
         int(match[1]): name
@@ -48,14 +49,16 @@ def rank_files(root: str, stem: str) -> list[str]:
 
 
 def load_rank_states(files: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Load each file's dict."""
     states = [load_torch(file, numbered=True) for file in files]
     for file, state in zip(files, states, strict=True):
         if not isinstance(state, Mapping):
-            raise FormatError(f"{file}: holds a {type(state).__name__}; needed a dict")
+            raise FormatError(f"{file}: got {type(state).__name__}, expected a dict")
     return states
 
 
 def model_from_ranks(files: Sequence[str], part: str = MODEL) -> dict[Key, ShardedTensor]:
+    """Return the model's tensors, without extra state."""
     return {
         (part, name): tensor
         for name, tensor in _merge_ranks(files, load_rank_states(files)).items()
@@ -64,33 +67,35 @@ def model_from_ranks(files: Sequence[str], part: str = MODEL) -> dict[Key, Shard
 
 
 def extra_states_from_rank(file: str) -> dict[str, Any]:
-    """What `get_extra_state` gave on a rank."""
+    """Return the results of `get_extra_state` in one rank's file."""
     (state,) = load_rank_states([file])
     return {name: value for name, value in state.items() if is_extra_state(str(name))}
 
 
 def optimizer_from_ranks(files: Sequence[str]) -> tuple[dict[Key, ShardedTensor], SourceMetadata]:
-    """The state by parameter, and its groups and what of it is no tensor: the form that
-    `get_optimizer_state_dict` gives, whose params are names.
+    """Return optimizer state by parameter, and metadata with param groups and scalars.
+
+    The files have the form of `get_optimizer_state_dict`: parameters are given by name.
     """
     states = load_rank_states(files)
     flat_states: list[dict[str, Any]] = []
     for file, rank_state in zip(files, states, strict=True):
-        if not isinstance(rank_state.get("state"), Mapping) or not all(
-            isinstance(name, str) for name in rank_state["state"]
+        state_by_name = rank_state.get("state")
+        if not isinstance(state_by_name, Mapping) or not all(
+            isinstance(name, str) for name in state_by_name
         ):
-            raise FormatError(f"{file}: is no optimizer's state dict by names of parameters")
+            raise FormatError(f"{file}: expected an optimizer state dict by parameter name")
         flat_states.append(
             {
                 f"{name}/{key}": value
-                for name, state in rank_state["state"].items()
+                for name, state in state_by_name.items()
                 for key, value in state.items()
             }
         )
     options = [repr(rank_state.get("param_groups")) for rank_state in states]
     if len(set(options)) > 1:
         raise FormatError(
-            f"{files[0]}: other ranks' files have other param groups; needed files of one save"
+            f"{files[0]}: param groups differ between ranks; expected files of one save"
         )
     groups = [
         {
@@ -100,8 +105,8 @@ def optimizer_from_ranks(files: Sequence[str]) -> tuple[dict[Key, ShardedTensor]
         for group in states[0].get("param_groups", [])
     ]
     tensors = {
-        (OPTIMIZER, name): item
-        for name, item in _merge_ranks(files, flat_states, require_equal=True).items()
+        (OPTIMIZER, name): tensor
+        for name, tensor in _merge_ranks(files, flat_states, require_equal=True).items()
     }
     scalars = merge_scalars(
         (file, *item)
@@ -114,8 +119,9 @@ def optimizer_from_ranks(files: Sequence[str]) -> tuple[dict[Key, ShardedTensor]
 def _merge_ranks(
     files: Sequence[str], states: RankStates, *, require_equal: bool = False
 ) -> dict[str, ShardedTensor]:
-    """Every tensor, of the parts that the ranks have. A plain one is the first rank's;
-    `require_equal`: all ranks must have that.
+    """Return every tensor, assembled from the ranks' shards.
+
+    A plain tensor is taken from the first rank. `require_equal`: all ranks must have the same one.
     """
     merged: dict[str, ShardedTensor] = {}
     for name in dict.fromkeys(name for state in states for name in state):
@@ -134,26 +140,25 @@ def _merge_ranks(
         ]
         if any(not torch.equal(value, plain_tensors[0]) for value in plain_tensors[1:]):  # a step
             raise FormatError(
-                f"{files[0]}: {name}: other ranks' files have another value; needed files of one save"
+                f"{files[0]}: {name}: value differs between ranks; expected files of one save"
             )
         for rank, tensor in tensors_by_rank.items():
             for box, shard in _rank_shards(files, name, rank, tensor):
-                shards_by_box.setdefault(box, shard)  # a replica's is the same
+                shards_by_box.setdefault(box, shard)  # replicas are equal
         first = next(iter(tensors_by_rank.values()))
-        if {(tuple(value.shape), value.dtype) for value in tensors_by_rank.values()} != {
-            (tuple(first.shape), first.dtype)
-        }:
-            raise FormatError(
-                f"{files[0]}: {name}: the ranks' files disagree on its shape or dtype"
-            )
-        shards = [shard for box, shard in shards_by_box.items() if box.numel] or list(
-            shards_by_box.values()
-        )[:1]
+        if any(
+            value.shape != first.shape or value.dtype != first.dtype
+            for value in tensors_by_rank.values()
+        ):
+            raise FormatError(f"{files[0]}: {name}: shape or dtype differs between ranks")
+        shards = [shard for box, shard in shards_by_box.items() if box.numel]
         try:
-            merged[name] = sharded_tensor(first.dtype, first.shape, shards)
+            merged[name] = sharded_tensor(
+                first.dtype, first.shape, shards or list(shards_by_box.values())[:1]
+            )
         except CheckpointError as error:
             raise type(error)(
-                f"{files[0]} and those of {len(files) - 1} more rank(s): {name}: {error}"
+                f"{files[0]} and {len(files) - 1} other rank(s): {name}: {error}"
             ) from error
     return merged
 
@@ -167,7 +172,7 @@ def _rank_shards(
     world_size = max(tensor.device_mesh.mesh.flatten().tolist()) + 1
     if world_size > len(files):
         raise IncompleteError(
-            f"{files[0]}: {name}: is of {world_size} ranks; files are there of {len(files)}"
+            f"{files[0]}: {name}: got files of {len(files)} ranks, expected {world_size}"
         )
     local = tensor._local_tensor.detach()
     return [
@@ -177,8 +182,4 @@ def _rank_shards(
 
 
 def _slice(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[
-        tuple(
-            slice(first, first + count) for first, count in zip(box.offsets, box.shape, strict=True)
-        )
-    ]
+    return tensor[tuple(slice(low, low + n) for low, n in zip(box.offsets, box.shape, strict=True))]

@@ -1,9 +1,8 @@
-"""What torch.distributed.checkpoint's HuggingFaceStorageWriter wrote of a sharded model:
-safetensors, in whose headers' metadata stands where in the whole tensors their parts lie.
+"""Opens safetensors shards written by torch.distributed.checkpoint's HuggingFaceStorageWriter.
 
-Nothing in them says how large a tensor is: it ends where its last part does. So a file that is
-missing at the end is found by its name where that counts files, and otherwise by the shapes of the
-model to be filled; one that is missing in between leaves a gap.
+The headers' metadata gives each shard's offsets, but not the global shape: a tensor ends where
+its last shard ends. A missing file in between leaves a gap. A missing last file is detected by
+its name if the names count files, otherwise only by the shapes of the target model.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 
 def open_hf_shards(root: str, _options: SourceOptions) -> ShardedSource:
-    """IncompleteError for files that are missing as far as can be told, FormatError for what is
-    damaged.
+    """Open a folder of sharded safetensors.
+
+    IncompleteError for files that are detectably missing, FormatError for damaged ones.
     """
     files = _open_files(root)
     shards_by_name: dict[str, list[TensorShard]] = {}
@@ -42,12 +42,14 @@ def open_hf_shards(root: str, _options: SourceOptions) -> ShardedSource:
             box = Box(offsets.get(name, (0,) * len(entry.shape)), entry.shape)
             if len(box.offsets) != len(box.shape):
                 raise FormatError(
-                    f"{file.path}: {name}: has offsets {box.offsets} of shape {box.shape}"
+                    f"{file.path}: {name}: got offsets {box.offsets}, "
+                    f"expected one per dim of shape {box.shape}"
                 )
             dtype = dtypes.setdefault(name, file.dtype(name))
             if dtype != file.dtype(name):
                 raise FormatError(
-                    f"{file.path}: {name}: has dtype {file.dtype(name)}, elsewhere {dtype}"
+                    f"{file.path}: {name}: got dtype {file.dtype(name)}, "
+                    f"expected {dtype} as in other files"
                 )
             if box.numel or name not in shards_by_name:
                 shards_by_name.setdefault(name, []).append(
@@ -71,8 +73,10 @@ def _ends(box: Box) -> tuple[int, ...]:
 
 
 def _open_files(root: str) -> list[TensorFile]:
-    """All of them. A rank has no file of a number where it holds nothing of its tensors, but one of
-    each rank and of each number is.
+    """Open all files.
+
+    A rank without elements of a file number has no such file, but every rank and every number
+    occurs at least once.
     """
     matches = {
         (int(match[1]), int(match[2])): match
@@ -82,7 +86,7 @@ def _open_files(root: str) -> list[TensorFile]:
     counts = {int(match[3]) for match in matches.values()}
     if len(counts) != 1:
         raise FormatError(
-            f"{root}: its shards are of {sorted(counts)} files; needed those of one save"
+            f"{root}: got shards of saves with {sorted(counts)} files, expected one save"
         )
     ranks, numbers = {rank for rank, _ in matches}, {number for _, number in matches}
     missing = [f"shard-{rank:05d}-..." for rank in range(1, max(ranks) + 1) if rank not in ranks]
@@ -99,9 +103,7 @@ def _open_files(root: str) -> list[TensorFile]:
 def _read_offsets(file: TensorFile) -> Mapping[str, tuple[int, ...]]:
     text = file.metadata.get(_SHARDING)
     if text is None:
-        raise FormatError(
-            f"{file.path}: its header has no {_SHARDING}, which says what its tensors are parts of"
-        )
+        raise FormatError(f"{file.path}: no {_SHARDING} in its header, which gives the offsets")
     try:
         return {
             name: tuple(map(int, info["saved_offsets"]))
@@ -109,5 +111,5 @@ def _read_offsets(file: TensorFile) -> Mapping[str, tuple[int, ...]]:
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(
-            f"{file.path}: {_SHARDING} is not what torch.distributed.checkpoint writes: {error!r}"
+            f"{file.path}: expected {_SHARDING} of torch.distributed.checkpoint: {error!r}"
         ) from error

@@ -1,9 +1,9 @@
-"""Folders of a Hugging Face Trainer (`checkpoint-N`) and of Accelerate's `save_state`: model,
-optimizer, scheduler, random states.
+"""Opens folders of a Hugging Face Trainer (`checkpoint-N`) and of Accelerate's `save_state`.
 
-Read: the model as safetensors, pickled, as adapters, or of FSDP as `torch.distributed.checkpoint`
-folders, one file, or a file of each rank. Not read: `training_args.bin`, `sampler.bin`,
-`custom_checkpoint_*.pkl`, which are pickles of classes.
+Reads the model, optimizers, schedulers and random states. The model may be safetensors,
+pickled, or adapters; under FSDP a DCP folder, one file, or one file per rank.
+Does not read `training_args.bin`, `sampler.bin` and `custom_checkpoint_*.pkl`, which are
+pickled classes.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ from unified_ckpt.sources.pytorch.state_dict import ParsedStateDict, parse_state
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
-_PLAIN_FILES = (
-    "scheduler",
-    "scaler",
-    "dl_state_dict",
-)  # files of plain values, which go to `extra`
+_PLAIN_FILES = ("scheduler", "scaler", "dl_state_dict")  # plain values, stored in `extra`
 _RNG_FILES = (
     re.compile(r"rng_state()\.pth"),
     re.compile(r"rng_state_(\d+)\.pth"),
     re.compile(r"random_states_(\d+)\.pkl"),
 )
-_RNG_KEYS = {  # the Trainer's and Accelerate's -> those of `RandomStates`
-    "python": "python", "numpy": "numpy", "cpu": "torch", "cuda": "cuda",
-    "random_state": "python", "numpy_random_seed": "numpy", "torch_manual_seed": "torch", "torch_cuda_manual_seed": "cuda",
-}  # fmt: skip
+_RNG_KEYS = {  # keys of the Trainer and of Accelerate -> those of `RandomStates`
+    "python": "python",
+    "numpy": "numpy",
+    "cpu": "torch",
+    "cuda": "cuda",
+    "random_state": "python",
+    "numpy_random_seed": "numpy",
+    "torch_manual_seed": "torch",
+    "torch_cuda_manual_seed": "cuda",
+}
 
-
-# Numbers from 1 on, which only further models and optimizers have.
+# Only further models and optimizers have a number, from 1 on.
 _MODEL_NUMBER = re.compile(
     r"(?:model|pytorch_model|pytorch_model_fsdp)_(\d{1,6})(?:\.safetensors|\.bin|_rank\d+\.bin)?"
 )
@@ -69,21 +70,22 @@ _OPTIMIZER_NUMBER = re.compile(r"optimizer_(\d{1,6})(?:\.pt|\.bin|_rank\d+\.bin)
 
 
 def open_trainer(root: str, options: SourceOptions) -> Source:
-    """A Trainer's `checkpoint-N`. IncompleteError naming files that are missing, FormatError for
-    what is damaged.
+    """Open a Trainer's `checkpoint-N`.
+
+    IncompleteError names missing files, FormatError reports damaged ones.
     """
     return _open(root, options, ForeignCheckpoint(root, "trainer"))
 
 
 def open_accelerate(root: str, options: SourceOptions) -> Source:
-    """A folder of `Accelerator.save_state`. Same errors."""
+    """Open a folder of `Accelerator.save_state`. Same errors as `open_trainer`."""
     return _open(root, options, ForeignCheckpoint(root, "accelerate"))
 
 
 def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> Source:
     entries = frozenset(os.listdir(root))
     if JIT_MARKER in entries:
-        raise IncompleteError(f"{root}: has {JIT_MARKER}: the Trainer was stopped while it saved")
+        raise IncompleteError(f"{root}: got {JIT_MARKER}: the Trainer was stopped during the save")
     _read_models(root, entries, checkpoint)
     _read_optimizers(root, entries, checkpoint)
     step, extra = _read_extra(root, entries)
@@ -94,14 +96,9 @@ def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> S
     )
     checkpoint.rank_extra = partial(_read_rng_state, rng_files)
     config_path = options.config or root
+    order = partial(config_order, config_path, len(checkpoint.indexed_groups))
     return with_optimizer_names(
-        checkpoint,
-        options,
-        stored_orders={
-            f"the model of {config_path}": partial(
-                config_order, config_path, len(checkpoint.indexed_groups)
-            )
-        },
+        checkpoint, options, stored_orders={f"the model of {config_path}": order}
     )
 
 
@@ -109,9 +106,7 @@ def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> S
 
 
 def _read_models(root: str, entries: frozenset[str], checkpoint: ForeignCheckpoint) -> None:
-    """Every model of the folder: the first is the part `model`, others `model_1`, ...; what they
-    hold beside is said.
-    """
+    """Read all models: the first is the part `model`, others are `model_1`, ...."""
     index = 0
     values: dict[str, Any] = {}
     while True:
@@ -123,38 +118,32 @@ def _read_models(root: str, entries: frozenset[str], checkpoint: ForeignCheckpoi
         checkpoint.aliases[part] = model.aliases
         if part == MODEL:
             checkpoint.metadata = replace(checkpoint.metadata, modules=model.extra_states)
-        values |= (
-            {part: model_values}
-            if (
-                model_values := model.values if part == MODEL else model.values | model.extra_states
-            )
-            else {}
-        )
+        model_values = model.values if part == MODEL else model.values | model.extra_states
+        if model_values:
+            values[part] = model_values
         index += 1
     checkpoint.metadata = replace(checkpoint.metadata, extra=values)
     _check_no_gap(root, entries, _MODEL_NUMBER, index)
     checkpoint.tensors |= adapter_tensors(root)
     if not checkpoint.tensors:
         raise IncompleteError(
-            f"{root}: holds no weights: neither safetensors, nor {BIN}, nor a folder or file pytorch_model_fsdp"
+            f"{root}: no weights found; expected safetensors, {BIN}, or pytorch_model_fsdp*"
         )
 
 
 def _check_no_gap(root: str, entries: frozenset[str], pattern: re.Pattern[str], count: int) -> None:
-    """IncompleteError where there are some with higher numbers: one between them is lost."""
+    """Raise IncompleteError if numbers above `count` exist: one in between is missing."""
     surplus = sorted(
         name
         for name in entries
         if (match := pattern.fullmatch(name)) and int(match[1]) >= max(count, 1)
     )
     if surplus:
-        raise IncompleteError(
-            format_list(f"{root}: number {count} is missing, and there are", surplus)
-        )
+        raise IncompleteError(format_list(f"{root}: number {count} is missing, but found", surplus))
 
 
 def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> ParsedStateDict:
-    """What a model holds; no tensors where there is no such model."""
+    """Read one model; no tensors if the folder has no model of this index."""
     fsdp_name, suffix = f"pytorch_model_fsdp_{index}", f"_{index}" if index else ""
     if fsdp_name in entries:
         source = _open_complete_dcp(os.path.join(root, fsdp_name))
@@ -184,11 +173,11 @@ def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> Pa
 def _open_complete_dcp(root: str) -> ShardedSource:
     if not os.path.isfile(os.path.join(root, DCP_METADATA)):
         raise IncompleteError(
-            f"{root}: has no {DCP_METADATA}, which is written last: the save did not end"
+            f"{root}: no {DCP_METADATA}, which is written last: the save did not complete"
         )
     source = open_dcp(root, SourceOptions())
     for part in source.refused:
-        source.names(part)  # says why
+        source.names(part)  # raises the reason
     return source
 
 
@@ -196,9 +185,7 @@ def _open_complete_dcp(root: str) -> ShardedSource:
 
 
 def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignCheckpoint) -> None:
-    """Every optimizer of the folder, by name where it is of FSDP, else by position. FormatError
-    where it has both.
-    """
+    """Read all optimizers: FSDP's by name, others by position. FormatError for both kinds."""
     index = 0
     while True:
         suffix, folder = f"_{index}" if index else "", f"optimizer_{index}"
@@ -223,25 +210,24 @@ def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignChec
             )
         elif files:
             if len(files) > 1:
-                raise FormatError(f"{root}: has {' and '.join(files)}; needed one of them")
-            checkpoint.optimizer_paths.append(os.path.join(root, files[0]))
-            checkpoint.indexed_groups += parse_groups(
-                checkpoint.optimizer_paths[-1],
-                load_torch(checkpoint.optimizer_paths[-1], numbered=True),
-            )
+                raise FormatError(f"{root}: got {' and '.join(files)}, expected one of them")
+            path = os.path.join(root, files[0])
+            checkpoint.optimizer_paths.append(path)
+            checkpoint.indexed_groups += parse_groups(path, load_torch(path, numbered=True))
         else:
             break
         index += 1
     _check_no_gap(root, entries, _OPTIMIZER_NUMBER, index)
     if checkpoint.indexed_groups and (checkpoint.metadata.groups or checkpoint.metadata.scalars):
         raise FormatError(
-            f"{root}: has optimizers both as folders and as files; needed one of the two"
+            f"{root}: got optimizers by name (FSDP) and by position, expected only one kind"
         )
 
 
 def _optimizer_prefix(checkpoint: ForeignCheckpoint, index: int) -> str:
-    """What names of an optimizer begin with: Accelerate prepares optimizer n with model n, whose
-    names are its own.
+    """Return the prefix of an optimizer's parameter names.
+
+    Accelerate prepares optimizer n together with model n.
     """
     part = f"{MODEL}_{index}"
     return f"{part}." if any(key[0] == part for key in checkpoint.tensors) else ""
@@ -255,7 +241,7 @@ def _add_optimizer(
     *,
     prefix: str,
 ) -> None:
-    """FormatError where another optimizer has state of a parameter of that name."""
+    """Add an optimizer by name. FormatError if another one has state of the same parameter."""
     prefixed = {
         (OPTIMIZER, prefix + name): tensor
         for (part, name), tensor in tensors.items()
@@ -268,10 +254,7 @@ def _add_optimizer(
     )
     if duplicates:
         raise FormatError(
-            format_list(
-                f"{path}: has state of parameters that another optimizer of the folder has too",
-                duplicates,
-            )
+            format_list(f"{path}: another optimizer also has state of these parameters", duplicates)
         )
     groups = [
         {**group, "names": [prefix + name for name in group["names"]]} for group in metadata.groups
@@ -284,11 +267,11 @@ def _add_optimizer(
     )
 
 
-# ---- what is no tensor of a part
+# ---- everything else
 
 
 def _read_extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[str, Any]]:
-    """The step, and plain values by the name of their file."""
+    """Return the step, and plain values by the name of their file."""
     extra: dict[str, Any] = {}
     for name in sorted(entries):
         stem, _, suffix = name.rpartition(".")
@@ -303,9 +286,7 @@ def _read_extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[st
 
 
 def _list_rng_files(root: str, entries: frozenset[str]) -> list[str]:
-    """The files of random states, one for each rank. IncompleteError where one in between is
-    missing.
-    """
+    """Return the random state files by rank. IncompleteError names a missing rank in between."""
     names = {
         int(match[1] or 0): name
         for name in entries
@@ -315,23 +296,22 @@ def _list_rng_files(root: str, entries: frozenset[str]) -> list[str]:
     missing = sorted(set(range(len(names))) - set(names))
     if missing:
         raise IncompleteError(
-            f"{root}: random states of rank {missing[0]} are missing; there are {', '.join(sorted(names.values()))}"
+            f"{root}: random states of rank {missing[0]} are missing; "
+            f"found {', '.join(sorted(names.values()))}"
         )
     return [os.path.join(root, names[rank]) for rank in sorted(names)]
 
 
 def _read_rng_state(files: Sequence[str], rank: int) -> dict[str, Any] | None:
-    """What a rank left, as `RandomStates` takes it; what that does not know under the name that it
-    has.
-    """
+    """Return a rank's random states under `RandomStates`' keys; unknown keys are unchanged."""
     if not 0 <= rank < len(files):
         return None
     content = load_torch(files[rank], numbered=True)
     if not isinstance(content, Mapping):
         raise FormatError(
-            f"{files[rank]}: holds a {type(content).__name__}; needed random states by name"
+            f"{files[rank]}: got {type(content).__name__}, expected a dict of random states"
         )
     states = {_RNG_KEYS.get(key, str(key)): value for key, value in content.items()}
-    if isinstance(states.get("cuda"), torch.Tensor):  # of one device
+    if isinstance(states.get("cuda"), torch.Tensor):  # a single device
         states["cuda"] = [states["cuda"]]
     return states

@@ -1,1 +1,1 @@
-"""Megatron-LM's and Megatron-Core's checkpoints as a Source. Begin with `source.py`."""
+"""Reads Megatron-LM and Megatron-Core checkpoints as a Source; start with `source.py`."""

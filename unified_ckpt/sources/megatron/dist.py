@@ -1,9 +1,8 @@
-"""Megatron-Core's torch_dist: DCP's files with tensors of the whole model, layers and experts of
-which may be stacked, and `common.pt`.
+"""Opens Megatron-Core's torch_dist: DCP files of global tensors, and `common.pt`.
 
-The optimizer is read where it was saved by parameter (fully_reshardable, or without the distributed
-optimizer). The flat buffers of dp_reshardable are not: what lies where in them depends on the
-layout of the job, which the folder does not tell.
+Layers and experts may be stacked. The optimizer is read if it was saved by parameter
+(fully_reshardable, or without the distributed optimizer). The flat buffers of dp_reshardable
+are not read: their layout depends on the job's, which the folder does not record.
 """
 
 from __future__ import annotations
@@ -50,15 +49,16 @@ _FLAT_BUFFER_KEY = re.compile(
 _MASTER_STATES = ("param", "fp32_param")
 _NON_EXTRA_KEYS = ("args", "optimizer", "rng_state", "rerun_state_machine", "checkpoint_version")
 _FLAT_BUFFER_REFUSAL = (
-    "is in flat buffers (dp_reshardable), in an order that the folder does not tell; needed a checkpoint saved with "
-    "--dist-ckpt-optim-fully-reshardable"
+    "got flat buffers (dp_reshardable), whose order the folder does not record; "
+    "save with --dist-ckpt-optim-fully-reshardable"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What the folder holds: tensors by part and name, objects by key, `common` beside them.
-    `refusal`: why no optimizer is read.
+    """The content of a folder: tensors by part and name, objects by key, and the common state.
+
+    `refusal`: why no optimizer is read; empty if it is.
     """
 
     tensors: Mapping[Key, ShardedTensor]
@@ -69,8 +69,9 @@ class _Contents:
 
 
 def open_dist(folder: str, options: SourceOptions) -> Source:
-    """IncompleteError naming files that are missing; FormatError for another backend, or a damaged
-    folder.
+    """Open a torch_dist folder.
+
+    IncompleteError names missing files; FormatError for another backend or a damaged folder.
     """
     _check_backend(folder)
     contents = _read_contents(folder)
@@ -94,11 +95,7 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
         rank_extras=args.get_int("world_size", 0) if _rng_grid(contents) else 0,
     )
     aliases = {OUTPUT: EMBEDDING} if (MODEL, OUTPUT) not in tensors else {}
-    refused = (
-        {OPTIMIZER: f"{contents.refusal}; without the optimizer the model loads"}
-        if contents.refusal
-        else {}
-    )
+    refused = {OPTIMIZER: f"{contents.refusal}; load only the model"} if contents.refusal else {}
     make_source = partial(
         ShardedSource,
         folder,
@@ -106,27 +103,21 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
         format="megatron-core",
         aliases={MODEL: aliases, MASTER: aliases},
         refused=refused,
-    )
-    return renamed_source(
-        folder,
-        make_source,
-        metadata,
-        tensors,
-        args,
-        options,
         rank_extra=partial(_read_rng_state, folder, contents, args),
     )
+    return renamed_source(folder, make_source, metadata, tensors, args, options)
 
 
 def _check_backend(folder: str) -> None:
     path = os.path.join(folder, "metadata.json")
     if not os.path.isfile(path):
         raise FormatError(
-            f"{folder}: has no metadata.json, which Megatron-Core writes last: its save did not end"
+            f"{folder}: no metadata.json, which Megatron-Core writes last: "
+            "the save did not complete"
         )
     backend = read_json_object(path).get("sharded_backend")
     if backend != "torch_dist":
-        raise FormatError(f"{path}: says {backend!r}; needed torch_dist")
+        raise FormatError(f"{path}: sharded_backend: got {backend!r}, expected 'torch_dist'")
 
 
 def _read_contents(folder: str) -> _Contents:
@@ -147,16 +138,16 @@ def _read_contents(folder: str) -> _Contents:
         state = _OPTIMIZER_KEY.fullmatch(key)
         name = (state[2] if state else key).removeprefix("module.").removeprefix("model.")
         part = MODEL if state is None else MASTER if state[1] in _MASTER_STATES else OPTIMIZER
-        tensor = build_tensor(files, folder, key, entry, entry.dtype)
-        tensors[part, f"{name}/{state[1]}" if state is not None and part == OPTIMIZER else name] = (
-            tensor
-        )
+        if state is not None and part == OPTIMIZER:
+            name = f"{name}/{state[1]}"
+        tensors[part, name] = build_tensor(files, folder, key, entry, entry.dtype)
     for (part, key), tensor in tensors.items():
-        name = key.rpartition("/")[0] if part == OPTIMIZER else key
-        if part != MODEL and (
-            (MODEL, name) not in tensors or tensors[MODEL, name].spec.shape != tensor.spec.shape
-        ):
-            refusal = f"{part}:{key}: has shape {tensor.spec.shape}, as state that was flattened has; needed that of the model's tensor"
+        model = tensors.get((MODEL, key.rpartition("/")[0] if part == OPTIMIZER else key))
+        if model is None or model.spec.shape != tensor.spec.shape:
+            refusal = (
+                f"{part}:{key}: got shape {tensor.spec.shape}, as in flattened state, "
+                "expected the shape of the model's tensor"
+            )
     accepted = {key: tensor for key, tensor in tensors.items() if key[0] == MODEL or not refusal}
     return _Contents(accepted, objects, files, _read_common(folder, files, objects), refusal)
 
@@ -164,34 +155,29 @@ def _read_contents(folder: str) -> _Contents:
 def _read_common(
     folder: str, files: Mapping[str, MappedFile], objects: Mapping[str, Entry]
 ) -> Mapping[str, Any]:
-    """What is the same on every rank."""
+    """Return the state that all ranks share."""
     key = next((key for key in objects if key.startswith("common_state")), None)
     path = os.path.join(folder, "common.pt")
-    state = (
-        _load_object(folder, files, key, objects[key])
-        if key is not None and not os.path.isfile(path)
-        else load_torch(path, placeholders=PLACEHOLDER_CLASSES)
-    )
+    if key is not None and not os.path.isfile(path):
+        state = _load_object(folder, files, key, objects[key])
+    else:
+        state = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
     if not isinstance(state, Mapping):
-        raise FormatError(f"{path}: holds a {type(state).__name__}; needed a dict")
+        raise FormatError(f"{path}: got {type(state).__name__}, expected a dict")
     return state
 
 
 def _load_object(folder: str, files: Mapping[str, MappedFile], key: str, entry: Entry) -> Any:
     chunk = entry.chunks[0]
     label = f"{os.path.join(folder, chunk.file)}: {key}"
-    value = load_torch_bytes(
-        files[chunk.file].bytes(chunk.start, chunk.nbytes), label, placeholders=PLACEHOLDER_CLASSES
-    )
-    return (
-        value[0] if isinstance(value, list) and len(value) == 1 else value
-    )  # the objects of this rank under this key: one
+    data = files[chunk.file].bytes(chunk.start, chunk.nbytes)
+    value = load_torch_bytes(data, label, placeholders=PLACEHOLDER_CLASSES)
+    # Megatron-Core stores a list of this rank's objects, which usually has one.
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _checked_tensors(tensors: Mapping[Key, ShardedTensor]) -> Iterable[tuple[Key, ShardedTensor]]:
-    """Optimizer state is compared with the model by its fp32 copy, where both were saved in the
-    same boxes.
-    """
+    """Yield the tensors; optimizer state with the model's boxes is checked by its fp32 copy."""
     for (part, key), tensor in tensors.items():
         name = key.rpartition("/")[0] if part == OPTIMIZER else key
         master = tensors.get((MASTER, name))
@@ -200,7 +186,7 @@ def _checked_tensors(tensors: Mapping[Key, ShardedTensor]) -> Iterable[tuple[Key
                 yield (part, key), tensor
             continue
         if part == MASTER and tensors[MODEL, name].spec.dtype == tensor.spec.dtype:
-            continue  # of a parameter that is fp32 itself
+            continue  # the parameter itself is fp32
         model_shards, master_shards = (
             {shard.box: shard for shard in sharded.shards}
             for sharded in (tensors[MODEL, name], master)
@@ -222,7 +208,7 @@ def _checked_tensors(tensors: Mapping[Key, ShardedTensor]) -> Iterable[tuple[Key
 def _param_groups(
     folder: str, contents: _Contents, args: Arguments
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Param groups by the names of stored tensors, and the steps made for each of these."""
+    """Return param groups by stored names, and each stored tensor's step count."""
     optimizer = contents.common.get("optimizer")
     names_with_state = {
         key.rpartition("/")[0] for part_key, key in contents.tensors if part_key == OPTIMIZER
@@ -238,8 +224,8 @@ def _param_groups(
         if part_key == MODEL
     ]
     try:
-        for position, part_key in enumerate(optimizers):
-            inner = part_key.get("optimizer", part_key)
+        for position, state_dict in enumerate(optimizers):
+            inner = state_dict.get("optimizer", state_dict)
             params = [
                 (stored, name, len(tensor.shape))
                 for stored, name, tensor in names
@@ -259,19 +245,17 @@ def _param_groups(
                 groups.append({"names": group_names, "options": plain_values(group_options(group))})
                 step = group.get("step", common_step)
                 if step is None and group_names:
-                    raise FormatError("nothing says how many steps the optimizer made")
+                    raise FormatError("no step count in the optimizer")
                 steps |= dict.fromkeys(group_names, float(step or 0))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise FormatError(
-            f"{folder}: its optimizer is not what Megatron-Core writes: {error!r}"
-        ) from error
+        raise FormatError(f"{folder}: expected an optimizer of Megatron-Core: {error!r}") from error
     except FormatError as error:
         raise FormatError(f"{folder}: {error}") from error
     return groups, steps
 
 
 def step_shard(step: float, path: str) -> TensorShard:
-    """As torch's optimizers keep it for each parameter."""
+    """Return a step count as float32, as torch's optimizers keep it for each parameter."""
     return TensorShard(Box((), ()), partial(torch.tensor, step, dtype=torch.float32), path)
 
 
@@ -279,7 +263,7 @@ def step_shard(step: float, path: str) -> TensorShard:
 
 
 def _rng_grid(contents: _Contents) -> tuple[int, ...]:
-    """Over how many ranks (pipeline, tensor) the random state was saved."""
+    """Return the number of (pipeline, tensor) ranks that saved random state; () if none did."""
     for key in contents.objects:
         match = re.fullmatch(r"rng_state/shard_[\d.]+_([\d.]+)", key)
         if match:
@@ -297,9 +281,6 @@ def _read_rng_state(folder: str, contents: _Contents, args: Arguments, rank: int
     if key not in contents.objects:
         return None
     states = _load_object(folder, contents.files, key, contents.objects[key])
-    data_rank = (
-        rank
-        // (grid[1] * args.get_int("context_parallel_size", 1))
-        % max(1, args.get_int("data_parallel_size", 1))
-    )
+    cp, dp = args.get_int("context_parallel_size", 1), args.get_int("data_parallel_size", 1)
+    data_rank = rank // (grid[1] * cp) % max(1, dp)
     return {"rng_state": plain_values(states[data_rank if len(states) > 1 else 0])}

@@ -1,5 +1,6 @@
-"""The files of a Megatron-LM checkpoint of before torch_dist: a folder `mp_rank_<tp>[_<pp>][_<ep>]`
-for each model-parallel rank.
+"""Reads Megatron-LM's `mp_rank_<tp>[_<pp>][_<ep>]` folders, one per model-parallel rank.
+
+Megatron-LM wrote these before torch_dist.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ from unified_ckpt.sources.restricted_pickle.stubs import Placeholder
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
-_SKIPPED_SUFFIXES = (
-    "_extra_state",
-    "inv_freq",
-)  # ends of names of what is made anew: of Transformer Engine, of rotary embeddings
+_SKIPPED_SUFFIXES = ("_extra_state", "inv_freq")  # recreated by Transformer Engine, rotary
 PLACEHOLDER_CLASSES = (
     "argparse.Namespace",
     "types.SimpleNamespace",
@@ -56,8 +54,10 @@ PLACEHOLDER_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What one model-parallel rank saved. `chunks`: of each virtual stage, tensors by name; layers
-    are numbered over the whole model.
+    """The content of one model-parallel rank's file.
+
+    `chunks`: tensors by name for each model chunk (virtual pipeline stage). Layers are numbered
+    over the whole model.
     """
 
     path: str
@@ -70,47 +70,54 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Megatron's arguments, as far as they were saved. `path`: the file that they are in."""
+    """The saved Megatron arguments. `path`: the file that they are in."""
 
     values: Mapping[str, Any]
     path: str
 
     def get_int(self, name: str, default: int | None = None) -> int:
-        """FormatError where it is not there and has no default."""
+        """Return an integer argument. FormatError if it is missing and has no default."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool):
-            raise FormatError(f"{self.path}: its arguments have {name}={value!r}; needed a number")
+            raise FormatError(f"{self.path}: argument {name}: got {value!r}, expected an integer")
         return value
 
     def get_bool(self, name: str) -> bool:
+        """Return a boolean argument; False if it is missing."""
         return bool(self.values.get(name))
 
     @property
     def experts(self) -> int:
+        """Number of experts; 0 for a dense model."""
         return self.get_int("num_experts", 0)
 
     @property
     def tp(self) -> int:
+        """Tensor-parallel size."""
         return self.get_int("tensor_model_parallel_size", 1)
 
     @property
     def pp(self) -> int:
+        """Pipeline-parallel size."""
         return self.get_int("pipeline_model_parallel_size", 1)
 
     @property
     def ep(self) -> int:
+        """Expert-parallel size."""
         return self.get_int("expert_model_parallel_size", 1)
 
     @property
     def etp(self) -> int:
+        """Tensor-parallel size of experts."""
         return self.get_int("expert_tensor_parallel_size", self.tp)
 
 
 def step_folder(root: str) -> str:
-    """The folder of the step that a root's tracker names; the root itself where it has none.
-    IncompleteError where it is not there.
+    """Return the folder of the step that the tracker file names; `root` itself without a tracker.
+
+    IncompleteError if that folder does not exist.
     """
     tracker = os.path.join(root, MEGATRON_TRACKER)
     if not os.path.isfile(tracker):
@@ -118,18 +125,20 @@ def step_folder(root: str) -> str:
     with open_binary(tracker) as file:
         step = file.read().decode(errors="replace").strip()
     if step != "release" and not re.fullmatch(r"\d+", step):
-        raise FormatError(f"{tracker}: says {step[:40]!r}; needed a number, or 'release'")
+        raise FormatError(f"{tracker}: got {step[:40]!r}, expected a number or 'release'")
     folder = os.path.join(root, step if step == "release" else f"iter_{int(step):07d}")
     if not os.path.isdir(folder):
         raise IncompleteError(
-            f"{tracker}: names {step}, which is not there; needed that folder, or another as the path"
+            f"{tracker}: names step {step}, whose folder does not exist; "
+            "give the folder of an existing step"
         )
     return folder
 
 
 def read_rank_files(folder: str) -> tuple[Arguments, list[RankFile]]:
-    """What all ranks saved, tensors mapped. IncompleteError naming those that are missing,
-    FormatError for files that do not fit.
+    """Read all ranks' files, with mapped tensors.
+
+    IncompleteError names missing ranks, FormatError reports files that do not fit together.
     """
     names = sorted(name for name in os.listdir(folder) if _FOLDER.fullmatch(name))
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name, _FILE))]
@@ -137,29 +146,29 @@ def read_rank_files(folder: str) -> tuple[Arguments, list[RankFile]]:
         raise IncompleteError(
             format_list(f"{folder}: {_FILE} is missing", missing or ["mp_rank_00"])
         )
-    state_dicts = {
-        name: load_torch(os.path.join(folder, name, _FILE), placeholders=PLACEHOLDER_CLASSES)
-        for name in names
-    }
-    for name, rank_file in state_dicts.items():
-        if not isinstance(rank_file, Mapping) or not isinstance(rank_file.get("args"), Placeholder):
-            raise FormatError(
-                f"{os.path.join(folder, name, _FILE)}: has no arguments of Megatron's; needed a dict with 'args'"
-            )
+    state_dicts: dict[str, Mapping[str, Any]] = {}
+    for name in names:
+        path = os.path.join(folder, name, _FILE)
+        state_dict = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
+        if not isinstance(state_dict, Mapping) or not isinstance(
+            state_dict.get("args"), Placeholder
+        ):
+            raise FormatError(f"{path}: no Megatron arguments; expected a dict with 'args'")
+        state_dicts[name] = state_dict
     args = parse_arguments(state_dicts[names[0]]["args"], os.path.join(folder, names[0], _FILE))
     rank_files = [
-        _parse_rank_file(os.path.join(folder, name, _FILE), name, rank_file, args)
-        for name, rank_file in state_dicts.items()
+        _parse_rank_file(os.path.join(folder, name, _FILE), name, state_dict, args)
+        for name, state_dict in state_dicts.items()
     ]
+    first = rank_files[0]
     for rank_file in rank_files:
         rank_args = parse_arguments(rank_file.state_dict["args"], rank_file.path)
-        if [rank_args.tp, rank_args.pp, rank_args.ep] != [
-            args.tp,
-            args.pp,
-            args.ep,
-        ] or rank_file.state_dict.get("iteration") != rank_files[0].state_dict.get("iteration"):
+        sizes_equal = [rank_args.tp, rank_args.pp, rank_args.ep] == [args.tp, args.pp, args.ep]
+        iteration = rank_file.state_dict.get("iteration")
+        if not sizes_equal or iteration != first.state_dict.get("iteration"):
             raise FormatError(
-                f"{rank_file.path}: is of another step, or another layout, than {rank_files[0].path}; needed files of one save"
+                f"{rank_file.path}: got another step or layout than {first.path}, "
+                "expected files of one save"
             )
         _check_writer(rank_file, rank_args)
     _check_complete(folder, rank_files, args)
@@ -169,19 +178,16 @@ def read_rank_files(folder: str) -> tuple[Arguments, list[RankFile]]:
 
 
 def parse_arguments(namespace: Any, path: str) -> Arguments:
-    return Arguments(
-        namespace.state
-        if isinstance(namespace, Placeholder) and isinstance(namespace.state, dict)
-        else {},
-        path,
-    )
+    """Return the arguments from a pickled namespace; empty if there is none."""
+    has_values = isinstance(namespace, Placeholder) and isinstance(namespace.state, dict)
+    return Arguments(namespace.state if has_values else {}, path)
 
 
 def expert_tp_rank(rank_file: RankFile, args: Arguments) -> int:
-    """Its tensor-parallel rank in experts. FormatError where the names of files do not say."""
+    """Return the tensor-parallel rank within experts. FormatError if file names do not give it."""
     if args.etp not in (1, args.tp):
         raise FormatError(
-            f"experts are divided over {args.etp} tensor-parallel ranks, all else over {args.tp}; needed as many, or 1"
+            f"{args.path}: got expert tensor parallelism {args.etp}, expected 1 or {args.tp}"
         )
     return rank_file.tp if args.etp == args.tp else 0
 
@@ -191,27 +197,24 @@ def _parse_rank_file(
 ) -> RankFile:
     match = _FOLDER.fullmatch(name)
     assert match is not None
-    ranks = [int(chunk) for chunk in match.groups() if chunk is not None]
+    ranks = [int(rank) for rank in match.groups() if rank is not None]
     expected = 1 + (args.pp > 1) + (args.ep > 1)
     if len(ranks) != expected:
         raise FormatError(
-            f"{path}: is named by {len(ranks)} ranks; needed {expected}, for pipeline {args.pp} and experts over {args.ep}"
+            f"{path}: got {len(ranks)} ranks in its name, expected {expected} "
+            f"with pp={args.pp}, ep={args.ep}"
         )
     pp = ranks[1] if args.pp > 1 else 0
     ep = ranks[-1] if args.ep > 1 else 0
     if ranks[0] >= args.tp or pp >= args.pp or ep >= args.ep:
         raise FormatError(
-            f"{path}: is not of a job with tensor {args.tp}, pipeline {args.pp} and experts over {args.ep}"
+            f"{path}: got tp={ranks[0]}, pp={pp}, ep={ep}, "
+            f"expected ranks below {args.tp}, {args.pp} and {args.ep}"
         )
-    chunks = (
-        [state_dict["model"]]
-        if "model" in state_dict
-        else [state_dict[key] for key in _chunk_keys(state_dict)]
-    )
+    keys = ["model"] if "model" in state_dict else list(_chunk_keys(state_dict))
+    chunks = [state_dict[key] for key in keys]
     if not chunks or not all(isinstance(chunk, Mapping) for chunk in chunks):
-        raise FormatError(
-            f"{path}: has no model; needed the state dict 'model', or 'model0' and so on"
-        )
+        raise FormatError(f"{path}: no model; expected the state dict 'model', or 'model0', ...")
     return RankFile(path, ranks[0], pp, ep, state_dict, [dict(_flatten(chunk)) for chunk in chunks])
 
 
@@ -233,12 +236,11 @@ def _flatten(state_dict: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _check_writer(rank_file: RankFile, args: Arguments) -> None:
-    """Refuses a file that another rank wrote: each has the arguments of the process that saved it,
-    with its global rank.
+    """Raise FormatError if another rank wrote the file: its arguments give the writer's rank.
 
-    Ranks are counted along tensor, data and pipeline parallelism; experts along tensor, expert and
-    data. Only files with random states are checked: converters write every file with the arguments
-    of one process. FormatError.
+    Ranks count tensor, data, then pipeline parallelism; for experts tensor, expert, then data.
+    Only files with random states are checked, because converters write every file with the
+    arguments of one process.
     """
     rank, world = args.values.get("rank"), args.get_int("world_size", 0)
     if (
@@ -248,9 +250,9 @@ def _check_writer(rank_file: RankFile, args: Arguments) -> None:
     ):
         return
     inner = rank % (world // args.pp)  # within its pipeline stage
-    if args.get_bool("use_tp_pp_dp_mapping"):  # neither with experts nor with context parallelism
+    if args.get_bool("use_tp_pp_dp_mapping"):  # allows neither experts nor context parallelism
         positions = [(rank % args.tp, rank // args.tp % args.pp, rank_file.ep)]
-    else:  # versions that divide experts as all else count context parallelism before experts
+    else:  # versions without expert tensor parallelism count context parallelism before experts
         strides = dict.fromkeys((args.etp, args.tp * args.get_int("context_parallel_size", 1)))
         positions = [
             (rank % args.tp, rank * args.pp // world, inner // stride % args.ep)
@@ -259,8 +261,8 @@ def _check_writer(rank_file: RankFile, args: Arguments) -> None:
     if (rank_file.tp, rank_file.pp, rank_file.ep) not in positions:
         tp, pp, ep = positions[0]
         raise FormatError(
-            f"{rank_file.path}: was written by rank {rank}, whose place is tensor {tp}, pipeline {pp}, experts {ep}: folders were swapped or "
-            "copied; put each back under its own name"
+            f"{rank_file.path}: got the file of rank {rank} (tp={tp}, pp={pp}, ep={ep}): folders "
+            "were swapped or copied; restore their names"
         )
 
 
@@ -291,8 +293,9 @@ def _check_complete(folder: str, rank_files: list[RankFile], args: Arguments) ->
 
 
 def _check_names(rank_files: Sequence[RankFile]) -> None:
-    """All ranks of a pipeline stage have tensors of the same names, experts too, which are numbered
-    on each rank.
+    """Check that all ranks of a pipeline stage have tensors of the same names.
+
+    Experts count too, because each rank numbers its own from 0.
     """
     references: dict[int, RankFile] = {}
     for rank_file in rank_files:
@@ -300,36 +303,34 @@ def _check_names(rank_files: Sequence[RankFile]) -> None:
         for chunk, expected in zip(rank_file.chunks, reference.chunks, strict=False):
             if chunk.keys() != expected.keys():
                 differing = sorted(chunk.keys() ^ expected.keys())
-                raise FormatError(
-                    format_list(
-                        f"{rank_file.path} and {reference.path} are of one pipeline rank: only one of them has",
-                        differing,
-                    )
-                )
+                paths = f"{rank_file.path} and {reference.path}"
+                problem = f"{paths}: ranks of one pipeline stage have different tensors"
+                raise FormatError(format_list(problem, differing))
 
 
 def _renumber_layers(folder: str, rank_files: list[RankFile], args: Arguments) -> None:
-    """Layers are numbered from 0 in each stage: the n-th virtual stage of every pipeline rank comes
-    before any (n + 1)-th.
+    """Number layers over the whole model; files number them from 0 in each stage.
+
+    The n-th chunk of every pipeline rank comes before any (n + 1)-th.
     """
     counts: dict[tuple[int, int], int] = {}
     for rank_file in rank_files:
         for chunk_index, chunk in enumerate(rank_file.chunks):
             layers = {int(match[2]) for match in map(_LAYER.fullmatch, chunk) if match}
-            if layers != set(range(len(layers))) or counts.setdefault(
-                (chunk_index, rank_file.pp), len(layers)
-            ) != len(layers):
+            count = counts.setdefault((chunk_index, rank_file.pp), len(layers))
+            if layers != set(range(count)):
                 raise FormatError(
-                    f"{rank_file.path}: has layers {sorted(layers)} in stage {chunk_index}; needed all, as many as its other ranks"
+                    f"{rank_file.path}: model chunk {chunk_index}: got layers {sorted(layers)}, "
+                    f"expected 0 to {count - 1} as on other ranks"
                 )
     if len({len(rank_file.chunks) for rank_file in rank_files}) > 1:
         raise FormatError(
-            f"{folder}: ranks have different numbers of virtual stages; needed files of one save"
+            f"{folder}: ranks have different numbers of model chunks; expected files of one save"
         )
     total = sum(counts.values())
     if total != args.get_int("num_layers", total):
         raise FormatError(
-            f"{folder}: has {total} layers; its arguments say {args.get_int('num_layers')}"
+            f"{folder}: got {total} layers, expected num_layers={args.get_int('num_layers')}"
         )
     next_layer, first_layers = 0, {}
     for stage in sorted(counts):
@@ -349,25 +350,18 @@ def _shift_layer(name: str, offset: int) -> str:
 
 
 def plain_values(obj: Any) -> Any:
-    """Values without classes: a namespace as a dict, an enum as its value, a path as text."""
+    """Replace classes: a namespace becomes a dict, an enum its value, a path a string."""
     if isinstance(obj, Placeholder):
         if obj.state is not None:
             return plain_values(obj.state)
         if "Path" in type(obj).__name__:
             return "/".join(map(str, obj.args)).replace("//", "/")
-        return (
-            plain_values(obj.args[0])
-            if len(obj.args) == 1
-            else [plain_values(item) for item in obj.args]
-        )
+        values = [plain_values(item) for item in obj.args]
+        return values[0] if len(values) == 1 else values
     if isinstance(obj, type) and issubclass(obj, Placeholder):
         return obj.__name__
     if isinstance(obj, Mapping):
         return {key: plain_values(value) for key, value in obj.items()}
-    if isinstance(obj, list | tuple):
-        return (
-            type(obj)(plain_values(item) for item in obj)
-            if type(obj) in (list, tuple)
-            else list(obj)
-        )
-    return obj
+    if type(obj) in (list, tuple):
+        return type(obj)(plain_values(item) for item in obj)
+    return list(obj) if isinstance(obj, list | tuple) else obj

@@ -1,7 +1,7 @@
-"""Whether optimizer state is that of the parameter that it is read for: its fp32 copy must be the
-model's tensor before rounding.
+"""Checks that optimizer state belongs to its parameter by comparing fp32 copies with the model.
 
-Nothing else tells where the order of parameters was taken wrongly, because shapes often agree.
+The fp32 copy must round to the model's tensor. Nothing else detects a wrong parameter order,
+because shapes often agree.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ import torch
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.views.shards import TensorShard
 
-# elements, at each of three places: whoever reads a slice must not read all of a parameter first
-_SAMPLE_NUMEL = 4096
+_SAMPLE_NUMEL = 4096  # per position: reading a slice must not read the whole parameter
 
 
 @dataclass(slots=True)
 class LazyMasterCheck:
-    """A parameter's piece in the model and in fp32, which are compared once, at their beginning,
-    middle and end.
-    """
+    """Compares a slice of a parameter with its fp32 copy, once, at its start, middle and end."""
 
     name: str
     path: str
@@ -31,7 +28,7 @@ class LazyMasterCheck:
     _equal: bool = field(default=False, init=False)
 
     def check(self) -> None:
-        """IntegrityError where they differ."""
+        """Raise IntegrityError if the two differ."""
         if self._equal:
             return
         model, master = self.load_model(), self.load_master()
@@ -40,13 +37,14 @@ class LazyMasterCheck:
             for a, b in zip(_samples(model), _samples(master), strict=True)
         ):
             raise IntegrityError(
-                f"{self.path}: {self.name}: its fp32 copy in the optimizer is not the model's tensor before rounding; needed both of one "
-                "parameter, of one step: the optimizer's state is of another order, or damaged; without the optimizer the model loads"
+                f"{self.path}: {self.name}: its fp32 copy does not round to the model's tensor: "
+                "the optimizer state is in another order, of another step, or damaged; "
+                "load without the optimizer to get the model"
             )
         self._equal = True
 
     def checked_on_load(self, shard: TensorShard) -> TensorShard:
-        """The fragment, which is not loaded before they were compared."""
+        """Return the shard, which runs the check before it loads."""
         return TensorShard(shard.box, lambda: self._load_checked(shard), shard.file, shard.cache)
 
     def _load_checked(self, shard: TensorShard) -> torch.Tensor:
@@ -55,12 +53,12 @@ class LazyMasterCheck:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """So that nan equals itself."""
+    """Return the tensor's bytes, so that nan equals itself."""
     return tensor.contiguous().view(torch.uint8)
 
 
 def _samples(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Rows, if it has more than one dim: a transposed tensor is not copied for it."""
+    """Return slices along dim 0, so that a transposed tensor is not copied whole."""
     if tensor.dim() == 0:
         return [tensor.reshape(1)]
     count = max(1, _SAMPLE_NUMEL // max(1, tensor[:1].numel()))

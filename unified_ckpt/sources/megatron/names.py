@@ -1,9 +1,8 @@
-"""The tensors of Megatron's GPT models: what of each a rank holds, and what they are called by
-Hugging Face. Pure.
+"""The tensors of Megatron's GPT models: how ranks split each one, and its Hugging Face name. Pure.
 
-Known are models like Llama: Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral, Qwen2-MoE,
-Qwen3-MoE. One name of Megatron's is used for each tensor here, that of `GPTModel` with the experts
-apart and numbered over all ranks and the norms where they were fused.
+Knows models like Llama: Llama, Mistral, Qwen2, Qwen3; with experts Mixtral, Qwen2-MoE,
+Qwen3-MoE. Each tensor has one Megatron name here: that of `GPTModel`, with separate experts
+numbered over all ranks, and with norms where they are fused into linear layers.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ Kind = Literal["llama", "mixtral", "qwen2_moe", "qwen3_moe"]
 Split = Literal["whole", "rows", "columns", "gated"]
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-BUFFER_SUFFIXES = (
-    "expert_bias",
-    "local_tokens_per_expert",
-)  # ends of names of what no optimizer has
+BUFFER_SUFFIXES = ("expert_bias", "local_tokens_per_expert")  # tensors without optimizer state
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
@@ -61,12 +57,11 @@ _TP_SPLITS: dict[str, Split] = {
     "linear_fc2.weight": "columns",
 }
 _REPLICATED = re.compile(
-    r"(embedding\.position_embeddings\.weight|.*(layernorm\.(weight|bias)|layer_norm_(weight|bias)|linear_(proj|fc2)\.bias"
+    r"(embedding\.position_embeddings\.weight"
+    r"|.*(layernorm\.(weight|bias)|layer_norm_(weight|bias)|linear_(proj|fc2)\.bias"
     r"|router\.(weight|bias|expert_bias)|shared_experts\.gate_weight))$"
 )
-
-
-_LEGACY_NAMES = {  # of before Megatron-Core's models
+_LEGACY_NAMES = {  # patterns of Megatron-LM's older names -> Megatron-Core's
     r"language_model\.": "",
     r"encoder\.": "decoder.",
     r"\.attention\.": ".self_attention.",
@@ -83,7 +78,10 @@ _LEGACY_NAMES = {  # of before Megatron-Core's models
 
 @dataclass(frozen=True, slots=True)
 class ModelDims:
-    """Of a model. `vocab`: rows of the embedding that are words, None for all; the others pad it."""
+    """Dimensions of a model.
+
+    `vocab`: rows of the embedding without padding; None for all rows.
+    """
 
     kind: Kind
     heads: int
@@ -94,22 +92,22 @@ class ModelDims:
 
 @dataclass(frozen=True, slots=True)
 class StoredRange:
-    """A tensor as elements of a stored one, row-major: the whole of it, or a layer or an expert of
-    it.
-    """
+    """A tensor as a row-major range of a stored one: all of it, a layer, or an expert."""
 
     name: str
     start: int
     shape: tuple[int, ...]
 
     def rows(self, low: int, high: int) -> ElementRange:
+        """Return rows [low, high)."""
         row_numel = prod(self.shape[1:])
         return ElementRange(self.name, self.start + low * row_numel, (high - low) * row_numel)
 
 
 def tp_split(name: str, *, gated: bool) -> Split | None:
-    """How tensor-parallel ranks share a tensor, None where that is not known. `gated`: the model's
-    MLP has gates.
+    """Return how tensor-parallel ranks split a tensor; None if unknown.
+
+    `gated`: the MLP has gates.
     """
     suffix = name if name in _TP_SPLITS else ".".join(name.split(".")[-2:])
     split = _TP_SPLITS.get(suffix)
@@ -119,7 +117,7 @@ def tp_split(name: str, *, gated: bool) -> Split | None:
 
 
 def to_core_name(name: str) -> str:
-    """Megatron-Core's name of a tensor, where it may have that of the models before."""
+    """Return Megatron-Core's name of a tensor that may have its older Megatron-LM name."""
     if not name.startswith(("language_model.", "word_embeddings_for_head.")):
         return name
     for pattern, replacement in _LEGACY_NAMES.items():
@@ -128,30 +126,29 @@ def to_core_name(name: str) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Whether it belongs to experts that may be spread over ranks."""
+    """Return whether the tensor belongs to experts, which may be spread over ranks."""
     return ".mlp.experts." in name
 
 
 class ExpertTensor(NamedTuple):
-    """A tensor of an expert. `template`: its name, with braces for the number."""
+    """A tensor of an expert. `template`: its name with `{}` in place of the number."""
 
     template: str
     number: int
 
 
 def parse_expert(name: str) -> ExpertTensor | None:
+    """Parse the name of an expert's tensor; None for other tensors."""
     match = re.fullmatch(r"(.+\.mlp\.experts\.local_experts\.)(\d+)(\..+)", name)
     return ExpertTensor(f"{match[1]}{{}}{match[3]}", int(match[2])) if match else None
 
 
 def unstack(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredRange]]:
-    """A tensor that may hold many layers, or many experts, as torch_dist has them: each of them,
-    with its own name.
-    """
+    """Yield each layer and expert of a tensor, which may stack them as torch_dist does, by name."""
     stacked = re.match(r"decoder\.layers\.(?!\d+\.)(.+)", name)
     if stacked is not None:
         if not shape:
-            raise FormatError(f"{name}: has no dim of layers")
+            raise FormatError(f"{name}: got a 0-d tensor, expected a dim of layers")
         size = prod(shape[1:])
         layers = [
             (f"decoder.layers.{n}.{stacked[1]}", StoredRange(name, n * size, shape[1:]))
@@ -172,19 +169,22 @@ def unstack(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredRang
 
 
 def to_hf_tensors(name: str, stored: StoredRange, dims: ModelDims) -> dict[str, RangesTensor]:
-    """A tensor with Hugging Face's names. FormatError for one that no known model has, or of
-    another shape than the model's.
+    """Return a tensor under its Hugging Face names.
+
+    FormatError if no known model has the tensor, or if its shape does not fit the model.
     """
     if name in _OUTER_NAMES:
         if name == "decoder.final_layernorm.weight":
             return {_OUTER_NAMES[name]: _derive_rows(stored, 0, stored.shape[0])}
         rows = stored.shape[0] if dims.vocab is None else dims.vocab
         if rows > stored.shape[0]:
-            raise FormatError(f"{name}: has {stored.shape[0]} rows; the vocabulary needs {rows}")
+            raise FormatError(
+                f"{name}: got {stored.shape[0]} rows, expected at least {rows} for the vocabulary"
+            )
         return {_OUTER_NAMES[name]: _derive_rows(stored, 0, rows)}
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        raise FormatError(f"{name}: has no name of Hugging Face's that is known")
+        raise FormatError(f"{name}: its Hugging Face name is unknown")
     tensors = _layer_tensors(layer[2], stored, dims)
     return {f"model.layers.{layer[1]}.{hf_name}": derived for hf_name, derived in tensors.items()}
 
@@ -195,7 +195,7 @@ def _layer_tensors(name: str, stored: StoredRange, dims: ModelDims) -> dict[str,
         hf_name = _LAYER_NAMES[name]
         if name == "mlp.router.weight" and dims.kind == "mixtral":
             hf_name = "block_sparse_moe.gate.weight"
-        return {hf_name: _derive_whole(stored)}
+        return {hf_name: identity(stored)}
     if module == _QKV_MODULE and kind in ("weight", "bias"):
         return {
             f"self_attn.{hf_name}_proj.{kind}": derived
@@ -212,42 +212,40 @@ def _layer_tensors(name: str, stored: StoredRange, dims: ModelDims) -> dict[str,
         mixtral = dims.kind == "mixtral"
         prefix = f"{'block_sparse_moe' if mixtral else 'mlp'}.experts.{expert[1]}"
         if expert[2] == "linear_fc2.weight":
-            return {f"{prefix}.{'w2' if mixtral else 'down_proj'}.weight": _derive_whole(stored)}
+            return {f"{prefix}.{'w2' if mixtral else 'down_proj'}.weight": identity(stored)}
         gate, up = _split_gated(name, stored)
         return {
             f"{prefix}.{'w1' if mixtral else 'gate_proj'}.weight": gate,
             f"{prefix}.{'w3' if mixtral else 'up_proj'}.weight": up,
         }
-    raise FormatError(f"{name}: has no name of Hugging Face's that is known")
+    raise FormatError(f"{name}: its Hugging Face name is unknown")
 
 
 def _split_qkv(name: str, stored: StoredRange, dims: ModelDims) -> dict[str, RangesTensor]:
-    """[groups, query heads of one group + key + value, head_dim, ...], apart."""
+    """Split fused QKV, whose rows are [groups, query heads per group + key + value, head_dim]."""
     heads_per_group = dims.heads // dims.groups
     rows = dims.groups * (heads_per_group + 2) * dims.head_dim
     if stored.shape[0] != rows:
         raise FormatError(
-            f"{name}: has {stored.shape[0]} rows; needed {rows}, for {dims.heads} heads of {dims.head_dim} in {dims.groups} groups"
+            f"{name}: got {stored.shape[0]} rows, expected {rows} for {dims.heads} heads "
+            f"of {dims.head_dim} in {dims.groups} groups"
         )
     derived = {}
-    for projection, head, count in (
-        ("q", 0, heads_per_group),
-        ("k", heads_per_group, 1),
-        ("v", heads_per_group + 1, 1),
-    ):
+    # (projection, its first head in a group, its heads per group)
+    q, k, v = ("q", 0, heads_per_group), ("k", heads_per_group, 1), ("v", heads_per_group + 1, 1)
+    for projection, head, count in (q, k, v):
+        numel = count * dims.head_dim
         starts = [
             (group * (heads_per_group + 2) + head) * dims.head_dim for group in range(dims.groups)
         ]
-        pieces = tuple(stored.rows(start, start + count * dims.head_dim) for start in starts)
-        derived[projection] = RangesTensor(
-            (dims.groups * count * dims.head_dim, *stored.shape[1:]), pieces
-        )
+        ranges = tuple(stored.rows(start, start + numel) for start in starts)
+        derived[projection] = RangesTensor((dims.groups * numel, *stored.shape[1:]), ranges)
     return derived
 
 
 def _split_gated(name: str, stored: StoredRange) -> tuple[RangesTensor, RangesTensor]:
     if stored.shape[0] % 2:
-        raise FormatError(f"{name}: has {stored.shape[0]} rows; needed gates and as many more")
+        raise FormatError(f"{name}: got {stored.shape[0]} rows, expected an even number (gate, up)")
     half = stored.shape[0] // 2
     return _derive_rows(stored, 0, half), _derive_rows(stored, half, 2 * half)
 
@@ -256,21 +254,14 @@ def _derive_rows(stored: StoredRange, low: int, high: int) -> RangesTensor:
     return RangesTensor((high - low, *stored.shape[1:]), (stored.rows(low, high),))
 
 
-def _derive_whole(stored: StoredRange) -> RangesTensor:
-    return RangesTensor(
-        stored.shape, (ElementRange(stored.name, stored.start, prod(stored.shape)),)
-    )
-
-
 def identity(stored: StoredRange) -> RangesTensor:
-    """A tensor under Megatron's own name."""
-    return _derive_whole(stored)
+    """Return the whole stored range, unchanged."""
+    elements = ElementRange(stored.name, stored.start, prod(stored.shape))
+    return RangesTensor(stored.shape, (elements,))
 
 
 def optimizer_slices(derived: Mapping[str, RangesTensor], state: str) -> dict[str, RangesTensor]:
-    """Optimizer state of tensors that are cut so: "name/exp_avg". `step` is one element for all of
-    a tensor.
-    """
+    """Return optimizer state of derived tensors, as "name/exp_avg"; `step` has one element."""
     if state == "step":
         return {
             f"{name}/step": RangesTensor((), (ElementRange(f"{tensor.ranges[0].name}/step", 0, 1),))
@@ -280,8 +271,8 @@ def optimizer_slices(derived: Mapping[str, RangesTensor], state: str) -> dict[st
         f"{name}/{state}": RangesTensor(
             tensor.shape,
             tuple(
-                ElementRange(f"{piece.name}/{state}", piece.first, piece.count)
-                for piece in tensor.ranges
+                ElementRange(f"{elements.name}/{state}", elements.first, elements.count)
+                for elements in tensor.ranges
             ),
         )
         for name, tensor in derived.items()

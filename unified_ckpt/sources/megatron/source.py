@@ -1,8 +1,7 @@
-"""Megatron-LM: a folder of `mp_rank_*/model_optim_rng.pt`, read here, or of torch_dist, which
-`megatron_dist` reads; or a root of either.
+"""Opens Megatron checkpoints: `mp_rank_*/model_optim_rng.pt`, torch_dist, or a root of either.
 
-Tensors get the names of Hugging Face's model where they are known, else Megatron's own, with layers
-and experts numbered over all ranks.
+The former is read here, the latter by `dist.py`. Tensors get Hugging Face names if the model is
+known, otherwise Megatron's own, with layers and experts numbered over all ranks.
 """
 
 from __future__ import annotations
@@ -51,31 +50,36 @@ _NON_EXTRA_KEYS = (
 
 @dataclass(slots=True)
 class _GlobalTensor:
-    """A tensor of the whole model, as it is put together. `options`: its param group's; `step`: of
-    its optimizer.
+    """A tensor of the whole model while it is assembled.
+
+    `options`: of its param group. `step`: of its optimizer.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    shards: dict[str, list[TensorShard]] = field(
-        default_factory=dict
-    )  # by "model", "master_weights" and names of state
+    # By "model", "master_weights", and names of optimizer state.
+    shards: dict[str, list[TensorShard]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     step: float | None = None
     options: Mapping[str, Any] | None = None
 
 
 def open_megatron(root: str, options: SourceOptions) -> Source:
-    """FormatError for files that are damaged, or in no order that is known; IncompleteError naming
-    ranks and tensors that are missing.
+    """Open a Megatron checkpoint.
+
+    FormatError for files that are damaged or in an unknown order; IncompleteError names missing
+    ranks and tensors.
     """
     folder = step_folder(root)
     if os.path.isfile(os.path.join(folder, DCP_METADATA)):
         return open_dist(folder, options)
     args, rank_files = read_rank_files(folder)
-    if float(rank_files[0].state_dict.get("checkpoint_version", 0)) < 2:
+    state_dict = rank_files[0].state_dict
+    version = float(state_dict.get("checkpoint_version", 0))
+    if version < 2:
         raise FormatError(
-            f"{folder}: has queries, keys and values in the order of before 2021; needed checkpoint_version 2 or later"
+            f"{folder}: got checkpoint_version {version} with another order of queries, keys and "
+            "values, expected 2 or later"
         )
     optimizer_states, refusal = _collect_optimizer_states(folder, rank_files, args)
     global_tensors = _merge_ranks(rank_files, args, optimizer_states)
@@ -83,18 +87,18 @@ def open_megatron(root: str, options: SourceOptions) -> Source:
     groups = _param_groups(global_tensors)
     extra = {
         key: plain_values(value)
-        for key, value in rank_files[0].state_dict.items()
+        for key, value in state_dict.items()
         if key.rstrip("0123456789") not in _NON_EXTRA_KEYS
     }
-    iteration = rank_files[0].state_dict.get("iteration")
+    iteration = state_dict.get("iteration")
     metadata = SourceMetadata(
         step=iteration if isinstance(iteration, int) else None,
-        extra={**extra, "args": plain_values(rank_files[0].state_dict["args"])},
+        extra={**extra, "args": plain_values(state_dict["args"])},
         groups=groups,
-        rank_extras=_world_size(args) if "rng_state" in rank_files[0].state_dict else 0,
+        rank_extras=_world_size(args) if "rng_state" in state_dict else 0,
     )
     aliases = {} if (MODEL, OUTPUT) in tensors else {OUTPUT: EMBEDDING}
-    refused = {OPTIMIZER: f"{refusal}; without the optimizer the model loads"} if refusal else {}
+    refused = {OPTIMIZER: f"{refusal}; load only the model"} if refusal else {}
     make_source = partial(
         ShardedSource,
         folder,
@@ -102,25 +106,16 @@ def open_megatron(root: str, options: SourceOptions) -> Source:
         format="megatron",
         aliases={MODEL: aliases, MASTER: aliases},
         refused=refused,
-    )
-    return renamed_source(
-        folder,
-        make_source,
-        metadata,
-        tensors,
-        args,
-        options,
         rank_extra=partial(_rng_state, rank_files, args),
     )
+    return renamed_source(folder, make_source, metadata, tensors, args, options)
 
 
 def _replica_group(rank_file: RankFile, name: str, args: Arguments) -> tuple[int, ...]:
-    """Ranks of one holder have the same of a tensor."""
-    return (
-        (rank_file.pp, expert_tp_rank(rank_file, args), rank_file.ep)
-        if is_expert(name)
-        else (rank_file.pp, rank_file.tp)
-    )
+    """Return the group of ranks that hold the same slice of a tensor."""
+    if is_expert(name):
+        return rank_file.pp, expert_tp_rank(rank_file, args), rank_file.ep
+    return rank_file.pp, rank_file.tp
 
 
 OptimizerStates = Mapping[tuple[tuple[int, ...], ParamKey], tuple[RankFile, ParamState]]
@@ -129,9 +124,9 @@ OptimizerStates = Mapping[tuple[tuple[int, ...], ParamKey], tuple[RankFile, Para
 def _collect_optimizer_states(
     folder: str, rank_files: Sequence[RankFile], args: Arguments
 ) -> tuple[OptimizerStates, str]:
-    """Optimizer state by holder and place; or none, and why it is not read.
+    """Return optimizer state by replica group and parameter; or none, and the reason.
 
-    IncompleteError naming the tensors that have none, where others have.
+    IncompleteError names tensors without state, if others have some.
     """
     collected: dict[tuple[tuple[int, ...], ParamKey], tuple[RankFile, ParamState]] = {}
     for rank_file in rank_files:
@@ -151,12 +146,8 @@ def _collect_optimizer_states(
         and (_replica_group(rank_file, name, args), (chunk_index, name)) not in collected
     }
     if missing and any("optimizer" in rank_file.state_dict for rank_file in rank_files):
-        raise IncompleteError(
-            format_list(
-                f"{folder}: tensors have no optimizer state; is {FLAT_FILE} missing?",
-                sorted(missing),
-            )
-        )
+        problem = f"{folder}: tensors have no optimizer state; is {FLAT_FILE} missing?"
+        raise IncompleteError(format_list(problem, sorted(missing)))
     return collected, ""
 
 
@@ -170,20 +161,14 @@ def _merge_ranks(
         for chunk_index, chunk in enumerate(rank_file.chunks):
             for name, tensor in chunk.items():
                 key = _replica_group(rank_file, name, args), (chunk_index, name)
-                if key in seen or (
-                    tied and name == OUTPUT
-                ):  # the last stage's copy of the embedding
+                # The last pipeline stage has a copy of a tied embedding.
+                if key in seen or (tied and name == OUTPUT):
                     continue
                 seen.add(key)
                 try:
+                    state = optimizer_states.get(key)
                     for tensor_slice in global_slices(rank_file, name, tensor, args):
-                        _add_slice(
-                            global_tensors,
-                            rank_file,
-                            tensor_slice,
-                            tensor,
-                            optimizer_states.get(key),
-                        )
+                        _add_slice(global_tensors, rank_file, tensor_slice, tensor, state)
                 except FormatError as error:
                     raise FormatError(f"{rank_file.path}: {error}") from error
     _check_experts(global_tensors, args)
@@ -191,7 +176,7 @@ def _merge_ranks(
 
 
 def _check_experts(tensor_names: Collection[str], args: Arguments) -> None:
-    """IncompleteError naming experts that no rank has, where it has others of the layer."""
+    """Raise IncompleteError naming experts that no rank has, if the layer has others."""
     numbers_by_template: dict[str, set[int]] = {}
     for expert in filter(None, map(parse_expert, tensor_names)):
         numbers_by_template.setdefault(expert.template, set()).add(expert.number)
@@ -201,12 +186,8 @@ def _check_experts(tensor_names: Collection[str], args: Arguments) -> None:
         for n in sorted(set(range(args.experts)) ^ numbers)
     ]
     if missing:
-        raise IncompleteError(
-            format_list(
-                f"{args.path}: of {args.experts} experts, tensors are missing, or more than these",
-                missing,
-            )
-        )
+        problem = f"{args.path}: expected {args.experts} experts, missing or surplus tensors are"
+        raise IncompleteError(format_list(problem, missing))
 
 
 def _add_slice(
@@ -216,12 +197,12 @@ def _add_slice(
     tensor: torch.Tensor,
     optimizer_state: tuple[RankFile, ParamState] | None,
 ) -> None:
-    global_tensor = global_tensors.setdefault(
-        tensor_slice.name, _GlobalTensor(tensor_slice.shape, tensor.dtype)
-    )
-    if global_tensor.shape != tensor_slice.shape or global_tensor.dtype != tensor.dtype:
+    name, shape = tensor_slice.name, tensor_slice.shape
+    global_tensor = global_tensors.setdefault(name, _GlobalTensor(shape, tensor.dtype))
+    if global_tensor.shape != shape or global_tensor.dtype != tensor.dtype:
         raise FormatError(
-            f"{tensor_slice.name}: has {tensor_slice.shape} {tensor.dtype}; other ranks {global_tensor.shape} {global_tensor.dtype}"
+            f"{name}: got shape {shape} and {tensor.dtype}, expected {global_tensor.shape} "
+            f"and {global_tensor.dtype} as on other ranks"
         )
 
     def make_shard(kind: str, value: torch.Tensor, path: str) -> TensorShard:
@@ -233,25 +214,22 @@ def _add_slice(
         return
     path, state = optimizer_state[0].path, optimizer_state[1]
     optimizer_shards = {
-        name: make_shard(name, value, path) for name, value in state.tensors.items()
+        kind: make_shard(kind, value, path) for kind, value in state.tensors.items()
     }
     if state.master is not None:
-        check = LazyMasterCheck(
-            tensor_slice.name,
-            path,
-            partial(tensor_slice.extract, tensor),
-            partial(tensor_slice.extract, state.master),
-        )
+        load_model = partial(tensor_slice.extract, tensor)
+        load_master = partial(tensor_slice.extract, state.master)
+        check = LazyMasterCheck(name, path, load_model, load_master)
         optimizer_shards = {
-            name: check.checked_on_load(shard) for name, shard in optimizer_shards.items()
+            kind: check.checked_on_load(shard) for kind, shard in optimizer_shards.items()
         }
         if tensor.dtype != torch.float32:
             optimizer_shards[MASTER] = check.checked_on_load(make_shard(MASTER, state.master, path))
-    for name, shard in optimizer_shards.items():
-        global_tensor.shards.setdefault(name, []).append(shard)
+    for kind, shard in optimizer_shards.items():
+        global_tensor.shards.setdefault(kind, []).append(shard)
     if global_tensor.step not in (None, state.step):
         raise FormatError(
-            f"{tensor_slice.name}: has step {state.step}; other ranks {global_tensor.step}"
+            f"{name}: got step {state.step}, expected {global_tensor.step} as on other ranks"
         )
     global_tensor.step, global_tensor.options = state.step, state.options
 
@@ -290,22 +268,19 @@ def _world_size(args: Arguments) -> int:
 
 
 def _rng_state(rank_files: Sequence[RankFile], args: Arguments, rank: int) -> Any:
-    """Of a rank of the job: ranks are counted along tensor, context, data and pipeline parallelism,
-    in this order.
+    """Return a rank's random state.
+
+    Ranks count tensor, context, data, then pipeline parallelism.
     """
     tp, cp = args.tp, args.get_int("context_parallel_size", 1)
-    data_rank, pp = (
-        rank // (tp * cp) % args.get_int("data_parallel_size", 1),
-        rank * args.pp // max(1, _world_size(args)),
-    )
-    states = next(
-        (
-            rank_file.state_dict.get("rng_state")
-            for rank_file in rank_files
-            if (rank_file.tp, rank_file.pp) == (rank % tp, pp)
-        ),
-        None,
-    )
+    data_rank = rank // (tp * cp) % args.get_int("data_parallel_size", 1)
+    pp = rank * args.pp // max(1, _world_size(args))
+    for rank_file in rank_files:
+        if (rank_file.tp, rank_file.pp) == (rank % tp, pp):
+            states = rank_file.state_dict.get("rng_state")
+            break
+    else:
+        return None
     if not states:
         return None
     return {"rng_state": plain_values(states[data_rank if len(states) > 1 else 0])}

@@ -1,10 +1,9 @@
-"""Optimizer state that Megatron-LM saved by position, for each parameter of a rank: by groups, or
-in flat buffers (`distrib_optim.pt`).
+"""Optimizer state of Megatron-LM's ranks by parameter: from param groups or from flat buffers.
 
-How it could be given to the wrong parameter: nothing in the files names one. The order is that of
-the model's parameters, which is that of its state dict; groups take those without weight decay
-apart, and experts that are spread over ranks; a flat buffer has them backwards. So counts, shapes
-and sizes must all agree, and `megatron_twins` compares values.
+How state could go to the wrong parameter: nothing in the files names one. The order is that of
+the model's state dict. Groups separate parameters without weight decay, and experts that are
+spread over ranks; a flat buffer (`distrib_optim.pt`) stores parameters backwards. So counts,
+shapes and sizes must all agree, and `LazyMasterCheck` compares values.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert
 from unified_ckpt.sources.megatron.tensor_parallel import is_parameter
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 
-_ALIGNMENT = 64  # elements: where a parameter may start in a flat buffer
+_ALIGNMENT = 64  # elements; parameters start at multiples of it in a flat buffer
 _EXCLUDED_OPTIONS = ("params", "step")
 
 
 @dataclass(frozen=True, slots=True)
 class ParamRef:
-    """A parameter of a rank: the virtual stage that it is in."""
+    """A parameter of a rank. `chunk`: index of its model chunk (virtual pipeline stage)."""
 
     chunk: int
     name: str
@@ -37,8 +36,9 @@ class ParamRef:
 
 @dataclass(frozen=True, slots=True)
 class ParamState:
-    """Of a parameter. `master`: its fp32 copy, None for one that is fp32 itself. `options`: its
-    group's.
+    """Optimizer state of a parameter.
+
+    `master`: its fp32 copy; None for an fp32 parameter. `options`: of its param group.
     """
 
     master: torch.Tensor | None
@@ -47,15 +47,14 @@ class ParamState:
     options: Mapping[str, Any]
 
 
-ParamKey = tuple[int, str]  # virtual stage, name there
+ParamKey = tuple[int, str]  # (model chunk, name)
 
 
 def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey, ParamState]:
-    """Of the parameters whose optimizer state this rank saved: all, those of experts alone, or
-    those beside them.
+    """Return the optimizer state that this rank saved, by parameter.
 
-    FormatError where the state does not fit the parameters in number or shape, or is in no order
-    that is known.
+    It may cover all parameters, only experts, or all but experts. FormatError if it does not fit
+    the parameters in number or shape, or is in an unknown order.
     """
     state = rank_file.state_dict.get("optimizer")
     if state is None:
@@ -63,15 +62,10 @@ def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey
     sibling_names = os.listdir(os.path.dirname(rank_file.path))
     if any(name.startswith("layer_wise_optimizer_") for name in sibling_names):
         raise FormatError(
-            f"{rank_file.path}: its optimizer is divided by layers over data-parallel ranks, which is not read"
+            f"{rank_file.path}: got a layer-wise optimizer, which is not read; "
+            "save with another optimizer"
         )
-    optimizers = (
-        list(state)
-        if isinstance(state, list)
-        else [state[n] for n in sorted(state)]
-        if 0 in state
-        else [state]
-    )
+    optimizers = _list_optimizers(state)
     params = [
         ParamRef(index, name, tensor)
         for index, chunk in enumerate(rank_file.chunks)
@@ -80,16 +74,15 @@ def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey
     ]
     if len(optimizers) > 2:
         raise FormatError(
-            f"{rank_file.path}: has {len(optimizers)} optimizers; needed one, or one more for experts"
+            f"{rank_file.path}: got {len(optimizers)} optimizers, "
+            "expected one, and at most one more for experts"
         )
-    params_by_optimizer = (
-        [params]
-        if len(optimizers) == 1
-        else [
+    params_by_optimizer = [params]
+    if len(optimizers) == 2:
+        params_by_optimizer = [
             [param for param in params if is_expert(param.name) == expert]
             for expert in (False, True)
         ]
-    )
     flat_buffers = _read_flat_buffers(rank_file, len(optimizers))
     param_states: dict[ParamKey, ParamState] = {}
     try:
@@ -97,22 +90,12 @@ def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey
             zip(optimizers, params_by_optimizer, strict=True)
         ):
             groups = _torch_state(optimizer)["param_groups"]
-            group_indices = (
-                assign_groups(
-                    groups, [(param.name, param.tensor.dim()) for param in optimizer_params], args
-                )
-                if optimizer_params
-                else []
-            )
+            names = [(param.name, param.tensor.dim()) for param in optimizer_params]
+            group_indices = assign_groups(groups, names, args) if names else []
             if all("params" in group for group in groups):
-                params_by_group = [
-                    [
-                        param
-                        for param, assigned in zip(optimizer_params, group_indices, strict=True)
-                        if assigned == group_index
-                    ]
-                    for group_index in range(len(groups))
-                ]
+                params_by_group: list[list[ParamRef]] = [[] for _ in groups]
+                for param, group_index in zip(optimizer_params, group_indices, strict=True):
+                    params_by_group[group_index].append(param)
                 param_states |= _from_groups(
                     optimizer, list(zip(groups, params_by_group, strict=True))
                 )
@@ -122,15 +105,22 @@ def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey
                     optimizer_params,
                     rank_file,
                     args,
-                    [groups[assigned] for assigned in group_indices],
+                    [groups[group_index] for group_index in group_indices],
                 )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise FormatError(
-            f"{rank_file.path}: its optimizer is not what Megatron-LM writes: {error!r}"
+            f"{rank_file.path}: expected an optimizer of Megatron-LM: {error!r}"
         ) from error
     except CheckpointError as error:
         raise type(error)(f"{rank_file.path}: {error}") from error
     return param_states
+
+
+def _list_optimizers(state: Any) -> list[Any]:
+    """Return the chained optimizers, which are saved as a list, as a dict by index, or alone."""
+    if isinstance(state, list):
+        return list(state)
+    return [state[index] for index in sorted(state)] if 0 in state else [state]
 
 
 def _param_key(param: ParamRef) -> ParamKey:
@@ -138,19 +128,22 @@ def _param_key(param: ParamRef) -> ParamKey:
 
 
 def _read_flat_buffers(rank_file: RankFile, count: int) -> list[Any] | None:
-    """What the distributed optimizers saved beside; None where this rank saved none."""
+    """Return the distributed optimizers' buffers; None if this rank saved none."""
     path = os.path.join(os.path.dirname(rank_file.path), FLAT_FILE)
     if not os.path.isfile(path):
         return None
     content = load_torch(path)
     buffers = list(content) if isinstance(content, list) else [content]
     if len(buffers) != count:
-        raise FormatError(f"{path}: is of {len(buffers)} optimizers; needed {count}, as beside it")
+        raise FormatError(
+            f"{path}: got buffers of {len(buffers)} optimizers, expected {count} "
+            f"as in {rank_file.path}"
+        )
     return buffers
 
 
 def _torch_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What torch's optimizer gave: an optimizer without fp32 copies saves just that."""
+    """Return the torch optimizer's state dict; optimizers without fp32 copies save only that."""
     state: Mapping[str, Any] = optimizer.get("optimizer", optimizer)
     return state
 
@@ -161,10 +154,10 @@ def _torch_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 def assign_groups(
     groups: Sequence[Mapping[str, Any]], params: Sequence[tuple[str, int]], args: Arguments
 ) -> list[int]:
-    """The group that each parameter is in, by its (name, dims): those that weight decay applies to,
-    others, and so on.
+    """Return the index of each parameter's group; `params` are (name, dims).
 
-    FormatError where two groups are of one kind, or a parameter has none.
+    A group is identified by weight decay, decoupled learning rate and expert parallelism.
+    FormatError if two groups are of one kind, or a parameter has no group.
     """
     decoupled = any(group.get("is_decoupled_lr") for group in groups)
     separate_experts = any(group.get("is_expert_parallel") for group in groups)
@@ -187,8 +180,8 @@ def assign_groups(
     unmatched = set(param_kinds) - set(group_kinds)
     if unmatched or len(set(group_kinds)) != len(group_kinds):
         raise FormatError(
-            f"has param groups {sorted(group_kinds)} (with weight decay, a rate of their own, experts) for parameters {sorted(set(param_kinds))}; "
-            "needed one for each: which parameters others are of is not known"
+            f"got param groups {sorted(group_kinds)} of (weight decay, decoupled lr, expert), "
+            f"expected exactly one for each kind of parameter in {sorted(set(param_kinds))}"
         )
     return [group_kinds.index(kind) for kind in param_kinds]
 
@@ -198,7 +191,7 @@ def _group_has_decay(group: Mapping[str, Any]) -> bool:
 
 
 def has_weight_decay(name: str, dims: int, args: Arguments) -> bool:
-    """Whether weight decay applies: not to biases and norms."""
+    """Return whether weight decay applies: not to biases and norms."""
     if args.get_bool("apply_wd_to_qk_layernorm") and (
         "q_layernorm." in name or "k_layernorm." in name
     ):
@@ -207,6 +200,7 @@ def has_weight_decay(name: str, dims: int, args: Arguments) -> bool:
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a param group."""
     return {key: value for key, value in group.items() if key not in _EXCLUDED_OPTIONS}
 
 
@@ -214,15 +208,14 @@ def _from_groups(
     optimizer: Mapping[str, Any],
     params_by_group: Sequence[tuple[Mapping[str, Any], list[ParamRef]]],
 ) -> Iterator[tuple[ParamKey, ParamState]]:
-    torch_state, masters = (
-        _torch_state(optimizer),
-        optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16")),
-    )
+    torch_state = _torch_state(optimizer)
+    masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
     for number, (group, params) in enumerate(params_by_group):
         indices = list(group["params"])
         if len(indices) != len(params):
             raise FormatError(
-                f"group {number} has {len(indices)} parameters; the model has {len(params)} such: {_format_params(params)}"
+                f"param group {number}: got {len(indices)} parameters, "
+                f"expected {len(params)} of the model: {_format_params(params)}"
             )
         low_precision = [
             param for param in params if param.tensor.dtype in (torch.float16, torch.bfloat16)
@@ -230,14 +223,16 @@ def _from_groups(
         group_masters = list(masters[number]) if masters is not None else []
         if masters is not None and len(group_masters) != len(low_precision):
             raise FormatError(
-                f"group {number} has {len(group_masters)} fp32 copies; the model has {len(low_precision)} such parameters: {_format_params(low_precision)}"
+                f"param group {number}: got {len(group_masters)} fp32 copies, expected "
+                f"{len(low_precision)} of the model: {_format_params(low_precision)}"
             )
         masters_by_key = dict(zip(map(_param_key, low_precision), group_masters, strict=False))
         for index, param in zip(indices, params, strict=True):
             state = torch_state["state"].get(index)
             if state is None:
                 raise FormatError(
-                    f"{param.name}: has no optimizer state (parameter {index}); needed a step to have been made"
+                    f"{param.name}: no optimizer state of parameter {index}; "
+                    "expected a save after at least one step"
                 )
             tensors = {
                 name: value
@@ -261,10 +256,11 @@ def _param_state(
     for label, tensor in {**tensors, **({} if master is None else {"fp32 copy": master})}.items():
         if tensor.shape != param.tensor.shape:
             raise FormatError(
-                f"{param.name}: its {label} has shape {tuple(tensor.shape)}; needed {tuple(param.tensor.shape)}, the parameter's"
+                f"{param.name}: {label}: got shape {tuple(tensor.shape)}, "
+                f"expected {tuple(param.tensor.shape)} as the parameter"
             )
     if not isinstance(step, int | float | torch.Tensor):
-        raise FormatError(f"{param.name}: nothing says how many steps its optimizer made")
+        raise FormatError(f"{param.name}: no step count in its optimizer state")
     return ParamState(master, tensors, float(step), group_options(group))
 
 
@@ -282,10 +278,11 @@ def _from_flat_buffers(
     args: Arguments,
     groups: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[ParamKey, ParamState]]:
-    """A buffer holds the parameters of one virtual stage and one dtype."""
+    """Yield the states in flat buffers; each holds the parameters of one chunk and dtype."""
     if not content.get("buckets_coalesced"):
         raise FormatError(
-            f"{FLAT_FILE}: has a buffer for each bucket (before 2024), which is not read; needed one for all buckets"
+            f"{FLAT_FILE}: got one buffer per bucket, which is not read; "
+            "save with a Megatron version of 2024 or later"
         )
     groups_by_param = dict(zip(map(_param_key, params), groups, strict=True))
     buffers: dict[tuple[int, torch.dtype], list[ParamRef]] = {}
@@ -294,14 +291,15 @@ def _from_flat_buffers(
     numbers = sorted(key for key in content if isinstance(key, int))
     if len(numbers) != len(buffers):
         raise FormatError(
-            f"{FLAT_FILE}: has {len(numbers)} buffers; needed {len(buffers)}, one for each stage and dtype of its parameters"
+            f"{FLAT_FILE}: got {len(numbers)} buffers, "
+            f"expected {len(buffers)} (one per model chunk and dtype)"
         )
     for number, ((chunk, dtype), buffer_params) in zip(numbers, buffers.items(), strict=True):
         (buffers_by_dtype,) = content[number].items()
         (stored, _), buffer = buffers_by_dtype
         if stored != dtype:
             raise FormatError(
-                f"{FLAT_FILE}: buffer {number} is of {stored}; needed {dtype}, as its parameters"
+                f"{FLAT_FILE}: buffer {number}: got {stored}, expected {dtype} as its parameters"
             )
         ranges = flat_ranges(
             [(param.tensor.numel(), _has_bucket(param.name, args)) for param in buffer_params],
@@ -309,32 +307,25 @@ def _from_flat_buffers(
         )
         total = max(stop for _, stop in ranges)
         tensors = {name: value for name, value in buffer.items() if isinstance(value, torch.Tensor)}
-        sizes = {name: value.numel() for name, value in tensors.items()} | {
-            "numel_unpadded": int(buffer["numel_unpadded"])
-        }
-        wrong = {name: size for name, size in sizes.items() if size != total}
-        if wrong or "param" not in tensors:
+        numels = {name: value.numel() for name, value in tensors.items()}
+        numels["numel_unpadded"] = int(buffer["numel_unpadded"])
+        if any(numel != total for numel in numels.values()) or "param" not in tensors:
             raise FormatError(
-                f"{FLAT_FILE}: buffer {number} has elements {sizes}; its parameters make up {total}: they are in another order"
+                f"{FLAT_FILE}: buffer {number}: got numels {numels}, "
+                f"expected {total}: the parameters are in another order"
             )
         for param, (start, stop) in zip(buffer_params, ranges, strict=True):
-            slices = {
-                name: value[start:stop].view(param.tensor.shape) for name, value in tensors.items()
-            }
+            shape, group = param.tensor.shape, groups_by_param[_param_key(param)]
+            slices = {name: value[start:stop].view(shape) for name, value in tensors.items()}
+            master = slices.pop("param")
             yield (
                 _param_key(param),
-                _param_state(
-                    param,
-                    slices.pop("param"),
-                    slices,
-                    groups_by_param[_param_key(param)].get("step"),
-                    groups_by_param[_param_key(param)],
-                ),
+                _param_state(param, master, slices, group.get("step"), group),
             )
 
 
 def _has_bucket(name: str, args: Arguments) -> bool:
-    """Embeddings that the first and the last stage share have buckets of their own."""
+    """Return whether a parameter has a bucket of its own: embeddings tied over pipeline stages."""
     return (
         args.pp > 1
         and not args.get_bool("untie_embeddings_and_output_weights")
@@ -343,8 +334,9 @@ def _has_bucket(name: str, args: Arguments) -> bool:
 
 
 def bucket_size(pp: int, chunk: int, args: Arguments) -> int | None:
-    """Elements from which a bucket is full, None for a single bucket: `DistributedDataParallel`'s
-    rule.
+    """Return the numel at which a bucket is full; None for a single bucket.
+
+    The rule is that of Megatron's `DistributedDataParallel`.
     """
     if not args.get_bool("overlap_grad_reduce") or pp > 0 or chunk > 0:
         return None
@@ -356,14 +348,14 @@ def bucket_size(pp: int, chunk: int, args: Arguments) -> int | None:
 def flat_ranges(
     sizes: Sequence[tuple[int, bool]], bucket_numel: int | None
 ) -> list[tuple[int, int]]:
-    """Where parameters, of (elements, whether in a bucket of its own), lie in a buffer without the
-    padding after each bucket.
+    """Return [start, stop) of each parameter in a buffer, without the padding after each bucket.
 
-    They are laid from the last to the first, each on a multiple of 64 elements from its bucket's
-    start. Source: `_ParamAndGradBuffer` and `DistributedOptimizer.get_parameter_state_dp_zero`.
+    `sizes`: (numel, whether it has a bucket of its own). Parameters are laid out from last to
+    first, each at a multiple of 64 elements from the start of its bucket, as in
+    `_ParamAndGradBuffer` and `DistributedOptimizer.get_parameter_state_dp_zero`.
     """
     ranges: list[tuple[int, int]] = []
-    bucket = offset = 0  # the bucket's start; elements in it
+    bucket = offset = 0  # the bucket's start; the position within it
     for size, separate in reversed(sizes):
         offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
         if separate and offset:

@@ -1,6 +1,4 @@
-"""Where a rank's tensors lie in those of the whole model: tensor parallelism, experts spread over
-ranks, experts in one tensor.
-"""
+"""Where a rank's tensors lie in the whole model, under tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ _GROUPED_EXPERTS = re.compile(r"(.+\.mlp\.experts\.)weight([12])")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of a tensor of the whole model. `extract`: of a rank's tensor of that name, or of its
-    optimizer state, the elements in the box.
+    """A box of a tensor of the whole model.
+
+    `extract`: returns the box's elements from a rank's tensor, or from its optimizer state.
     """
 
     name: str
@@ -34,15 +33,16 @@ class Slice:
 
 
 def is_parameter(name: str) -> bool:
+    """Return whether an optimizer may have state of the tensor."""
     return not name.endswith(BUFFER_SUFFIXES)
 
 
 def global_slices(
     rank_file: RankFile, name: str, tensor: torch.Tensor, args: Arguments
 ) -> Iterator[Slice]:
-    """What a rank's tensor is of the whole model; nothing where another rank has the same.
+    """Yield the slices of the whole model that a rank's tensor holds; none if rank 0 yields them.
 
-    FormatError for a tensor of which it is not known how ranks share it.
+    FormatError if it is unknown how ranks split the tensor.
     """
     if not is_expert(name):
         yield from _tensor_slices(
@@ -66,24 +66,18 @@ def global_slices(
         hidden = args.get_int("hidden_size")
         if tensor.numel() % (local_experts * hidden):
             raise FormatError(
-                f"{name}: has shape {tuple(tensor.shape)}; needed {local_experts} experts of hidden size {hidden}"
+                f"{name}: got shape {tuple(tensor.shape)}, "
+                f"expected {local_experts} experts of hidden size {hidden}"
             )
         inner = tensor.numel() // (local_experts * hidden)
         shape = (inner, hidden) if grouped[2] == "1" else (hidden, inner)
         for n in range(local_experts):
-            expert_name = (
-                f"{grouped[1]}local_experts.{first_expert + n}.linear_fc{grouped[2]}.weight"
-            )
-            yield from _tensor_slices(
-                expert_name,
-                shape,
-                rank,
-                world,
-                partial(_extract_expert, n, local_experts, shape),
-                args,
-            )
+            number = first_expert + n
+            expert_name = f"{grouped[1]}local_experts.{number}.linear_fc{grouped[2]}.weight"
+            extract = partial(_extract_expert, n, local_experts, shape)
+            yield from _tensor_slices(expert_name, shape, rank, world, extract, args)
     else:
-        raise FormatError(f"{name}: is no tensor of experts that is known")
+        raise FormatError(f"{name}: unknown kind of expert tensor; expected a name of Megatron's")
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,9 +87,7 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
 def _extract_expert(
     index: int, count: int, shape: tuple[int, int], tensor: torch.Tensor
 ) -> torch.Tensor:
-    """Of experts in one tensor, which multiplies from the right, one expert's weight as `Linear`
-    has it.
-    """
+    """Return one expert's weight in `Linear`'s orientation, from the grouped, transposed tensor."""
     return tensor.reshape(count, shape[1], shape[0])[index].t()
 
 
@@ -113,11 +105,12 @@ def _tensor_slices(
     extract: Callable[[torch.Tensor], torch.Tensor],
     args: Arguments,
 ) -> Iterator[Slice]:
-    """`local_shape`: this rank's shape, of `world` that share the tensor."""
+    """Yield one tensor's slices. `local_shape`: of this rank's part; `world` ranks split it."""
     split = tp_split(name, gated=args.get_bool("swiglu")) if world > 1 else "whole"
     if split is None:
         raise FormatError(
-            f"{name}: how {world} tensor-parallel ranks share it is not known; needed a GPT model of Megatron's"
+            f"{name}: unknown split over {world} tensor-parallel ranks; "
+            "expected a tensor of Megatron's GPT models"
         )
     if split == "whole":
         if rank == 0:
@@ -125,17 +118,15 @@ def _tensor_slices(
         return
     dim = 1 if split == "columns" else 0
     if len(local_shape) <= dim:
-        raise FormatError(f"{name}: has shape {local_shape}; needed {dim + 1} dims")
+        raise FormatError(f"{name}: got shape {local_shape}, expected at least {dim + 1} dims")
     shape = (*local_shape[:dim], local_shape[dim] * world, *local_shape[dim + 1 :])
     if split != "gated":
         offsets = tuple(rank * local_shape[dim] if d == dim else 0 for d in range(len(local_shape)))
         yield Slice(name, shape, Box(offsets, local_shape), extract)
         return
     if local_shape[0] % 2:
-        raise FormatError(f"{name}: has {local_shape[0]} rows; needed gates and as many more")
-    half = (
-        local_shape[0] // 2
-    )  # each rank has its part of the gates, then its part of what they let through
+        raise FormatError(f"{name}: got {local_shape[0]} rows, expected an even number (gate, up)")
+    half = local_shape[0] // 2  # each rank has its part of the gates, then of the up projection
     for index in range(2):
         box = Box(
             (index * half * world + rank * half, *(0 for _ in local_shape[1:])),

@@ -1,10 +1,9 @@
-"""Megatron's tensors under the names that were asked for."""
+"""Presents Megatron's tensors under the requested names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
@@ -35,57 +34,45 @@ def renamed_source(
     tensors: Mapping[Key, ShardedTensor],
     args: Arguments,
     options: SourceOptions,
-    *,
-    rank_extra: Callable[[int], Any],
 ) -> Source:
-    """The tensors as a Source. `make_source`: the Assembled, but for what is said. `said.groups`
-    names stored tensors.
+    """Return a Source of the tensors under the requested names.
 
-    FormatError where Hugging Face's names are asked for, and are not known.
+    `make_source`: builds the Source from its metadata. `metadata.groups` has stored names.
+    FormatError if Hugging Face names are requested for an unknown model.
     """
-    derived_by_stored: dict[
-        str, dict[str, RangesTensor]
-    ] = {}  # stored tensor -> what is cut from it
+    derived_by_stored: dict[str, dict[str, RangesTensor]] = {}
     try:
         try:
             dims = _model_dims(args, options)
             derived_by_stored = _derive_all(
-                tensors, lambda name, stored_range: to_hf_tensors(name, stored_range, dims)
+                tensors, lambda name, stored: to_hf_tensors(name, stored, dims)
             )
         except FormatError:
             if options.names == "huggingface":
                 raise
             derived_by_stored = {}
         if not derived_by_stored or options.names == "own":
-            derived_by_stored = _derive_all(
-                tensors, lambda name, stored_range: {name: identity(stored_range)}
-            )
+            derived_by_stored = _derive_all(tensors, lambda name, stored: {name: identity(stored)})
     except FormatError as error:
         raise FormatError(f"{folder}: {error}") from error
     derived = {
-        name: stored_range
-        for outputs_of_stored in derived_by_stored.values()
-        for name, stored_range in outputs_of_stored.items()
+        name: tensor for by_name in derived_by_stored.values() for name, tensor in by_name.items()
     }
     states = {name.rpartition("/")[2] for part, name in tensors if part == OPTIMIZER}
     if OUTPUT not in derived_by_stored and EMBEDDING in derived_by_stored and OUTPUT not in derived:
-        (tied,) = derived_by_stored[EMBEDDING].values()  # not stored: so that its alias has a name
+        # The tied output layer is not stored, but its alias needs a name.
+        (tied,) = derived_by_stored[EMBEDDING].values()
         derived[OUTPUT if EMBEDDING in derived else "lm_head.weight"] = RangesTensor(
             tied.shape, (ElementRange(OUTPUT, 0, tied.ranges[0].count),)
         )
     outputs = dict(derived)
     for state in states:
         outputs |= optimizer_slices(derived, state)
-    groups = [
-        {
-            **group,
-            "names": [
-                name for stored in group["names"] for name in derived_by_stored.get(stored, ())
-            ],
-        }
-        for group in metadata.groups
-    ]
-    source = make_source(metadata=replace(metadata, groups=groups), rank_extra=rank_extra)
+    groups = []
+    for group in metadata.groups:
+        names = [name for stored in group["names"] for name in derived_by_stored.get(stored, ())]
+        groups.append({**group, "names": names})
+    source = make_source(metadata=replace(metadata, groups=groups))
     return derive(source, outputs, parts=(MODEL, MASTER, OPTIMIZER), refused=source.refused)
 
 
@@ -102,7 +89,8 @@ def _derive_all(
             for output, derived in transform(name, stored_range).items():
                 if stored_names.setdefault(output, stored) != stored:
                     raise FormatError(
-                        f"{output}: is made from {stored_names[output]} and from {stored}; needed one of them"
+                        f"{output}: got it from {stored_names[output]} and from {stored}, "
+                        "expected one of them"
                     )
                 derived_by_stored.setdefault(stored, {})[output] = derived
     return derived_by_stored
@@ -123,14 +111,16 @@ _MODEL_KINDS: dict[str, Kind] = {
 
 
 def _model_dims(args: Arguments, options: SourceOptions) -> ModelDims:
-    """From Hugging Face's config where it is given, else from Megatron's arguments. FormatError
-    where the model is none that is known.
+    """Return the model's dimensions, from Hugging Face's config or from Megatron's arguments.
+
+    FormatError if the model is unknown.
     """
     if options.config is not None:
         return _dims_from_config(options.config)
     if not args.values:
         raise FormatError(
-            "has no arguments of Megatron's; needed Hugging Face's config.json for its names of tensors"
+            "got no Megatron arguments, expected them or a Hugging Face config.json for Hugging "
+            "Face names; pass SourceOptions(config=...)"
         )
     unsupported = [
         f"{name}={args.values.get(name)!r}"
@@ -139,19 +129,17 @@ def _model_dims(args: Arguments, options: SourceOptions) -> ModelDims:
     ]
     if unsupported:
         raise FormatError(
-            f"has {', '.join(unsupported)}: is no model like Llama; Hugging Face's names of its tensors are not known"
+            f"got {', '.join(unsupported)}, expected a model like Llama for Hugging Face names"
         )
     heads = args.get_int("num_attention_heads")
-    groups = (
-        args.get_int("num_query_groups", heads) if args.get_bool("group_query_attention") else heads
-    )
+    grouped = args.get_bool("group_query_attention")
+    groups = args.get_int("num_query_groups", heads) if grouped else heads
     head_dim = args.get_int("kv_channels", args.get_int("hidden_size") // heads)
     kind: Kind = "llama"
     if args.experts:
         shared = args.values.get("moe_shared_expert_intermediate_size")
-        kind = (
-            "qwen2_moe" if shared else "qwen3_moe" if args.get_bool("qk_layernorm") else "mixtral"
-        )
+        without_shared: Kind = "qwen3_moe" if args.get_bool("qk_layernorm") else "mixtral"
+        kind = "qwen2_moe" if shared else without_shared
     return ModelDims(kind, heads, groups, head_dim, None)
 
 
@@ -176,5 +164,5 @@ def _dims_from_config(path: str) -> ModelDims:
         return ModelDims(kind, heads, groups, head_dim, int(config["vocab_size"]))
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
-            f"{path}: is no config of {', '.join(_MODEL_KINDS)}: {error!r}"
+            f"{path}: expected a config of {', '.join(_MODEL_KINDS)}: {error!r}"
         ) from error

@@ -1,1 +1,1 @@
-"""TODO package."""
+"""Reads nanotron checkpoints as a Source; start with `source.py`."""

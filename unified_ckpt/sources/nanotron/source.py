@@ -1,8 +1,9 @@
-"""nanotron: a safetensors file for each tensor and rank that has a part of it, whose header says
-which; optimizer state in a file of each rank, by parameter name, flat over data-parallel ranks
-under ZeRO-1. The fp32 copies of its gradient accumulator are the master weights.
+"""Opens nanotron checkpoints, under nanotron's own names.
 
-Names are nanotron's own. Not read: `random/`, which holds objects of its classes.
+The model has a safetensors file per tensor and rank, whose header gives the slices. Optimizer
+state has a file per rank, by parameter name, flat over data-parallel ranks under ZeRO-1. The
+fp32 copies in the gradient accumulator are the master weights.
+Does not read `random/`, which holds pickled nanotron classes.
 """
 
 from __future__ import annotations
@@ -46,28 +47,30 @@ _OPTIMIZER_FILE = re.compile(
     r"optimizer_pp-(\d+)-of-(\d+)(?:_dp-(\d+)-of-(\d+))?_tp-(\d+)-of-(\d+)(?:_exp-(\d+)-of-(\d+))?\.pt"
 )
 
-BoxPair = tuple[Box, Box]  # the same elements of a rank's part and of the whole tensor
+BoxPair = tuple[Box, Box]  # (local box, global box) of the same elements
 
 
 @dataclass(frozen=True, slots=True)
 class _ShardFile:
-    """What ranks (pp, tp, exp) have of a tensor: all of a part's elements, by where they lie in
-    both. None: any rank has the whole.
+    """A file with the part of a tensor that ranks (pp, tp, exp) hold.
+
+    `ranks`: None if every rank has the whole tensor. `box_pairs`: cover all elements of the part.
     """
 
     file: TensorFile
     ranks: tuple[int, int, int] | None
-    global_shape: tuple[int, ...]  # of the whole tensor
+    global_shape: tuple[int, ...]
     box_pairs: tuple[BoxPair, ...]
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """The shape of the stored part."""
         return self.file.entries["data"].shape
 
 
 @dataclass(frozen=True, slots=True)
 class _OptimizerFile:
-    """A file of optimizer state, of ranks (pp, dp, tp, exp)."""
+    """The optimizer state file of ranks (pp, dp, tp, exp)."""
 
     path: str
     pp: int
@@ -77,6 +80,7 @@ class _OptimizerFile:
     content: Mapping[str, Any]
 
     def parameter_names(self) -> dict[int, str]:
+        """Return parameter names by index."""
         return {
             index: str(name).removeprefix("module.")
             for index, name in self.content["names"].items()
@@ -84,12 +88,14 @@ class _OptimizerFile:
 
 
 def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
-    """A step's folder, or the one above with `latest.txt`. IncompleteError naming what is missing,
-    FormatError for what is damaged.
+    """Open a step's folder, or the folder above it with `latest.txt`.
+
+    IncompleteError names missing files, FormatError reports damaged ones.
     """
     if options.names == "huggingface":
         raise FormatError(
-            f"{root}: nanotron's tensors have its own names, and fused ones; needed names='own'"
+            f"{root}: names='huggingface' is not supported for nanotron, whose tensors are fused; "
+            "pass names='own'"
         )
     root = _step_folder(root)
     meta = _read_json(os.path.join(root, NANOTRON_META))
@@ -97,16 +103,14 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
     tensors: dict[Key, ShardedTensor] = {}
     for name, tensor_files in shard_files.items():
         shards = [shard for shard_file in tensor_files for shard in _model_shards(shard_file)]
-        tensors[MODEL, name] = _build_tensor(
-            root, name, tensor_files[0].file.dtype("data"), tensor_files, shards
-        )
+        dtype = tensor_files[0].file.dtype("data")
+        tensors[MODEL, name] = _build_tensor(root, name, dtype, tensor_files, shards)
     optimizer_files = _read_optimizer_files(root)
     tensors |= _optimizer_tensors(root, optimizer_files, shard_files)
     scheduler = os.path.join(root, "lr_scheduler", "lr_scheduler.pt")
-    extra = {
-        "metadata": meta,
-        **({"lr_scheduler": load_torch(scheduler)} if os.path.isfile(scheduler) else {}),
-    }
+    extra = {"metadata": meta}
+    if os.path.isfile(scheduler):
+        extra["lr_scheduler"] = load_torch(scheduler)
     step = (meta.get("metas") or {}).get("last_train_step")
     metadata = SourceMetadata(
         step=step if isinstance(step, int) else None,
@@ -124,12 +128,11 @@ def _step_folder(root: str) -> str:
     with open_binary(latest) as file:
         step = file.read().decode().strip()
     if not step.isdigit():
-        raise FormatError(f"{latest}: holds {step[:40]!r}; needed the number of a step")
-    if not os.path.isdir(os.path.join(root, step)):
-        raise NotFoundError(
-            f"{os.path.join(root, step)}: is not there, and {NANOTRON_LATEST} names it"
-        )
-    return os.path.join(root, step)
+        raise FormatError(f"{latest}: got {step[:40]!r}, expected a step number")
+    folder = os.path.join(root, step)
+    if not os.path.isdir(folder):
+        raise NotFoundError(f"{folder}: does not exist, but {NANOTRON_LATEST} names it")
+    return folder
 
 
 def _read_json(path: str) -> dict[str, Any]:
@@ -142,71 +145,63 @@ def _read_json(path: str) -> dict[str, Any]:
 
 
 def _list_shard_files(root: str) -> dict[str, list[_ShardFile]]:
-    """Every tensor's parts by its name: the path of its folder, and the end of its file's name."""
+    """Return every tensor's files by name: the path of its folder plus the end of its file name."""
     top = os.path.join(root, "model")
     shard_files: dict[str, list[_ShardFile]] = {}
     for folder, _, files in sorted(os.walk(top)):
         for file in sorted(files):
             match = _MODEL_FILE.fullmatch(file)
             if match is not None:
-                name = ".".join(
-                    [*os.path.relpath(folder, top).split(os.sep), match["name"]]
-                ).removeprefix("..")
-                shard_files.setdefault(name, []).append(
-                    _read_shard_file(os.path.join(folder, file), match)
-                )
+                prefix = os.path.relpath(folder, top).replace(os.sep, ".")
+                name = f"{prefix}.{match['name']}".removeprefix("..")
+                shard_file = _read_shard_file(os.path.join(folder, file), match)
+                shard_files.setdefault(name, []).append(shard_file)
     if not shard_files:
-        raise IncompleteError(f"{top}: holds no tensor")
+        raise IncompleteError(f"{top}: no tensor found")
     for tensor_files in shard_files.values():
         _check_order(tensor_files)
     return shard_files
 
 
 def _check_order(shard_files: list[_ShardFile]) -> None:
-    """Refuses files of tensor-parallel ranks that were swapped: of each slice, a higher rank has
-    higher elements. FormatError.
+    """Raise FormatError if files of tensor-parallel ranks were swapped.
 
-    The model would be right, for headers say which elements a file has; the optimizer's files have
-    only their names.
+    A higher rank must have higher elements of each slice. The model would be read correctly from
+    swapped files, because headers give the slices; optimizer files have only their names.
     """
-    last_by_rank: dict[tuple[int, int], tuple[int, tuple[int, ...], str]] = {}
+    previous: dict[tuple[int, int], tuple[int, tuple[int, ...], str]] = {}
     for shard_file in shard_files:
-        if shard_file.ranks is not None:
-            pp, tp, exp = shard_file.ranks
-            first, path = shard_file.box_pairs[0][1].offsets, shard_file.file.path
-            for rank, last_first, last_path in (
-                [last_by_rank[pp, exp]] if (pp, exp) in last_by_rank else []
-            ):
-                if (rank < tp) != (last_first < first) and last_first != first:
-                    raise FormatError(
-                        f"{path}: has elements before those of {last_path}: files were swapped; put each back under its own name"
-                    )
-            last_by_rank[pp, exp] = tp, first, path
+        if shard_file.ranks is None:
+            continue
+        pp, tp, exp = shard_file.ranks
+        offsets, path = shard_file.box_pairs[0][1].offsets, shard_file.file.path
+        if (pp, exp) in previous:
+            other_tp, other_offsets, other_path = previous[pp, exp]
+            if (other_tp < tp) != (other_offsets < offsets) and other_offsets != offsets:
+                raise FormatError(
+                    f"{path}: got elements out of order with {other_path}: files were swapped; "
+                    "restore their names"
+                )
+        previous[pp, exp] = tp, offsets, path
 
 
 def _read_shard_file(path: str, match: re.Match[str]) -> _ShardFile:
     file = open_tensor_file(path)
     if "data" not in file.entries:
-        raise FormatError(f"{path}: has tensors {', '.join(sorted(file.entries))}; needed `data`")
+        raise FormatError(f"{path}: got tensors {', '.join(sorted(file.entries))}, expected `data`")
     shape = file.entries["data"].shape
     if match[2] is None:
         return _ShardFile(file, None, shape, ((full_box(shape), full_box(shape)),))
     try:
         slices = str(file.metadata["local_global_slices_pairs"])
-        global_shape = tuple(
-            int(size)
-            for size in re.findall(
-                r"\d+", re.sub(r"np\.int\d+", "", str(file.metadata["unsharded_shape"]))
-            )
-        )
+        sizes = re.sub(r"np\.int\d+", "", str(file.metadata["unsharded_shape"]))
+        global_shape = tuple(map(int, re.findall(r"\d+", sizes)))
         box_pairs = tuple(
-            (_parse_box(local_box, shape), _parse_box(global_box, global_shape))
-            for local_box, global_box in (pair.split("#") for pair in slices.split(";"))
+            (_parse_box(local_text, shape), _parse_box(global_text, global_shape))
+            for local_text, global_text in (pair.split("#") for pair in slices.split(";"))
         )
     except (KeyError, ValueError) as error:
-        raise FormatError(
-            f"{path}: its header does not say which part of the tensor it is: {error!r}"
-        ) from error
+        raise FormatError(f"{path}: no valid slices in its header: {error!r}") from error
     if any(
         local_box.shape != global_box.shape
         or not is_inside(local_box, shape)
@@ -214,15 +209,15 @@ def _read_shard_file(path: str, match: re.Match[str]) -> _ShardFile:
         for local_box, global_box in box_pairs
     ):
         raise FormatError(
-            f"{path}: its header's slices {slices} do not fit {shape} of {global_shape}"
+            f"{path}: got slices {slices} in its header, expected local slices within {shape} "
+            f"and global slices within {global_shape}"
         )
-    return _ShardFile(
-        file, (int(match[2]), int(match[3]), int(match[5] or 0)), global_shape, box_pairs
-    )
+    ranks = int(match[2]), int(match[3]), int(match[5] or 0)
+    return _ShardFile(file, ranks, global_shape, box_pairs)
 
 
 def _parse_box(text: str, shape: tuple[int, ...]) -> Box:
-    """`start,stop,step|...`, one for each dim, None as in a slice. ValueError for what is no box."""
+    """Parse `start,stop,step|...`, one entry per dim, None as in a slice. ValueError if invalid."""
     slices = [
         [None if bound == "None" else int(bound) for bound in dim.split(",")]
         for dim in text.split("|")
@@ -237,12 +232,9 @@ def _parse_box(text: str, shape: tuple[int, ...]) -> Box:
 
 
 def _model_shards(shard_file: _ShardFile) -> Iterator[TensorShard]:
+    load = partial(shard_file.file.tensor, "data")
     for local_box, global_box in shard_file.box_pairs:
-        yield TensorShard(
-            global_box,
-            partial(_load_box, partial(shard_file.file.tensor, "data"), local_box),
-            shard_file.file.path,
-        )
+        yield TensorShard(global_box, partial(_load_box, load, local_box), shard_file.file.path)
 
 
 def _build_tensor(
@@ -255,21 +247,23 @@ def _build_tensor(
     shapes = {shard_file.global_shape for shard_file in shard_files}
     if len(shapes) > 1:
         raise FormatError(
-            f"{root}: {name}: its files are of shapes {', '.join(map(str, sorted(shapes)))}; needed one"
+            f"{root}: {name}: got files of global shapes {', '.join(map(str, sorted(shapes)))}, "
+            "expected one shape"
         )
     try:
         return sharded_tensor(dtype, shard_files[0].global_shape, shards)
     except CheckpointError as error:
         paths = ", ".join(sorted({shard.file for shard in shards}))
-        raise type(error)(f"{root}: {name}: {error}; there are {paths}") from error
+        raise type(error)(f"{root}: {name}: {error}; found {paths}") from error
 
 
 # ---- the optimizer
 
 
 def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
-    """The files of all ranks, in order. IncompleteError naming those that are missing; [] where
-    there is no optimizer.
+    """Return the files of all ranks, in order; [] without an optimizer.
+
+    IncompleteError names missing files.
     """
     folder = os.path.join(root, "optimizer")
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
@@ -280,19 +274,17 @@ def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
     }
     if not matches:
         return []
-    sizes = {
-        tuple(int(number or 1) for number in match.groups()[1::2]) for match in matches.values()
-    }
+    sizes = {tuple(int(size or 1) for size in match.groups()[1::2]) for match in matches.values()}
     if len(sizes) > 1:
         raise FormatError(
-            f"{folder}: its files are of {sorted(sizes)} ranks (pp, dp, tp, exp); needed those of one save"
+            f"{folder}: got files of {sorted(sizes)} ranks (pp, dp, tp, exp), expected one save"
         )
-    missing = [ranks for ranks in product(*map(range, next(iter(sizes)))) if ranks not in matches]
+    missing = [
+        str(ranks) for ranks in product(*map(range, next(iter(sizes)))) if ranks not in matches
+    ]
     if missing:
         raise IncompleteError(
-            format_list(
-                f"{folder}: files are missing, of ranks (pp, dp, tp, exp)", list(map(str, missing))
-            )
+            format_list(f"{folder}: files of (pp, dp, tp, exp) are missing", missing)
         )
     optimizer_files = []
     for ranks, match in sorted(matches.items()):
@@ -301,7 +293,7 @@ def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
         if not isinstance(content, Mapping) or not all(
             isinstance(content.get(key), Mapping) for key in ("state", "names")
         ):
-            raise FormatError(f"{path}: is no optimizer's state with names")
+            raise FormatError(f"{path}: expected an optimizer state dict with names")
         pp, dp, tp, exp = ranks
         optimizer_files.append(_OptimizerFile(path, pp, dp, tp, exp, content))
     return optimizer_files
@@ -310,36 +302,32 @@ def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
 def _optimizer_tensors(
     root: str, optimizer_files: list[_OptimizerFile], shard_files: Mapping[str, list[_ShardFile]]
 ) -> dict[Key, ShardedTensor]:
-    """State and fp32 copies of every parameter, put together as the model's tensor is."""
+    """Return state and fp32 copies of every parameter, assembled like the model's tensors."""
     tensors_by_rank: dict[
         Key, dict[tuple[int, int, int], list[tuple[_OptimizerFile, torch.Tensor]]]
     ] = {}
     for optimizer_file in optimizer_files:
+        ranks = optimizer_file.pp, optimizer_file.tp, optimizer_file.exp
         for key, tensor in _state_tensors(optimizer_file):
-            tensors_by_rank.setdefault(key, {}).setdefault(
-                (optimizer_file.pp, optimizer_file.tp, optimizer_file.exp), []
-            ).append((optimizer_file, tensor))
+            by_rank = tensors_by_rank.setdefault(key, {})
+            by_rank.setdefault(ranks, []).append((optimizer_file, tensor))
     tensors: dict[Key, ShardedTensor] = {}
     missing = sorted({_parameter_name(key) for key in tensors_by_rank} - set(shard_files))
     if missing:
         raise IncompleteError(
-            format_list(
-                f"{root}: parameters of the optimizer that the model has no file of", missing
-            )
+            format_list(f"{root}: model files are missing for parameters", missing)
         )
     for key, rank_tensors in tensors_by_rank.items():
         tensor_files = shard_files[_parameter_name(key)]
-        first_tensor = next(iter(rank_tensors.values()))[0][1]
+        first_file, first_tensor = next(iter(rank_tensors.values()))[0]
         if first_tensor.dim() == 0:
-            tensors[key] = whole_tensor(first_tensor, next(iter(rank_tensors.values()))[0][0].path)
+            tensors[key] = whole_tensor(first_tensor, first_file.path)
             continue
-        shards: list[TensorShard] = []  # of a tensor that every rank has whole, the lowest one's
+        shards: list[TensorShard] = []
         for shard_file in tensor_files:
-            file_tensors = (
-                rank_tensors.get(shard_file.ranks)
-                if shard_file.ranks is not None
-                else rank_tensors[min(rank_tensors)]
-            )
+            # Of a tensor that every rank has whole, use the lowest rank's state.
+            shard_ranks = shard_file.ranks if shard_file.ranks is not None else min(rank_tensors)
+            file_tensors = rank_tensors.get(shard_ranks)
             if file_tensors is not None:
                 shards += _optimizer_shards(root, key, shard_file, file_tensors)
         tensors[key] = _build_tensor(root, ":".join(key), first_tensor.dtype, tensor_files, shards)
@@ -374,57 +362,45 @@ def _optimizer_shards(
     shard_file: _ShardFile,
     file_tensors: list[tuple[_OptimizerFile, torch.Tensor]],
 ) -> Iterator[TensorShard]:
-    """Fragments of what the data-parallel ranks have of a part: the part itself, or flat ranges of
-    it, one after another.
-    """
+    """Yield the shards that data-parallel ranks hold of a part: all of it, or flat ranges."""
+    local_shape = shard_file.local_shape
     numel = sum(tensor.numel() for _, tensor in file_tensors)
-    if numel != prod(shard_file.local_shape):
+    if numel != prod(local_shape):
         raise FormatError(
-            f"{root}: {':'.join(key)}: its files have {numel} elements; needed {prod(shard_file.local_shape)}, those of {shard_file.file.path}"
+            f"{root}: {':'.join(key)}: got {numel} elements in its files, "
+            f"expected {prod(local_shape)} as in {shard_file.file.path}"
         )
     flat_start = 0
     for optimizer_file, tensor in file_tensors:
         flat = tensor.detach().reshape(-1)
-        offset = flat_start
-        for block in range_to_boxes(shard_file.local_shape, flat_start, flat_start + flat.numel()):
-            block_values = flat[offset - flat_start : offset - flat_start + block.numel].view(
-                block.shape
-            )
+        offset = 0  # within `flat`
+        for block in range_to_boxes(local_shape, flat_start, flat_start + flat.numel()):
+            values = flat[offset : offset + block.numel].view(block.shape)
             offset += block.numel
             for local_box, global_box in shard_file.box_pairs:
                 common = intersect(block, local_box)
-                if common is not None:
-                    global_offsets = tuple(
-                        a - b + c
-                        for a, b, c in zip(
-                            common.offsets, local_box.offsets, global_box.offsets, strict=True
-                        )
-                    )
-                    inner = Box(
-                        tuple(a - b for a, b in zip(common.offsets, block.offsets, strict=True)),
-                        common.shape,
-                    )
-                    yield TensorShard(
-                        Box(global_offsets, common.shape),
-                        partial(_load_box, block_values.detach, inner),
-                        optimizer_file.path,
-                    )
+                if common is None:
+                    continue
+                shifts = zip(common.offsets, local_box.offsets, global_box.offsets, strict=True)
+                global_offsets = tuple(a - b + c for a, b, c in shifts)
+                inner_offsets = (a - b for a, b in zip(common.offsets, block.offsets, strict=True))
+                inner = Box(tuple(inner_offsets), common.shape)
+                yield TensorShard(
+                    Box(global_offsets, common.shape),
+                    partial(_load_box, values.detach, inner),
+                    optimizer_file.path,
+                )
         flat_start += flat.numel()
 
 
 def _load_box(load: Any, box: Box) -> torch.Tensor:
-    tensor: torch.Tensor = load()[
-        tuple(
-            slice(first, first + count) for first, count in zip(box.offsets, box.shape, strict=True)
-        )
-    ]
+    slices = tuple(slice(low, low + n) for low, n in zip(box.offsets, box.shape, strict=True))
+    tensor: torch.Tensor = load()[slices]
     return tensor
 
 
 def _param_groups(optimizer_files: list[_OptimizerFile]) -> list[dict[str, Any]]:
-    """Param groups by their number, of the parameters of all ranks; where ranks have other options
-    for one, it is several.
-    """
+    """Return param groups over all ranks; a group whose options differ becomes several."""
     merged: dict[tuple[int, str], dict[str, Any]] = {}
     for optimizer_file in optimizer_files:
         names = optimizer_file.parameter_names()

@@ -1,1 +1,1 @@
-"""TODO package."""
+"""Reads files that PyTorch writes: `torch.save`, DCP folders, Lightning's. Knows no model names."""

@@ -1,10 +1,10 @@
-"""torch.distributed.checkpoint: a folder with `.metadata`, a pickle, and `.distcp` files in which
-each shard is an archive of torch.save.
+"""Opens torch.distributed.checkpoint folders: `.metadata`, a pickle, and `.distcp` files.
 
-Read: what `dcp.save` writes of a state dict, nested or flat, of torchtitan, of Accelerate and the
-Trainer under FSDP. What wraps the whole state is taken off. The tensors under "model", or under no
-name, are the model; of "optimizer", those under "state" are the optimizer; those under another name
-are a part of it.
+Each shard in a `.distcp` file is an archive of torch.save. Reads what `dcp.save` writes of a
+nested or flat state dict: torchtitan, Accelerate and the Trainer under FSDP.
+
+A single key around the whole state is removed. Tensors under "model", or under no key, are the
+model; in "optimizer", those under "state" are the optimizer; any other key is a part.
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ _FREQUENT_CLASSES = [
     f"{_DCP}.filesystem._StorageInfo",
 ]
 _PLACEHOLDER_CLASSES = [
-    *(
-        f"{_DCP}.metadata.{name}"
-        for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")
-    ),
-    *(
-        f"{_DCP}.metadata.{name}"
-        for name in ("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")
-    ),
+    f"{_DCP}.metadata.Metadata",
+    f"{_DCP}.metadata.TensorStorageMetadata",
+    f"{_DCP}.metadata.BytesStorageMetadata",
+    f"{_DCP}.metadata.TensorProperties",
+    f"{_DCP}.metadata.StorageMeta",
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
     "torch.serialization._get_layout",
     "pathlib.PosixPath",
     "pathlib.PurePosixPath",
@@ -60,16 +58,8 @@ _PLACEHOLDER_CLASSES = [
     "pathlib._local.PurePosixPath",
 ]
 _OPTIMIZER_KEYS = ("optimizer", "optim")
-_SCALAR_KEYS = (
-    "step",
-    "global_step",
-    "epoch",
-    "iteration",
-    "iter",
-    "lr",
-    "loss",
-    "best_loss",
-)  # beside a model, what is none of it
+# 0-d tensors of these names belong to the training loop, not to a model without a key.
+_SCALAR_KEYS = ("step", "global_step", "epoch", "iteration", "iter", "lr", "loss", "best_loss")
 _MODEL_KEYS = (MODEL, "state_dict")  # the latter is Lightning's
 _DTYPES = {
     f"torch.{dtype_name}": getattr(torch, dtype_name)
@@ -78,17 +68,17 @@ _DTYPES = {
 }
 
 _INDEXED_REFUSAL = (
-    "is by position, as `optimizer.state_dict()` gives it, and of which parameters is not known; needed what "
-    "torch.distributed.checkpoint.state_dict.get_state_dict gives; the other parts can be read without it"
+    "got optimizer state by position, as from optimizer.state_dict(), expected state by name as "
+    "from torch.distributed.checkpoint.state_dict.get_state_dict; load the other parts without it"
 )
 
 KeyPath = tuple[str | int, ...]
-_Kind = TypeVar("_Kind")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """Of one entry: a box of a tensor, None for an object; where it lies."""
+    """One chunk of an entry: its byte range in a file. `box`: None for an object."""
 
     box: Box | None
     file: str
@@ -98,7 +88,7 @@ class StoredChunk:
 
 @dataclass(slots=True)
 class Entry:
-    """What a flat key of the state dict stands for. `dtype`, `shape`: of a tensor."""
+    """A flat key of the state dict. `dtype`: None for an object."""
 
     path: KeyPath
     dtype: torch.dtype | None
@@ -107,19 +97,20 @@ class Entry:
 
 
 def open_dcp(root: str, _options: SourceOptions, *, prefix: KeyPath = ()) -> ShardedSource:
-    """FormatError for a folder that is damaged, IncompleteError naming the files that are missing
-    or cut short.
+    """Open a DCP folder.
 
-    `prefix`: goes before every path, for folders that hold one part.
+    `prefix`: goes before every path, for folders that hold one part. FormatError if the folder is
+    damaged, IncompleteError names missing and truncated files.
     """
     entries = read_entries(root)
     if not prefix:
         _strip_wrapper(entries)
     files = map_files(root, entries)
+    # The model then has no key of its own.
     model_at_root = any(
         entry.dtype is not None and entry.shape and len(entry.path) == 1
         for entry in entries.values()
-    )  # the model has no name of its own
+    )
     tensors: dict[Key, ShardedTensor] = {}
     objects: dict[KeyPath, Any] = {}
     for key, entry in entries.items():
@@ -127,19 +118,15 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: KeyPath = ()) -> Sha
         if entry.dtype is None:
             objects[path] = _load_object(files, root, key, entry)
             continue
-        tensor_key = (
-            None
-            if _module_key(path)
-            else key_for_path(
-                path, scalar=not entry.shape and not (model_at_root and path[0] not in _SCALAR_KEYS)
-            )
-        )
+        scalar = not entry.shape and not (model_at_root and path[0] not in _SCALAR_KEYS)
+        tensor_key = None if _module_key(path) else key_for_path(path, scalar=scalar)
         tensor = build_tensor(files, root, key, entry, entry.dtype)
         if tensor_key is None:
             objects[path] = _materialize(tensor)
         elif tensor_key in tensors:
             raise FormatError(
-                f"{root}: {key}: is {tensor_key[1]} of {tensor_key[0]}, as another of its tensors is; needed names that differ"
+                f"{root}: {key}: maps to {tensor_key[0]}:{tensor_key[1]}, as another tensor does; "
+                "expected unique names"
             )
         else:
             tensors[tensor_key] = tensor
@@ -151,52 +138,37 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: KeyPath = ()) -> Sha
 
 
 def _strip_wrapper(entries: Mapping[str, Entry]) -> None:
-    """Takes off what wraps the whole state: PyTorch's recipe saves {"app": {"model": ..., "optim":
-    ...}}.
+    """Remove one key around the whole state: PyTorch's recipe saves {"app": {"model": ..., ...}}.
 
-    A wrapper holds every tensor, and a model or an optimizer under its usual name. A path that is
-    taken without it stays as it is.
+    A wrapper contains every tensor, and a model or an optimizer under a usual key. A path stays
+    if the shorter path exists already.
     """
-    tensors = [entry.path for entry in entries.values() if entry.dtype is not None and entry.shape]
-    wrappers, inner_keys = (
-        {path[0] for path in tensors},
-        {path[1] for path in tensors if len(path) > 2},
-    )
+    paths = [entry.path for entry in entries.values() if entry.dtype is not None and entry.shape]
+    wrappers = {path[0] for path in paths}
+    inner_keys = {path[1] for path in paths if len(path) > 2}
     usual_keys = {*_MODEL_KEYS, *_OPTIMIZER_KEYS}
-    if (
-        len(wrappers) != 1
-        or wrappers & usual_keys
-        or not inner_keys & usual_keys
-        or any(len(path) < 3 for path in tensors)
-    ):
+    if len(wrappers) != 1 or wrappers & usual_keys or not inner_keys & usual_keys:
+        return
+    if any(len(path) < 3 for path in paths):
         return
     existing_paths = {entry.path for entry in entries.values()}
     for entry in entries.values():
-        if (
-            entry.path[0] in wrappers
-            and len(entry.path) > 1
-            and entry.path[1:] not in existing_paths
-        ):
-            entry.path = entry.path[1:]
+        wrapper, *inner = entry.path
+        if wrapper in wrappers and inner and tuple(inner) not in existing_paths:
+            entry.path = tuple(inner)
 
 
 def _materialize(sharded: ShardedTensor) -> torch.Tensor:
     tensor = torch.empty(sharded.spec.shape, dtype=TORCH_DTYPES[sharded.spec.dtype], device="cpu")
     for shard in sharded.shards:
-        tensor[
-            tuple(
-                slice(low, low + count)
-                for low, count in zip(shard.box.offsets, shard.box.shape, strict=True)
-            )
-        ] = shard.load()
+        bounds = zip(shard.box.offsets, shard.box.shape, strict=True)
+        tensor[tuple(slice(low, low + n) for low, n in bounds)] = shard.load()
     return tensor
 
 
 def map_files(root: str, entries: Mapping[str, Entry]) -> dict[str, MappedFile]:
-    """The files that the entries lie in. IncompleteError naming those that are missing or cut
-    short, and what was in them.
-    """
-    ends: dict[str, dict[str, int]] = {}  # of each file: how far each entry needs it
+    """Map the entries' files. IncompleteError names missing and truncated files, and entries."""
+    ends: dict[str, dict[str, int]] = {}  # file -> key -> byte at which the entry ends
     for key, entry in entries.items():
         for chunk in entry.chunks:
             entry_ends = ends.setdefault(chunk.file, {})
@@ -205,9 +177,7 @@ def map_files(root: str, entries: Mapping[str, Entry]) -> dict[str, MappedFile]:
 
 
 def key_for_path(path: KeyPath, *, scalar: bool) -> Key | None:
-    """The part and the name of a tensor by where it stood in the state dict; None for one that is
-    no part's, such as a step count.
-    """
+    """Return a tensor's part and name from its path; None if it is in no part, such as a step."""
     first, rest = str(path[0]), path[1:]
     if not rest:
         return None if scalar and "." not in first else (MODEL, first)
@@ -223,29 +193,23 @@ def key_for_path(path: KeyPath, *, scalar: bool) -> Key | None:
 
 
 def _module_key(path: KeyPath) -> str:
-    """Whose extra state it is, or a part of: DCP takes dicts apart, whatever they are. Empty for
-    what is none.
-    """
+    """Return the module extra state key on the path; "" if none. DCP flattens the dicts in it."""
     name = str(path[1] if path[0] in _MODEL_KEYS and len(path) > 1 else path[0])
     return name if is_extra_state(name) else ""
 
 
 def _restore_lists(tree: Any) -> Any:
-    """Lists where paths have numbers, as DCP itself puts together what it took apart."""
+    """Return the tree with lists where keys are integers, as DCP restores what it flattened."""
     if not isinstance(tree, dict):
         return tree
     restored = {key: _restore_lists(child) for key, child in tree.items()}
-    return (
-        [restored[key] for key in sorted(restored)]
-        if restored and all(isinstance(key, int) for key in restored)
-        else restored
-    )
+    if restored and all(isinstance(key, int) for key in restored):
+        return [restored[key] for key in sorted(restored)]
+    return restored
 
 
 def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
-    """Param groups and optimizer state by name, modules' extra state, and all other objects as one
-    tree.
-    """
+    """Return param groups, scalars, modules' extra state, and a tree of other objects."""
     options: dict[object, dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     modules: dict[Any, Any] = {}
@@ -258,11 +222,8 @@ def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
         if str(path[0]) in _OPTIMIZER_KEYS and len(path) > 1:
             inner_path = path[1:] if len(path) > 2 else tuple(str(path[1]).split("."))
             if inner_path[0] == "param_groups" and len(inner_path) > 2:
-                owner = (
-                    inner_path[1]
-                    if len(inner_path) == 3 and isinstance(inner_path[1], int)
-                    else ".".join(map(str, inner_path[1:-1]))
-                )
+                by_index = len(inner_path) == 3 and isinstance(inner_path[1], int)
+                owner = inner_path[1] if by_index else ".".join(map(str, inner_path[1:-1]))
                 options.setdefault(owner, {})[str(inner_path[-1])] = value
                 continue
         module = _module_key(path)
@@ -278,9 +239,7 @@ def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
 
 
 def _state_path(path: KeyPath) -> KeyPath | None:
-    """Of what is no tensor in an optimizer's state: the parameter, and the keys below it. None for
-    anything else.
-    """
+    """Return the parameter and keys of non-tensor optimizer state; None for other objects."""
     if str(path[0]) in _OPTIMIZER_KEYS:
         if len(path) > 3 and path[1] == "state":
             return str(path[2]), *map(str, path[3:])
@@ -297,7 +256,7 @@ def _insert(tree: dict[Any, Any], path: KeyPath, value: Any) -> None:
 
 
 def _param_groups(options: Mapping[object, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups that are listed, or, of a flat optimizer's, the parameters that have the same options."""
+    """Return the listed groups; of a flat optimizer, group parameters with equal options."""
     groups: list[dict[str, Any]] = []
     for owner, group_options in options.items():
         names = group_options.pop("params", None) if isinstance(owner, int) else [owner]
@@ -318,18 +277,16 @@ def _param_groups(options: Mapping[object, dict[str, Any]]) -> list[dict[str, An
 def build_tensor(
     files: Mapping[str, MappedFile], root: str, key: str, entry: Entry, dtype: torch.dtype
 ) -> ShardedTensor:
-    """The tensor of an entry. FormatError or IncompleteError naming it where its shards do not
-    cover it once.
+    """Return the tensor of an entry.
+
+    FormatError or IncompleteError names it if its chunks do not cover it exactly once.
     """
-    shards = [
-        TensorShard(
-            chunk.box,
-            partial(files[chunk.file].tensor, chunk.start, chunk.nbytes),
-            files[chunk.file].path,
-        )
-        for chunk in entry.chunks
-        if chunk.box is not None
-    ]
+    shards = []
+    for chunk in entry.chunks:
+        if chunk.box is not None:
+            file = files[chunk.file]
+            load = partial(file.tensor, chunk.start, chunk.nbytes)
+            shards.append(TensorShard(chunk.box, load, file.path))
     try:
         return sharded_tensor(dtype, entry.shape, shards)
     except CheckpointError as error:
@@ -337,30 +294,29 @@ def build_tensor(
 
 
 def _load_object(files: Mapping[str, MappedFile], root: str, key: str, entry: Entry) -> Any:
-    """FormatError where it holds classes: nothing but plain values and tensors is read."""
+    """Load an object of plain values and tensors. FormatError if it contains classes."""
     if not entry.chunks:
-        raise IncompleteError(f"{root}: {key}: {DCP_METADATA} does not say where it is")
+        raise IncompleteError(f"{root}: {key}: {DCP_METADATA} does not give its location")
     chunk = entry.chunks[0]
     label = f"{os.path.join(root, chunk.file)}: {key}"
     return load_torch_bytes(files[chunk.file].bytes(chunk.start, chunk.nbytes), label)
 
 
 def _map_file(root: str, name: str, entry_ends: Mapping[str, int]) -> MappedFile:
-    """`entry_ends`: how far the file must reach for each entry. IncompleteError naming the entries
-    that it does not reach.
+    """Map one file. `entry_ends`: the byte at which each entry ends.
+
+    IncompleteError names the entries that end beyond the file.
     """
     path = os.path.join(root, name)
     if os.path.isabs(name) or ".." in name.split("/"):
         raise FormatError(
-            f"{root}/{DCP_METADATA}: names the file {name!r}, which leads out of the folder"
+            f"{root}/{DCP_METADATA}: got the file {name!r}, expected a file in the folder"
         )
     nbytes = os.path.getsize(path) if os.path.isfile(path) else 0
     missing = sorted(key for key, stop in entry_ends.items() if stop > nbytes)
     if missing:
-        problem = "ends early" if os.path.isfile(path) else "is missing"
-        raise IncompleteError(
-            format_list(f"{path}: {problem}; lost are (at least parts of)", missing)
-        )
+        problem = "is truncated" if os.path.isfile(path) else "is missing"
+        raise IncompleteError(format_list(f"{path}: {problem}; affected entries:", missing))
     return MappedFile(path)
 
 
@@ -368,8 +324,9 @@ def _map_file(root: str, name: str, entry_ends: Mapping[str, int]) -> MappedFile
 
 
 def read_entries(root: str, *, placeholder_classes: Collection[str] = ()) -> dict[str, Entry]:
-    """What `.metadata` lists, by flat key. `placeholder_classes`: names of further classes that it
-    may hold. FormatError where it is damaged.
+    """Read the entries of `.metadata` by flat key. FormatError if it is damaged.
+
+    `placeholder_classes`: names of further classes that it may contain.
     """
     path = os.path.join(root, DCP_METADATA)
     classes: dict[str, Any] = {
@@ -379,10 +336,8 @@ def read_entries(root: str, *, placeholder_classes: Collection[str] = ()) -> dic
     classes |= _DTYPES | {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
     metadata = load_pickle(path, classes)
     try:
-        key_metadata, storage = (
-            _field(metadata, "state_dict_metadata"),
-            _field(metadata, "storage_data"),
-        )
+        key_metadata = _field(metadata, "state_dict_metadata")
+        storage = _field(metadata, "storage_data")
         paths = _field(metadata, "planner_data") or {}
         entries = {
             key: _parse_entry(paths.get(key, (key,)), entry_metadata)
@@ -410,7 +365,7 @@ def read_entries(root: str, *, placeholder_classes: Collection[str] = ()) -> dic
         RecursionError,
     ) as error:
         raise FormatError(
-            f"{path}: is not what torch.distributed.checkpoint writes: {error!r}"
+            f"{path}: expected metadata of torch.distributed.checkpoint: {error!r}"
         ) from error
     return entries
 
@@ -423,30 +378,31 @@ def _parse_entry(path: Any, metadata: Any) -> Entry:
     return Entry(keys, _dtype(properties), _to_ints(_field(metadata, "size")))
 
 
-# Only numbers and text are taken from it: a list may be one of a billion branches, which nobody
-# must print, compare or take a hash of.
+# Only numbers and strings are accepted: printing, comparing or hashing a hostile nested list could
+# take exponential time.
 
 
 def _to_ints(values: Any) -> tuple[int, ...]:
     return tuple(map(operator.index, values))
 
 
-def _expect_type(value: Any, expected: type[_Kind]) -> _Kind:
+def _expect_type(value: Any, expected: type[_T]) -> _T:
     if not isinstance(value, expected):
-        raise TypeError(f"a {type(value).__name__} in place of a {expected.__name__}")
+        raise TypeError(f"got {type(value).__name__}, expected {expected.__name__}")
     return value
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """`TensorProperties` gives its fields in a tuple (`__getstate__`), the dtype first; others as a
-    dict.
+    """Return the dtype in `TensorProperties`.
+
+    Its `__getstate__` gives a tuple that starts with the dtype; some versions give a dict.
     """
     state = properties.state
     return _expect_type(state["dtype"] if isinstance(state, dict) else state[0], torch.dtype)
 
 
 def _parse_chunks(metadata: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Of a tensor: offsets -> sizes."""
+    """Return offsets -> sizes of a tensor's chunks."""
     return {
         _to_ints(chunk["offsets"]): _to_ints(chunk["sizes"])
         for chunk in map(_fields, _field(metadata, "chunks"))
@@ -458,16 +414,14 @@ def _parse_chunk(
     index: Mapping[str, Any],
     storage_info: Mapping[str, Any],
 ) -> StoredChunk:
-    """`sizes_by_offsets`: of a tensor, None for an object."""
+    """Return the chunk for a storage entry. `sizes_by_offsets`: of a tensor; None for an object."""
     box = None
     if sizes_by_offsets is not None:
         offset = index["offset"]
         offsets = _to_ints(offset) if offset is not None else next(iter(sizes_by_offsets))
         box = Box(offsets, sizes_by_offsets[offsets])
     if storage_info.get("transform_descriptors"):
-        raise FormatError(
-            f"{index['fqn']}: is transformed (transform_descriptors); needed plain bytes"
-        )
+        raise FormatError(f"{index['fqn']}: got transform_descriptors, expected plain bytes")
     return StoredChunk(
         box,
         _expect_type(storage_info["relative_path"], str),
@@ -477,12 +431,12 @@ def _parse_chunk(
 
 
 def _field(placeholder: Any, name: str) -> Any:
-    """A field of a stub."""
+    """Return a field of a placeholder."""
     return _fields(placeholder)[name]
 
 
 def _fields(placeholder: Any) -> dict[str, Any]:
-    """Of a stub."""
+    """Return the fields of a placeholder."""
     if isinstance(placeholder, FieldsPlaceholder):
         return placeholder.__dict__
     if isinstance(placeholder, Placeholder) and isinstance(placeholder.state, dict):

@@ -1,7 +1,6 @@
-"""Lightning's sharded checkpoints: a folder of torch.distributed.checkpoint with `meta.pt`, in
-which the rest of the state is.
+"""Opens Lightning's sharded checkpoints: a DCP folder with the remaining state in `meta.pt`.
 
-A checkpoint in one file is a file of `torch.save`.
+A checkpoint in a single file is read as a file of `torch.save`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _OPTIMIZER = re.compile(r"optimizer_\d+")
 
 
 def open_lightning(root: str, options: SourceOptions) -> ShardedSource:
-    """FormatError, IncompleteError as for `open_dcp`."""
+    """Open a sharded checkpoint. Errors as for `open_dcp`."""
     source = open_dcp(root, options)
     meta = to_plain(load_torch(os.path.join(root, META_FILE), placeholders=NAMESPACE_CLASSES))
     if not isinstance(meta, Mapping):
-        raise FormatError(f"{root}/{META_FILE}: holds a {type(meta).__name__}; needed a dict")
+        raise FormatError(f"{root}/{META_FILE}: got {type(meta).__name__}, expected a dict")
     tree = dict(source.metadata().extra or {})
     optimizers = [tree.pop(name) for name in sorted(tree) if _OPTIMIZER.fullmatch(str(name))]
     groups = [group for optimizer in optimizers for group in _param_groups(optimizer)]
@@ -43,7 +42,8 @@ def open_lightning(root: str, options: SourceOptions) -> ShardedSource:
         tensor_key = _tensor_key(*key)
         if tensor_key in tensors:
             raise FormatError(
-                f"{root}: {key[0]}: {key[1]}: is {tensor_key[1]} of {tensor_key[0]}, as another tensor is; needed names that differ"
+                f"{root}: {key[0]}: {key[1]}: maps to {tensor_key[0]}:{tensor_key[1]}, "
+                "as another tensor does; expected unique names"
             )
         tensors[tensor_key] = tensor
     step = meta.get("global_step")
@@ -55,7 +55,7 @@ def open_lightning(root: str, options: SourceOptions) -> ShardedSource:
 
 
 def _tensor_key(part: str, name: str) -> Key:
-    """Where a tensor goes, by where DCP has it."""
+    """Return the part and name of a tensor from those that DCP gives it."""
     if part in _MODEL_KEYS:
         return MODEL, name
     if _OPTIMIZER.fullmatch(part) and name.startswith("state."):
@@ -65,7 +65,7 @@ def _tensor_key(part: str, name: str) -> Key:
 
 
 def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Param groups by their number, with the names of their parameters."""
+    """Return an optimizer's param groups by index, with parameter names."""
     groups = optimizer.get("param_groups", {}) if isinstance(optimizer, Mapping) else {}
     return [
         {

@@ -1,9 +1,10 @@
-"""Names for optimizer state that is by position. Who knows the order: the caller, the file, the
-target's optimizer, the model's config.
+"""Names optimizer state that is stored by position.
 
-How state could go to the wrong parameter: the order is another one and the shapes are alike. So
-each order is held against the shape of every entry; all who know one must agree; and where entries
-could be those of several parameters, nothing is named.
+The order comes from the caller, the file, the target's optimizer, or the model's config.
+
+How state could go to the wrong parameter: the order differs and shapes are alike. So each order
+is checked against the shape of every entry, all orders that fit must agree, and nothing is named
+if an entry could belong to several parameters.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ from unified_ckpt.runtime.torch_state.modules import strip_wrappers
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, whole_tensor
 
 Shape = tuple[int, ...]
-DDP_PREFIX = "module."  # before every name of a model in DistributedDataParallel
-_ORDER_OPTION = "SourceOptions(optimizer_order=[[names of group 0, in its order], ...])"
-_REMEDY = f"pass an optimizer made as that one was to uc.load, the model's config.json as `config`, or {_ORDER_OPTION}"
+DDP_PREFIX = "module."  # of all names in DistributedDataParallel
+_ORDER_OPTION = "SourceOptions(optimizer_order=[[names of group 0, in order], ...])"
+_REMEDY = (
+    "pass an optimizer with the same groups to uc.load, the model's config.json as `config`, "
+    f"or {_ORDER_OPTION}"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A param group as it was saved: `state` of each parameter in its order. `names`: of these,
-    where the file has them.
+    """A param group of a checkpoint.
+
+    `state`: of each parameter, in order. `names`: of these parameters, if the file has them.
     """
 
     options: Mapping[str, Any]
@@ -45,8 +50,10 @@ class SavedGroup:
 
 @dataclass(slots=True)
 class ForeignCheckpoint:
-    """What a path holds. `indexed_groups`: optimizer state by position, the groups of all
-    optimizers one after another; `optimizer_paths`: its files.
+    """The content of a path while it is opened.
+
+    `indexed_groups`: optimizer state by position, the groups of all optimizers concatenated.
+    `optimizer_paths`: the files with that state.
     """
 
     root: str
@@ -61,7 +68,7 @@ class ForeignCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class _NamedState:
-    """Optimizer state by parameter, as a source says it."""
+    """Optimizer state by parameter name, in the form of `SourceMetadata`."""
 
     tensors: Mapping[Key, ShardedTensor]
     scalars: Mapping[str, Mapping[str, Any]]
@@ -74,10 +81,10 @@ def with_optimizer_names(
     *,
     stored_orders: Mapping[str, Callable[[], Order]],
 ) -> Source:
-    """What was found as a source, whose optimizer state gets its names when it is asked for.
+    """Return a Source whose optimizer state is named on demand.
 
-    `stored_orders`: by what it is called in messages, an order that the checkpoint gives, which may
-    have more parameters than the groups.
+    `stored_orders`: orders that the checkpoint gives, by their label in messages. They may have
+    more parameters than the groups.
     """
     without_optimizer = _source(checkpoint, checkpoint.tensors, checkpoint.metadata)
     if not checkpoint.indexed_groups:
@@ -90,16 +97,12 @@ def with_optimizer_names(
     shapes |= {alias: shapes[name] for alias, name in checkpoint.aliases.get(MODEL, {}).items()}
 
     def resolve_names(target: Order | None) -> Source:
-        # Without a target, what is named has to be in the checkpoint: a target has its own names,
-        # and its own shapes.
-        orders = (
-            stored_orders
-            if target is not None
-            else {
+        orders = stored_orders
+        if target is None:  # then the checkpoint's model must have the names and shapes
+            orders = {
                 label: partial(_order_in_model, make_order, shapes)
                 for label, make_order in stored_orders.items()
             }
-        )
         order = _resolve_order(
             paths,
             checkpoint.indexed_groups,
@@ -132,29 +135,27 @@ def _source(
 
 
 def _order_in_model(make_order: Callable[[], Order], shapes: Mapping[str, Shape]) -> Order:
-    """The order, of parameters that the checkpoint's model has."""
+    """Return the order. FormatError if the checkpoint's model lacks one of its parameters."""
     order = make_order()
     unknown = sorted(name for group in order for name, shape in group if shapes.get(name) != shape)
     if unknown:
-        raise FormatError(
-            format_list(
-                "the checkpoint's model has these under other names, or in other shapes", unknown
-            )
-        )
+        problem = "the checkpoint's model has other names or shapes for these parameters"
+        raise FormatError(format_list(problem, unknown))
     return order
 
 
 def unreadable_reason(tensor: torch.Tensor) -> str:
-    """Why a tensor is not read, empty where it is."""
+    """Return why a tensor cannot be read; "" if it can."""
     if isinstance(tensor, DTensor):
-        return "a rank's part of a DTensor, whose other parts are not in this file (`full_tensor()` has them all)"
+        return "one rank's shard of a DTensor (save `full_tensor()` instead)"
     if tensor.is_meta:
-        return "a tensor without values (of device meta)"
+        return "a tensor on the meta device"
     dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return "" if dense else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
 
 
 def is_optimizer_state(value: Any) -> bool:
+    """Return whether the value is the state dict of an optimizer."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -163,18 +164,19 @@ def is_optimizer_state(value: Any) -> bool:
 
 
 def parse_groups(path: str, state_dict: Any) -> list[SavedGroup]:
-    """The groups of an optimizer's state dict. FormatError for what is none, or has state of no
-    group.
+    """Return the groups of an optimizer's state dict.
+
+    FormatError if it is none, or has state that belongs to no group.
     """
     if not is_optimizer_state(state_dict):
         raise FormatError(
-            f"{path}: is no optimizer's state dict; needed one with state and param_groups"
+            f"{path}: expected an optimizer state dict with `state` and `param_groups`"
         )
     state, seen_keys = state_dict["state"], list[Any]()
     groups: list[SavedGroup] = []
     for number, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
-            raise FormatError(f"{path}: param group {number} lists no params")
+            raise FormatError(f"{path}: param group {number}: expected a list of params")
         keys = group["params"]
         seen_keys += keys
         unexpected = next(
@@ -182,31 +184,26 @@ def parse_groups(path: str, state_dict: Any) -> list[SavedGroup]:
         )
         if unexpected is not None:
             raise FormatError(
-                f"{path}: the state of parameter {unexpected} is a {type(state[unexpected]).__name__}; needed values by name"
+                f"{path}: state of parameter {unexpected}: got "
+                f"{type(state[unexpected]).__name__}, expected a dict"
             )
-        names = group.get("param_names") or (
-            keys if all(isinstance(key, str) for key in keys) else None
-        )
+        names = group.get("param_names")
+        if not names:
+            names = keys if all(isinstance(key, str) for key in keys) else None
         if names is not None and len(names) != len(keys):
             raise FormatError(
-                f"{path}: param group {number} has {len(keys)} params and {len(names)} names"
+                f"{path}: param group {number}: got {len(names)} names for {len(keys)} params"
             )
         entries = tuple(state.get(key, {}) for key in keys)
-        options = {
-            key: value for key, value in group.items() if key not in ("params", "param_names")
-        }
-        groups.append(
-            SavedGroup(
-                options, entries, tuple(map(strip_wrappers, names)) if names is not None else None
-            )
-        )
-    if len(set(seen_keys)) != len(seen_keys) or not set(state) <= set(seen_keys):
-        unexpected = sorted(map(str, set(state) - set(seen_keys)))
-        raise FormatError(
-            format_list(f"{path}: state of no param group", unexpected)
-            if unexpected
-            else f"{path}: a parameter is in two places of its groups"
-        )
+        excluded = ("params", "param_names")
+        options = {key: value for key, value in group.items() if key not in excluded}
+        fqns = tuple(map(strip_wrappers, names)) if names is not None else None
+        groups.append(SavedGroup(options, entries, fqns))
+    stray = sorted(map(str, set(state) - set(seen_keys)))
+    if stray:
+        raise FormatError(format_list(f"{path}: state that belongs to no param group", stray))
+    if len(set(seen_keys)) != len(seen_keys):
+        raise FormatError(f"{path}: a parameter occurs twice in the param groups")
     return groups
 
 
@@ -219,40 +216,31 @@ def _resolve_order(
     target: Order | None,
     stored_orders: Mapping[str, Callable[[], Order]],
 ) -> Order:
-    """The names and shapes of the groups' parameters.
+    """Return names and shapes of the groups' parameters.
 
-    `caller_order`: the caller's order; `shapes`: of parameters by name, as far as they are known;
-    `target`: the order of the optimizer to be filled; `stored_orders`: by what it is called in
-    messages, an order that the checkpoint gives, which may have more parameters than the groups.
-    FormatError where none fits, or where two that fit differ.
+    `caller_order`: from SourceOptions. `shapes`: of known parameters by name. `target`: the order
+    of the optimizer to fill. `stored_orders`: see `with_optimizer_names`. FormatError if no order
+    fits, or if two that fit differ.
     """
-    file_names = [saved_group.names for saved_group in groups if saved_group.names is not None]
-    explicit_names = (
-        caller_order
-        if caller_order is not None
-        else file_names
-        if len(file_names) == len(groups)
-        else None
-    )
+    explicit_names = caller_order
+    if explicit_names is None:
+        file_names = [group.names for group in groups if group.names is not None]
+        explicit_names = file_names if len(file_names) == len(groups) else None
     if explicit_names is not None:
-        known_shapes = {name: shape for group in target or () for name, shape in group} | dict(
-            shapes
-        )
-        order = _with_shapes(
-            path, groups, _strip_wrapper(explicit_names, known_shapes), known_shapes
-        )
+        known_shapes = {name: shape for group in target or () for name, shape in group}
+        known_shapes |= shapes
+        names = _strip_wrapper(explicit_names, known_shapes)
+        order = _with_shapes(path, groups, names, known_shapes)
         _, reason = match_order(groups, order)
         if reason:
-            raise FormatError(f"{path}: the names given for its optimizer do not fit: {reason}")
+            raise FormatError(f"{path}: the given names do not fit its optimizer: {reason}")
         return order
     candidates = dict(stored_orders)
     if target is not None:
-        candidates = {"the optimizer to be filled": partial(tuple, target), **stored_orders}
+        candidates = {"the target optimizer": partial(tuple, target), **stored_orders}
     fitting, reasons = _matching_orders(groups, candidates)
     if not fitting:
-        problem = (
-            f"{path}: its optimizer state is by position, and of which parameters is not known"
-        )
+        problem = f"{path}: optimizer state is by position, and its parameter names are unknown"
         raise FormatError(format_list(problem, reasons) + f"\n  {_REMEDY}")
     return _agreed_order(path, fitting)
 
@@ -260,7 +248,7 @@ def _resolve_order(
 def _matching_orders(
     groups: Sequence[SavedGroup], candidates: Mapping[str, Callable[[], Order]]
 ) -> tuple[dict[str, Order], list[str]]:
-    """The orders that fit, and why the others do not."""
+    """Return the orders that fit, and the reasons why others do not."""
     orders: dict[str, Order] = {}
     reasons = []
     for label, make_order in candidates.items():
@@ -278,38 +266,31 @@ def _matching_orders(
 def _agreed_order(path: str, orders: Mapping[str, Order]) -> Order:
     (first_label, agreed), *others = orders.items()
     for label, order in others:
-        differing = [
-            pair
-            for pair in zip(_flat_names(agreed), _flat_names(order), strict=True)
-            if pair[0] != pair[1]
-        ]
-        if differing:
-            raise FormatError(
-                f"{path}: its optimizer state is by position; where {first_label} has {differing[0][0]}, {label} has {differing[0][1]}, and both "
-                f"fit; needed {_ORDER_OPTION}"
-            )
+        for name, other_name in zip(_flat_names(agreed), _flat_names(order), strict=True):
+            if name != other_name:
+                raise FormatError(
+                    f"{path}: optimizer state is by position, and two orders fit: {first_label} "
+                    f"has {name} where {label} has {other_name}; pass {_ORDER_OPTION}"
+                )
     return agreed
 
 
 def match_order(groups: Sequence[SavedGroup], order: Order) -> tuple[Order | None, str]:
-    """The order, of those parameters that the groups have; else None and why. Parameters may be
-    left out where it is plain which.
+    """Return the order restricted to the groups' parameters; otherwise None and the reason.
+
+    Parameters may be missing from the groups if shapes identify them.
     """
     if len(groups) != len(order):
-        return None, f"has {len(order)} param group(s), the checkpoint {len(groups)}"
+        return None, f"got {len(order)} param group(s), expected {len(groups)} as saved"
     matched = []
     for number, (group, parameters) in enumerate(zip(groups, order, strict=True)):
-        from_start, from_end = (
-            _match_entries(group.state, parameters),
-            _match_entries(group.state[::-1], list(parameters)[::-1]),
-        )
+        from_start = _match_entries(group.state, parameters)
+        from_end = _match_entries(group.state[::-1], list(parameters)[::-1])
         if from_start is None or from_end is None:
             return None, f"param group {number}: {_explain_mismatch(group, parameters)}"
         if from_start != [len(parameters) - 1 - index for index in reversed(from_end)]:
-            return (
-                None,
-                f"param group {number} has {len(group.state)} of {len(parameters)} parameters, and shapes do not tell which",
-            )
+            counts = f"{len(group.state)} of {len(parameters)} parameters"
+            return None, f"param group {number} has {counts}, and shapes do not identify them"
         matched.append([parameters[index] for index in from_start])
     return matched, ""
 
@@ -317,9 +298,7 @@ def match_order(groups: Sequence[SavedGroup], order: Order) -> tuple[Order | Non
 def _match_entries(
     entries: Sequence[Mapping[str, Any]], parameters: Sequence[tuple[str, Shape]]
 ) -> list[int] | None:
-    """Which parameter each entry is, the first that can be, in their order; None where some entry
-    is none.
-    """
+    """Return each entry's first possible parameter index, in order; None if one has none."""
     indices: list[int] = []
     index = 0
     for entry in entries:
@@ -335,8 +314,10 @@ def _match_entries(
 
 
 def shape_fits(state: Mapping[str, Any], shape: Shape) -> bool:
-    """Whether it can be the state of a parameter of this shape: some tensor of it has that, or is
-    of its rows or columns, as Adafactor's. State without tensors fits any.
+    """Return whether the state can belong to a parameter of this shape.
+
+    Some tensor must have that shape, or be factored over its rows and columns as in Adafactor.
+    State without tensors fits any shape.
     """
     shapes = {
         tuple(value.shape)
@@ -355,33 +336,26 @@ def shape_fits(state: Mapping[str, Any], shape: Shape) -> bool:
 
 def _explain_mismatch(group: SavedGroup, parameters: Sequence[tuple[str, Shape]]) -> str:
     if len(group.state) != len(parameters):
-        return f"has {len(parameters)} parameters, the checkpoint {len(group.state)}, and their shapes do not fit"
+        counts = f"got {len(parameters)} parameters, expected {len(group.state)} as saved"
+        return f"{counts}, and their shapes do not fit"
     entry, (name, shape) = next(
         pair
         for pair in zip(group.state, parameters, strict=True)
         if not shape_fits(pair[0], pair[1][1])
     )
-    shapes = ", ".join(
-        f"{key} {tuple(value.shape)}"
-        for key, value in entry.items()
-        if isinstance(value, torch.Tensor)
-    )
-    return f"{name} has shape {shape}, the state there is {shapes}"
+    tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
+    shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in tensors.items())
+    return f"{name} has shape {shape}, but the state at its position has {shapes}"
 
 
 def _strip_wrapper(
     group_names: Sequence[Sequence[str]], known_names: Collection[str]
 ) -> Sequence[Sequence[str]]:
-    """Names of parameters of a model in DistributedDataParallel, whose weights were saved without
-    it, as those have them.
-    """
+    """Remove DistributedDataParallel's prefix if the weights were saved without it."""
     all_names = [name for names in group_names for name in names]
-    wrapped = all(name.startswith(DDP_PREFIX) and name not in known_names for name in all_names)
-    return (
-        [[name.removeprefix(DDP_PREFIX) for name in names] for names in group_names]
-        if wrapped
-        else group_names
-    )
+    if not all(name.startswith(DDP_PREFIX) and name not in known_names for name in all_names):
+        return group_names
+    return [[name.removeprefix(DDP_PREFIX) for name in names] for names in group_names]
 
 
 def _with_shapes(
@@ -390,21 +364,14 @@ def _with_shapes(
     group_names: Sequence[Sequence[str]],
     shapes: Mapping[str, Shape],
 ) -> Order:
-    if len(group_names) != len(groups) or any(
-        len(names) != len(group.state) for names, group in zip(group_names, groups, strict=True)
-    ):
-        counts, expected = (
-            [len(names) for names in group_names],
-            [len(group.state) for group in groups],
-        )
+    counts, expected = list(map(len, group_names)), [len(group.state) for group in groups]
+    if counts != expected:
         raise FormatError(
-            f"{path}: the names given are of param groups with {counts} parameters; needed {expected}"
+            f"{path}: got names for param groups of {counts} parameters, expected {expected}"
         )
     missing = sorted({name for names in group_names for name in names} - set(shapes))
     if missing:
-        raise FormatError(
-            format_list(f"{path}: names of its optimizer that no tensor of the model has", missing)
-        )
+        raise FormatError(format_list(f"{path}: the model has no tensors for these names", missing))
     return [[(name, shapes[name]) for name in names] for names in group_names]
 
 
@@ -413,7 +380,7 @@ def _flat_names(order: Order) -> list[str]:
 
 
 def _name_state(path: str, groups: Sequence[SavedGroup], order: Order) -> _NamedState:
-    """The state under these names, which fit."""
+    """Return the state under the names of an order that fits."""
     tensors: dict[Key, ShardedTensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for group, parameters in zip(groups, order, strict=True):
@@ -421,13 +388,13 @@ def _name_state(path: str, groups: Sequence[SavedGroup], order: Order) -> _Named
             for key, value in entry.items():
                 if not isinstance(key, str) or not key or "/" in key:
                     raise FormatError(
-                        f"{path}: state of {name} has the key {key!r}; needed a name without '/'"
+                        f"{path}: {name}: got state key {key!r}, expected a string without '/'"
                     )
                 if not isinstance(value, torch.Tensor):
                     scalars.setdefault(name, {})[key] = value
                 elif reason := unreadable_reason(value):
                     raise FormatError(
-                        f"{path}: {key} of {name} is {reason}; needed a dense one with all its values"
+                        f"{path}: {name}: {key}: got {reason}, expected a whole dense tensor"
                     )
                 else:
                     tensors[OPTIMIZER, f"{name}/{key}"] = whole_tensor(value, path)

@@ -1,4 +1,4 @@
-"""Optimizer state that is no tensor, from files of several ranks."""
+"""Merges non-tensor optimizer state from files of several ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from unified_ckpt.errors import FormatError
 def merge_scalars(
     states: Iterable[tuple[str, str, Mapping[str, Any]]],
 ) -> dict[str, dict[str, Any]]:
-    """By parameter, of (file, parameter, its state) of every rank. FormatError where ranks that
-    have a value have it differently.
+    """Merge (file, parameter, state) of all ranks by parameter.
+
+    FormatError if two ranks have different values for the same key.
     """
     merged: dict[str, dict[str, Any]] = {}
     for file, name, state in states:
@@ -23,6 +24,7 @@ def merge_scalars(
                 continue
             if repr(merged.setdefault(name, {}).setdefault(key, value)) != repr(value):
                 raise FormatError(
-                    f"{file}: {key} of {name} is {value!r}, and other ranks' files have another; needed files of one save"
+                    f"{file}: {name}: {key}: got {value!r}, expected {merged[name][key]!r} as in "
+                    "other ranks' files: these are files of two saves"
                 )
     return merged

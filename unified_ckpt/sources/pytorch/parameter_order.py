@@ -1,7 +1,7 @@
-"""A transformers model by its config.json, without memory: which parameters it has, in which order,
-and how a Trainer groups them.
+"""Parameter order of a transformers model from its config.json, and the Trainer's param groups.
 
-No code of a checkpoint is run: a model that transformers itself does not have is none.
+The model is built on the meta device. Code of a checkpoint is never executed: models that
+transformers does not contain are refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from unified_ckpt.sources.files.json import CONFIG
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What the Trainer gives no weight decay: these names, and what is in a LayerNorm (transformers,
-# `Trainer.get_decay_parameter_names`).
+# The Trainer applies no weight decay to these names and to parameters of LayerNorm
+# (transformers, `Trainer.get_decay_parameter_names`).
 _NO_DECAY = [
     re.compile(pattern)
     for pattern in (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
@@ -28,20 +28,19 @@ _NO_DECAY = [
 
 
 def meta_model(path: str | os.PathLike[str]) -> torch.nn.Module:
-    """The model that a config.json names, or that of a folder. NotFoundError, FormatError where
-    there is none that transformers has.
+    """Build the model of a config.json, or of a folder with one, on the meta device.
+
+    NotFoundError or FormatError if transformers has no such model.
     """
     folder = os.fspath(path)
     folder = (os.path.dirname(folder) or ".") if os.path.isfile(folder) else folder
     if not os.path.isfile(os.path.join(folder, CONFIG)):
-        raise NotFoundError(
-            f"{folder}: has no {CONFIG}, which says what model it is; needed model=..."
-        )
+        raise NotFoundError(f"{folder}: no {CONFIG} that names the model; pass model=...")
     try:
         import transformers
     except ImportError as error:
         raise NotFoundError(
-            f"{folder}/{CONFIG}: needs transformers to say what model it is: {error}"
+            f"{folder}/{CONFIG}: building the model requires transformers: {error}"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -49,36 +48,37 @@ def meta_model(path: str | os.PathLike[str]) -> torch.nn.Module:
         )
         architecture = next(iter(config.architectures or ()), "")
         model_class = getattr(transformers, architecture, None)
-        if isinstance(model_class, type) and issubclass(
-            model_class, transformers.PreTrainedModel
-        ):  # not just any name that transformers has
+        # Only models: a config could name anything that transformers exports.
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
             with torch.device("meta"):
                 return model_class(config)
-    except Exception as error:  # a config that is not as its model expects may raise anything
-        reason = f"transformers {transformers.__version__} makes no model of it: {type(error).__name__}: {error}"
+    except Exception as error:  # a malformed config may raise anything
         raise FormatError(
-            f"{folder}/{CONFIG}: {reason}; needed a config of one of its models, or model=..."
+            f"{folder}/{CONFIG}: transformers {transformers.__version__} cannot build a model "
+            f"from it: {type(error).__name__}: {error}; fix the config, or pass model=..."
         ) from error
     raise NotFoundError(
-        f"{folder}/{CONFIG}: names the architectures {config.architectures}; needed one of transformers', or model=..."
+        f"{folder}/{CONFIG}: got architectures {config.architectures}, "
+        "expected one of transformers; pass model=..."
     )
 
 
 def config_order(path: str, group_count: int) -> Order:
-    """The parameters of the model that a config.json names, as an optimizer with so many groups is
-    likely to have them. Same errors.
+    """Return the likely parameter order of an optimizer with `group_count` groups.
+
+    Same errors as `meta_model`.
     """
     model = meta_model(path)
     return single_group_order(model) if group_count == 1 else trainer_order(model)
 
 
 def single_group_order(model: torch.nn.Module) -> Order:
-    """One group of all parameters, as `optimizer(model.parameters())` makes."""
+    """Return one group of all parameters, as `optimizer(model.parameters())` has it."""
     return [[(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]]
 
 
 def trainer_order(model: torch.nn.Module) -> Order:
-    """The Trainer's two groups: what has weight decay, then the rest."""
+    """Return the Trainer's two groups: parameters with weight decay, then those without."""
     decayed_names = set(_decayed_names(model))
     (parameters,) = single_group_order(model)
     return [
@@ -88,8 +88,10 @@ def trainer_order(model: torch.nn.Module) -> Order:
 
 
 def _decayed_names(module: torch.nn.Module) -> Iterator[str]:
-    """A name is looked at from each module that it is in, as far as it goes there: `norm` alone
-    counts, `self.norm1` does not.
+    """Yield names of parameters with weight decay.
+
+    The Trainer tests a name relative to each enclosing module: `norm` alone matches, `self.norm1`
+    does not.
     """
     for name, child in module.named_children():
         if not isinstance(child, torch.nn.LayerNorm):

@@ -1,9 +1,8 @@
-"""What `torch.save` wrote: one file of a state dict, alone or in a training script's dict; Hugging
-Face's `pytorch_model*.bin`.
+"""Opens files of `torch.save` with a state dict, and Hugging Face's `pytorch_model*.bin`.
 
-Read are the model's tensors, mapped where they lie; what else the file has that is plain values is
-`extra`. Optimizer state is by position: of which parameter is said by the optimizer to be filled,
-or by the order of the model's tensors where that leaves no doubt.
+The state dict may be bare or inside a training script's dict. Tensors are mapped, not copied;
+other plain values become `extra`. Optimizer state by position gets its names from the target
+optimizer, or from the order of the model's tensors if that is unambiguous.
 """
 
 from __future__ import annotations
@@ -41,27 +40,20 @@ from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.sources.restricted_pickle.stubs import NAMESPACE_CLASSES, to_plain
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, whole_tensor
 
-_MODEL_KEYS = (
-    "model",
-    "state_dict",
-    "model_state_dict",
-    "module",
-    "net",
-)  # where scripts put the model, likeliest first
+# Keys under which scripts store the model, most likely first.
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizers")
 _LIGHTNING_KEY = "pytorch-lightning_version"
-_BUFFER_NAMES = (
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-)  # of norms: buffers, among the parameters of a state dict
+_BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")  # of norm layers
 _STEP_KEYS = ("step", "global_step", "iteration")
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedStateDict:
-    """What a state dict holds. `aliases`: other names of tensors that are one piece of memory;
-    `extra_states`: extra state, by the name that it has there; `values`: what is neither.
+    """The content of a state dict.
+
+    `aliases`: tied name -> stored name, for tensors that share memory. `extra_states`: of modules,
+    by name. `values`: everything else.
     """
 
     tensors: dict[Key, ShardedTensor]
@@ -71,39 +63,42 @@ class ParsedStateDict:
 
 
 def open_torch_file(path: str, options: SourceOptions) -> Source:
-    """A file of `torch.save`, Lightning's too. FormatError for one that is damaged, asks for
-    classes, or holds no model's state dict.
+    """Open a file of `torch.save`, including Lightning's.
+
+    FormatError if it is damaged, requests classes, or holds no model state dict.
     """
     content = load_torch(path, placeholders=NAMESPACE_CLASSES)
     if not isinstance(content, Mapping):
         raise FormatError(
-            f"{path}: holds a {type(content).__name__}; needed a state dict, or a dict that has one"
+            f"{path}: got {type(content).__name__}, expected a state dict or a dict that has one"
         )
     model_key = _model_key(path, content)
     weights = content[model_key] if model_key is not None else content
     if not _is_state_dict(weights):
+        keys = ", ".join(sorted(map(str, content))[:10])
         raise FormatError(
-            f"{path}: holds no state dict: its keys are {', '.join(sorted(map(str, content))[:10])}; needed one of {_MODEL_KEYS}"
+            f"{path}: no state dict: got the keys {keys}, expected one of {_MODEL_KEYS}"
         )
-    groups = (
-        {key: _parse_optimizers(path, content[key]) for key in _list_optimizer_keys(content)}
-        if model_key is not None
-        else {}
-    )
-    rest = (
-        {key: value for key, value in content.items() if key not in (model_key, MASTER, *groups)}
-        if model_key is not None
-        else {}
-    )
-    step = next((rest[name] for name in _STEP_KEYS if isinstance(rest.get(name), int)), None)
     model = parse_state_dict(path, weights)
     tensors = model.tensors
     aliases: dict[str, Mapping[str, str]] = {MODEL: model.aliases}
-    if model_key is not None and _is_state_dict(content.get(MASTER)):
-        masters = parse_state_dict(path, content[MASTER], part=MASTER)
-        tensors |= masters.tensors
-        aliases[MASTER] = masters.aliases
-    rest |= {model_key: model.values} if model_key is not None and model.values else model.values
+    groups: dict[Any, list[SavedGroup]] = {}
+    rest: dict[Any, Any] = {}
+    if model_key is not None:
+        groups = {
+            key: _parse_optimizers(path, content[key]) for key in _list_optimizer_keys(content)
+        }
+        excluded = (model_key, MASTER, *groups)
+        rest = {key: value for key, value in content.items() if key not in excluded}
+        if _is_state_dict(content.get(MASTER)):
+            masters = parse_state_dict(path, content[MASTER], part=MASTER)
+            tensors |= masters.tensors
+            aliases[MASTER] = masters.aliases
+    step = next((rest[name] for name in _STEP_KEYS if isinstance(rest.get(name), int)), None)
+    if model_key is None:
+        rest = model.values
+    elif model.values:
+        rest[model_key] = model.values
     checkpoint = ForeignCheckpoint(
         path,
         "lightning" if _LIGHTNING_KEY in content else "torch",
@@ -125,26 +120,23 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
 
 
 def _model_key(path: str, content: Mapping[Any, Any]) -> str | None:
-    """Where the model is, None where the file is its state dict. FormatError where two could be it:
-    Lightning's has its own name.
+    """Return the key of the model; None if the file is its state dict itself.
+
+    FormatError if two keys could be the model. Lightning's is known.
     """
     candidates = [name for name in _MODEL_KEYS if _is_state_dict(content.get(name))]
     if _LIGHTNING_KEY in content and "state_dict" in candidates:
         return "state_dict"
     if len(candidates) > 1:
-        raise FormatError(
-            format_list(
-                f"{path}: has several state dicts that may be the model; needed a file with one of them",
-                candidates,
-            )
-        )
+        problem = f"{path}: expected one state dict that may be the model, got several"
+        raise FormatError(format_list(problem, candidates))
     return candidates[0] if candidates else None
 
 
 def _list_optimizer_keys(content: Mapping[Any, Any]) -> list[Any]:
-    """Where optimizers are: under a name that scripts have for them, else the only one under any
-    name. Of several under others, as of a generator and a critic, none is the model's: they stay
-    what they are, plain values.
+    """Return the keys of optimizers: the usual keys, otherwise the only optimizer under any key.
+
+    Several optimizers under unusual keys, as of a generator and a critic, stay plain values.
     """
     usual = [key for key in _OPTIMIZER_KEYS if _has_optimizers(content.get(key))]
     others = [key for key, value in content.items() if _has_optimizers(value)]
@@ -152,7 +144,7 @@ def _list_optimizer_keys(content: Mapping[Any, Any]) -> list[Any]:
 
 
 def _has_optimizers(value: Any) -> bool:
-    """Whether it is an optimizer's state dict, or a list of those."""
+    """Return whether the value is an optimizer's state dict, or a list of them."""
     return is_optimizer_state(value) or (
         isinstance(value, list) and bool(value) and all(map(is_optimizer_state, value))
     )
@@ -167,8 +159,9 @@ def _parse_optimizers(path: str, value: Any) -> list[SavedGroup]:
 
 
 def _file_order(tensors: Mapping[Key, ShardedTensor]) -> Order:
-    """One group of what a state dict has: a module's `parameters()` come in its order, and its
-    buffers between them.
+    """Return one group of the state dict's tensors without known buffers.
+
+    A state dict lists parameters in the order of `Module.parameters()`, with buffers in between.
     """
     return [
         [
@@ -180,8 +173,9 @@ def _file_order(tensors: Mapping[Key, ShardedTensor]) -> Order:
 
 
 def open_bin_folder(root: str, _options: SourceOptions) -> ShardedSource:
-    """A folder of Hugging Face's with `pytorch_model.bin`, or with an index of several.
-    IncompleteError naming what is missing.
+    """Open a Hugging Face folder with `pytorch_model.bin`, or with an index of several files.
+
+    IncompleteError names what is missing.
     """
     state_dict = read_bins(root)
     metadata = SourceMetadata(extra=state_dict.values or None, modules=state_dict.extra_states)
@@ -195,33 +189,34 @@ def open_bin_folder(root: str, _options: SourceOptions) -> ShardedSource:
 
 
 def read_bins(root: str) -> ParsedStateDict:
-    """What the files of such a folder hold together. Same errors."""
+    """Return the merged content of the folder's files. Same errors as `open_bin_folder`."""
     names = set(os.listdir(root))
     weight_map: Mapping[str, str] = {}
     files = [BIN]
     if BIN_INDEX in names:
-        with open_binary(os.path.join(root, BIN_INDEX)) as opened:
-            weight_map = index.parse_index(
-                opened.read(), file=os.path.join(root, BIN_INDEX)
-            ).weight_map
+        path = os.path.join(root, BIN_INDEX)
+        with open_binary(path) as file:
+            weight_map = index.parse_index(file.read(), file=path).weight_map
         if index.is_stale(weight_map, single=BIN, file_names=names, folder=root):
             weight_map = {}
     if weight_map:
         files = sorted(set(weight_map.values()))
-        missing = [file for file in files if file not in names]
+        missing = [name for name in files if name not in names]
         if missing:
             raise IncompleteError(format_list(f"{root}: files are missing", missing))
     merged = ParsedStateDict({}, {}, {}, {})
-    for file in files:
-        path = os.path.join(root, file)
+    for file_name in files:
+        path = os.path.join(root, file_name)
         file_state = parse_state_dict(path, load_torch(path))
         stale = sorted(
             name
             for part, name in file_state.tensors
-            if weight_map.get(name, file) != file or (part, name) in merged.tensors
+            if weight_map.get(name, file_name) != file_name or (part, name) in merged.tensors
         )
         if stale:
-            raise FormatError(format_list(f"{path}: has tensors that are another file's", stale))
+            raise FormatError(
+                format_list(f"{path}: got tensors that belong to another file", stale)
+            )
         merged = ParsedStateDict(
             merged.tensors | file_state.tensors,
             merged.aliases | file_state.aliases,
@@ -233,14 +228,13 @@ def read_bins(root: str) -> ParsedStateDict:
     )
     missing_tensors = sorted(weight_map.keys() - present)
     if missing_tensors:
-        raise IncompleteError(
-            format_list(f"{root}: tensors that {BIN_INDEX} names are in no file", missing_tensors)
-        )
+        problem = f"{root}: tensors in {BIN_INDEX} are in no file"
+        raise IncompleteError(format_list(problem, missing_tensors))
     return merged
 
 
 def _is_state_dict(content: Any) -> bool:
-    """Whether it is tensors by name; some frameworks put a few plain values among them."""
+    """Return whether the value maps names to tensors; some frameworks add a few plain values."""
     return (
         isinstance(content, Mapping)
         and bool(content)
@@ -251,11 +245,12 @@ def _is_state_dict(content: Any) -> bool:
 def parse_state_dict(
     path: str, state_dict: Any, *, part: str = MODEL, without_aliases: bool = False
 ) -> ParsedStateDict:
-    """What a state dict holds, its tensors under this part. `without_aliases`: each name is a
-    tensor of its own, whatever memory it has.
+    """Return the content of a state dict, with its tensors under `part`.
+
+    `without_aliases`: every name is a tensor of its own, even if it shares memory.
     """
     if not _is_state_dict(state_dict):
-        raise FormatError(f"{path}: holds no state dict; needed tensors by name")
+        raise FormatError(f"{path}: no state dict; expected tensors by name")
     plain_names = _plain_names(state_dict)
     extra_states = {
         plain_names[name]: value for name, value in state_dict.items() if is_extra_state(str(name))
@@ -266,10 +261,7 @@ def parse_state_dict(
     nested = sorted(str(name) for name, value in state_dict.items() if _holds_tensors(value))
     if nested:
         raise FormatError(
-            format_list(
-                f"{path}: beside tensors by name it has others deeper, which would be left out",
-                nested,
-            )
+            format_list(f"{path}: got nested tensors, which would be left out", nested)
         )
     tensors: dict[Key, ShardedTensor] = {}
     seen_names: set[str] = set()
@@ -278,20 +270,15 @@ def parse_state_dict(
     for name, tensor in _named_tensors(path, state_dict, plain_names):
         if name in seen_names:
             raise FormatError(
-                f"{path}: {name}: two of its tensors are called so without what wrappers add; needed names that differ"
+                f"{path}: {name}: two tensors have this name without wrapper prefixes, "
+                "expected unique names"
             )
         seen_names.add(name)
-        memory = (
-            tensor.data_ptr(),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        first_name = names_by_memory.setdefault(
-            memory if tensor.numel() and not without_aliases else name, name
-        )
+        memory: object = name
+        if tensor.numel() and not without_aliases:
+            layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+            memory = tensor.data_ptr(), *layout
+        first_name = names_by_memory.setdefault(memory, name)
         if first_name != name:
             aliases[name] = first_name
             continue
@@ -323,24 +310,20 @@ def _named_tensors(
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor):
             if reason := unreadable_reason(value):
-                raise FormatError(
-                    f"{path}: {name}: is {reason}; needed a dense one with all its values"
-                )
+                raise FormatError(f"{path}: {name}: got {reason}, expected a whole dense tensor")
             yield plain_names[name], value.detach()
 
 
 def _plain_names(state_dict: Mapping[Any, Any]) -> dict[Any, str]:
-    """The names of tensors and of extra state -> these without what wrappers add. `module.` is
-    DistributedDataParallel's where all have it: else it is a submodule that is called so.
+    """Return stored name -> name without wrapper prefixes, for tensors and extra state.
+
+    `module.` is DistributedDataParallel's only if all names have it; otherwise it is a submodule.
     """
     names = {
         stored_name: strip_wrappers(str(stored_name))
         for stored_name, value in state_dict.items()
         if isinstance(value, torch.Tensor) or is_extra_state(str(stored_name))
     }
-    wrapped = all(name.startswith(DDP_PREFIX) for name in names.values())
-    return (
-        {stored_name: name.removeprefix(DDP_PREFIX) for stored_name, name in names.items()}
-        if wrapped
-        else names
-    )
+    if not all(name.startswith(DDP_PREFIX) for name in names.values()):
+        return names
+    return {stored_name: name.removeprefix(DDP_PREFIX) for stored_name, name in names.items()}

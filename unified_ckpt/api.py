@@ -20,7 +20,7 @@ from unified_ckpt.engine.nodes.discover import gather_node_numbers
 from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
 from unified_ckpt.engine.save.job import SaveCache, SaveReport
 from unified_ckpt.engine.save.pending import PendingSave, lazy_error
-from unified_ckpt.engine.save.probe_topology import ProbeResult, Topology, connect_topology, look
+from unified_ckpt.engine.save.probe_topology import ProbeResult, Topology, connect_topology, probe_topology
 from unified_ckpt.engine.save.request import SaveArguments, SaveRequest, save_request
 from unified_ckpt.engine.save.save import begin_save
 from unified_ckpt.engine.save.save import save as _save
@@ -411,7 +411,7 @@ class Checkpointer:
             with collective.step("machines"):
                 if isinstance(request, Exception):
                     raise request
-                probe = look(
+                probe = probe_topology(
                     collective,
                     storage,
                     self._node or node_id(),

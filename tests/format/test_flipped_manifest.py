@@ -17,7 +17,7 @@ from tests.support.manifests import edit_manifest
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_machine
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine.folder.commit import committed_at
+from unified_ckpt.engine.folder.commit import read_manifest_at
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks, try_ranks
@@ -89,7 +89,7 @@ def test_no_byte_of_it_can_turn_and_give_other_values(folder: Path, mask: int) -
         assert outcome(lambda: uc.load(folder, model=target, strict=False)) is None, (
             f"byte {at} of the manifest"
         )
-        assert committed_at(str(folder)) is None, f"byte {at} of the manifest"
+        assert read_manifest_at(str(folder)) is None, f"byte {at} of the manifest"
         put_byte(file, at, byte)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder.commit import committed_at
+from unified_ckpt.engine.folder.commit import read_manifest_at
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.engine.nodes.discover import gather_node_numbers
@@ -88,7 +88,7 @@ def convert(
     sources = [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
     main_path = next(
-        (path for path in paths if not is_url(path) and committed_at(path) is not None),
+        (path for path in paths if not is_url(path) and read_manifest_at(path) is not None),
         paths[0] if paths else "",
     )
     parent, target_name = ensure_parent(os.fspath(dst))
@@ -208,7 +208,7 @@ def _verify_first(
         return source
     try:
         (path, *other_paths) = paths
-        if not other_paths and not is_url(path) and committed_at(path) is not None:
+        if not other_paths and not is_url(path) and read_manifest_at(path) is not None:
             with closing(open_path(path, lock=False)) as folder:
                 problems = verify_folder(folder, deep=True).problems
             if problems:
@@ -288,7 +288,7 @@ def _check_disjoint(source_path: str, target_path: str) -> None:
     real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
     common = os.path.commonpath([real_source, real_target])
     if real_source != real_target and (
-        common == real_target or (common == real_source and committed_at(source_path) is not None)
+        common == real_target or (common == real_source and read_manifest_at(source_path) is not None)
     ):
         raise StorageError(
             f"{target_path}: target and source ({source_path}) contain one another; choose a "

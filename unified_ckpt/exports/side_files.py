@@ -18,7 +18,7 @@ from typing import Any
 
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.backup import engine_files
-from unified_ckpt.engine.folder.commit import committed_at
+from unified_ckpt.engine.folder.commit import read_manifest_at
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import index, names
 from unified_ckpt.runtime.storage.regular_files import check_regular_files, open_binary
@@ -134,7 +134,7 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
     if not os.path.isdir(source):
         return SideFiles()
     entries = sorted(os.listdir(source))
-    manifest = committed_at(source)
+    manifest = read_manifest_at(source)
     if manifest is not None:
         own_files = engine_files(manifest)
         return SideFiles(

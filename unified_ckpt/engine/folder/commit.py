@@ -87,14 +87,14 @@ class StagingDir:
     existing_entries: frozenset[str] = frozenset()
 
 
-def committed_at(path: str) -> Manifest | None:
+def read_manifest_at(path: str) -> Manifest | None:
     """`committed`, by the checkpoint's own path."""
     parent, name = os.path.split(os.path.abspath(path))
-    return committed(LocalStorage(parent), name)
+    return read_manifest(LocalStorage(parent), name)
 
 
-def committed(storage: LocalStorage, name: str) -> Manifest | None:
-    """Return the manifest of a checkpoint, or None if there is none or it is damaged.
+def read_manifest(storage: LocalStorage, name: str) -> Manifest | None:
+    """The manifest of a checkpoint beside others, None where there is no valid one.
 
     Raises FormatError for an undamaged manifest that this version cannot read, and StorageError for
     one that cannot be read now: both belong to a checkpoint.
@@ -171,7 +171,7 @@ def latest_checkpoint(path: str) -> str:
                 and not entry.name.startswith(".")
                 and os.path.isfile(os.path.join(entry.path, names.MANIFEST))
             ):
-                manifest = committed_at(entry.path)
+                manifest = read_manifest_at(entry.path)
                 unified += (
                     [(-1 if manifest.step is None else manifest.step, entry.path)]
                     if manifest is not None
@@ -200,12 +200,12 @@ def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest 
     """
     name, path = target.name, storage.path(target.name)
     kind = storage.kind(name)
-    manifest = committed(storage, name) if kind == "folder" else None
+    manifest = read_manifest(storage, name) if kind == "folder" else None
     if manifest is None:
         backups = [
             entry
             for entry in storage.names()
-            if names.is_replaced(entry, name) and committed(storage, entry) is not None
+            if names.is_replaced(entry, name) and read_manifest(storage, entry) is not None
         ]
         if backups and kind is None:
             raise StorageError(
@@ -224,7 +224,7 @@ def resolve_copy_if_exists(
     storage: LocalStorage, target: PublishTarget, *, save_id: str
 ) -> Manifest | None:
     """`resolve_if_exists` for a copy of save `save_id`, which stays where it is there already."""
-    manifest = committed(storage, target.name) if storage.kind(target.name) == "folder" else None
+    manifest = read_manifest(storage, target.name) if storage.kind(target.name) == "folder" else None
     if manifest is not None and manifest.save_id == save_id:
         return manifest
     return resolve_if_exists(storage, target)
@@ -362,7 +362,7 @@ def _replace_name(
     if rename_if_free(storage, folder, name):
         return None, None
     kind = storage.kind(name) or "folder"
-    manifest = committed(storage, name) if kind == "folder" else None
+    manifest = read_manifest(storage, name) if kind == "folder" else None
     if manifest is not None and not _is_replaceable(storage, target, manifest):
         raise StorageError(
             f"{storage.path(name)}: holds a committed checkpoint (save {manifest.save_id}, step {manifest.step}) that came while this save ran; "

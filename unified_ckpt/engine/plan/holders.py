@@ -123,7 +123,7 @@ def group_holders(
     return tuple(sorted(rank for table_id in group.table_ids for rank in ranks_by_table[table_id]))
 
 
-def publish(
+def publish_groups(
     collective: Collective,
     declarations: Declarations,
     groups: Sequence[HolderGroup],

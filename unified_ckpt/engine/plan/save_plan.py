@@ -26,7 +26,7 @@ from unified_ckpt.engine.plan.holders import (
     check_layout_rules,
     gather_declarations,
     group_holders,
-    publish,
+    publish_groups,
     read_memberships,
 )
 from unified_ckpt.format import digests, header, names
@@ -150,7 +150,7 @@ def make_plan(
             all_group_files, digest_header = list_group_files(
                 checked_groups(declarations), declarations, max_file_bytes=max_file_bytes
             )
-            publish(
+            publish_groups(
                 collective,
                 declarations,
                 [group_files.group for group_files in all_group_files],

@@ -60,7 +60,7 @@ def encode_extra(extra: Any, rank_extra: Any, *, is_first: bool, freeze: bool) -
     )
 
 
-def collect_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
+def encode_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
     """What this rank says for all ranks that hold the same tensors. `with_optimizer`: whether the
     optimizer is stored at all.
     """

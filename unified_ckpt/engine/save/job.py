@@ -110,7 +110,7 @@ class PlannedSave:
     name: str
     request: SaveRequest
     plan: SavePlan
-    parts_by_group: Sequence[Sequence[LocalTensor]]
+    tensors_by_group: Sequence[Sequence[LocalTensor]]
     extra_state: extra_state.ExtraState
     started: float
     non_tensor_state: bytes | None = None
@@ -286,7 +286,7 @@ def _fill_and_publish(
         block_crcs = write_parts(
             collective,
             plan,
-            planned.parts_by_group,
+            planned.tensors_by_group,
             file_writer,
             cache.tile_buffers,
             snapshot,
@@ -392,7 +392,7 @@ def collect_non_tensor_state(planned: PlannedSave) -> bytes:
     """What this rank says of what is not tensors, for all ranks that hold the same ones."""
     request = planned.request
     return (
-        extra_state.collect_non_tensor_state(
+        extra_state.encode_non_tensor_state(
             request.state, with_optimizer=request.stores(OPTIMIZER)
         )
         if planned.plan.is_reporter
@@ -486,7 +486,7 @@ def _finalize(
         world_size=planned.collective.world,
         mesh=request.mesh,
         part_names=sorted({*request.stored_part_names(), *plan.global_plan.records}),
-        omitted=request.agreed.omitted,
+        omitted=request.stored_parts.omitted,
         global_plan=plan.global_plan,
         indexes=indexes,
         non_tensor_state=non_tensor_state,

@@ -21,7 +21,7 @@ from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 from unified_ckpt.engine.plan.holders import (
     check_layout_rules,
     gather_declarations,
-    publish,
+    publish_groups,
     read_memberships,
 )
 from unified_ckpt.engine.plan.save_plan import checked_groups
@@ -149,7 +149,7 @@ def local_shardings(
         table_id, declarations = gather_declarations(collective, decls)
         if declarations is not None:
             groups = group_tables(declarations.tables, declarations.ranks_by_table)
-            publish(collective, declarations, groups, [{} for _ in groups])
+            publish_groups(collective, declarations, groups, [{} for _ in groups])
         members, _ = read_memberships(collective, table_id, decls)
     shardings: dict[Key, Sharding | None] = {}
     for membership in members:

@@ -273,7 +273,7 @@ def _serve(
     copy_plan: CopyPlan,
 ) -> FolderServer:
     """Makes the folders for copies, and says where this island's files are to be had."""
-    manifest = commit.committed(storage, staging_dir.folder)
+    manifest = commit.read_manifest(storage, staging_dir.folder)
     if manifest is None:
         raise AssertionError("it is complete but for its copies")
     files = [*manifest.files(), names.MANIFEST]

@@ -97,7 +97,7 @@ def connect_topology(comm: Comm, probe: ProbeResult, *, timeout_seconds: float) 
     return Topology(group_comm, node_group if node_group.count > 1 else None, transport)
 
 
-def look(
+def probe_topology(
     collective: Collective, storage: LocalStorage, node: str, *, block_nbytes: int | None
 ) -> ProbeResult:
     """Collective. Which ranks see this rank's folder. `block_nbytes`: None to go by the kind of

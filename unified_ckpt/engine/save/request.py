@@ -126,7 +126,7 @@ class SaveRequest:
     attach: Callable[[str], object] | None
     options: SaveOptions
     master_check: MasterComparison = field(default_factory=MasterComparison)
-    agreed: StoredParts = field(default_factory=StoredParts)
+    stored_parts: StoredParts = field(default_factory=StoredParts)
     is_step_path: bool = False
 
     @property
@@ -163,13 +163,13 @@ class SaveRequest:
         """Whether something is stored that is no part."""
         return (self.extra is not None and rank == 0) or self.rank_extra is not None
 
-    def parts(self) -> list[LocalTensor]:
+    def stored_tensors(self) -> list[LocalTensor]:
         """What is stored, in the order of tables."""
         stored = [part for part in self.state.tensors if self.stores(part.decl.part)]
         stored += [
             stored_without_master(part)
             for part in self.omitted_model
-            if part.decl.fqn in self.agreed.without_masters
+            if part.decl.fqn in self.stored_parts.without_masters
         ]
         return sorted(stored, key=lambda part: part.decl.key)
 

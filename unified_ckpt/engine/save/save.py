@@ -128,12 +128,12 @@ def begin_save(
                 snapshot = prepare_snapshot(
                     planned.collective,
                     planned.plan.groups,
-                    planned.parts_by_group,
+                    planned.tensors_by_group,
                     cache.snapshot_memory,
                 )
                 planned = replace(planned, non_tensor_state=collect_non_tensor_state(planned))
                 step_only = step_only_keys(planned.request.state) if lazy else frozenset()
-                keys = {part.decl.key for parts in planned.parts_by_group for part in parts}
+                keys = {part.decl.key for parts in planned.tensors_by_group for part in parts}
                 deferred_keys = {key for key in keys if base_key(key) in step_only}
                 copy_tensors(snapshot, keys - deferred_keys)
     except BaseException:
@@ -218,7 +218,7 @@ def _begin(
     cached, terms = False, None
     cache.reset_for(topology)
     if isinstance(request, SaveRequest):
-        decls = [*request.parts(), *request.omitted_model]
+        decls = [*request.stored_tensors(), *request.omitted_model]
         plan_key = make_plan_key(
             decls, rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes
         )
@@ -301,14 +301,14 @@ def _plan_save(
         with collective.step("plan") if not cached else nullcontext():
             plan = _cached_plan(
                 collective,
-                request.parts(),
+                request.stored_tensors(),
                 request,
                 cache,
                 plan_key,
                 cached=cached,
                 layout=request.layout,
             )
-        parts_by_group = _parts_by_group(plan, request.parts())
+        parts_by_group = _parts_by_group(plan, request.stored_tensors())
         return _verify_replicas(
             PlannedSave(
                 collective,
@@ -373,7 +373,7 @@ def _to_node_local(
     """Collective over all islands. What this rank's island stores of its parts; the claims of all
     ranks checked.
     """
-    parts = request.parts()
+    parts = request.stored_tensors()
     if not cached or cache.local_shardings is None:
         cache.copy_plan = None
         check_copy_count(commit_group, request.options.node_copies)
@@ -424,6 +424,6 @@ def _verify_replicas(planned: PlannedSave) -> PlannedSave:
         check_replicas_option == "first" and not plan.replicas_checked
     ):
         with planned.collective.step("check"):
-            check_replicas(planned.collective, plan.groups, planned.parts_by_group)
+            check_replicas(planned.collective, plan.groups, planned.tensors_by_group)
         plan.replicas_checked = True
     return planned

@@ -80,7 +80,7 @@ class SlabCopy:
     decl: int
     outer_ndim: int
     spans: tuple[tuple[int, int], ...]
-    copy: torch.Tensor  # [lines, *local shape from `split` on]
+    data: torch.Tensor  # [lines, *local shape from `split` on]
 
     def slab_index(self, first: int) -> int:
         """Where a line is in the copy."""
@@ -107,14 +107,14 @@ class Snapshot:
 
     rank: int
     groups: Sequence[GroupPlan]
-    parts_by_group: Sequence[Sequence[LocalTensor]]
+    tensors_by_group: Sequence[Sequence[LocalTensor]]
     memory: torch.Tensor
     copies: Sequence[GroupCopy]
 
     def extents(self) -> Iterator[tuple[GroupPlan, LocalTensor, Extent, torch.Tensor]]:
         """Each extent with its memory."""
         for group, parts, group_copy in zip(
-            self.groups, self.parts_by_group, self.copies, strict=True
+            self.groups, self.tensors_by_group, self.copies, strict=True
         ):
             for extent, offset in zip(
                 group.rank_io.extents, group_copy.extent_offsets, strict=True
@@ -281,7 +281,7 @@ def record_events(snapshot: Snapshot) -> list[torch.cuda.Event]:
     """
     devices = {
         part.local.device
-        for parts in snapshot.parts_by_group
+        for parts in snapshot.tensors_by_group
         for part in parts
         if part.local.device.type == "cuda"
     }
@@ -297,7 +297,7 @@ def wait_events(events: Sequence[torch.cuda.Event]) -> None:
 def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
     """Copies these tensors, which may change then."""
     for group, parts, group_copy in zip(
-        snapshot.groups, snapshot.parts_by_group, snapshot.copies, strict=True
+        snapshot.groups, snapshot.tensors_by_group, snapshot.copies, strict=True
     ):
         for decl_index, slab_copy in group_copy.slabs.items():
             if group.decls[decl_index].key in keys:
@@ -305,7 +305,7 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
                 for first_slab, count in slab_copy.spans:
                     index = slab_copy.slab_index(first_slab)
                     copy_slabs(
-                        slab_copy.copy[index : index + count],
+                        slab_copy.data[index : index + count],
                         part,
                         outer_ndim=slab_copy.outer_ndim,
                         first_slab=first_slab,
@@ -334,7 +334,7 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
         )
 
 
-def copied_parts(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
+def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
     """The parts of group `group_index` as `GroupCopy.plan` counts their lines: the copies; of a row
     that gives nothing to tiles, nothing.
     """
@@ -345,11 +345,11 @@ def copied_parts(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
             slab_copy = slabs[decl_index]
             dims = (1,) * (slab_copy.outer_ndim - 1)  # the lines count over `split` dims
             shape = (
-                (len(slab_copy.copy), *dims, *slab_copy.copy.shape[1:])
+                (len(slab_copy.data), *dims, *slab_copy.data.shape[1:])
                 if slab_copy.outer_ndim
-                else slab_copy.copy.shape[1:]
+                else slab_copy.data.shape[1:]
             )
-            parts.append(LocalTensor(decl, slab_copy.copy.view(shape)))
+            parts.append(LocalTensor(decl, slab_copy.data.view(shape)))
         else:
             parts.append(LocalTensor(decl, snapshot.memory[:0]))
     return parts

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from unified_ckpt.engine.plan.chunks import BlockCrcs
 from unified_ckpt.engine.plan.save_plan import SavePlan
 from unified_ckpt.engine.save.extents import QueuedWriter, write_extents, write_headers
-from unified_ckpt.engine.save.snapshot import Snapshot, copied_parts, write_snapshot
+from unified_ckpt.engine.save.snapshot import Snapshot, snapshot_tensors, write_snapshot
 from unified_ckpt.engine.save.tiles import write_tiles
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.shared_files import FileWriter
@@ -75,7 +75,7 @@ def write_parts(
                 tile_source = (
                     (group, parts)
                     if snapshot is None
-                    else (snapshot.copies[index].plan, copied_parts(snapshot, index))
+                    else (snapshot.copies[index].plan, snapshot_tensors(snapshot, index))
                 )
                 tile_crcs = write_tiles(
                     *tile_source,

@@ -59,7 +59,7 @@ def resolve_save_path(
 
 
 def is_committed(path: str) -> bool:
-    return commit.committed_at(path) is not None
+    return commit.read_manifest_at(path) is not None
 
 
 def is_native(path: str) -> bool:

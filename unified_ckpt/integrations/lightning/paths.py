@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from unified_ckpt.engine.folder.backup import backup_name
-from unified_ckpt.engine.folder.commit import committed_at
+from unified_ckpt.engine.folder.commit import read_manifest_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.manager.steps.remove import remove
 from unified_ckpt.manager.steps.scan import has_unified_files
@@ -28,7 +28,7 @@ def check_path(path: str) -> Literal["unified", "stock"]:
     """Who wrote the checkpoint there. NotFoundError or FormatError that says what is there, where
     it is none.
     """
-    if committed_at(path) is not None:
+    if read_manifest_at(path) is not None:
         return "unified"
     if os.path.isfile(path):
         with open_binary(path) as file:
@@ -70,7 +70,7 @@ def latest_in(path: str, *, depth: int = _DEPTH) -> str:
     checkpoints: list[tuple[int, str, str]] = []
     for folder, folders, _ in os.walk(path):
         for name in list(folders):
-            manifest = None if name.startswith(".") else committed_at(os.path.join(folder, name))
+            manifest = None if name.startswith(".") else read_manifest_at(os.path.join(folder, name))
             if manifest is not None:
                 checkpoints.append(
                     (manifest.step or 0, manifest.created, os.path.join(folder, name))
@@ -109,7 +109,7 @@ def latest_requeue(path: str) -> str:
     complete = [
         entry
         for _, entry in sorted(numbered)
-        if os.path.isfile(os.path.join(folder, entry)) or committed_at(os.path.join(folder, entry))
+        if os.path.isfile(os.path.join(folder, entry)) or read_manifest_at(os.path.join(folder, entry))
     ]
     if not complete:
         return path
@@ -156,7 +156,7 @@ def replace_link(target: str, path: str) -> None:
     parent, name = os.path.split(os.path.abspath(path))
     storage = LocalStorage(parent)
     kind = storage.kind(name)
-    manifest = committed_at(path) if kind == "folder" else None
+    manifest = read_manifest_at(path) if kind == "folder" else None
     if manifest is not None:
         remove(storage, name, save_id=manifest.save_id)
     elif kind not in (None, "link"):
@@ -188,7 +188,7 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
     if kind in (None, "link"):
         return
     try:
-        manifest = committed_at(path) if kind == "folder" else None
+        manifest = read_manifest_at(path) if kind == "folder" else None
         if manifest is not None and manifest.node_group is None and not is_global_zero:
             return
         if manifest is None:

@@ -116,4 +116,4 @@ def _step_number(name: str) -> int:
 
 
 def is_unified(path: str) -> bool:
-    return commit.committed_at(path) is not None
+    return commit.read_manifest_at(path) is not None

@@ -26,7 +26,7 @@ def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
     StorageError where it cannot be removed whole; what is left is no checkpoint then.
     """
     with exclusive_lock(storage.path(name)) as exclusive:
-        manifest = commit.committed(storage, name) if exclusive else None
+        manifest = commit.read_manifest(storage, name) if exclusive else None
         if manifest is None or manifest.save_id != save_id:
             return False
         trash = names.trash_name(name, save_id)

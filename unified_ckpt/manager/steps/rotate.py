@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection
 
 from unified_ckpt.core.retention import Rules, retained
-from unified_ckpt.engine.folder.commit import committed
+from unified_ckpt.engine.folder.commit import read_manifest
 from unified_ckpt.engine.folder.completeness import header_mismatch
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.steps.remove import remove_all
@@ -25,7 +25,7 @@ def damaged_saves(storage: LocalStorage, scanned: Scan) -> dict[str, str]:
     """
     problems: dict[str, str] = {}
     for record in reversed(scanned.complete):
-        manifest = committed(storage, record.name)
+        manifest = read_manifest(storage, record.name)
         problem = header_mismatch(storage, record.name, manifest) if manifest is not None else ""
         if problem and record.save_id is not None:
             problems[record.save_id] = problem

@@ -173,7 +173,7 @@ class TieredStorage:
         def answer(collective: Collective) -> dict[str, Any]:
             self._upload_queue.wait(step=step, heartbeat=collective.heartbeat)
             root_manifest, local_manifest = (
-                commit.committed(LocalStorage(path), name)
+                commit.read_manifest(LocalStorage(path), name)
                 for path in (self.root, self.local_directory)
             )
             return {
@@ -329,7 +329,7 @@ class TieredStorage:
         try:
             with self._local_lock:
                 marker = self._marker or self._open_local(root_saves())
-            manifest = commit.committed(LocalStorage(self.local_directory), name)
+            manifest = commit.read_manifest(LocalStorage(self.local_directory), name)
         except (CheckpointError, OSError) as error:
             return {"replace": False, "error": str(error)}
         return {

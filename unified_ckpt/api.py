@@ -1,4 +1,4 @@
-"""The public calls: a `Checkpointer` that keeps what repeated saves share, and its one-shot forms."""
+"""The public calls: `Checkpointer`, which keeps plans and buffers between saves, and one-shot functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.engine.folder.commit import StepPath
@@ -18,10 +18,21 @@ from unified_ckpt.engine.load.load import load as _load
 from unified_ckpt.engine.load.request import Targets, try_load_request
 from unified_ckpt.engine.nodes.discover import gather_node_numbers
 from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
-from unified_ckpt.engine.save.job import SaveCache, SaveReport
+from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave, lazy_error
-from unified_ckpt.engine.save.probe_topology import ProbeResult, Topology, connect_topology, probe_topology
-from unified_ckpt.engine.save.request import SaveArguments, SaveRequest, save_request
+from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
+from unified_ckpt.engine.save.probe_topology import (
+    ProbeResult,
+    Topology,
+    connect_topology,
+    probe_topology,
+)
+from unified_ckpt.engine.save.request import (
+    SaveArguments,
+    SaveRequest,
+    check_argument_names,
+    save_request,
+)
 from unified_ckpt.engine.save.save import begin_save
 from unified_ckpt.engine.save.save import save as _save
 from unified_ckpt.engine.source.view import SourceView
@@ -39,19 +50,19 @@ from unified_ckpt.sources.open import open_on_all_ranks, try_apply_options
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.optim import Optimizer
 
 Path = str | os.PathLike[str]
 
 
 class Checkpointer:
-    """Saves and loads for one set of ranks. Keeps the plan of the last layout, the buffers and the
-    save in flight between calls.
+    """Saves and loads for one set of ranks. Keeps the plan, the buffers and the save in flight.
 
-    `root`: what relative paths are relative to. `group`: the ranks of every call, None for all; a
-    single process needs no group.
-    `options`: for saves, where a call gives none. `machine`: a name that the ranks which share
-    memory with this one have, where it is not the kernel that they run under. A context manager;
-    `close` gives the buffers back.
+    `root`: the directory of relative paths. `group`: the ranks that make every call, None for all;
+    a single process needs no group. `options`: the default for saves. `node`: a name shared by the
+    ranks that share memory, if the kernel's identity does not tell them apart.
+
+    Use it as a context manager, or call `close` to release the buffers.
     """
 
     def __init__(
@@ -65,9 +76,8 @@ class Checkpointer:
         self._root = absolute_path(os.fspath(root)) if root is not None else ""
         self._group, self._options, self._node = group, options or SaveOptions(), node
         self._comm: comms.Comm | None = None
-        self._topologies: dict[
-            str, tuple[ProbeResult, Topology | None]
-        ] = {}  # by the folder that saves are made in
+        # By the folder that holds the checkpoints.
+        self._topologies: dict[str, tuple[ProbeResult, Topology | None]] = {}
         self._nodes: list[int] | None = None
         self._cache = SaveCache()
         self._pending: PendingSave | None = None
@@ -84,209 +94,120 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Waits for the save in flight, gives back the buffers and forgets the plan. The next call
-        makes them anew.
+        """Waits for the save in flight and releases buffers and plan; later calls make them anew.
 
-        Raises the error of that save, if it has not been told yet.
+        Raises the error of that save if no call has raised it yet.
         """
         try:
             self.wait()
         finally:
-            if self._pending is None:  # not so where the wait was interrupted: the thread uses them
+            if self._pending is None:  # an interrupted wait leaves the buffers to the thread
                 self._release()
 
     def _release(self) -> None:
         self._cache.close()
         if self._comm is not None:
             self._comm.detach()
-        for topology in {
-            id(topology): topology for _, topology in self._topologies.values()
-        }.values():
+        topologies = {id(topology): topology for _, topology in self._topologies.values()}
+        for topology in topologies.values():
             if topology is not None:
                 topology.close()
         self._cache, self._comm, self._topologies, self._nodes = SaveCache(), None, {}, None
 
-    def save(
-        self,
-        path: Path,
-        *,
-        model: Model | None = None,
-        optimizer: Optimizers | None = None,
-        master_weights: Optimizers | None = None,
-        parts: Mapping[str, Model] | None = None,
-        extra: Any = None,
-        rank_extra: Any = None,
-        layout: Layout | None = None,
-        step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
-        attach: Callable[[str], object] | None = None,
-        options: SaveOptions | None = None,
-    ) -> SaveReport:
-        """Writes a checkpoint folder. Every rank calls; each tensor of every part is whole in the
-        folder.
+    def save(self, path: Path, **arguments: Unpack[SaveArguments]) -> SaveReport:
+        """Writes a checkpoint folder in which every tensor is whole. Every rank calls.
 
-        `model`: a module, a list of them, or {fqn: tensor}. `optimizer`: one with the model's
-        parameters, a list, or {"fqn/state": tensor}; a parameter of a further part goes by
-        "part.fqn". `master_weights`: a dict, or an optimizer that holds them. `parts`: further
-        parts by name. `extra`: rank 0's is stored; `rank_extra`: every rank's. `metrics`: rank 0's,
-        finite numbers by name, for people and retention. `attach(folder)` adds files on rank 0
-        before the commit.
+        `model`: a module, a list of modules, or {fqn: tensor}.
+        `optimizer`: the optimizer of the model's parameters, a list of them, or
+        {"fqn/state": tensor}; a parameter of an extra part is named "part.fqn".
+        `master_weights`: {fqn: tensor}, or an optimizer that holds them.
+        `parts`: models of extra parts by part name.
+        `extra`: any state; rank 0's is stored. `rank_extra`: any state of each rank.
+        `layout`: how plain tensors are split over the ranks.
+        `step`: the training step, 0 or more.
+        `metrics`: finite numbers by name for people and retention; rank 0's are stored.
+        `attach`: called on rank 0 with the folder before the commit, to add files.
+        `options`: overrides the options of this Checkpointer.
 
-        Objects in `extra` and `rank_extra` give their `state_dict()`, which every rank calls.
-        Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same on every
-        rank; what was at `path` is then as it was. Waits for an earlier `save_async`, and raises
-        its error.
+        Objects in `extra` and `rank_extra` are stored by their `state_dict()`, which every rank
+        calls. Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same
+        on every rank; whatever was at `path` is then unchanged. Waits for an earlier `save_async`
+        and raises its error.
         """
+        check_argument_names(arguments, function="Checkpointer.save")
         self.wait()
-        arguments = SaveArguments(
-            model,
-            optimizer,
-            master_weights,
-            parts,
-            extra,
-            rank_extra,
-            layout,
-            step,
-            metrics,
-            attach,
-        )
-        comm, options = self._get_comm(), options or self._options
         with gc_paused:
-            storage, name, request = self._build_request(path, arguments, options, FOREGROUND)
-            topology = self._resolve_topology(storage, name, request, options)
-            return _save(
-                comm,
-                storage,
-                name,
-                request,
-                self._cache,
-                timeout_seconds=options.timeout_seconds,
-                topology=topology,
-            )
+            return _save(self._save_call(path, arguments, FOREGROUND))
 
     def save_async(
         self,
         path: Path,
         *,
-        model: Model | None = None,
-        optimizer: Optimizers | None = None,
-        master_weights: Optimizers | None = None,
-        parts: Mapping[str, Model] | None = None,
-        extra: Any = None,
-        rank_extra: Any = None,
-        layout: Layout | None = None,
-        step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
-        attach: Callable[[str], object] | None = None,
-        options: SaveOptions | None = None,
         lazy: bool = False,
         after_commit: Callable[[SaveReport], object] | None = None,
+        **arguments: Unpack[SaveArguments],
     ) -> PendingSave:
-        """`save` that returns once this rank's bytes are copied; a thread writes and commits them.
-        Same arguments and errors.
+        """Like `save`, but returns once this rank's bytes are copied; a thread writes and commits.
 
-        Errors of the thread come with the next call of this Checkpointer, or with
-        `PendingSave.result`. One save is in flight: this call waits for an earlier one; `idle`
-        tells all ranks alike whether it would. `attach` and `after_commit` run in the thread; the
-        latter on every rank, once the checkpoint is there.
+        The thread's errors are raised by the next call of this Checkpointer, or by
+        `PendingSave.result`. Only one save is in flight: this call waits for an earlier one; `idle`
+        says whether it would. The thread calls `attach`, and on every rank `after_commit` once the
+        checkpoint is published.
 
-        `lazy`: parameters and optimizer state are copied by the thread, beside the next forward and
-        backward pass; a step of the optimizer waits for it. Nothing else may change them, or call a
-        collective of this Checkpointer, until `staged()`.
+        `lazy`: the thread copies parameters and optimizer state beside the next forward and
+        backward pass, and the optimizer's step waits for it. Until `staged()`, nothing else may
+        change them or make a collective call of this Checkpointer.
         """
+        check_argument_names(arguments, function="Checkpointer.save_async")
         self.wait()
-        arguments = SaveArguments(
-            model,
-            optimizer,
-            master_weights,
-            parts,
-            extra,
-            rank_extra,
-            layout,
-            step,
-            metrics,
-            attach,
-        )
-        with gc_paused:
-            return self._start_async(
-                path, arguments, options=options, lazy=lazy, after_commit=after_commit, on_end=None
-            )
+        return self._start_async(path, arguments, lazy=lazy, after_commit=after_commit, on_end=None)
 
     def _start_async(
         self,
         path: Path,
         arguments: SaveArguments,
         *,
-        options: SaveOptions | None,
         lazy: bool,
         after_commit: Callable[[SaveReport], object] | None,
         on_end: Callable[[], object] | None,
     ) -> PendingSave:
-        options = options or self._options
-        storage, name, request = self._build_request(path, arguments, options, BACKGROUND)
-        lazy_optimizers = (
-            list(
-                {
-                    id(optimizer): optimizer
-                    for optimizer in (
-                        *as_optimizers(arguments.optimizer),
-                        *as_optimizers(arguments.master_weights),
-                    )
-                }.values()
+        optimizers: list[Optimizer] = []
+        if lazy:
+            owners = (arguments.get("optimizer"), arguments.get("master_weights"))
+            by_id = {id(opt): opt for owner in owners for opt in as_optimizers(owner)}
+            optimizers = list(by_id.values())
+        with gc_paused:
+            call = self._save_call(
+                path, arguments, BACKGROUND, lazy_optimizers=optimizers if lazy else None
             )
-            if lazy
-            else []
-        )
-        if lazy and isinstance(request, SaveRequest):
-            request = lazy_error(lazy_optimizers) or request
-        comm, timeout = self._get_comm(), options.timeout_seconds
-        topology = self._resolve_topology(storage, name, request, options)
-        staged = begin_save(
-            comm,
-            storage,
-            name,
-            request,
-            self._cache,
-            timeout_seconds=timeout,
-            lazy=lazy,
-            topology=topology,
-        )
-        self._pending = PendingSave(after_commit=after_commit, on_end=on_end)
-        self._pending.start(staged, lazy_optimizers=lazy_optimizers)
-        return self._pending
+            staged = begin_save(call, lazy=lazy)
+            self._pending = PendingSave(after_commit=after_commit, on_end=on_end)
+            self._pending.start(staged, lazy_optimizers=optimizers)
+            return self._pending
 
     def idle(self) -> bool:
-        """Whether no rank has a save in flight; the same answer on every rank, all of which call.
-        Waits for none.
-        """
+        """Collective. Whether no rank has a save in flight; does not wait for one."""
         busy = self._pending is not None and not self._pending.done()
-        return (
-            not self._get_comm()
-            .begin_collective(
-                "idle", cached=False, timeout_seconds=self._options.timeout_seconds, busy=busy
-            )
-            .any_busy
+        timeout = self._options.timeout_seconds
+        collective = self._get_comm().begin_collective(
+            "idle", cached=False, timeout_seconds=timeout, busy=busy
         )
+        return not collective.any_busy
 
     def wait(self) -> None:
-        """Returns once no save is in flight. Raises the error of the one that was, if it has not
-        been told yet.
-        """
+        """Waits until no save is in flight. Raises its error if no call has raised it yet."""
         pending = self._pending
         if pending is not None:
-            # interrupted here, it is still in flight: its buffers are no other save's
-            pending.wait()
+            pending.wait()  # an interrupted wait leaves the save in flight, with its buffers
             self._pending = None
             pending.raise_pending()
 
     @property
     def staging_nbytes(self) -> int:
-        """Host memory held for snapshots and for what ranks put together."""
-        return (
-            self._cache.snapshot_memory.nbytes
-            + self._cache.tile_buffers.nbytes
-            + self._cache.load_tile_buffers.nbytes
-        )
+        """Host memory held for snapshots and tiles, in bytes."""
+        cache = self._cache
+        tile_nbytes = cache.tile_buffers.nbytes + cache.load_tile_buffers.nbytes
+        return cache.snapshot_memory.nbytes + tile_nbytes
 
     def load(
         self,
@@ -302,51 +223,39 @@ class Checkpointer:
         strict: bool = True,
         options: LoadOptions | None = None,
     ) -> LoadReport:
-        """Fills state of any shape in place from a checkpoint: a unified folder, a Hugging Face
-        model folder, or DCP's. Every rank calls.
+        """Fills state of any shape in place from a checkpoint. Every rank calls.
 
-        Optimizer state that does not exist yet is made from the checkpoint, never by a step; what
-        the checkpoint lacks is cleared.
-        `extra`, `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were
-        saved; they are filled after the tensors.
+        `path`: a checkpoint in any format that `uc.open` reads; several folders of this node; or a
+        view that every rank has opened, which stays open. Ranks on several nodes may have a folder
+        each. What a node's disk lacks comes from other nodes, once a complete copy of one save is
+        known to exist.
 
-        Ranks on several machines may have a folder each, whole or in fragments: what is not on a
-        machine's disk comes from the others, once it is sure that a complete copy of one save is
-        there between them. `path` may name several folders of this machine, or be a checkpoint that
-        every rank has opened, which stays open.
+        The targets are as in `save`. Optimizer state that does not exist yet is created from the
+        checkpoint, never by a step; state that the checkpoint lacks is cleared. `extra` and
+        `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were saved; they
+        are filled after the tensors. `strict`: every target must be in the checkpoint and the
+        reverse.
 
         Raises MismatchError listing every name, shape and dtype that differs, IncompleteError,
-        IntegrityError or FormatError; before the first byte is written. But for an IntegrityError
-        of a digest, and a CheckpointError of an object that does not take its state: these say that
-        the target is unusable.
+        IntegrityError or FormatError before the first byte is written. Two errors come later and
+        mean that the target is unusable: an IntegrityError of a digest, and a CheckpointError of an
+        object that rejects its state.
         """
         self.wait()
         options = options or LoadOptions()
         comm, timeout = self._get_comm(), options.timeout_seconds
-        paths = (
-            []
-            if isinstance(path, SourceView)
-            else [path]
-            if isinstance(path, (str, os.PathLike))
-            else list(path)
-        )
-        title = (
-            f"an opened checkpoint ({path.format})"
-            if isinstance(path, SourceView)
-            else ", ".join(os.fspath(item) for item in paths)
-        )
-        with (
-            ExitStack() as exit_stack
-        ):  # to the end: others may read this machine's folder as long as this rank reads theirs
-            nodes = self._resolve_nodes(f"load of {title}", timeout)
-            opened = (
-                try_apply_options(path.source, options.source)
-                if isinstance(path, SourceView)
-                else None
-            )
-            source = opened or open_on_all_ranks(
-                comm, title, [self._resolve(item) for item in paths], nodes, exit_stack, options
-            )
+        # Open until the end: other ranks may read this node's folder while this rank reads theirs.
+        with ExitStack() as exit_stack:
+            if isinstance(path, SourceView):
+                title = f"an opened checkpoint ({path.format})"
+                nodes = self._resolve_nodes(f"load of {title}", timeout)
+                source = try_apply_options(path.source, options.source)
+            else:
+                paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+                title = ", ".join(os.fspath(folder) for folder in paths)
+                nodes = self._resolve_nodes(f"load of {title}", timeout)
+                resolved = [self._resolve(path) for path in paths]
+                source = open_on_all_ranks(comm, title, resolved, nodes, exit_stack, options)
             targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
             with gc_paused:
                 request = try_load_request(comm, source, targets, strict=strict, options=options)
@@ -359,36 +268,44 @@ class Checkpointer:
                 nodes=nodes,
             )
 
-    def _resolve_nodes(self, title: str, timeout_seconds: float) -> list[int]:
-        """Collective at the first load. The machine of each rank."""
-        if self._nodes is None:
-            comm, node = self._get_comm(), self._node or node_id()
-            self._nodes = (
-                gather_node_numbers(comm, title, node, timeout_seconds=timeout_seconds)
-                if comm.world > 1
-                else [0]
-            )
-        return self._nodes
+    def repair(self, path: Path) -> Reports:
+        """Repairs each node's folder of a checkpoint from the other nodes' folders.
 
-    def _build_request(
-        self, path: Path, arguments: SaveArguments, options: SaveOptions, write_policy: WritePolicy
-    ) -> tuple[LocalStorage, str, SaveRequest | Exception]:
-        """Where to, and what; or the error that this rank met, to be told to every rank in the
-        save.
+        Every rank calls and gets the reports of all nodes.
         """
+        self.wait()
+        resolved, timeout = self._resolve(path), self._options.timeout_seconds
+        nodes = self._resolve_nodes(f"repair of {resolved}", timeout)
+        return repair_across_nodes(self._get_comm(), resolved, nodes, timeout_seconds=timeout)
+
+    def _save_call(
+        self,
+        path: Path,
+        arguments: SaveArguments,
+        write_policy: WritePolicy,
+        *,
+        lazy_optimizers: Sequence[Optimizer] | None = None,
+    ) -> SaveCall:
+        """Builds the request and resolves the topology. An error in the request goes to all ranks.
+
+        `lazy_optimizers`: the optimizers whose step waits for a lazy save.
+        """
+        comm, options = self._get_comm(), arguments.get("options") or self._options
         storage, name = LocalStorage("/"), ""
+        request: SaveRequest | Exception
         try:
-            storage, name = self._locate(path, write_policy)
-            return (
-                storage,
-                name,
-                replace(
-                    save_request(self._get_comm(), arguments, options),
-                    is_step_path=isinstance(path, StepPath),
-                ),
-            )
+            parent, name = ensure_parent(self._resolve(path))
+            storage = LocalStorage(parent, write_policy=write_policy)
+            request = save_request(comm, arguments, options)
+            request = replace(request, is_step_path=isinstance(path, StepPath))
+            if lazy_optimizers is not None:
+                request = lazy_error(lazy_optimizers) or request
         except Exception as error:
-            return storage, name, error
+            request = error
+        topology = self._resolve_topology(storage, name, request, options)
+        return SaveCall(
+            comm, storage, name, request, self._cache, options.timeout_seconds, topology
+        )
 
     def _resolve_topology(
         self,
@@ -397,37 +314,41 @@ class Checkpointer:
         request: SaveRequest | Exception,
         options: SaveOptions,
     ) -> Topology | None:
-        """Collective at the first save to a folder. The ranks that see it with this one, None where
-        all do, on one machine.
-        """
+        """Collective at the first save to a folder. None if all ranks are on one node."""
         comm, timeout = self._get_comm(), options.timeout_seconds
         if comm.world == 1:
             return None
         if storage.root not in self._topologies:
-            title, terms = f"save to {storage.path(name)}", {"first to this folder": True}
             collective = comm.begin_collective(
-                title, cached=False, timeout_seconds=timeout, arguments=terms
+                f"save to {storage.path(name)}",
+                cached=False,
+                timeout_seconds=timeout,
+                arguments={"first to this folder": True},
             )
-            with collective.step("machines"):
+            with collective.step("probe-topology"):
                 if isinstance(request, Exception):
                     raise request
-                probe = probe_topology(
-                    collective,
-                    storage,
-                    self._node or node_id(),
-                    block_nbytes=options.write_alignment,
-                )
-            with collective.step("land"):
-                same_probe = [
-                    topology for other, topology in self._topologies.values() if other == probe
-                ]
-                self._topologies[storage.root] = (
-                    probe,
-                    same_probe[0]
-                    if same_probe
-                    else connect_topology(comm, probe, timeout_seconds=timeout),
-                )
+                node, block_nbytes = self._node or node_id(), options.write_alignment
+                probe = probe_topology(collective, storage, node, block_nbytes=block_nbytes)
+            with collective.step("connect-topology"):
+                connected = [known for known in self._topologies.values() if known[0] == probe]
+                if connected:
+                    self._topologies[storage.root] = connected[0]
+                else:
+                    topology = connect_topology(comm, probe, timeout_seconds=timeout)
+                    self._topologies[storage.root] = probe, topology
         return self._topologies[storage.root][1]
+
+    def _resolve_nodes(self, title: str, timeout_seconds: float) -> list[int]:
+        """Collective at the first load. The node of each rank."""
+        if self._nodes is None:
+            comm, node = self._get_comm(), self._node or node_id()
+            self._nodes = [0]
+            if comm.world > 1:
+                self._nodes = gather_node_numbers(
+                    comm, title, node, timeout_seconds=timeout_seconds
+                )
+        return self._nodes
 
     def _get_comm(self) -> comms.Comm:
         if self._comm is None:
@@ -437,54 +358,39 @@ class Checkpointer:
     def _resolve(self, path: Path) -> str:
         return absolute_path(os.fspath(path), root=self._root)
 
-    def _locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:
-        parent, name = ensure_parent(self._resolve(path))
-        return LocalStorage(parent, write_policy=write_policy), name
 
-    def repair(self, path: Path) -> Reports:
-        """Mends each machine's folder of a checkpoint from the other machines'. Every rank calls,
-        and gets the reports of all machines.
-        """
-        self.wait()
-        resolved, timeout = self._resolve(path), self._options.timeout_seconds
-        return repair_across_nodes(
-            self._get_comm(),
-            resolved,
-            self._resolve_nodes(f"repair of {resolved}", timeout),
-            timeout_seconds=timeout,
-        )
-
-
-def save(path: Path, *, group: dist.ProcessGroup | None = None, **arguments: Any) -> SaveReport:
-    """One-shot form of `Checkpointer.save`, which takes the same arguments."""
+def save(
+    path: Path, *, group: dist.ProcessGroup | None = None, **arguments: Unpack[SaveArguments]
+) -> SaveReport:
+    """One-shot form of `Checkpointer.save`, with the same arguments."""
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.save(path, **arguments)
 
 
 def save_async(
-    path: Path, *, group: dist.ProcessGroup | None = None, **arguments: Any
+    path: Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    lazy: bool = False,
+    after_commit: Callable[[SaveReport], object] | None = None,
+    **arguments: Unpack[SaveArguments],
 ) -> PendingSave:
-    """One-shot form of `Checkpointer.save_async`. Its buffers go with the save: for more than one,
-    a Checkpointer keeps them.
+    """One-shot form of `Checkpointer.save_async`, with the same arguments.
+
+    Its buffers are released when the save ends; a Checkpointer keeps them for the next one.
     """
+    check_argument_names(arguments, function="save_async")
     checkpointer = Checkpointer(group=group)
-    options, lazy, after_commit = (
-        arguments.pop("options", None),
-        arguments.pop("lazy", False),
-        arguments.pop("after_commit", None),
-    )
     try:
-        save_arguments = SaveArguments(**arguments)
         return checkpointer._start_async(
             path,
-            save_arguments,
-            options=options,
+            arguments,
             lazy=lazy,
             after_commit=after_commit,
             on_end=checkpointer._release,
         )
     except BaseException:
-        if checkpointer._pending is None:  # else its end does it
+        if checkpointer._pending is None:  # else the end of the save releases it
             checkpointer._release()
         raise
 
@@ -495,14 +401,14 @@ def load(
     group: dist.ProcessGroup | None = None,
     **arguments: Any,
 ) -> LoadReport:
-    """One-shot form of `Checkpointer.load`, which takes the same arguments."""
+    """One-shot form of `Checkpointer.load`, with the same arguments."""
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.load(path, **arguments)
 
 
-# uc.open, never imported bare
+# Called as uc.open; never import it bare.
 def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # noqa: A001
-    """A checkpoint in any format, lazily: no process group, nothing read but what is asked for.
+    """Opens a checkpoint in any format lazily, without a process group: data is read when indexed.
 
     Raises NotFoundError, FormatError or IncompleteError.
     """
@@ -512,11 +418,10 @@ def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # 
 def verify(
     path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
-    """Checks that every byte is there: files, sizes, headers; with `deep` every digest. Problems
-    are in the report.
+    """Checks that all files are there with the right sizes and headers; `deep` also checks digests.
 
-    Raises NotFoundError or FormatError where there is no checkpoint to check. `progress` is called
-    with bytes checked.
+    Problems are in the report. Raises NotFoundError or FormatError if there is no checkpoint to
+    check. `progress` is called with the bytes of each check.
     """
     try:
         source = open_path(os.fspath(path), lock=True)

@@ -18,7 +18,7 @@ import unified_ckpt as uc
 from tests.support.oracles import Array, filled, part_of
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.save.job import SaveCache
+from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.runtime.comm.comm import Comm
@@ -151,12 +151,14 @@ def save_case(case: Case, root: Path, **options: object) -> Writes:
     def act(comm: Comm) -> None:
         kept = SaveCache()
         save(
-            comm,
-            Recorded(root, writes, comm.rank),
-            NAME,
-            request_of(case.state(comm.rank), **options),
-            kept,
-            timeout_seconds=SECONDS,
+            SaveCall(
+                comm,
+                Recorded(root, writes, comm.rank),
+                NAME,
+                request_of(case.state(comm.rank), **options),
+                kept,
+                SECONDS,
+            )
         )
         kept.tile_buffers.close()
 

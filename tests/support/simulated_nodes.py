@@ -23,7 +23,7 @@ from unified_ckpt import api
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.load import request
 from unified_ckpt.engine.load.load import LoadRequest
-from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.engine.save.request import SaveArguments, SaveRequest
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
@@ -42,19 +42,20 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `State` may be given as the model: tensors by any rule, which no Layout could name."""
     save_request, load_request = api.save_request, request.load_request
 
-    def to_save(comm: Comm, what: Any, options: uc.SaveOptions) -> SaveRequest:
-        if not isinstance(what.model, FlatState):
+    def to_save(comm: Comm, what: SaveArguments, options: uc.SaveOptions) -> SaveRequest:
+        state: Any = what.get("model")
+        if not isinstance(state, FlatState):
             return save_request(comm, what, options)
         return SaveRequest(
-            what.model,
-            what.extra,
-            what.rank_extra,
+            state,
+            what.get("extra"),
+            what.get("rank_extra"),
             None,
             set(),
             {},
-            what.step,
-            what.metrics or {},
-            what.attach,
+            what.get("step"),
+            what.get("metrics") or {},
+            what.get("attach"),
             options,
         )
 

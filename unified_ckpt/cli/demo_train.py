@@ -142,7 +142,7 @@ def train_step(job: TrainingJob, tokens: Tensor) -> float:
 
 
 def save(job: TrainingJob, folder: Path, step: int) -> dict[str, Any]:
-    def attach(staging: Path) -> None:
+    def attach(staging: str) -> None:
         job.model.config.save_pretrained(staging)
         job.tokenizer.save_pretrained(staging)
 

@@ -288,7 +288,8 @@ def _check_disjoint(source_path: str, target_path: str) -> None:
     real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
     common = os.path.commonpath([real_source, real_target])
     if real_source != real_target and (
-        common == real_target or (common == real_source and read_manifest_at(source_path) is not None)
+        common == real_target
+        or (common == real_source and read_manifest_at(source_path) is not None)
     ):
         raise StorageError(
             f"{target_path}: target and source ({source_path}) contain one another; choose a "

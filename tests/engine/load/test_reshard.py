@@ -39,7 +39,7 @@ from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.load.load import LoadReport, LoadRequest, load
 from unified_ckpt.engine.save import save as save_module
-from unified_ckpt.engine.save.job import SaveCache
+from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.format.renames import Renames, Rule
 from unified_ckpt.runtime.comm.collective import Collective
@@ -344,12 +344,14 @@ def test_tiles_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def act(comm: Comm) -> None:
         kept = SaveCache()
         save(
-            comm,
-            LocalStorage(str(root)),
-            "tiles",
-            request_of(case.state(comm.rank)),
-            kept,
-            timeout_seconds=SECONDS,
+            SaveCall(
+                comm,
+                LocalStorage(str(root)),
+                "tiles",
+                request_of(case.state(comm.rank)),
+                kept,
+                SECONDS,
+            )
         )
         plans.append(kept.plan)
 
@@ -437,14 +439,7 @@ def save_states(
         kept = SaveCache()
         for number, turn in enumerate(states):
             request = request_of(turn[comm.rank], **options)
-            save(
-                comm,
-                LocalStorage(str(root)),
-                f"turn-{number}",
-                request,
-                kept,
-                timeout_seconds=SECONDS,
-            )
+            save(SaveCall(comm, LocalStorage(str(root)), f"turn-{number}", request, kept, SECONDS))
 
     return list(try_ranks(len(states[0]), act))
 
@@ -559,9 +554,9 @@ def test_a_save_that_fails_does_not_spoil_the_plan(tmp_path: Path, planned: list
             request = request_of(case.state(comm.rank))
             if (tmp_path / name).exists():
                 with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
-                    save(comm, storage, name, request, kept, timeout_seconds=SECONDS)
+                    save(SaveCall(comm, storage, name, request, kept, SECONDS))
             else:
-                save(comm, storage, name, request, kept, timeout_seconds=SECONDS)
+                save(SaveCall(comm, storage, name, request, kept, SECONDS))
 
     run_ranks(2, act)
     assert sorted(planned) == [0, 1]

@@ -55,8 +55,8 @@ from tests.support.reshard_cases import (
 from unified_ckpt.core.planning import save_plan
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.save import snapshot as snapshot_module
-from unified_ckpt.engine.save.job import SaveCache
 from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
 from unified_ckpt.engine.save.save import begin_save, save
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.runtime.comm import collective
@@ -228,16 +228,11 @@ def check_any(case: Case) -> None:
         def act(comm: Comm) -> None:
             kept, state = SaveCache(), case.state(comm.rank)
             save(
-                comm,
-                LocalStorage(str(roots[0])),
-                NAME,
-                request_of(state),
-                kept,
-                timeout_seconds=SECONDS,
+                SaveCall(comm, LocalStorage(str(roots[0])), NAME, request_of(state), kept, SECONDS)
             )
             storage = Recorded(roots[1], writes, comm.rank)
             staged = begin_save(
-                comm, storage, NAME, request_of(state), kept, timeout_seconds=SECONDS, lazy=False
+                SaveCall(comm, storage, NAME, request_of(state), kept, SECONDS), lazy=False
             )
             staged.copy()
             for part in state.tensors:

@@ -15,7 +15,7 @@ import torch
 import unified_ckpt as uc
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
-from unified_ckpt.engine.save.job import SaveCache
+from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.errors import RankError
@@ -109,7 +109,7 @@ def save_step(
             chosen,
         )
         try:
-            save(comm, storages(comm.rank), name, request, kept, timeout_seconds=SECONDS)
+            save(SaveCall(comm, storages(comm.rank), name, request, kept, SECONDS))
         finally:
             kept.tile_buffers.close()
 

@@ -311,7 +311,7 @@ def test_the_second_save_plans_nothing(
         monkeypatch.setattr(module, attribute, call)
 
     counted(save_module, "make_plan", "plan")
-    counted(save_module, "island_rules", "rules")
+    counted(save_module, "local_shardings", "rules")
 
     def act(comm: Comm) -> list[int]:
         keys = []

@@ -224,7 +224,9 @@ def resolve_copy_if_exists(
     storage: LocalStorage, target: PublishTarget, *, save_id: str
 ) -> Manifest | None:
     """`resolve_if_exists` for a copy of save `save_id`, which stays where it is there already."""
-    manifest = read_manifest(storage, target.name) if storage.kind(target.name) == "folder" else None
+    manifest = (
+        read_manifest(storage, target.name) if storage.kind(target.name) == "folder" else None
+    )
     if manifest is not None and manifest.save_id == save_id:
         return manifest
     return resolve_if_exists(storage, target)

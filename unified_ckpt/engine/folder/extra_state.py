@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Writes state beside tensors: JSON trees for the manifest, and one file for blobs that JSON cannot hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 @dataclass(slots=True)
 class NonTensorState:
-    """What is not tensors of a part, put together from the ranks. `groups`: as in `FlatOptimizer`."""
+    """The state beside tensors, merged from all ranks. `groups` are those of `FlatOptimizer`."""
 
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class NonTensorState:
 
 @dataclass(frozen=True, slots=True)
 class EncodedExtra:
-    """Trees for the manifest, and the file that holds what JSON cannot."""
+    """Encoded trees for the manifest; `file` is the record of the blob file, if there is one."""
 
     extra: Any
     modules: Any
@@ -35,7 +35,7 @@ class EncodedExtra:
 def write_extra(
     storage: LocalStorage, folder: str, extra: Any, non_tensor_state: NonTensorState
 ) -> EncodedExtra:
-    """Rank 0 only. FormatError naming the path of what cannot be stored."""
+    """On rank 0: encodes the state and writes its blobs. FormatError for a value that cannot be stored."""
     extra_tree, blobs_by_name = codec.encode(extra, "extra")
     modules, more_blobs = codec.encode(non_tensor_state.modules, "modules")
     blobs_by_name.update(more_blobs)

@@ -1,10 +1,9 @@
-"""TODO docstring."""
+"""Writes the manifest, the last file of a folder, which makes the folder a checkpoint."""
 
 from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from unified_ckpt.engine.folder.backup import attached_files
 from unified_ckpt.format import names
@@ -13,15 +12,17 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fsync: bool) -> None:
-    """The last file. It names the files that the engine did not write: what appears later is the
-    user's.
+    """Writes the manifest. It lists the files present that the engine did not write.
+
+    Files that appear later are the user's and stay when the checkpoint is replaced.
     """
     manifest = manifest.model_copy(update={"attached": attached_files(storage, folder, manifest)})
     storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest), fsync=fsync)
 
 
 def versions() -> dict[str, str]:
-    package_versions: dict[str, Any] = {"python": platform.python_version()}
+    """The versions of Python, this package, torch and safetensors."""
+    package_versions = {"python": platform.python_version()}
     for package in ("unified-ckpt", "torch", "safetensors"):
         try:
             package_versions[package] = version(package)

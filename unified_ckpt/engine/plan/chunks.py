@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Chunks: the unit in which a rank writes and digests the bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Iterator
 
 from unified_ckpt.format import digests
 
-CHUNK_NBYTES = (
-    4 << 20
-)  # of one write: a whole number of digest blocks, small enough to stay in the cache between CRC and copy
+# Bytes of one write: whole digest blocks, small enough to stay in the CPU cache between CRC and copy.
+CHUNK_NBYTES = 4 << 20
 
-
-BlockCrcs = list[tuple[int, digests.BlockCrc]]  # (row number in the group, piece)
+BlockCrcs = list[tuple[int, digests.BlockCrc]]  # (index of the tensor in its group, CRC)
 
 
 def chunks(start: int, stop: int, *, nbytes: int = CHUNK_NBYTES) -> Iterator[tuple[int, int]]:
-    """[start, stop) cut at multiples of `nbytes`."""
+    """Splits the range [start, stop) at multiples of `nbytes`."""
     while start < stop:
         boundary = min((start // nbytes + 1) * nbytes, stop)
         yield start, boundary

@@ -1,8 +1,7 @@
-"""Ranks tell each other what they hold: each distinct table once, through the store; rank 0 tells
-each its holder groups.
+"""Exchanges tensor declarations: rank 0 learns who holds what, and every rank which groups it is in.
 
-Rank 0 alone sees all names. Another rank gets what concerns its own table: O(its tensors), however
-many ranks there are.
+Equal tables of declarations are sent once. Only rank 0 sees all names; another rank receives what
+concerns its own table, which grows with its tensors and not with the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 
 @dataclass(frozen=True, slots=True)
 class Declarations:
-    """What rank 0 knows after the announcements. `ranks_by_table`: table id -> its ranks,
-    ascending.
-    """
+    """All declarations, on rank 0: the distinct tables by id, and the ranks of each, ascending."""
 
     tables: Mapping[str, Sequence[TensorDecl]]
     ranks_by_table: Mapping[str, Sequence[int]]
@@ -38,7 +35,7 @@ class Declarations:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A holder group as its members know it. `group_info`: what rank 0 says of the group."""
+    """A holder group as its members know it; `group_info` is what rank 0 published with it."""
 
     index: int
     holders: tuple[int, ...]
@@ -47,7 +44,7 @@ class Membership:
 
 
 def encode_with_id(decls: Sequence[TensorDecl]) -> tuple[str, bytes]:
-    """A name that equal tables share, and the table's bytes."""
+    """The id of a table, which equal tables share, and its encoding."""
     body = encode_table(decls)
     return hashlib.sha256(body).hexdigest()[:32], body
 
@@ -55,71 +52,68 @@ def encode_with_id(decls: Sequence[TensorDecl]) -> tuple[str, bytes]:
 def gather_distinct(
     collective: Collective, key: str, body: bytes
 ) -> tuple[list[str], dict[str, bytes]]:
-    """Every rank's words to rank 0, equal ones sent once. Returns, there: the name of what each
-    rank said, and the words by name.
+    """Gathers one value per rank on rank 0; equal values are sent once.
+
+    Returns there the digest of each rank's value, and the values by digest.
     """
-    digest = hashlib.sha256(body).hexdigest()[:32]
-    if collective.add(f"{key}/{digest}") == 1:
-        collective.put(f"{key}-of/{digest}", body)
-    digests = [
-        encoded.decode()
-        for encoded in collective.collect(
-            key, digest.encode(), dst=0, ranks=range(collective.world)
-        )
-    ]
-    return digests, {
-        digest: collective.get(f"{key}-of/{digest}") for digest in dict.fromkeys(digests)
-    }
+    own_digest = hashlib.sha256(body).hexdigest()[:32]
+    if collective.add(f"{key}/{own_digest}") == 1:
+        collective.put(f"{key}-body/{own_digest}", body)
+    ranks = range(collective.world)
+    collected = collective.collect(key, own_digest.encode(), dst=0, ranks=ranks)
+    digests = [digest.decode() for digest in collected]
+    distinct = dict.fromkeys(digests)
+    return digests, {digest: collective.get(f"{key}-body/{digest}") for digest in distinct}
 
 
 def gather_declarations(
     collective: Collective, decls: Sequence[TensorDecl]
 ) -> tuple[str, Declarations | None]:
-    """Every rank's table goes to rank 0. Returns the name of this rank's, and the census there,
-    None elsewhere.
+    """Gathers every rank's table on rank 0.
+
+    Returns the id of this rank's table, and on rank 0 all declarations.
     """
-    local_id, encoded = encode_with_id(decls)
-    table_ids, bodies = gather_distinct(collective, "table", encoded)
+    own_id, body = encode_with_id(decls)
+    table_ids, bodies = gather_distinct(collective, "table", body)
     if collective.rank != 0:
-        return local_id, None
+        return own_id, None
     ranks_by_table: dict[str, list[int]] = {}
-    for rank, name in enumerate(table_ids):
-        ranks_by_table.setdefault(name, []).append(rank)
+    for rank, table_id in enumerate(table_ids):
+        ranks_by_table.setdefault(table_id, []).append(rank)
     ordered = sorted(decls, key=sort_key)
-    return local_id, Declarations(
-        {
-            name: ordered if name == local_id else decode_table(encoded)
-            for name, encoded in bodies.items()
-        },
-        ranks_by_table,
-    )
+    tables = {
+        table_id: ordered if table_id == own_id else decode_table(body)
+        for table_id, body in bodies.items()
+    }
+    return own_id, Declarations(tables, ranks_by_table)
 
 
 def check_layout_rules(
     collective: Collective, layout: Layout | None, matched_rules: Collection[str]
 ) -> None:
-    """Collective. LayoutError on rank 0 for a Layout rule that matches nothing on any rank: a typo
-    saves slices as whole tensors.
+    """Collective. LayoutError on rank 0 for a Layout rule that matches no tensor on any rank.
+
+    A typo in a rule would save slices as whole tensors.
     """
-    local_rules = {
+    report = {
         "rules": sorted(layout.rules) if layout else [],
         "matched": sorted(matched_rules),
     }
-    _, bodies = gather_distinct(collective, "rules", json.dumps(local_rules).encode())
-    reports = [json.loads(encoded) for encoded in bodies.values()]
-    unmatched = {rule for report in reports for rule in report["rules"]} - {
-        rule for report in reports for rule in report["matched"]
-    }
+    _, bodies = gather_distinct(collective, "layout-rules", json.dumps(report).encode())
+    reports = [json.loads(body) for body in bodies.values()]
+    rules = {rule for report in reports for rule in report["rules"]}
+    unmatched = rules - {rule for report in reports for rule in report["matched"]}
     if unmatched:
         raise LayoutError(
-            f"Layout rule(s) {', '.join(map(repr, sorted(unmatched)))} match no tensor on any rank; needed a match for each"
+            f"Layout: rule(s) {', '.join(map(repr, sorted(unmatched)))} match no tensor on any "
+            "rank; correct or remove them"
         )
 
 
 def group_holders(
     group: HolderGroup, ranks_by_table: Mapping[str, Sequence[int]]
 ) -> tuple[int, ...]:
-    """The ranks whose tables name the group's tensors, ascending."""
+    """The ranks that hold the group's tensors, ascending."""
     return tuple(sorted(rank for table_id in group.table_ids for rank in ranks_by_table[table_id]))
 
 
@@ -129,43 +123,33 @@ def publish_groups(
     groups: Sequence[HolderGroup],
     group_infos: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Rank 0 only: tells the ranks of each table which groups its rows are in; `group_infos` goes
-    along, one for each group.
-    """
-    _publish_memberships(
-        collective,
-        groups,
-        _encode_memberships(declarations.tables, groups, group_infos),
-        declarations.ranks_by_table,
-        prefix="",
-    )
+    """On rank 0: publishes the groups of each table's tensors, with one `group_info` per group."""
+    memberships = _encode_memberships(declarations.tables, groups, group_infos)
+    ranks_by_table = declarations.ranks_by_table
+    _publish_memberships(collective, groups, memberships, ranks_by_table, prefix="")
 
 
 def publish_groups_by_node(
     collective: Collective, declarations: Declarations, nodes: Sequence[int]
 ) -> None:
-    """`publish` of the groups of each machine's ranks, told of as "<machine>/": what they want they
-    read together, whatever others do.
+    """On rank 0: publishes groups of the ranks of each node, under the prefix "<node>/".
 
-    Groups follow from the tables of a machine, in the order of its ranks: found once for all
-    machines that are alike in that.
+    A node reads together what its ranks want, whatever other nodes do. The groups follow from the
+    tables of the node in the order of its ranks, and are computed once for nodes that are alike.
     """
-    ranks_by_table_by_node: dict[int, dict[str, list[int]]] = {}
+    ranks_by_table_of_node: dict[int, dict[str, list[int]]] = {}
     for table_id, ranks in declarations.ranks_by_table.items():
         for rank in ranks:
-            ranks_by_table_by_node.setdefault(nodes[rank], {}).setdefault(table_id, []).append(rank)
+            ranks_by_table_of_node.setdefault(nodes[rank], {}).setdefault(table_id, []).append(rank)
     groups_by_order: dict[tuple[str, ...], tuple[list[HolderGroup], dict[str, bytes]]] = {}
-    for node, ranks_by_table in ranks_by_table_by_node.items():
+    for node, ranks_by_table in ranks_by_table_of_node.items():
         order = tuple(sorted(ranks_by_table, key=lambda table_id: ranks_by_table[table_id][0]))
         if order not in groups_by_order:
             tables = {table_id: declarations.tables[table_id] for table_id in order}
-            groups = group_tables(
-                tables, {table_id: [index] for index, table_id in enumerate(order)}
-            )
-            groups_by_order[order] = (
-                groups,
-                _encode_memberships(tables, groups, [{} for _ in groups]),
-            )
+            positions = {table_id: [index] for index, table_id in enumerate(order)}
+            groups = group_tables(tables, positions)
+            memberships = _encode_memberships(tables, groups, [{} for _ in groups])
+            groups_by_order[order] = groups, memberships
         _publish_memberships(collective, *groups_by_order[order], ranks_by_table, prefix=f"{node}/")
         collective.heartbeat()
 
@@ -175,18 +159,17 @@ def _encode_memberships(
     groups: Sequence[HolderGroup],
     group_infos: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes]:
-    """By table, as JSON: the number of each group that it is in, which of its rows those are, and
-    the note.
-    """
-    entries: dict[str, list[object]] = {name: [] for name in tables}
+    """By table, as JSON: the index of each of its groups, the table's tensors in it, and the info."""
+    entries: dict[str, list[object]] = {table_id: [] for table_id in tables}
     index_by_decl = {
-        name: {decl: index for index, decl in enumerate(decls)} for name, decls in tables.items()
+        table_id: {decl: index for index, decl in enumerate(decls)}
+        for table_id, decls in tables.items()
     }
     for group, group_info in zip(groups, group_infos, strict=True):
-        for name in group.table_ids:
-            decl_indices = sorted(index_by_decl[name][decl] for decl in group.decls)
-            entries[name].append([group.index, _to_spans(decl_indices), group_info])
-    return {name: _encode_json(document) for name, document in entries.items()}
+        for table_id in group.table_ids:
+            decl_indices = sorted(index_by_decl[table_id][decl] for decl in group.decls)
+            entries[table_id].append([group.index, _to_spans(decl_indices), group_info])
+    return {table_id: _encode_line(entry) for table_id, entry in entries.items()}
 
 
 def _publish_memberships(
@@ -197,43 +180,43 @@ def _publish_memberships(
     *,
     prefix: str,
 ) -> None:
-    """Tells the ranks of each table its `memberships`, and before them who holds those groups."""
-    holders: dict[str, list[object]] = {name: [] for name in memberships}
+    """Publishes the memberships of each table, preceded by its reporter and the holders of its groups."""
+    holders: dict[str, list[object]] = {table_id: [] for table_id in memberships}
     for group in groups:
         spans = _to_spans(group_holders(group, ranks_by_table))
-        for name in group.table_ids:
-            holders[name].append(spans)
-    for name, document in memberships.items():
-        collective.put(
-            f"groups/{prefix}{name}",
-            _encode_json([ranks_by_table[name][0], holders[name]]) + b"\n" + document,
-        )
+        for table_id in group.table_ids:
+            holders[table_id].append(spans)
+    for table_id, body in memberships.items():
+        line = _encode_line([ranks_by_table[table_id][0], holders[table_id]])
+        collective.put(f"groups/{prefix}{table_id}", line + b"\n" + body)
 
 
-def _encode_json(document: object) -> bytes:
-    return json.dumps(document, separators=(",", ":")).encode()  # in one line
+def _encode_line(document: object) -> bytes:
+    """JSON in one line."""
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def read_memberships(
     collective: Collective, table_id: str, decls: Sequence[TensorDecl], *, prefix: str = ""
 ) -> tuple[list[Membership], bool]:
-    """The groups that this rank's rows are in, by index, as rank 0 published them; and whether this
-    rank speaks for its table.
-    `table_id`: its name; `prefix`: whose, where there are several censuses."""
+    """The groups of this rank's table as rank 0 published them, by index.
+
+    Also returns whether this rank is the reporter of its table. `prefix` is that of
+    `publish_groups_by_node`.
+    """
     ordered = sorted(decls, key=sort_key)
-    (reporter, holders), groups = map(
-        json.loads, collective.get(f"groups/{prefix}{table_id}").split(b"\n")
-    )
-    members = [
+    body = collective.get(f"groups/{prefix}{table_id}")
+    (reporter, holders), groups = map(json.loads, body.split(b"\n"))
+    memberships = [
         Membership(
             index,
             tuple(_from_spans(ranks)),
-            tuple(ordered[i] for i in _from_spans(decl_spans)),
+            tuple(ordered[decl_index] for decl_index in _from_spans(decl_spans)),
             group_info,
         )
         for ranks, (index, decl_spans, group_info) in zip(holders, groups, strict=True)
     ]
-    return members, reporter == collective.rank
+    return memberships, reporter == collective.rank
 
 
 def _to_spans(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,6 +1,4 @@
-"""A save's plan: what this rank writes where, and on rank 0 what the index and the manifest will
-say. Made once for a layout.
-"""
+"""Makes a save's plan, once per layout: what this rank writes where, and on rank 0 the index and manifest records."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ PlanKey = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file of a group: its name and size, its header and who writes it, and the first byte of
-    each row (by number in the group).
+    """A file of a group: its size in bytes, its header, and the rank that writes the header.
+
+    `offsets` are the first bytes of the tensors in the file, by index in the group.
     """
 
     name: str
@@ -53,8 +52,10 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One holder group, seen by a member. `digest_start`: where the group's digests begin in the
-    digest file, in bytes.
+    """The plan of one holder group for one member.
+
+    `file_by_decl` maps the index of a tensor in the group to the index of its file. `digest_start`
+    is the first byte of the group's section in the digest file.
     """
 
     index: int
@@ -68,14 +69,16 @@ class GroupPlan:
 
     @property
     def leader(self) -> int:
-        """The member that joins the group's digests."""
+        """The member that combines the group's digests."""
         return self.holders[0]
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """What rank 0 knows of the whole save. `digest_sections`: (lead, bytes in the digest file) of
-    each group, in file order.
+    """The plan of the whole save, on rank 0.
+
+    `weight_maps` and `records` are by part and file. `digest_sections` are (leader, bytes) of each
+    group in the order of the digest file. `reporters` are the ranks that report non-tensor state.
     """
 
     weight_maps: Mapping[str, Mapping[str, str]]
@@ -87,15 +90,13 @@ class GlobalPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files of the parts and of the digests."""
-        files = sum(
-            record.nbytes for records in self.records.values() for record in records.values()
-        )
+        """Bytes of all part files and of the digest file."""
+        files = sum(file.nbytes for records in self.records.values() for file in records.values())
         return files + len(self.digest_header) + sum(nbytes for _, nbytes in self.digest_sections)
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of all indexes, for ASCII names."""
+        """Bytes of all indexes, if names are ASCII."""
         return sum(
             len(name) + len(file) + 12
             for weight_map in self.weight_maps.values()
@@ -105,9 +106,12 @@ class GlobalPlan:
 
 @dataclass(slots=True)
 class SavePlan:
-    """`is_reporter`: whether this rank tells what is not tensors for the ranks of its table.
-    `nbytes`: tensor bytes of the checkpoint.
-    `replicas_checked`: at this layout, once."""
+    """One rank's plan.
+
+    `global_plan` is set on rank 0. `is_reporter`: this rank reports non-tensor state for the ranks
+    with its table. `nbytes` counts tensor bytes of the checkpoint. `replicas_checked`: replicas
+    were compared since the plan was made.
+    """
 
     plan_key: PlanKey
     groups: list[GroupPlan]
@@ -118,48 +122,45 @@ class SavePlan:
 
 
 def make_plan_key(
-    parts: Sequence[LocalTensor], *, rank: int, world: int, max_file_bytes: int
+    tensors: Sequence[LocalTensor], *, rank: int, world: int, max_file_bytes: int
 ) -> PlanKey:
-    """Equal for two saves that one plan serves: the same rows, the same memory form, the same place
-    in the world.
-    """
+    """A key that is equal for two saves that can share a plan: same declarations, memory and rank."""
     memory_forms = tuple(
-        (part.decl, part.local.dtype, part.local.stride(), part.local.device) for part in parts
+        (tensor.decl, tensor.local.dtype, tensor.local.stride(), tensor.local.device)
+        for tensor in tensors
     )
     return memory_forms, rank, world, max_file_bytes
 
 
 def make_plan(
     collective: Collective,
-    parts: Sequence[LocalTensor],
+    tensors: Sequence[LocalTensor],
     *,
     layout: Layout | None,
     matched_rules: set[str],
     max_file_bytes: int,
     plan_key: PlanKey,
 ) -> SavePlan:
-    """Collective. LayoutError or MismatchError on every rank where the ranks' claims do not add up.
-    `plan_key`: the fingerprint.
+    """Collective. Plans a save from the declarations of all ranks.
+
+    LayoutError or MismatchError on every rank if the claims do not add up to whole tensors.
     """
-    decls = [part.decl for part in parts]
-    all_group_files, digest_header = list[GroupFiles](), b""
-    with collective.step("census"):
+    decls = [tensor.decl for tensor in tensors]
+    all_files, digest_header = list[GroupFiles](), b""
+    with collective.step("exchange-declarations"):
         check_layout_rules(collective, layout, matched_rules)
         table_id, declarations = gather_declarations(collective, decls)
         if declarations is not None:
-            all_group_files, digest_header = list_group_files(
-                checked_groups(declarations), declarations, max_file_bytes=max_file_bytes
+            holder_groups = checked_groups(declarations)
+            all_files, digest_header = list_group_files(
+                holder_groups, declarations, max_file_bytes=max_file_bytes
             )
-            publish_groups(
-                collective,
-                declarations,
-                [group_files.group for group_files in all_group_files],
-                [group_files.group_info for group_files in all_group_files],
-            )
-    members, is_reporter = read_memberships(collective, table_id, decls)
+            group_infos = [files.group_info for files in all_files]
+            publish_groups(collective, declarations, holder_groups, group_infos)
+    memberships, is_reporter = read_memberships(collective, table_id, decls)
     groups = [
         plan_group(membership, rank=collective.rank, max_file_bytes=max_file_bytes)
-        for membership in members
+        for membership in memberships
     ]
     led_files = {
         file.name: (file.nbytes, f"{digests.crc(file.header_bytes):016x}")
@@ -171,18 +172,11 @@ def make_plan(
         collective.put(f"files/{collective.rank}", json.dumps(led_files).encode())
     if declarations is None:
         return SavePlan(plan_key, groups, None, is_reporter, int(collective.get("nbytes")))
-    leaders = {group_files.holders[0] for group_files in all_group_files}
-    records = {
-        name: file_records
-        for leader in leaders
-        for name, file_records in json.loads(collective.get(f"files/{leader}")).items()
-    }
-    global_plan = build_global_plan(
-        all_group_files,
-        records,
-        digest_header,
-        [ranks[0] for ranks in declarations.ranks_by_table.values()],
-    )
+    records: dict[str, tuple[int, str]] = {}
+    for leader in {files.holders[0] for files in all_files}:
+        records |= json.loads(collective.get(f"files/{leader}"))
+    reporters = [ranks[0] for ranks in declarations.ranks_by_table.values()]
+    global_plan = build_global_plan(all_files, records, digest_header, reporters)
     nbytes = sum(global_plan.part_nbytes.values())
     collective.put("nbytes", str(nbytes).encode())
     return SavePlan(plan_key, groups, global_plan, is_reporter, nbytes)
@@ -190,8 +184,10 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class GroupFiles:
-    """A group as rank 0 sees it. `group_info`: number of its first file in each part, how many each
-    part has, where its digests begin.
+    """The files of one group, on rank 0.
+
+    `group_info` has, by part, the number of its first file ("first") and how many files the part
+    has ("count"); and the first byte of its section in the digest file ("digests").
     """
 
     group: HolderGroup
@@ -203,38 +199,33 @@ class GroupFiles:
 def list_group_files(
     groups: Sequence[HolderGroup], declarations: Declarations, *, max_file_bytes: int
 ) -> tuple[list[GroupFiles], bytes]:
-    """Numbers the files of all groups, and gives each group its place in the digest file, whose
-    header is the second value.
-    """
+    """Numbers the files of all groups and places their digests; also returns the digest file's header."""
     counts: dict[str, int] = {}
     digest_header = _digest_header(groups)
     digest_start = len(digest_header)
-    all_group_files = []
+    all_files = []
     for group in groups:
         holders = group_holders(group, declarations.ranks_by_table)
         files = plan_files(group.decls, holders=holders, max_file_bytes=max_file_bytes)
-        first_numbers = {
-            part: counts.get(part, 0) for part in {planned_file.part for planned_file in files}
-        }
-        all_group_files.append(
-            GroupFiles(group, holders, files, {"first": first_numbers, "digests": digest_start})
-        )
+        first = {part: counts.get(part, 0) for part in {file.part for file in files}}
+        group_info: dict[str, Any] = {"first": first, "digests": digest_start}
+        all_files.append(GroupFiles(group, holders, files, group_info))
         digest_start += _digest_nbytes(group.decls)
         for file in files:
             counts[file.part] = counts.get(file.part, 0) + 1
-    for group_files in all_group_files:
-        group_files.group_info["count"] = {
-            part: counts[part] for part in group_files.group_info["first"]
-        }
-    return all_group_files, digest_header
+    for group_files in all_files:
+        group_info = group_files.group_info
+        group_info["count"] = {part: counts[part] for part in group_info["first"]}
+    return all_files, digest_header
 
 
 def checked_groups(declarations: Declarations) -> list[HolderGroup]:
-    """The holder groups of a census whose claims add up."""
-    check_consistent(declarations.tables, declarations.ranks_by_table)
-    groups = group_tables(declarations.tables, declarations.ranks_by_table)
+    """The holder groups. LayoutError or MismatchError if their claims do not add up."""
+    tables, ranks_by_table = declarations.tables, declarations.ranks_by_table
+    check_consistent(tables, ranks_by_table)
+    groups = group_tables(tables, ranks_by_table)
     for group in groups:
-        check_complete(group, group_holders(group, declarations.ranks_by_table))
+        check_complete(group, group_holders(group, ranks_by_table))
     return groups
 
 
@@ -252,84 +243,78 @@ def _digest_header(groups: Sequence[HolderGroup]) -> bytes:
 
 
 def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> GroupPlan:
-    """A member's plan: headers, and what it moves. Cost: its rows and holders."""
-    plans = plan_files(membership.decls, holders=membership.holders, max_file_bytes=max_file_bytes)
+    """One member's plan of a group. Its cost grows with the group's tensors and holders."""
+    decls, holders = membership.decls, membership.holders
+    plans = plan_files(decls, holders=holders, max_file_bytes=max_file_bytes)
     files = [_plan_file(membership, plan) for plan in plans]
     rank_io, tile_nbytes = plan_writes(
-        membership.decls,
-        holders=membership.holders,
+        decls,
+        holders=holders,
         files=plans,
         header_nbytes={index: len(file.header_bytes) for index, file in enumerate(files)},
         rank=rank,
     )
-    file_of = {number: index for index, plan in enumerate(plans) for number in plan.decl_indices}
-    digest_start = membership.group_info["digests"]
     return GroupPlan(
-        membership.index,
-        membership.holders,
-        membership.decls,
-        tuple(files),
-        file_of,
-        rank_io,
-        tile_nbytes,
-        digest_start,
+        index=membership.index,
+        holders=holders,
+        decls=decls,
+        files=tuple(files),
+        file_by_decl={
+            decl_index: index
+            for index, plan in enumerate(plans)
+            for decl_index in plan.decl_indices
+        },
+        rank_io=rank_io,
+        tile_nbytes=tile_nbytes,
+        digest_start=membership.group_info["digests"],
     )
 
 
-def _file_name(part: str, number: int, group_info: Mapping[str, Any]) -> str:
-    return names.file_name(
-        part, number=group_info["first"][part] + number + 1, count=group_info["count"][part]
-    )
+def _file_name(plan: FilePlan, group_info: Mapping[str, Any]) -> str:
+    number = group_info["first"][plan.part] + plan.number + 1
+    return names.file_name(plan.part, number=number, count=group_info["count"][plan.part])
 
 
 def _plan_file(membership: Membership, plan: FilePlan) -> PlannedFile:
-    """The file's header, and where each tensor begins: the one place where a byte offset of a saved
-    tensor is computed.
+    """Encodes the header, which fixes the byte offset of every tensor in the file.
+
+    This is the only place where the offset of a saved tensor is computed.
     """
     index_by_fqn = {membership.decls[index].fqn: index for index in plan.decl_indices}
-    items = [
-        (decl.fqn, decl.spec.dtype, file_shape(decl.spec.dtype, decl.spec.shape))
-        for decl in (membership.decls[index] for index in plan.decl_indices)
-    ]
+    specs = {fqn: membership.decls[index].spec for fqn, index in index_by_fqn.items()}
+    items = [(fqn, spec.dtype, file_shape(spec.dtype, spec.shape)) for fqn, spec in specs.items()]
     header_bytes, entries = header.encode_header(header.file_order(items))
-    starts = {index_by_fqn[fqn]: entry.start for fqn, entry in entries.items()}
-    nbytes = max((entry.stop for entry in entries.values()), default=len(header_bytes))
     return PlannedFile(
-        _file_name(plan.part, plan.number, membership.group_info),
-        plan.part,
-        nbytes,
-        header_bytes,
-        plan.writer,
-        starts,
+        name=_file_name(plan, membership.group_info),
+        part=plan.part,
+        nbytes=max((entry.stop for entry in entries.values()), default=len(header_bytes)),
+        header_bytes=header_bytes,
+        writer=plan.writer,
+        offsets={index_by_fqn[fqn]: entry.start for fqn, entry in entries.items()},
     )
 
 
 def build_global_plan(
-    all_group_files: Sequence[GroupFiles],
+    all_files: Sequence[GroupFiles],
     records: Mapping[str, tuple[int, str]],
     digest_header: bytes,
     reporters: Sequence[int],
 ) -> GlobalPlan:
-    """What the index and the manifest need. `records`: file -> (bytes, CRC of the header)."""
+    """Collects what indexes and manifest need. `records`: (bytes, header CRC) by file."""
     weight_maps: dict[str, dict[str, str]] = {}
     part_nbytes: dict[str, int] = {}
     records_by_part: dict[str, dict[str, FileRecord]] = {}
-    for group_files in all_group_files:
+    for group_files in all_files:
         for plan in group_files.files:
-            name = _file_name(plan.part, plan.number, group_files.group_info)
+            part, name = plan.part, _file_name(plan, group_files.group_info)
             nbytes, crc = records[name]
-            records_by_part.setdefault(plan.part, {})[name] = FileRecord(
-                nbytes=nbytes, header_crc=crc
-            )
-            decls = [group_files.group.decls[number] for number in plan.decl_indices]
-            weight_maps.setdefault(plan.part, {}).update((decl.fqn, name) for decl in decls)
-            part_nbytes[plan.part] = part_nbytes.get(plan.part, 0) + sum(
-                decl.spec.nbytes for decl in decls
-            )
-    sections = [
-        (group_files.holders[0], _digest_nbytes(group_files.group.decls))
-        for group_files in all_group_files
-    ]
+            record = FileRecord(nbytes=nbytes, header_crc=crc)
+            records_by_part.setdefault(part, {})[name] = record
+            decls = [group_files.group.decls[index] for index in plan.decl_indices]
+            weight_maps.setdefault(part, {}).update((decl.fqn, name) for decl in decls)
+            tensor_nbytes = sum(decl.spec.nbytes for decl in decls)
+            part_nbytes[part] = part_nbytes.get(part, 0) + tensor_nbytes
+    sections = [(files.holders[0], _digest_nbytes(files.group.decls)) for files in all_files]
     return GlobalPlan(
         weight_maps, part_nbytes, records_by_part, digest_header, sections, sorted(reporters)
     )

@@ -1,4 +1,4 @@
-"""Moves the bytes of one group into its files: headers, and what this rank writes alone."""
+"""Writes the headers and extents of one rank: bytes of a group that no other rank writes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ from unified_ckpt.runtime.torch_state.tensors import (
     copy_slabs_to_tile,
 )
 
-ContiguousWrite = tuple[
-    str, int, list[memoryview]
-]  # a file, and buffers that follow each other in it from a byte on
+ContiguousWrite = tuple[str, int, list[memoryview]]  # file, offset, adjacent buffers
 
 
 class QueuedWriter:
-    """Positional writes of one rank, one chunk ahead of the caller, who digests the next meanwhile.
+    """Positional writes of one rank on an I/O thread, one chunk ahead of the caller.
 
-    `hurry`: tell the disk to begin at once. `ranks`: that keep a core of this machine busy.
+    With `writeback_early`, the kernel is asked to flush each write at once. `busy_ranks` is the
+    number of ranks on this node that keep a core busy. `on_progress` is called with each write.
     """
 
     def __init__(
@@ -43,11 +42,8 @@ class QueuedWriter:
         busy_ranks: int,
         on_progress: Callable[[], None],
     ) -> None:
-        self._file_writer, self._writeback_early, self._on_progress = (
-            file_writer,
-            writeback_early,
-            on_progress,
-        )
+        self._file_writer, self._writeback_early = file_writer, writeback_early
+        self._on_progress = on_progress
         self._io_thread = IOThread(ranks=busy_ranks)
         self._pending: list[Future[None]] = []
 
@@ -59,8 +55,9 @@ class QueuedWriter:
         *,
         exclusive_range: tuple[int, int] | None = None,
     ) -> Future[None]:
-        """Queues a write; the buffers must stay as they are until it is done. `exclusive_range`:
-        bytes of the file around them that are this rank's too, and nobody else's.
+        """Queues a write at byte `start`; the buffers must not change until the future is done.
+
+        `exclusive_range`: a byte range of the file around them that only this rank writes.
         """
         return self._queue(partial(self._write, file, start, buffers, exclusive_range))
 
@@ -88,23 +85,25 @@ class QueuedWriter:
         exclusive_range: tuple[int, int] | None,
     ) -> None:
         self._file_writer.write_at(file, start, buffers, exclusive_range=exclusive_range)
-        if self._writeback_early:  # the disk works while we write on: a third off a durable save
+        if self._writeback_early:  # the disk works meanwhile: a durable save takes a third less
             self._file_writer.start_flush(file, start, sum(len(buffer) for buffer in buffers))
 
     def drain(self) -> None:
-        """Returns once everything queued is written."""
+        """Waits until everything queued is written."""
         while self._pending:
             self._pending.pop(0).result()
 
     def resize(self, file: str, nbytes: int) -> None:
+        """Creates the file with this length."""
         self._file_writer.resize(file, nbytes)
 
     def close(self) -> None:
+        """Stops the I/O thread."""
         self._io_thread.close()
 
 
 def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
-    """Makes the files whose header is this rank's, at their full length."""
+    """Creates the files whose header this rank writes, at their full length."""
     for file in group.files:
         if file.writer == rank:
             writer.resize(file.name, file.nbytes)
@@ -112,10 +111,11 @@ def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
 
 
 def write_extents(
-    group: GroupPlan, parts: Sequence[LocalTensor], writer: QueuedWriter, *, rank: int
+    group: GroupPlan, tensors: Sequence[LocalTensor], writer: QueuedWriter, *, rank: int
 ) -> BlockCrcs:
-    """What the rank writes alone; files in an order turned by rank, so that ranks meet in a file as
-    little as may be.
+    """Writes this rank's extents of the group; `tensors` are those of `group.decls`.
+
+    Ranks start at different files so that few of them write to one file at a time.
     """
     block_crcs: BlockCrcs = []
     ring = BufferRing()
@@ -123,52 +123,43 @@ def write_extents(
 
     def file_position(extent: Extent) -> tuple[int, int]:
         file_index = group.file_by_decl[extent.decl_index]
-        return (file_index - rotation) % len(group.files), group.files[file_index].offsets[
-            extent.decl_index
-        ] + extent.start
+        offset = group.files[file_index].offsets[extent.decl_index] + extent.start
+        return (file_index - rotation) % len(group.files), offset
 
     for extent in sorted(group.rank_io.extents, key=file_position):
-        file = group.files[group.file_by_decl[extent.decl_index]]
-        part = parts[extent.decl_index]
-        if not part.local.is_contiguous():
-            part = LocalTensor(part.decl, as_contiguous(part.local))
-        tensor_offset = file.offsets[extent.decl_index]
-        exclusive_range = tensor_offset + extent.start, tensor_offset + extent.stop
+        decl_index = extent.decl_index
+        file = group.files[group.file_by_decl[decl_index]]
+        tensor = tensors[decl_index]
+        if not tensor.local.is_contiguous():
+            tensor = LocalTensor(tensor.decl, as_contiguous(tensor.local))
+        offset = file.offsets[decl_index]
+        exclusive_range = offset + extent.start, offset + extent.stop
         for start, stop in chunks(extent.start, extent.stop):
             local_offset = extent.local_offset + start - extent.start
-            if part.is_stored_bytes:
-                view = as_bytes(part.local)[local_offset : local_offset + stop - start]
-                writer.write(
-                    file.name, tensor_offset + start, [view], exclusive_range=exclusive_range
-                )
+            if tensor.is_stored_bytes:
+                view = as_bytes(tensor.local)[local_offset : local_offset + stop - start]
             else:
-                view = ring.stage(part, local_offset, stop - start)
-                ring.set_in_use(
-                    writer.write(
-                        file.name, tensor_offset + start, [view], exclusive_range=exclusive_range
-                    )
-                )
-            block_crcs.extend(
-                (extent.decl_index, block_crc)
-                for block_crc in digests.block_crcs(view, start=start)
-            )
+                view = ring.stage(tensor, local_offset, stop - start)
+            write = writer.write(file.name, offset + start, [view], exclusive_range=exclusive_range)
+            if not tensor.is_stored_bytes:
+                ring.set_in_use(write)
+            block_crcs += [(decl_index, crc) for crc in digests.block_crcs(view, start=start)]
     writer.drain()
     return block_crcs
 
 
 class BufferRing:
-    """Two host buffers, used in turn, for bytes that memory does not hold as the file does: on a
-    device, or to be cast.
-    """
+    """Two host buffers, used in turn, for bytes on a device or in another dtype than on disk."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
         self._writes: list[Future[None] | None] = [None] * SLOTS
         self._slot = 0
 
-    def stage(self, part: LocalTensor, offset: int, nbytes: int) -> memoryview:
-        """Bytes [local, +nbytes) of the part, counted in the dtype on disk. Valid until the
-        buffer's turn comes again.
+    def stage(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
+        """Copies bytes [offset, offset + nbytes) of the tensor, counted in the stored dtype.
+
+        Waits for the write that still uses the buffer. The view is valid until the second next call.
         """
         self._slot = (self._slot + 1) % SLOTS
         if len(self._buffers) < SLOTS:
@@ -179,17 +170,17 @@ class BufferRing:
         if write is not None:
             write.result()
         buffer = self._buffers[self._slot][:nbytes]
-        element_nbytes = itemsize(part.decl.spec.dtype)
+        element_nbytes = itemsize(tensor.decl.spec.dtype)
         copy_slabs_to_tile(
             buffer,
-            part,
+            tensor,
             SCALAR_BOXES,
-            outer_ndim=part.local.dim(),
+            outer_ndim=tensor.local.dim(),
             first_slab=offset // element_nbytes,
             count=nbytes // element_nbytes,
         )
         return as_bytes(buffer)
 
     def set_in_use(self, write: Future[None]) -> None:
-        """The buffer of the last `stage` is in use until this write is done."""
+        """Reserves the buffer of the last `stage` until this write is done."""
         self._writes[self._slot] = write

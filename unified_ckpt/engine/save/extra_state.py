@@ -1,6 +1,4 @@
-"""What a checkpoint holds beside the parts: what is said of modules and optimizers, the caller's
-`extra`, and each rank's own.
-"""
+"""Collects what a save stores beside tensors: `extra`, `rank_extra`, and the state of modules and optimizers."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer
 
 @dataclass(frozen=True, slots=True)
 class ExtraState:
-    """What the caller gave beside tensors. `rank_extra`: packed, or empty. `objects`: the labels of
-    this rank's objects.
+    """The caller's `extra` and `rank_extra`, the latter encoded or empty.
+
+    `objects` are the labels of this rank's objects with a `state_dict`.
     """
 
     extra: Any
@@ -32,37 +31,29 @@ class ExtraState:
 
 
 def encode_extra(extra: Any, rank_extra: Any, *, is_first: bool, freeze: bool) -> ExtraState:
-    """FormatError naming the path, before anything is written, for what cannot be stored. `freeze`:
-    copy what the caller may change.
+    """Replaces objects by their states. FormatError naming the path of a value that cannot be stored.
 
-    Objects give their state on every rank, for their own calls may be collective; of `extra` only
-    the `is_first` rank's is kept.
+    `state_dict` is called on every rank because it may be collective. Only the first rank's `extra`
+    is kept; `freeze` copies it, as the caller may change it.
     """
-    objects = tuple(
-        named.label
-        for named in (
-            *stateful_objects(extra, "extra"),
-            *stateful_objects(rank_extra, "rank_extra"),
-        )
-    )
-    extra, rank_extra = (
-        replace_with_states(extra, "extra"),
-        replace_with_states(rank_extra, "rank_extra"),
-    )
+    objects = (*stateful_objects(extra, "extra"), *stateful_objects(rank_extra, "rank_extra"))
+    labels = tuple(named.label for named in objects)
+    extra = replace_with_states(extra, "extra")
+    rank_extra = replace_with_states(rank_extra, "rank_extra")
     if not is_first:
         extra = None
     elif freeze:
         extra = codec.unpack(codec.pack(extra, "extra"), "extra")
     else:
         codec.encode(extra, "extra")
-    return ExtraState(
-        extra, b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra"), objects
-    )
+    encoded = b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra")
+    return ExtraState(extra, encoded, labels)
 
 
 def encode_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
-    """What this rank says for all ranks that hold the same tensors. `with_optimizer`: whether the
-    optimizer is stored at all.
+    """The state beside tensors, which one rank reports for all ranks with the same tensors.
+
+    `with_optimizer`: whether the optimizer is stored.
     """
     optimizer = state.optimizer if with_optimizer else FlatOptimizer()
     return codec.pack(
@@ -78,13 +69,14 @@ def encode_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
 
 
 def merge_non_tensor_state(states: Sequence[bytes]) -> NonTensorState:
-    """Joins what the speakers said: groups with equal options become one, in the order in which
-    they were first named.
+    """Merges the reported states.
+
+    Param groups with equal options become one; groups keep the order of their first appearance.
     """
     merged = NonTensorState()
-    by_options: dict[bytes, dict[str, Any]] = {}
-    for encoded in states:
-        state = codec.unpack(encoded, "state")
+    groups_by_key: dict[bytes, dict[str, Any]] = {}
+    for body in states:
+        state = codec.unpack(body, "state")
         for part, aliases in state["aliases"].items():
             merged.aliases.setdefault(part, {}).update(aliases)
         merged.modules.update(state["modules"])
@@ -92,76 +84,62 @@ def merge_non_tensor_state(states: Sequence[bytes]) -> NonTensorState:
         merged.has_optimizer |= state["optimizer"]
         groups_of_rank: dict[bytes, dict[str, Any]] = {}
         for index, group in enumerate(state["groups"]):
-            # Groups of one rank stay apart even where their options are equal now.
+            # Groups of one rank stay separate even if their options are equal now.
+            options = group["options"]
+            duplicates = sum(other["options"] == options for other in state["groups"][:index])
             kinds = {kind: group.get(kind) for kind in ("optimizer", "masters")}
-            key = codec.pack(
-                [
-                    group["options"],
-                    kinds,
-                    sum(
-                        earlier["options"] == group["options"]
-                        for earlier in state["groups"][:index]
-                    ),
-                ],
-                "options",
-            )
-            groups_of_rank[key] = group
+            groups_of_rank[codec.pack([options, kinds, duplicates], "options")] = group
         for key, group in groups_of_rank.items():
-            joined = by_options.setdefault(key, {**group, "names": []})
-            joined_names = set(joined["names"])
-            joined["names"].extend(fqn for fqn in group["names"] if fqn not in joined_names)
-    merged.groups = list(by_options.values())
+            merged_group = groups_by_key.setdefault(key, {**group, "names": []})
+            merged_names = set(merged_group["names"])
+            merged_group["names"].extend(fqn for fqn in group["names"] if fqn not in merged_names)
+    merged.groups = list(groups_by_key.values())
     return merged
 
 
 def write_rank_extra(
-    collective: Collective, file_writer: FileWriter, packed: bytes
+    collective: Collective, file_writer: FileWriter, encoded: bytes
 ) -> RankExtraFile | None:
-    """Collective. Each rank's value to its place in one file; returns its record on rank 0, None
-    where no rank has one.
+    """Collective. Writes each rank's `rank_extra` to its place in one file.
+
+    Returns the file's record on rank 0, None if no rank has any.
     """
-    entries = collective.collect(
+    world = collective.world
+    summaries = collective.collect(
         "rank-extra",
-        json.dumps([len(packed), digests.crc(packed)]).encode(),
+        json.dumps([len(encoded), digests.crc(encoded)]).encode(),
         dst=0,
-        ranks=range(collective.world),
+        ranks=range(world),
     )
     record = None
     if collective.rank == 0:
-        sizes = [json.loads(entry) for entry in entries]
-        total = sum(nbytes for nbytes, _ in sizes)
-        sections = [
-            ("crcs", "U64", (collective.world,)),
-            ("offsets", "U64", (collective.world + 1,)),
-        ]
+        entries = [json.loads(summary) for summary in summaries]  # (bytes, CRC) of each rank
+        total = sum(nbytes for nbytes, _ in entries)
+        sections = [("crcs", "U64", (world,)), ("offsets", "U64", (world + 1,))]
         header_bytes, _ = header.encode_header([*sections, ("blobs", "U8", (total,))])
         offsets = [0]
-        for nbytes, _ in sizes:
+        for nbytes, _ in entries:
             offsets.append(offsets[-1] + nbytes)
-        table = struct.pack(
-            f"<{collective.world + len(offsets)}Q", *(crc for _, crc in sizes), *offsets
-        )
-        for rank in range(collective.world):
-            collective.put(
-                f"rank-extra-at/{rank}",
-                str(len(header_bytes) + len(table) + offsets[rank] if total else -1).encode(),
-            )
+        crcs = [crc for _, crc in entries]
+        table = struct.pack(f"<{world + len(offsets)}Q", *crcs, *offsets)
+        blobs_start = len(header_bytes) + len(table)
+        for rank in range(world):
+            start = blobs_start + offsets[rank] if total else -1
+            collective.put(f"rank-extra-start/{rank}", str(start).encode())
         if total:
             file_writer.write_at(names.RANK_EXTRA, 0, [memoryview(header_bytes), memoryview(table)])
-            streams = [
-                (digests.crc(header_bytes + table), len(header_bytes) + len(table)),
-                *((crc, nbytes) for nbytes, crc in sizes),
-            ]
-            crc, nbytes = digests.combine_all(streams)
+            table_crc = digests.crc(header_bytes + table)
+            blobs = [(crc, nbytes) for nbytes, crc in entries]
+            crc, nbytes = digests.combine_all([(table_crc, blobs_start), *blobs])
             record = RankExtraFile(
                 file=names.RANK_EXTRA,
                 nbytes=nbytes,
                 header_crc=f"{digests.crc(header_bytes):016x}",
                 crc=f"{crc:016x}",
-                world_size=collective.world,
-                table_crc=f"{digests.crc(header_bytes + table):016x}",
+                world_size=world,
+                table_crc=f"{table_crc:016x}",
             )
-    start = int(collective.get(f"rank-extra-at/{collective.rank}"))
-    if packed and start >= 0:
-        file_writer.write_at(names.RANK_EXTRA, start, [memoryview(packed)])
+    start = int(collective.get(f"rank-extra-start/{collective.rank}"))
+    if encoded and start >= 0:
+        file_writer.write_at(names.RANK_EXTRA, start, [memoryview(encoded)])
     return record

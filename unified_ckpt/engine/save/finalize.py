@@ -1,20 +1,22 @@
-"""The proof: block digests joined from all writers, the indexes, and the manifest, which is written
-last.
-"""
+"""Completes a staging folder: digest file, indexes, extra files, and the manifest as the last file."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from unified_ckpt.engine.folder.extra_state import EncodedExtra, NonTensorState
-from unified_ckpt.engine.folder.manifest import versions
+from unified_ckpt.engine.folder import commit
+from unified_ckpt.engine.folder.extra_state import write_extra
+from unified_ckpt.engine.folder.manifest import versions, write_manifest
 from unified_ckpt.engine.plan.chunks import BlockCrcs
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
-from unified_ckpt.errors import IntegrityError
-from unified_ckpt.format import digests, index, names
+from unified_ckpt.engine.save.extra_state import merge_non_tensor_state
+from unified_ckpt.engine.save.planned_save import PlannedSave
+from unified_ckpt.errors import IntegrityError, StorageError
+from unified_ckpt.format import codec, digests, index, names
 from unified_ckpt.format.manifest import (
     DigestFile,
     IndexFile,
@@ -35,8 +37,9 @@ def write_digests(
     crcs_by_group: Sequence[BlockCrcs],
     global_plan: GlobalPlan | None,
 ) -> DigestFile | None:
-    """Collective. Each group's lead joins what its members digested and writes it at its place;
-    returns the record on rank 0.
+    """Collective. Each group's leader combines the CRCs of its members and writes its section.
+
+    Returns the record of the digest file on rank 0.
     """
     for group, local_crcs in zip(groups, crcs_by_group, strict=True):
         if group.leader != collective.rank:
@@ -48,35 +51,23 @@ def write_digests(
             )
     for group, local_crcs in zip(groups, crcs_by_group, strict=True):
         if group.leader == collective.rank:
-            packed_crcs = collective.collect(
+            collected = collective.collect(
                 f"digests/{group.index}", b".", dst=group.leader, ranks=group.holders
             )
-            remote_packed = [packed[1:] for packed in packed_crcs]
-            section = _combine_blocks(
-                group,
-                [
-                    *local_crcs,
-                    *(
-                        block_crc
-                        for packed in remote_packed
-                        for block_crc in digests.deserialize(packed)
-                    ),
-                ],
-            )
+            remote_crcs = [crc for body in collected for crc in digests.deserialize(body[1:])]
+            section = _combine_blocks(group, [*local_crcs, *remote_crcs])
             file_writer.write_at(names.DIGESTS, group.digest_start, [memoryview(section)])
-            collective.put(
-                f"section/{group.index}", json.dumps([digests.crc(section), len(section)]).encode()
-            )
+            summary = [digests.crc(section), len(section)]
+            collective.put(f"section/{group.index}", json.dumps(summary).encode())
     if global_plan is None:
         return None
-    file_writer.write_at(names.DIGESTS, 0, [memoryview(global_plan.digest_header)])
+    header = global_plan.digest_header
+    file_writer.write_at(names.DIGESTS, 0, [memoryview(header)])
     sections = [
         json.loads(collective.get(f"section/{index}"))
         for index in range(len(global_plan.digest_sections))
     ]
-    crc, nbytes = digests.combine_all(
-        [(digests.crc(global_plan.digest_header), len(global_plan.digest_header)), *sections]
-    )
+    crc, nbytes = digests.combine_all([(digests.crc(header), len(header)), *sections])
     return DigestFile(
         file=names.DIGESTS,
         algorithm=digests.ALGORITHM,
@@ -87,86 +78,129 @@ def write_digests(
 
 
 def _combine_blocks(group: GroupPlan, block_crcs: BlockCrcs) -> bytes:
-    """The digests of all blocks of the group's tensors, row by row. IntegrityError where a byte was
-    digested twice or never.
+    """The digests of all blocks of the group's tensors, tensor by tensor.
+
+    IntegrityError if a byte was digested twice or never.
     """
     crcs_by_decl: dict[int, list[digests.BlockCrc]] = {}
-    for n, block_crc in block_crcs:
-        crcs_by_decl.setdefault(n, []).append(block_crc)
+    for decl_index, block_crc in block_crcs:
+        crcs_by_decl.setdefault(decl_index, []).append(block_crc)
     blocks: list[int] = []
-    for number, decl in enumerate(group.decls):
+    for decl_index, decl in enumerate(group.decls):
         complete, partial = digests.combine_blocks(
-            crcs_by_decl.get(number, ()), nbytes=decl.spec.nbytes
+            crcs_by_decl.get(decl_index, ()), nbytes=decl.spec.nbytes
         )
         count = digests.block_count(decl.spec.nbytes)
         if partial or len(complete) != count:
             raise IntegrityError(
-                f"{decl.part}:{decl.fqn}: {count - len(complete)} of {count} blocks were not written whole; this is a bug"
+                f"{decl.part}:{decl.fqn}: {count - len(complete)} of {count} blocks "
+                "were not written whole; this is a bug"
             )
-        blocks.extend(complete[index] for index in range(count))
+        blocks.extend(complete[block] for block in range(count))
     return struct.pack(f"<{len(blocks)}Q", *blocks)
 
 
-def write_indexes(
-    storage: LocalStorage, folder: str, global_plan: GlobalPlan
-) -> dict[str, IndexFile]:
-    """One index for each part, also for a part of one file; the records by part."""
-    records = {}
-    for part, weight_map in global_plan.weight_maps.items():
-        encoded = index.encode_index(
-            total_size=global_plan.part_nbytes[part], weight_map=weight_map
-        )
-        storage.put(f"{folder}/{names.index_name(part)}", encoded, fsync=False)
-        records[part] = IndexFile.from_bytes(encoded)
-    return records
-
-
-def make_manifest(
+def finalize(
+    planned: PlannedSave,
+    staging_dir: commit.StagingDir,
     *,
-    save_id: str,
-    step: int | None,
-    seconds: float,
-    metrics: Mapping[str, float],
-    world_size: int,
-    mesh: Mapping[str, object],
-    part_names: Sequence[str],
-    omitted: Sequence[str],
-    global_plan: GlobalPlan,
-    indexes: Mapping[str, IndexFile],
-    non_tensor_state: NonTensorState,
-    extra: EncodedExtra,
-    objects: Sequence[str],
+    states: Sequence[bytes],
     digest_file: DigestFile | None,
     rank_extra: RankExtraFile | None,
-    node_group: NodeGroupRecord | None,
-) -> Manifest:
-    """The commit record. A part that was asked for and holds no tensor is named with no files."""
-    parts = {
-        part: Part(
-            files=dict(global_plan.records.get(part, {})),
-            index=indexes.get(part),
-            total_nbytes=global_plan.part_nbytes.get(part, 0),
-            aliases=non_tensor_state.aliases.get(part, {}),
-        )
-        for part in part_names
-    }
-    return Manifest(
-        save_id=save_id,
-        step=step,
+) -> None:
+    """On rank 0: writes the attached files, indexes and manifest, all that is missing but the name.
+
+    `states` are the encoded non-tensor states of all reporters.
+    """
+    request, plan, folder = planned.request, planned.plan, staging_dir.folder
+    storage, fsync = planned.call.storage, request.options.fsync
+    global_plan, commit_group = plan.global_plan, planned.commit_group
+    if global_plan is None:
+        raise AssertionError("rank 0 has the global plan")
+    if commit_group is not None:  # the folder of each node group describes the whole save
+        body = codec.pack(list(states), "states")
+        gathered = commit_group.all_gather("non-tensor-state", body)
+        states = [state for body in gathered for state in codec.unpack(body, "states")]
+    non_tensor_state = merge_non_tensor_state(states)
+    extra = write_extra(storage, folder, planned.extra_state.extra, non_tensor_state)
+    _attach(planned, folder, global_plan)
+    indexes = _write_indexes(storage, folder, global_plan)
+    if fsync:
+        synced = {file for records in global_plan.records.values() for file in records}
+        for name in sorted(set(storage.entries(folder)) - synced - {names.MARKER}):
+            storage.sync_tree(f"{folder}/{name}")
+    storage.remove_file(f"{folder}/{names.MARKER}")
+    manifest = Manifest(
+        save_id=staging_dir.save_id,
+        step=request.step,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        world_size=world_size,
-        seconds=round(seconds, 3),
-        metrics=dict(metrics),
+        world_size=planned.collective.world,
+        seconds=round(time.monotonic() - planned.call.started, 3),
+        metrics=dict(request.metrics),
         versions=versions(),
-        mesh=dict(mesh),
-        parts=parts,
-        omitted_parts=list(omitted),
+        mesh=dict(request.mesh),
+        # A requested part without tensors is named without files.
+        parts={
+            part: Part(
+                files=dict(global_plan.records.get(part, {})),
+                index=indexes.get(part),
+                total_nbytes=global_plan.part_nbytes.get(part, 0),
+                aliases=non_tensor_state.aliases.get(part, {}),
+            )
+            for part in sorted({*request.stored_part_names(), *global_plan.records})
+        },
+        omitted_parts=list(request.stored_parts.omitted),
         digests=digest_file,
         extra_file=extra.file,
         rank_extra=rank_extra,
-        node_group=node_group,
+        node_group=_node_group_record(planned),
         optimizer=extra.optimizer,
         modules=extra.modules,
         extra=extra.extra,
-        objects=list(objects),
+        objects=list(planned.extra_state.objects),
+    )
+    write_manifest(storage, folder, manifest, fsync=fsync)
+
+
+def _attach(planned: PlannedSave, folder: str, global_plan: GlobalPlan) -> None:
+    """Calls the caller's `attach`. StorageError if it changes a file of the checkpoint."""
+    storage, attach = planned.call.storage, planned.request.attach
+    if attach is None:
+        return
+    before = {name: storage.version_token(f"{folder}/{name}") for name in storage.entries(folder)}
+    attach(storage.path(folder))
+    index_names = (names.index_name(part) for part in global_plan.records)
+    for name in sorted({*before, names.MANIFEST, *index_names}):
+        if storage.version_token(f"{folder}/{name}") != before.get(name):
+            raise StorageError(
+                f"{storage.path(folder)}: `attach` changed {name}, a file of the checkpoint; "
+                "write to another name"
+            )
+
+
+def _write_indexes(
+    storage: LocalStorage, folder: str, global_plan: GlobalPlan
+) -> dict[str, IndexFile]:
+    """Writes one index per part, also where a part is one file; returns the records by part."""
+    records = {}
+    for part, weight_map in global_plan.weight_maps.items():
+        body = index.encode_index(total_size=global_plan.part_nbytes[part], weight_map=weight_map)
+        storage.put(f"{folder}/{names.index_name(part)}", body, fsync=False)
+        records[part] = IndexFile.from_bytes(body)
+    return records
+
+
+def _node_group_record(planned: PlannedSave) -> NodeGroupRecord | None:
+    """The manifest's record of this node group, None where all ranks share one folder."""
+    if planned.commit_group is None:
+        return None
+    node_group, cache = planned.commit_group.node_group, planned.call.cache
+    copy_plan = cache.copy_plan
+    return NodeGroupRecord(
+        number=node_group.number,
+        count=node_group.count,
+        ranks=list(node_group.ranks),
+        world_size=node_group.world_size,
+        totals=dict(cache.global_totals),
+        replicas=list(copy_plan.files_by_group) if copy_plan is not None else [],
     )

@@ -1,9 +1,8 @@
-"""A save by machines that do not see each other's folder: every island writes what it holds, and
-all commit together.
+"""Saves into folders that only one node group sees: every group writes what it holds, and all commit together.
 
-How data could be lost: an island gives its new checkpoint the name while another has none, and the
-older one is gone. So nothing gets its name before all islands have all on their disks, and what it
-replaces is removed only after all have theirs.
+Data could be lost if a group published its checkpoint while another has none and the older one is
+gone. So no folder is published before all groups have written and synced theirs, and what it
+replaces is removed only after all are published.
 """
 
 from __future__ import annotations
@@ -33,68 +32,64 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.error_spread import narrow
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
-LocalShardings = Mapping[
-    Key, Sharding | None
-]  # by world row: the rule within the island, None for a tensor that is stored in fragments
-GlobalTotals = Mapping[str, list[int]]  # part -> tensors and bytes of all islands
+# By key of the global declaration: the sharding within the node group, None for a tensor that the
+# group stores as shards.
+LocalShardings = Mapping[Key, Sharding | None]
+GlobalTotals = Mapping[str, list[int]]  # part -> [tensors, bytes] over all node groups
 
 
 @dataclass(frozen=True, slots=True)
 class CommitGroup:
-    """What all islands of a save do together. `collective`: of all ranks."""
+    """The node groups that commit one save together; `collective` is that of all ranks."""
 
     collective: Collective
     node_group: NodeGroup
     save_id: str
 
     def step(self, name: str) -> AbstractContextManager[None]:
-        """A step that every island gets through, or none."""
+        """A step that all node groups complete, or that fails on all of them."""
         return self.collective.step(name)
 
     def barrier(self, name: str) -> None:
-        """Returns once every island has come here; raises the error of one that has not."""
+        """Waits for all node groups. Raises the error of one that failed."""
         with self.step(name):
             pass
 
     def all_gather(self, key: str, value: bytes) -> list[bytes]:
-        """For one rank of each island, inside a phase of the island: what each of them says, by
-        number.
-        """
+        """The values of all node groups, by number. One rank of each group calls, inside a step of the group."""
         try:
             self.collective.put(f"{key}/{self.node_group.number}", b"." + value)
-            return [
-                self.collective.get(f"{key}/{number}")[1:]
-                for number in range(self.node_group.count)
-            ]
+            numbers = range(self.node_group.count)
+            return [self.collective.get(f"{key}/{number}")[1:] for number in numbers]
         except CheckpointError as error:
-            narrow(error)
+            narrow(error)  # by the groups, but not yet by the ranks of this one
             raise
 
 
 @contextmanager
 def propagating_errors(commit_group: CommitGroup | None) -> Iterator[None]:
-    """An error inside is told to all islands, and raised on all of them."""
+    """Raises an error of the block on the ranks of all node groups."""
     try:
         yield
     except BaseException as error:
         if commit_group is None:
             raise
         if not commit_group.collective.has("failed"):
-            commit_group.collective.finish_step("island", error)
+            commit_group.collective.finish_step("node-group", error)
         raise commit_group.collective.failure(error) from error
 
 
 def join_commit_group(collective: Collective, node_group: NodeGroup) -> CommitGroup:
-    """Collective over all ranks. They agree on one save id."""
-    save_id = collective.broadcast(
-        "save-id", secrets.token_hex(8).encode() if collective.rank == 0 else None
-    )
+    """Collective over all ranks. Agrees on one save id."""
+    own_id = secrets.token_hex(8).encode() if collective.rank == 0 else None
+    save_id = collective.broadcast("save-id", own_id)
     return CommitGroup(collective, node_group, save_id.decode())
 
 
 def broadcast_extra(commit_group: CommitGroup, extra_state: ExtraState) -> ExtraState:
-    """Collective over all ranks. The `extra` of rank 0 for the first rank of each island, whose
-    folder may be the one that is left.
+    """Collective over all ranks. Gives rank 0's `extra` to the first rank of each node group.
+
+    Every folder stores it, as any of them may be the one that survives.
     """
     collective, node_group = commit_group.collective, commit_group.node_group
     if collective.rank == 0:
@@ -106,23 +101,21 @@ def broadcast_extra(commit_group: CommitGroup, extra_state: ExtraState) -> Extra
 
 def check_global(
     collective: Collective,
-    parts: Sequence[LocalTensor],
+    tensors: Sequence[LocalTensor],
     *,
     layout: Layout | None,
     matched_rules: set[str],
 ) -> GlobalTotals:
-    """Collective over all ranks. LayoutError or MismatchError where their claims do not add up;
-    else what they hold between them.
+    """Collective over all ranks. Checks the claims of all ranks; returns the totals of the save.
+
+    LayoutError or MismatchError if the claims do not add up to whole tensors.
     """
-    with collective.step("world"):
+    with collective.step("check-global"):
         check_layout_rules(collective, layout, matched_rules)
-        _, declarations = gather_declarations(collective, [part.decl for part in parts])
+        _, declarations = gather_declarations(collective, [tensor.decl for tensor in tensors])
         if declarations is not None:
-            specs = {
-                decl.key: decl.spec
-                for group in checked_groups(declarations)
-                for decl in group.decls
-            }
+            groups = checked_groups(declarations)
+            specs = {decl.key: decl.spec for group in groups for decl in group.decls}
             totals: dict[str, list[int]] = {}
             for (part, _), spec in specs.items():
                 count, nbytes = totals.get(part, [0, 0])
@@ -133,82 +126,60 @@ def check_global(
 
 
 def local_shardings(
-    commit_group: CommitGroup, comm: Comm, parts: Sequence[LocalTensor]
+    commit_group: CommitGroup, comm: Comm, tensors: Sequence[LocalTensor]
 ) -> LocalShardings:
-    """Collective over the island, whose ranks `comm` has. What of their tensors it holds whole, and
-    by which rule.
-    """
-    decls, node_group = [part.decl for part in parts], commit_group.node_group
+    """Collective over the ranks of `comm`, a node group. The tensors that the group holds whole, with their sharding in it."""
+    decls, node_group = [tensor.decl for tensor in tensors], commit_group.node_group
     collective = comm.begin_collective(
-        "island",
+        "shardings of a node group",
         cached=False,
         timeout_seconds=commit_group.collective.timeout_seconds,
         parent=commit_group.collective,
     )
-    with collective.step("island"):
+    with collective.step("local-shardings"):
         table_id, declarations = gather_declarations(collective, decls)
         if declarations is not None:
             groups = group_tables(declarations.tables, declarations.ranks_by_table)
             publish_groups(collective, declarations, groups, [{} for _ in groups])
-        members, _ = read_memberships(collective, table_id, decls)
+        memberships, _ = read_memberships(collective, table_id, decls)
     shardings: dict[Key, Sharding | None] = {}
-    for membership in members:
-        global_ranks = [node_group.ranks[index] for index in membership.holders]
-        shardings.update(
-            {
-                decl.key: group_sharding(decl.sharding, global_ranks, node_group.ranks)
-                for decl in membership.decls
-            }
-        )
+    for membership in memberships:
+        holders = [node_group.ranks[index] for index in membership.holders]
+        for decl in membership.decls:
+            shardings[decl.key] = group_sharding(decl.sharding, holders, node_group.ranks)
     return shardings
 
 
 def localize(
-    parts: Sequence[LocalTensor],
+    tensors: Sequence[LocalTensor],
     shardings: LocalShardings,
     node_group: NodeGroup,
     *,
     group_rank: int,
 ) -> list[LocalTensor]:
-    """A rank's parts as its island stores them: whole tensors by the island's rule, of the others a
-    fragment for each box.
+    """The tensors as the node group stores them: whole ones with the group's sharding, others as one shard per box.
+
+    `group_rank` is this rank's index in the group.
     """
     localized: list[LocalTensor] = []
-    for part in parts:
-        decl, sharding = part.decl, shardings[part.decl.key]
+    for tensor in tensors:
+        decl, local = tensor.decl, tensor.local
+        part, shape, sharding = decl.part, decl.spec.shape, shardings[decl.key]
         if sharding is not None:
-            if (
-                sharding.position(group_rank) is not None
-            ):  # else it has a piece of a copy that the island does not hold whole
-                localized.append(
-                    LocalTensor(TensorDecl(decl.part, decl.fqn, decl.spec, sharding), part.local)
-                )
+            # A rank without a position holds a part of a replica that is not whole in the group.
+            if sharding.position(group_rank) is not None:
+                whole = TensorDecl(part, decl.fqn, decl.spec, sharding)
+                localized.append(LocalTensor(whole, local))
         elif decl.spec.nbytes == 0:
-            localized.append(
-                LocalTensor(
-                    TensorDecl(decl.part, decl.fqn, decl.spec, Sharding()),
-                    part.local.new_empty(decl.spec.shape),
-                )
-            )
+            empty = TensorDecl(part, decl.fqn, decl.spec, Sharding())
+            localized.append(LocalTensor(empty, local.new_empty(shape)))
         else:
-            for box, local in decl.sharding.boxes(node_group.ranks[group_rank], decl.spec.shape):
-                shard = part.local[
-                    tuple(
-                        slice(start, start + size)
-                        for start, size in zip(local.offsets, local.shape, strict=True)
-                    )
-                ]
+            for box, local_box in decl.sharding.boxes(node_group.ranks[group_rank], shape):
                 if box.numel:
+                    name = shard_name(decl.fqn, box, shape)
                     spec = TensorSpec(decl.spec.dtype, box.shape)
-                    localized.append(
-                        LocalTensor(
-                            TensorDecl(
-                                decl.part + SHARD_SUFFIX,
-                                shard_name(decl.fqn, box, decl.spec.shape),
-                                spec,
-                                Sharding(),
-                            ),
-                            shard,
-                        )
-                    )
-    return sorted(localized, key=lambda part: part.decl.key)
+                    shard = TensorDecl(part + SHARD_SUFFIX, name, spec, Sharding())
+                    starts = zip(local_box.offsets, local_box.shape, strict=True)
+                    slices = tuple(slice(start, start + size) for start, size in starts)
+                    localized.append(LocalTensor(shard, local[slices]))
+    return sorted(localized, key=lambda tensor: tensor.decl.key)

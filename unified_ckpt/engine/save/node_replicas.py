@@ -1,21 +1,24 @@
-"""Copies of what a machine stores, in the folders of the machines after it: as many machines may be
-lost as there are further copies.
+"""Copies what a node group stores to the folders of the groups after it; each further copy lets one more node be lost.
 
-How data could be lost: a copy is counted that is not there. (1) It is of another save, or of
-another machine. So what a machine serves must name this save and that machine. (2) Bytes are
-damaged on the way, or on the disk that they are read from: every block is compared with its digest,
-and the memory that was compared is written. (3) A copy that a crash cut off is taken for a whole
-one: the manifest of each copy is written last, after its files are on the disk. (4) The checkpoint
-gets its name before the copies are there: they are made before the gate at which all machines give
-the name. (5) What is believed to be on enough machines is not: what is counted is what the
-machines' plans store, by part and name; two fragment files are the same only if they hold the same
-fragments; and several machines that share a folder are one. (6) Orders of another layout are
-followed: they go with the plan, and are asked for anew whenever any rank has another one. (7) A
-load mixes saves: it joins copies by their save id, as any folder. Each is a test in
-tests/test_machine_copies.py.
+Data could be lost if a copy counted that is not there:
 
-A copy is a folder of its own within the checkpoint, so that whatever renames, withdraws or removes
-that does so to the copies, too.
+1. It belongs to another save or another node group. The served manifest must name this save and
+   that group.
+2. Bytes are damaged in transit or on the disk they come from. Every block is verified against its
+   digest, and the verified memory is written.
+3. A copy cut off by a crash is taken for a whole one. The manifest of each copy is written last,
+   after its files are synced.
+4. The checkpoint is published before its copies exist. They are made before the barrier at which
+   all node groups publish.
+5. Fewer nodes hold the data than believed. The plans of the groups are counted, by part and name.
+   Two shard files are equal only if they hold the same shards. Nodes that share a folder count
+   once.
+6. The copy plan of another layout is used. It is cached with the save plan, and made anew if any
+   rank has a new one.
+7. A load mixes saves. It joins copies by their save id, as it does for any folder.
+
+A copy is a folder inside the checkpoint, so it is renamed, rolled back and removed with it. The
+cases are tested in tests/engine/save/test_node_replicas.py.
 """
 
 from __future__ import annotations
@@ -42,90 +45,88 @@ from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import parse_address
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
-_FAILURE_CHECK_NBYTES = 64 << 20  # copied between two looks whether another rank has failed
+_FAILURE_CHECK_NBYTES = 64 << 20  # copied between two checks whether another rank has failed
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """What this island copies: files by the numbers of the islands that have them. Empty where
-    nobody asked for copies.
+    """The files that this node group copies, by the number of the group that stores them.
+
+    Empty if no copies are requested.
     """
 
     files_by_group: Mapping[int, Sequence[str]]
 
 
 def check_copy_count(commit_group: CommitGroup, copies: int) -> None:
-    """Collective over all islands. RankError where ranks want different numbers, or more than there
-    are islands.
-    """
-    with commit_group.step("machine-copies"):
-        expected = int(
-            commit_group.collective.broadcast("machine-copies-wanted", str(copies).encode())
-        )
+    """Collective over all node groups. RankError if ranks differ, or if there are too few groups."""
+    collective, group_count = commit_group.collective, commit_group.node_group.count
+    with commit_group.step("node-copies"):
+        expected = int(collective.broadcast("node-copies-count", str(copies).encode()))
         if expected != copies:
             raise RankError(
-                f"rank {commit_group.collective.rank} saves with machine_copies={copies}, rank 0 with {expected}; needed the same"
+                f"rank {collective.rank}: got node_copies={copies}, "
+                f"expected {expected} as on rank 0; pass the same on every rank"
             )
-        if copies > commit_group.node_group.count:
+        if copies > group_count:
             raise RankError(
-                f"machine_copies={copies}: the ranks are on {commit_group.node_group.count} machines that have a folder of their own; needed {copies} "
-                "or more of them, or fewer copies"
+                f"node_copies={copies}: got {group_count} nodes with folders of their own, "
+                f"expected {copies} or more; use more nodes or fewer copies"
             )
 
 
 def plan_copies(
     commit_group: CommitGroup, global_plan: GlobalPlan | None, *, copies: int
 ) -> CopyPlan:
-    """Collective over all islands, once for a layout. Rank 0 is told what each island stores, equal
-    words once, and tells who copies.
+    """Collective over all node groups, once per layout. Rank 0 decides which group copies what.
+
+    Groups describe equal contents only once.
     """
-    collective, number = commit_group.collective, commit_group.node_group.number
+    collective, node_group = commit_group.collective, commit_group.node_group
     if copies == 1:
         return CopyPlan({})
-    with commit_group.step("copies"):
+    numbers = range(node_group.count)
+    with commit_group.step("plan-copies"):
         if global_plan is not None:
-            unit_by_file, units = stored_units(global_plan)
-            for name, members in units.items():
-                if collective.add(f"units/{name}") == 1:
-                    collective.put(f"units-of/{name}", json.dumps(members).encode())
-            collective.put(f"holding/{number}", json.dumps(unit_by_file).encode())
+            content_by_file, units_by_content = stored_units(global_plan)
+            for content, units in units_by_content.items():
+                if collective.add(f"contents/{content}") == 1:
+                    collective.put(f"units/{content}", json.dumps(units).encode())
+            body = json.dumps(content_by_file).encode()
+            collective.put(f"stored-files/{node_group.number}", body)
         if collective.rank == 0:
-            all_unit_by_file = [
-                json.loads(collective.get(f"holding/{group_number}"))
-                for group_number in range(commit_group.node_group.count)
-            ]
-            distinct = dict.fromkeys(
-                name for unit_by_file in all_unit_by_file for name in unit_by_file.values()
-            )
-            units_of = {name: json.loads(collective.get(f"units-of/{name}")) for name in distinct}
-            for group_number, group_copies in enumerate(
-                place_replicas(all_unit_by_file, units_of, copies=copies)
-            ):
-                collective.put(f"orders/{group_number}", json.dumps(group_copies).encode())
-        received = json.loads(collective.get(f"orders/{number}"))
-    return CopyPlan({int(source): tuple(files) for source, files in received.items()})
+            stored = [json.loads(collective.get(f"stored-files/{number}")) for number in numbers]
+            contents = dict.fromkeys(content for files in stored for content in files.values())
+            units_by_content = {
+                content: json.loads(collective.get(f"units/{content}")) for content in contents
+            }
+            placements = place_replicas(stored, units_by_content, copies=copies)
+            for number, placement in enumerate(placements):
+                collective.put(f"copy-plan/{number}", json.dumps(placement).encode())
+        placement = json.loads(collective.get(f"copy-plan/{node_group.number}"))
+    return CopyPlan({int(source): tuple(files) for source, files in placement.items()})
 
 
 def stored_units(global_plan: GlobalPlan) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """What an island stores, for `spread`. Whole tensors are units of their own: machines may file
-    the same ones differently. The fragments of a file are one: they are many, and machines that
-    have the same ones are alike.
+    """What a node group stores, for `place_replicas`: the content id of each file, and the units of each content.
+
+    A whole tensor is a unit, because groups may put the same tensors into different files. All
+    shards of a file are one unit: they are many, and groups that have the same ones are alike.
     """
-    unit_by_file: dict[str, str] = {}
-    units: dict[str, list[str]] = {}
+    content_by_file: dict[str, str] = {}
+    units_by_content: dict[str, list[str]] = {}
     for part, weight_map in global_plan.weight_maps.items():
-        members: dict[str, list[str]] = {}
+        fqns_by_file: dict[str, list[str]] = {}
         for fqn, file in weight_map.items():
-            members.setdefault(file, []).append(fqn)
-        for file, fqns in members.items():
-            unit_id = _content_id([part, sorted(fqns)])
-            unit_by_file[file] = unit_id
-            units[unit_id] = (
-                [unit_id]
-                if part.endswith(SHARD_SUFFIX)
-                else [_content_id([part, fqn]) for fqn in sorted(fqns)]
-            )
-    return unit_by_file, units
+            fqns_by_file.setdefault(file, []).append(fqn)
+        for file, fqns in fqns_by_file.items():
+            content = _content_id([part, sorted(fqns)])
+            content_by_file[file] = content
+            units = [content]
+            if not part.endswith(SHARD_SUFFIX):
+                units = [_content_id([part, fqn]) for fqn in sorted(fqns)]
+            units_by_content[content] = units
+    return content_by_file, units_by_content
 
 
 def _content_id(content: object) -> str:
@@ -141,80 +142,55 @@ def replicate(
     *,
     fsync: bool,
 ) -> None:
-    """Collective over all islands, whose folders are complete but for their copies.
-    `group_collective`: the meeting of this island, whose ranks share the copying, file by file; its
-    first rank serves what others ask for.
+    """Collective over all node groups. Copies what the plan says into the finalized staging folder.
 
-    StorageError or IntegrityError on every rank of all islands where one cannot.
+    `group_collective` is that of this node group, whose ranks share the files to copy; its first
+    rank serves this group's folder. StorageError or IntegrityError on every rank of all groups if
+    one fails.
     """
-    if not copy_plan.files_by_group:
+    files_by_group = copy_plan.files_by_group
+    if not files_by_group:
         return
-    with ExitStack() as exit_stack:  # served until all are through, or one has said why it is not
+    number, count = commit_group.node_group.number, commit_group.node_group.count
+    rank, folder = group_collective.rank, staging_dir.folder
+    with ExitStack() as exit_stack:  # serves until all groups are through or one has failed
         with commit_group.step("copy"):
-            if group_collective.rank == 0:
-                exit_stack.callback(_serve(commit_group, storage, staging_dir, copy_plan).close)
-            sources = _PeerFolders(commit_group, staging_dir)
-            exit_stack.callback(sources.close)
-            if group_collective.rank == 0:
-                commit.check_free_space(
-                    storage,
-                    staging_dir,
-                    sum(
-                        _copied_nbytes(sources[number], files)
-                        for number, files in copy_plan.files_by_group.items()
-                    ),
-                )
-            commit_group.collective.get(
-                _server_key(commit_group.node_group.number)
-            )  # from here on the folders are there
-            nearest = sorted(
-                copy_plan.files_by_group,
-                key=lambda source: (
-                    (commit_group.node_group.number - source) % commit_group.node_group.count
-                ),
-            )
+            if rank == 0:
+                server = _serve(commit_group, storage, staging_dir, copy_plan)
+                exit_stack.callback(server.close)
+            peers = _PeerFolders(commit_group, staging_dir)
+            exit_stack.callback(peers.close)
+            if rank == 0:
+                nbytes = sum(_copied_nbytes(peers[n], files) for n, files in files_by_group.items())
+                commit.check_free_space(storage, staging_dir, nbytes)
+            # Set once the folders of the copies exist.
+            commit_group.collective.get(_server_key(number))
+            nearest = sorted(files_by_group, key=lambda source: (number - source) % count)
+            auxiliary = (names.DIGESTS, names.EXTRA, names.RANK_EXTRA)
             tasks = [
-                (number, file)
-                for number in nearest
-                for file in (
-                    names.DIGESTS,
-                    names.EXTRA,
-                    names.RANK_EXTRA,
-                    *copy_plan.files_by_group[number],
-                )
+                (source, file)
+                for source in nearest
+                for file in (*auxiliary, *files_by_group[source])
             ]
             on_bytes = _copy_heartbeat(commit_group.collective)
-            for source, file in tasks[group_collective.rank :: group_collective.world]:
-                _copy_file(
-                    FolderCopier(
-                        sources[source],
-                        storage,
-                        _replica_folder(staging_dir, source),
-                        fsync,
-                        on_bytes,
-                    ),
-                    sources[source],
-                    file,
-                )
-        with commit_group.step("seal"):
-            if group_collective.rank == 0:
-                for source, files in copy_plan.files_by_group.items():
-                    _finalize_copy(
-                        sources[source],
-                        files,
-                        storage,
-                        _replica_folder(staging_dir, source),
-                        fsync=fsync,
-                    )
+            for source, file in tasks[rank :: group_collective.world]:
+                target = _replica_folder(staging_dir, source)
+                copier = FolderCopier(peers[source], storage, target, fsync, on_bytes)
+                _copy_file(copier, peers[source], file)
+        with commit_group.step("finalize-copies"):
+            if rank == 0:
+                for source, files in files_by_group.items():
+                    target = _replica_folder(staging_dir, source)
+                    _finalize_copy(peers[source], files, storage, target, fsync=fsync)
                 if fsync:
-                    storage.sync_folder(f"{staging_dir.folder}/{names.REPLICAS}")
+                    storage.sync_folder(f"{folder}/{names.REPLICAS}")
 
 
 class _PeerFolders:
-    """The folders of other islands, by number, each opened when it is first wanted."""
+    """The served folders of other node groups, by number, opened on first use."""
 
     def __init__(self, commit_group: CommitGroup, staging_dir: commit.StagingDir) -> None:
-        self._gate, self._save_id = commit_group, staging_dir.save_id
+        self._collective, self._save_id = commit_group.collective, staging_dir.save_id
         self._opened: dict[int, Folder] = {}
 
     def __getitem__(self, number: int) -> Folder:
@@ -223,24 +199,17 @@ class _PeerFolders:
         return self._opened[number]
 
     def _open(self, number: int) -> Folder:
-        """IntegrityError where what is served is not what this island of this save wrote."""
-        collective = self._gate.collective
-        address_info = json.loads(collective.get(_server_key(number)))
-        address, timeout_seconds = (
-            parse_address(address_info["address"]),
-            collective.timeout_seconds,
+        """IntegrityError if the served folder is not that of this group and save."""
+        served = json.loads(self._collective.get(_server_key(number)))
+        storage = PeerStorage(
+            parse_address(served["address"]),
+            folder=0,
+            root=served["root"],
+            rank=self._collective.ranks[served["rank"]],
+            names=served["files"],
+            timeout_seconds=self._collective.timeout_seconds,
         )
-        rank = collective.ranks[address_info["rank"]]
-        folder = open_folder(
-            PeerStorage(
-                address,
-                folder=0,
-                root=address_info["root"],
-                rank=rank,
-                names=address_info["files"],
-                timeout_seconds=timeout_seconds,
-            )
-        )
+        folder = open_folder(storage)
         check_peer_manifest(folder, save_id=self._save_id, number=number)
         return folder
 
@@ -250,18 +219,15 @@ class _PeerFolders:
 
 
 def check_peer_manifest(folder: Folder, *, save_id: str, number: int) -> Manifest:
-    """The manifest of a folder; IntegrityError unless it is of this save and of the island
-    `number`.
-    """
+    """The folder's manifest. IntegrityError unless it is of this save and node group `number`."""
     manifest = folder.manifest
-    identity = (
-        (manifest.save_id, manifest.node_group.number)
-        if manifest is not None and manifest.node_group is not None
-        else None
-    )
+    identity = None
+    if manifest is not None and manifest.node_group is not None:
+        identity = manifest.save_id, manifest.node_group.number
     if manifest is None or identity != (save_id, number):
         raise IntegrityError(
-            f"{folder.storage.root}: is {identity}; needed what machine {number} wrote of save {save_id}"
+            f"{folder.storage.root}: got {identity}, "
+            f"expected what node group {number} wrote of save {save_id}"
         )
     return manifest
 
@@ -272,28 +238,25 @@ def _serve(
     staging_dir: commit.StagingDir,
     copy_plan: CopyPlan,
 ) -> FolderServer:
-    """Makes the folders for copies, and says where this island's files are to be had."""
+    """Serves this group's folder, creates the folders of its copies, and publishes the address."""
+    collective, root = commit_group.collective, storage.path(staging_dir.folder)
     manifest = commit.read_manifest(storage, staging_dir.folder)
     if manifest is None:
-        raise AssertionError("it is complete but for its copies")
+        raise AssertionError("the folder is complete but for its copies")
     files = [*manifest.files(), names.MANIFEST]
-    server = FolderServer(
-        [(storage.path(staging_dir.folder), files)],
-        timeout_seconds=commit_group.collective.timeout_seconds,
-    )
+    server = FolderServer([(root, files)], timeout_seconds=collective.timeout_seconds)
     try:
         storage.make_folder(f"{staging_dir.folder}/{names.REPLICAS}")
         for source in copy_plan.files_by_group:
             storage.make_folder(_replica_folder(staging_dir, source))
-        address_info = {
+        served = {
             "address": server.address.encode(),
-            "root": storage.path(staging_dir.folder),
-            "rank": commit_group.collective.rank,
+            "root": root,
+            "rank": collective.rank,
             "files": files,
         }
-        commit_group.collective.put(
-            _server_key(commit_group.node_group.number), json.dumps(address_info).encode()
-        )
+        key = _server_key(commit_group.node_group.number)
+        collective.put(key, json.dumps(served).encode())
     except BaseException:
         server.close()
         raise
@@ -301,7 +264,7 @@ def _serve(
 
 
 def _server_key(number: int) -> str:
-    return f"serves/{number}"
+    return f"file-server/{number}"
 
 
 def _replica_folder(staging_dir: commit.StagingDir, source: int) -> str:
@@ -309,7 +272,7 @@ def _replica_folder(staging_dir: commit.StagingDir, source: int) -> str:
 
 
 def _copy_heartbeat(collective: Collective) -> Callable[[int], None]:
-    """A sign of life with each block; and the end of it where another rank has failed."""
+    """A callback for copied bytes. It raises the error of a rank that has failed meanwhile."""
     unchecked_nbytes = 0
 
     def on_bytes(nbytes: int) -> None:
@@ -323,15 +286,15 @@ def _copy_heartbeat(collective: Collective) -> Callable[[int], None]:
     return on_bytes
 
 
-def _copy_file(copy: FolderCopier, folder: Folder, file: str) -> None:
-    """One file, if the folder has it."""
+def _copy_file(copier: FolderCopier, folder: Folder, file: str) -> None:
+    """Copies one file if the folder has it."""
     manifest = _require_manifest(folder)
     for auxiliary in manifest.auxiliary_files():
         if auxiliary.file == file:
-            copy.copy_auxiliary(file, auxiliary.nbytes, auxiliary.crc)
+            copier.copy_auxiliary(file, auxiliary.nbytes, auxiliary.crc)
     for part, record in manifest.parts.items():
         if file in record.files:
-            copy.copy_part_file(part, file, record.files[file].header_crc)
+            copier.copy_part_file(part, file, record.files[file].header_crc)
 
 
 def _require_manifest(folder: Folder) -> Manifest:
@@ -341,20 +304,17 @@ def _require_manifest(folder: Folder) -> Manifest:
 
 
 def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
-    """Of these files and of those that go with them."""
+    """Bytes of these part files and of all auxiliary files."""
     manifest = _require_manifest(folder)
-    return sum(auxiliary.nbytes for auxiliary in manifest.auxiliary_files()) + sum(
-        record.nbytes
-        for part in manifest.parts.values()
-        for file, record in part.files.items()
-        if file in files
-    )
+    part_files = {
+        name: file for part in manifest.parts.values() for name, file in part.files.items()
+    }
+    nbytes = sum(file.nbytes for name, file in part_files.items() if name in files)
+    return nbytes + sum(auxiliary.nbytes for auxiliary in manifest.auxiliary_files())
 
 
 def subset_manifest(folder: Folder, files: Collection[str]) -> tuple[Manifest, dict[str, bytes]]:
-    """Manifest and indexes of a copy that has only these files of the parts. All else is said as in
-    the folder itself.
-    """
+    """The manifest and indexes of a copy that has only these part files; all else is unchanged."""
     manifest, parts, indexes = _require_manifest(folder), {}, {}
     for part, record in manifest.parts.items():
         weight_map = {
@@ -363,36 +323,32 @@ def subset_manifest(folder: Folder, files: Collection[str]) -> tuple[Manifest, d
             if folder.file_of(part, name) in files
         }
         total = sum(spec.nbytes for spec in folder.specs(part, weight_map).values())
-        kept_files = {
-            file: file_record for file, file_record in record.files.items() if file in files
-        }
-        encoded = (
-            index.encode_index(total_size=total, weight_map=weight_map) if kept_files else None
-        )
-        if encoded is not None:
-            indexes[names.index_name(part)] = encoded
+        copied = {name: file for name, file in record.files.items() if name in files}
+        index_file = None
+        if copied:
+            body = index.encode_index(total_size=total, weight_map=weight_map)
+            indexes[names.index_name(part)] = body
+            index_file = IndexFile.from_bytes(body)
         parts[part] = Part(
-            files=kept_files,
-            index=IndexFile.from_bytes(encoded) if encoded is not None else None,
+            files=copied,
+            index=index_file,
             total_nbytes=total,
             aliases=record.aliases,
             codec=record.codec,
         )
-    node_group = (
-        manifest.node_group.model_copy(update={"replicas": []})
-        if manifest.node_group is not None
-        else None
-    )
+    node_group = manifest.node_group
+    if node_group is not None:
+        node_group = node_group.model_copy(update={"replicas": []})
     return manifest.model_copy(update={"parts": parts, "node_group": node_group}), indexes
 
 
 def _finalize_copy(
-    folder: Folder, files: Collection[str], storage: LocalStorage, folder_name: str, *, fsync: bool
+    folder: Folder, files: Collection[str], storage: LocalStorage, target: str, *, fsync: bool
 ) -> None:
-    """The indexes and the manifest of a copy, all of whose files are there."""
+    """Writes the indexes and the manifest of a copy whose files are all there."""
     manifest, indexes = subset_manifest(folder, files)
-    for name, encoded in indexes.items():
-        storage.put(f"{folder_name}/{name}", encoded, fsync=fsync)
-    write_manifest(storage, folder_name, manifest, fsync=fsync)
+    for name, body in indexes.items():
+        storage.put(f"{target}/{name}", body, fsync=fsync)
+    write_manifest(storage, target, manifest, fsync=fsync)
     if fsync:
-        storage.sync_folder(folder_name)
+        storage.sync_folder(target)

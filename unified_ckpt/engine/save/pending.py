@@ -1,13 +1,10 @@
-"""A save that goes on in a thread of its own while training does. The thread talks to the other
-ranks through the store only.
-"""
+"""A save that continues in its own thread beside training. The thread uses only the store to reach other ranks."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -20,7 +17,7 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 class PendingSave:
-    """A save on its way. At exit the process waits for it."""
+    """A save in progress. The interpreter waits for it before it exits."""
 
     def __init__(
         self,
@@ -28,12 +25,10 @@ class PendingSave:
         after_commit: Callable[[SaveReport], object] | None,
         on_end: Callable[[], object] | None,
     ) -> None:
-        """`start` must follow: whoever is to wait for this save knows of it before anything is on
-        its way.
-        """
+        """Call `start` next. It is separate so that the owner can hold this object before anything begins."""
         self._after_commit, self._on_end = after_commit, on_end
         self._copied, self._ended = threading.Event(), threading.Event()
-        self._finisher_lock = threading.Lock()  # whose holder brings the save to its end
+        self._finisher_lock = threading.Lock()  # its holder finishes the save
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._reported = False
@@ -41,18 +36,17 @@ class PendingSave:
         self._thread: threading.Thread | None = None
 
     def start(self, staged: StagedSave, *, lazy_optimizers: Sequence[Optimizer]) -> None:
-        """Copies what is not copied yet, or has the thread do it, for which a step of each
-        optimizer of `lazy_optimizers` waits then.
+        """Starts the thread. Without `lazy_optimizers`, copies the remaining tensors first.
 
-        What fails or interrupts this before the thread is there ends the save, on every rank, and
-        is raised.
+        Otherwise the thread copies them, and the next step of each optimizer waits for it. An error
+        before the thread runs ends the save on every rank and is raised.
         """
         try:
             if not lazy_optimizers:
                 staged.copy()
                 self._copied.set()
             self._hooks = [block_step(optimizer, self._copied) for optimizer in lazy_optimizers]
-            # No daemon: a save that has begun is worth waiting for.
+            # Not a daemon: the interpreter must not exit in the middle of a save.
             self._thread = threading.Thread(
                 target=self._run, args=(staged,), name="unified_ckpt-save", daemon=False
             )
@@ -62,18 +56,21 @@ class PendingSave:
             raise
 
     def staged(self) -> bool:
-        """Whether everything is copied: the tensors may change."""
+        """Whether all tensors are copied, so that they may change."""
         return self._copied.is_set()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Ranks may see it end at different times."""
+        """Whether the save has ended, with or without an error. Ranks may differ for a moment."""
         return self._ended.is_set()
 
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
-        """Waits for the end. Raises the save's error, the same on every rank, or TimeoutError."""
+        """Waits for the end and returns the report.
+
+        Raises the save's error, the same on every rank, or TimeoutError while the save continues.
+        """
         self._check_other_thread()
         if not self._ended.wait(timeout_seconds):
-            raise TimeoutError(f"the save has not ended within {timeout_seconds:g} s; it goes on")
+            raise TimeoutError(f"the save has not ended within {timeout_seconds:g} s; it continues")
         self._reported = True
         self._remove_hooks()
         if self._error is not None:
@@ -83,12 +80,12 @@ class PendingSave:
         return self._report
 
     def wait(self) -> None:
-        """Waits for the end, well or not. Raises nothing of the save's."""
+        """Waits for the end without raising the save's error."""
         self._check_other_thread()
         self._ended.wait()
 
     def raise_pending(self) -> None:
-        """Waits for the end. Raises the save's error if `result` has not told it yet."""
+        """Waits for the end. Raises the save's error unless `result` or `start` has raised it."""
         self.wait()
         if not self._reported:
             self.result()
@@ -96,12 +93,13 @@ class PendingSave:
     def _check_other_thread(self) -> None:
         if threading.current_thread() is self._thread:
             raise CheckpointError(
-                "a save is waited for by its own `after_commit` or `attach`; needed a call after them"
+                "save_async: `after_commit` or `attach` waits for its own save; wait after them"
             )
 
     def _run(self, staged: StagedSave, failure: BaseException | None = None) -> bool:
-        """Whether this call has brought the save to its end. `staged` is its own to drop: who keeps
-        this object keeps no snapshot.
+        """Finishes the save; False if another call does.
+
+        This frame is the only owner of `staged`, so that a kept PendingSave keeps no snapshot.
         """
         if not self._finisher_lock.acquire(blocking=False):
             return False
@@ -112,10 +110,10 @@ class PendingSave:
                 staged.copy()
                 self._copied.set()
             self._report = staged.finish(self._after_commit)
-        except BaseException as error:  # told by `result`
+        except BaseException as error:  # raised by `result`
             self._error = error
-            if not threading.main_thread().is_alive():  # nobody is left to ask
-                _LOG.error("a save in the background failed while the process ended: %s", error)
+            if not threading.main_thread().is_alive():  # nobody can call `result` any more
+                _LOG.error("a background save failed while the process exited: %s", error)
         finally:
             self._copied.set()
             try:
@@ -131,49 +129,45 @@ class PendingSave:
         self._hooks = []
 
 
-_step_hooks: WeakKeyDictionary[Optimizer, list[tuple[RemovableHandle, threading.Event]]] = (
-    WeakKeyDictionary()
-)
+class _StepBlock:
+    """A step pre-hook that waits for a copy; it keeps nothing else alive."""
+
+    def __init__(self, copied: threading.Event) -> None:
+        self.copied = copied
+
+    def __call__(self, *_: object) -> None:
+        self.copied.wait()
 
 
 def block_step(optimizer: Optimizer, copied: threading.Event) -> RemovableHandle:
-    """A hook that holds up the optimizer's step until the event, before any other hook that it has.
-    Called where the optimizer does not step: it goes through its hooks then. Those of events that
-    were are gone.
+    """Makes the optimizer's next step wait for `copied`, before its other step pre-hooks run.
+
+    Must not be called during a step, which iterates over the hooks. Also removes the hooks of
+    earlier copies that are done.
     """
-    active = []
-    for earlier_handle, earlier_copied in _step_hooks.get(optimizer, ()):
-        if earlier_copied.is_set():
-            earlier_handle.remove()
-        else:
-            active.append((earlier_handle, earlier_copied))
-
-    def wait(*_: object) -> None:  # keeps nothing else alive
-        copied.wait()
-
-    handle = optimizer.register_step_pre_hook(wait)
     hooks = optimizer._optimizer_step_pre_hooks
-    for hook_id in [
-        other_id for other_id in hooks if other_id != handle.id
-    ]:  # which may change parameters: decay, clipping
+    for hook_id, hook in list(hooks.items()):
+        if isinstance(hook, _StepBlock) and hook.copied.is_set():
+            del hooks[hook_id]
+    handle = optimizer.register_step_pre_hook(_StepBlock(copied))
+    # Other hooks may change parameters (weight decay, clipping), so they go behind this one.
+    for hook_id in [other_id for other_id in hooks if other_id != handle.id]:
         hooks[hook_id] = hooks.pop(hook_id)
-    _step_hooks[optimizer] = [*active, (handle, copied)]
     return handle
 
 
 def lazy_error(optimizers: Sequence[Optimizer]) -> LayoutError | None:
-    """Why no copy can be made beside the training of these: there must be a step that can wait for
-    it.
-    """
+    """The reason why `lazy` is impossible: some optimizer's step must be able to wait for the copy."""
     if not optimizers:
         return LayoutError(
-            "lazy: no optimizer object is given, whose step could wait for the copy; needed `optimizer`, or lazy=False"
+            "lazy: got no optimizer object, whose step could wait for the copy; "
+            "pass `optimizer`, or lazy=False"
         )
     for optimizer in optimizers:
-        if not hasattr(
-            optimizer, "_optimizer_step_pre_hooks"
-        ):  # of a wrapper that is no optimizer of its own
+        # A wrapper may not be an optimizer of its own.
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             return LayoutError(
-                f"lazy: {type(optimizer).__name__} takes no hooks; needed the optimizer that it wraps, or lazy=False"
+                f"lazy: got {type(optimizer).__name__}, which takes no hooks; "
+                "pass the optimizer that it wraps, or lazy=False"
             )
     return None

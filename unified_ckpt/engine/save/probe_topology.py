@@ -1,10 +1,8 @@
-"""Before the first save to a folder: which ranks see it, which of them share a machine, and how
-they talk to each other.
+"""Probes, before the first save to a folder, which ranks see it and share a node, and connects nodes.
 
-How data could be lost: a folder that several machines see is taken for each one's own, and they
-write over each other; one that they do not share is taken for shared. So every machine leaves a
-fresh file there, and looks for those of the others by name: a list of a folder may be an old one, a
-name that nobody has asked for is looked up anew.
+Data could be lost if a folder shared by several nodes were taken for local ones, so that nodes
+overwrite each other, or the reverse. So every node writes a new file and looks up those of the
+others by name: a directory listing may be stale, but a name never asked for is looked up anew.
 """
 
 from __future__ import annotations
@@ -36,8 +34,9 @@ _PROBE_PREFIX = ".unified-probe-"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The ranks that see this rank's folder. `comm`: their own way to talk; `node_group`: None
-    where they are all ranks; `transport`: None where they are on one machine.
+    """The ranks that see this rank's folder; `comm` connects them.
+
+    `node_group` is None if these are all ranks. `transport` is None if they are on one node.
     """
 
     comm: Comm
@@ -45,6 +44,7 @@ class Topology:
     transport: PeerTransport | None
 
     def close(self) -> None:
+        """Closes the connections."""
         if self.node_group is not None:
             self.comm.detach()
         if self.transport is not None:
@@ -53,9 +53,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """`node_group`: this rank's; `nodes`: of its ranks; `block_nbytes`: of the folder, see
-    `Volume`.
-    """
+    """This rank's node group, the nodes of its ranks, and the alignment of writes to its folder in bytes, see `WriteAlignment`."""
 
     node_group: NodeGroup
     nodes: tuple[int, ...]
@@ -63,21 +61,18 @@ class ProbeResult:
 
 
 def connect_topology(comm: Comm, probe: ProbeResult, *, timeout_seconds: float) -> Topology | None:
-    """Collective over all ranks, inside a phase of theirs. None where all are on one machine."""
+    """Collective over all ranks, inside a step. None if all ranks are on one node."""
     node_group, spans_nodes = probe.node_group, len(set(probe.nodes)) > 1
     if node_group.count == 1 and not spans_nodes:
         return None
-    group_comm = (
-        comm
-        if node_group.count == 1
-        else comm.subgroup(f"island/{node_group.number}", node_group.ranks)
-    )
+    group_comm = comm
+    if node_group.count > 1:
+        group_comm = comm.subgroup(f"node-group/{node_group.number}", node_group.ranks)
     if not spans_nodes:
         return Topology(group_comm, node_group, None)
-    keys, collective, transport = (
-        group_comm.key_store("post"),
-        group_comm.begin_collective("connections", cached=False, timeout_seconds=timeout_seconds),
-        None,
+    keys, transport = group_comm.key_store("transport"), None
+    collective = group_comm.begin_collective(
+        "connections", cached=False, timeout_seconds=timeout_seconds
     )
     try:
         with collective.step("listen"):
@@ -92,7 +87,7 @@ def connect_topology(comm: Comm, probe: ProbeResult, *, timeout_seconds: float) 
     except CheckpointError as error:
         if transport is not None:
             transport.close()
-        narrow(error)
+        narrow(error)  # by these ranks, but not yet by all
         raise
     return Topology(group_comm, node_group if node_group.count > 1 else None, transport)
 
@@ -100,90 +95,75 @@ def connect_topology(comm: Comm, probe: ProbeResult, *, timeout_seconds: float) 
 def probe_topology(
     collective: Collective, storage: LocalStorage, node: str, *, block_nbytes: int | None
 ) -> ProbeResult:
-    """Collective. Which ranks see this rank's folder. `block_nbytes`: None to go by the kind of
-    file system.
+    """Collective. Finds the ranks that see this rank's folder; `node` names this rank's node.
 
-    StorageError where ranks of one machine see different folders, or a machine sees another's and
-    not the reverse.
+    `block_nbytes` overrides the write alignment of the file system. StorageError if ranks of one
+    node see different folders, or if one node sees another's folder but not the reverse.
     """
-    node_infos = all_gather(
-        collective, "machine", [node, file_system_type(storage.root), block_nbytes]
-    )
-    nodes = node_numbers([name for name, _, _ in node_infos])
+    file_system = file_system_type(storage.root)
+    infos = all_gather(collective, "node", [node, file_system, block_nbytes])
+    nodes = node_numbers([name for name, _, _ in infos])
     if max(nodes) == 0:
-        return ProbeResult(
-            NodeGroup(0, 1, tuple(range(collective.world)), collective.world), tuple(nodes), 1
-        )
+        node_group = NodeGroup(0, 1, tuple(range(collective.world)), collective.world)
+        return ProbeResult(node_group, tuple(nodes), 1)
     first_visible = _probe_folders(collective, storage, nodes)
-    group_numbers = {
-        leader_node: index for index, leader_node in enumerate(sorted(set(first_visible)))
-    }
-    ranks = tuple(
-        rank
-        for rank, leader_node in enumerate(first_visible)
-        if leader_node == first_visible[collective.rank]
-    )
+    local_first = first_visible[collective.rank]
+    group_nodes = sorted(set(first_visible))  # the first node of each node group
+    ranks = tuple(rank for rank, first in enumerate(first_visible) if first == local_first)
     node_group = NodeGroup(
-        group_numbers[first_visible[collective.rank]], len(group_numbers), ranks, collective.world
+        group_nodes.index(local_first), len(group_nodes), ranks, collective.world
     )
-    requested_blocks = [node_infos[rank][2] for rank in ranks if node_infos[rank][2] is not None]
-    filesystems = [node_infos[rank][1] for rank in ranks]
-    return ProbeResult(
-        node_group,
-        tuple(nodes[rank] for rank in ranks),
-        _strictest_block(requested_blocks) if requested_blocks else alignment_nbytes(filesystems),
-    )
-
-
-def _strictest_block(blocks: Sequence[int]) -> int:
-    return 0 if 0 in blocks else max(blocks)
+    blocks = [infos[rank][2] for rank in ranks if infos[rank][2] is not None]
+    if blocks:
+        alignment = 0 if 0 in blocks else max(blocks)
+    else:
+        alignment = alignment_nbytes([infos[rank][1] for rank in ranks])
+    return ProbeResult(node_group, tuple(nodes[rank] for rank in ranks), alignment)
 
 
 def _probe_folders(
     collective: Collective, storage: LocalStorage, nodes: Sequence[int]
 ) -> list[int]:
-    """For each rank the first machine whose file it sees in its folder."""
+    """For each rank, the first node whose probe file it sees in its folder."""
     local_node, leaders = nodes[collective.rank], first_ranks(nodes)
-    token = collective.broadcast(
-        "token", secrets.token_hex(8).encode() if collective.rank == 0 else None
-    ).decode()
+    is_leader = collective.rank == leaders[local_node]
+    new_token = secrets.token_hex(8).encode() if collective.rank == 0 else None
+    prefix = f"{_PROBE_PREFIX}{collective.broadcast('token', new_token).decode()}"
 
     def is_visible(node: int) -> bool:
-        return storage.size(f"{_PROBE_PREFIX}{token}-{node}") is not None
+        return storage.size(f"{prefix}-{node}") is not None
 
     try:
-        with collective.step("probe"):
-            if collective.rank == leaders[local_node]:
-                storage.put(f"{_PROBE_PREFIX}{token}-{local_node}", b"probe", fsync=True)
-        with collective.step("look"):
+        with collective.step("write-probe"):
+            if is_leader:
+                storage.put(f"{prefix}-{local_node}", b"probe", fsync=True)
+        with collective.step("read-probes"):
             if not is_visible(local_node):
                 raise StorageError(
-                    f"{storage.root}: this rank does not see the folder that rank {leaders[local_node]} of its machine sees"
+                    f"{storage.root}: this rank does not see the folder that rank "
+                    f"{leaders[local_node]} of its node sees; use one folder for all ranks of a node"
                 )
             first_node = next(node for node in range(len(leaders)) if is_visible(node))
-            first_visible = [int(encoded) for encoded in all_gather(collective, "seen", first_node)]
-            if collective.rank == leaders[local_node]:
-                peer_nodes = (
-                    {
-                        nodes[rank]
-                        for rank, rank_first in enumerate(first_visible)
-                        if rank_first == first_node
+            gathered = all_gather(collective, "first-visible", first_node)
+            first_visible = [int(node) for node in gathered]
+            if is_leader:
+                sharing_nodes = {first_node}
+                if first_node == local_node:
+                    sharing_nodes = {
+                        nodes[rank] for rank, node in enumerate(first_visible) if node == first_node
                     }
-                    if first_node == local_node
-                    else {first_node}
-                )
-                if first_visible[leaders[first_node]] != first_node or not all(
-                    is_visible(node) for node in peer_nodes
-                ):
-                    blind_ranks = [
-                        leaders[node] for node in sorted(peer_nodes) if not is_visible(node)
-                    ] or [leaders[first_node]]
+                invisible = [
+                    leaders[node] for node in sorted(sharing_nodes) if not is_visible(node)
+                ]
+                if invisible or first_visible[leaders[first_node]] != first_node:
+                    other_ranks = format_ranks(invisible or [leaders[first_node]])
                     raise StorageError(
-                        f"{storage.root}: rank(s) {format_ranks(blind_ranks)} and rank {collective.rank} are on different machines, and only one side sees "
-                        "the other's files; needed one folder for both, or one for each"
+                        f"{storage.root}: rank(s) {other_ranks} and rank {collective.rank} are on "
+                        "different nodes, and only one side sees the other's files; "
+                        "use one folder for both, or one for each"
                     )
         return first_visible
     finally:
-        if collective.rank == leaders[local_node]:
+        if is_leader:
             with suppress(NotFoundError):
-                storage.remove_file(f"{_PROBE_PREFIX}{token}-{local_node}")
+                storage.remove_file(f"{prefix}-{local_node}")

@@ -1,11 +1,14 @@
-"""TODO docstring."""
+"""Turns the arguments of a save into a `SaveRequest`: named local tensors and everything else to store.
+
+Changes nothing of the caller's and touches no file.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
@@ -28,79 +31,83 @@ from unified_ckpt.runtime.torch_state.placements import _resolver, describe_mesh
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
-@dataclass(frozen=True, slots=True)
-class SaveArguments:
-    """What a save is asked to hold; the arguments of `Checkpointer.save`."""
+class SaveArguments(TypedDict, total=False):
+    """The keyword arguments of every save; `Checkpointer.save` documents them."""
 
-    model: Model | None = None
-    optimizer: Optimizers | None = None
-    master_weights: Optimizers | None = None
-    parts: Mapping[str, Model] | None = None
-    extra: Any = None
-    rank_extra: Any = None
-    layout: Layout | None = None
-    step: int | None = None
-    metrics: Mapping[str, float] | None = None
-    attach: Callable[[str], object] | None = None
+    model: Model | None
+    optimizer: Optimizers | None
+    master_weights: Optimizers | None
+    parts: Mapping[str, Model] | None
+    extra: Any
+    rank_extra: Any
+    layout: Layout | None
+    step: int | None
+    metrics: Mapping[str, float] | None
+    attach: Callable[[str], object] | None
+    options: SaveOptions | None
+
+
+def check_argument_names(arguments: SaveArguments, *, function: str) -> None:
+    """TypeError for a keyword that is not an argument of a save, as Python raises it."""
+    unknown = sorted(arguments.keys() - SaveArguments.__optional_keys__)
+    if unknown:
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
 
 
 def save_request(comm: Comm, arguments: SaveArguments, options: SaveOptions) -> SaveRequest:
-    step = arguments.step
+    """Flattens the state to save. FormatError or LayoutError for arguments that cannot be saved."""
+    step, layout = arguments.get("step"), arguments.get("layout")
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-        raise FormatError(f"step is {step!r}; needed an int of 0 or more")
-    for part in arguments.parts or ():
-        if isinstance(part, str) and part.endswith(
-            SHARD_SUFFIX
-        ):  # its tensors would be taken for pieces of another part's
+        raise FormatError(f"step: got {step!r}, expected an int of 0 or more")
+    for part in arguments.get("parts") or ():
+        if isinstance(part, str) and part.endswith(SHARD_SUFFIX):
+            # Its tensors would be taken for shards of another part.
             raise FormatError(
-                f"part name {part!r} ends like those of shards, {SHARD_SUFFIX}; choose another name"
+                f"parts: got {part!r}, expected a name that does not end in {SHARD_SUFFIX!r}, "
+                "the suffix of shards; rename the part"
             )
-    resolver = _resolver(comm, arguments.layout)
+    resolver = _resolver(comm, layout)
     state = flatten_state(
         resolver,
-        model=arguments.model,
-        optimizer=arguments.optimizer,
-        master_weights=arguments.master_weights,
-        extra_parts=arguments.parts,
+        model=arguments.get("model"),
+        optimizer=arguments.get("optimizer"),
+        master_weights=arguments.get("master_weights"),
+        extra_parts=arguments.get("parts"),
         model_dtype=options.model_dtype,
     )
     rank0_buffers = state.rank0_buffers()
-    state.tensors = [part for part in state.tensors if part.decl.key not in rank0_buffers]
-    finite_metrics, mesh = _metrics(arguments.metrics), describe_meshes(resolver)
+    state.tensors = [tensor for tensor in state.tensors if tensor.decl.key not in rank0_buffers]
     request = SaveRequest(
-        state,
-        arguments.extra,
-        arguments.rank_extra,
-        arguments.layout,
-        resolver.matched_patterns,
-        mesh,
-        step,
-        finite_metrics,
-        arguments.attach,
-        options,
+        state=state,
+        extra=arguments.get("extra"),
+        rank_extra=arguments.get("rank_extra"),
+        layout=layout,
+        matched_rules=resolver.matched_patterns,
+        mesh=describe_meshes(resolver),
+        step=step,
+        metrics=_finite_metrics(arguments.get("metrics")),
+        attach=arguments.get("attach"),
+        options=options,
     )
-    return (
-        replace(request, master_check=compare_masters(state, rank=comm.rank))
-        if request.omitted_model
-        else request
-    )
+    if request.omitted_model:
+        return replace(request, master_check=compare_masters(state, rank=comm.rank))
+    return request
 
 
-def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    finite_metrics = {str(name): float(value) for name, value in (metrics or {}).items()}
-    non_finite = [name for name, value in finite_metrics.items() if not math.isfinite(value)]
-    if non_finite:
-        raise FormatError(
-            f"metrics[{non_finite[0]!r}] is {finite_metrics[non_finite[0]]}; needed a finite number"
-        )
-    return finite_metrics
+def _finite_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    by_name = {str(name): float(value) for name, value in (metrics or {}).items()}
+    for name, value in by_name.items():
+        if not math.isfinite(value):
+            raise FormatError(f"metrics[{name!r}]: got {value}, expected a finite number")
+    return by_name
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """What all ranks agree on. `omitted`: parts of the state that are not stored.
-    `without_masters`: model tensors of this rank that no stored master stands for, which are stored
-    although the model is not.
+    """The selection of what to store, the same on all ranks.
+
+    `omitted` are parts of the state that are left out. `without_masters` are names of this rank's
+    model tensors that are stored although the model is not, because no stored master replaces them.
     """
 
     omitted: tuple[str, ...] = ()
@@ -109,10 +116,11 @@ class StoredParts:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What a rank wants saved. `matched_rules`: the Layout rules that applied here; `mesh`: for
-    people.
-    `master_check`: where the model is left out, whether masters stand for it here; `agreed`: what
-    all ranks store. `is_step_path`: a manager or a trainer chose the checkpoint's name.
+    """What one rank saves.
+
+    `matched_rules` are the Layout rules that applied on this rank. `mesh` describes the meshes for
+    people. `master_check` compares an omitted model with its master weights. `stored_parts` is what
+    all ranks agreed to store. `is_step_path`: a manager or a trainer chose the checkpoint's name.
     """
 
     state: FlatState
@@ -131,24 +139,19 @@ class SaveRequest:
 
     @property
     def omitted_model(self) -> list[LocalTensor]:
-        """The model's tensors, where `SaveOptions.parts` leaves it out."""
+        """The model's tensors where `SaveOptions.parts` leaves the model out, else nothing."""
         if self.options.parts is None or MODEL in self.options.parts:
             return []
-        return [part for part in self.state.tensors if part.decl.part == MODEL]
+        return [tensor for tensor in self.state.tensors if tensor.decl.part == MODEL]
 
     @property
     def trained_parts(self) -> set[str]:
-        """Further parts with parameters that are in the optimizer, or have masters, where these are
-        stored.
-        """
+        """The extra parts whose parameters have stored optimizer state or stored master weights."""
         state = self.state
-        stored = [
-            part.decl
-            for part in state.tensors
-            if part.decl.part in (MASTER, OPTIMIZER) and self.stores(part.decl.part)
-        ]
         owner_names = {
-            decl.fqn if decl.part == MASTER else decl.fqn.rpartition("/")[0] for decl in stored
+            decl.fqn if decl.part == MASTER else decl.fqn.rpartition("/")[0]
+            for decl in (tensor.decl for tensor in state.tensors)
+            if decl.part in (MASTER, OPTIMIZER) and self.stores(decl.part)
         }
         if self.stores(OPTIMIZER):
             owner_names |= {name for group in state.optimizer.groups for name in group["names"]}
@@ -160,27 +163,29 @@ class SaveRequest:
         }
 
     def has_extra(self, rank: int) -> bool:
-        """Whether something is stored that is no part."""
+        """Whether this rank stores `extra` or `rank_extra`."""
         return (self.extra is not None and rank == 0) or self.rank_extra is not None
 
     def stored_tensors(self) -> list[LocalTensor]:
-        """What is stored, in the order of tables."""
-        stored = [part for part in self.state.tensors if self.stores(part.decl.part)]
+        """The tensors to store, sorted by key."""
+        stored = [tensor for tensor in self.state.tensors if self.stores(tensor.decl.part)]
         stored += [
-            stored_without_master(part)
-            for part in self.omitted_model
-            if part.decl.fqn in self.stored_parts.without_masters
+            stored_without_master(tensor)
+            for tensor in self.omitted_model
+            if tensor.decl.fqn in self.stored_parts.without_masters
         ]
-        return sorted(stored, key=lambda part: part.decl.key)
+        return sorted(stored, key=lambda tensor: tensor.decl.key)
 
     def stores(self, part: str) -> bool:
+        """Whether the options select this part."""
         return self.options.parts is None or part in self.options.parts
 
     def stored_part_names(self) -> list[str]:
+        """The requested parts that the options select, sorted."""
         return sorted(filter(self.stores, self.state.requested))
 
     def with_stored_parts(self, stored_parts: StoredParts) -> SaveRequest:
-        """This request with what all ranks agree on."""
+        """This request with the selection that all ranks agreed on."""
         if stored_parts.without_masters:
             aliases = self.state.aliases
             aliases[WITHOUT_MASTERS] = {
@@ -188,4 +193,4 @@ class SaveRequest:
                 for alias, fqn in aliases[MODEL].items()
                 if fqn in stored_parts.without_masters
             }
-        return replace(self, agreed=stored_parts)
+        return replace(self, stored_parts=stored_parts)

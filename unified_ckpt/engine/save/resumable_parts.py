@@ -1,8 +1,7 @@
-"""Which parts of a state a save stores, so that training can be resumed from them. All ranks agree,
-before the folder is begun.
+"""Agrees on the parts that a save stores, so that training can resume from them, before the folder is created.
 
-How state could be lost: a misspelt part is dropped; nothing is stored at all; the model is left out
-and no master stands for it.
+State could be lost by a misspelt part that is dropped, by a save of nothing, and by a model that is
+left out although no master weights replace it.
 """
 
 from __future__ import annotations
@@ -19,44 +18,42 @@ from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 
 
 def agree_on_parts(collective: Collective, request: SaveRequest) -> StoredParts:
-    """Collective, inside a phase. What all ranks store; FormatError where training could not be
-    resumed from it.
-    """
+    """Collective, inside a step. FormatError if training could not resume from what is stored."""
     selected, masters = request.options.parts, request.master_check
-    names = {part.decl.fqn for part in request.omitted_model}
+    names = {tensor.decl.fqn for tensor in request.omitted_model}
     report = {
-        "given": sorted(request.state.requested),
-        "beside": request.has_extra(collective.rank),
+        "available": sorted(request.state.requested),
+        "has_extra": request.has_extra(collective.rank),
         "trained": sorted(request.trained_parts) if selected is not None else [],
         "rounded": sorted(masters.rounded),
-        "unlike": sorted(masters.different),
-        "lacking": sorted(names - masters.rounded - masters.different),
+        "different": sorted(masters.different),
+        "missing": sorted(names - masters.rounded - masters.different),
     }
     _, bodies = gather_distinct(collective, "parts", json.dumps(report).encode())
     if collective.rank == 0:
-        reports = [json.loads(encoded) for encoded in bodies.values()]
-        all_parts = {part for entry in reports for part in entry["given"]}
-        trained = {part for entry in reports for part in entry["trained"]}
-        _check_resumable(
-            selected, all_parts, trained, has_extra=any(entry["beside"] for entry in reports)
-        )
-        omitted = sorted(all_parts - set(selected)) if selected is not None else []
+        reports = [json.loads(body) for body in bodies.values()]
+        available = {part for report in reports for part in report["available"]}
+        trained = {part for report in reports for part in report["trained"]}
+        has_extra = any(report["has_extra"] for report in reports)
+        _check_resumable(selected, available, trained, has_extra=has_extra)
+        omitted = sorted(available - set(selected)) if selected is not None else []
         collective.put("stored-parts", json.dumps([omitted, *_conflicting_names(reports)]).encode())
-    omitted, unequal, covered = json.loads(collective.get("stored-parts"))
-    return StoredParts(
-        tuple(omitted), frozenset((names - masters.rounded - set(covered)) | (names & set(unequal)))
-    )
+    omitted, different, covered = json.loads(collective.get("stored-parts"))
+    uncovered = names - masters.rounded - set(covered)
+    return StoredParts(tuple(omitted), frozenset(uncovered | (names & set(different))))
 
 
 def _conflicting_names(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Names of which a rank cannot judge by itself: those that some rank found unlike their master;
-    and those that a rank holds without one, and another with one that it is rounded from.
+    """Tensors about which one rank alone cannot decide.
+
+    The first list: some rank found the tensor different from its master. The second: one rank holds
+    it without a master, and another with a master that it is rounded from.
     """
-    unequal, rounded, lacking = (
-        {name for entry in reports for name in entry[key]}
-        for key in ("unlike", "rounded", "lacking")
+    different, rounded, missing = (
+        {name for report in reports for name in report[key]}
+        for key in ("different", "rounded", "missing")
     )
-    return sorted(unequal), sorted((rounded & lacking) - unequal)
+    return sorted(different), sorted((rounded & missing) - different)
 
 
 def _check_resumable(
@@ -66,14 +63,17 @@ def _check_resumable(
     *,
     has_extra: bool,
 ) -> None:
-    """FormatError for an unknown name, a save of nothing, and weights that could not be loaded
-    again. `trained`: see `SaveRequest`.
+    """FormatError for an unknown part, a save of nothing, and weights that no load could restore.
+
+    `trained`: see `SaveRequest.trained_parts`.
     """
     selectable = {*available, *({MASTER} if {MODEL, OPTIMIZER} & set(available) else ())}
+    option = f"SaveOptions(parts={tuple(selected or ())!r})"
     unknown = [part for part in selected or () if part not in selectable]
     if unknown:
+        names = ", ".join(sorted(selectable)) or "it has none"
         raise FormatError(
-            f"SaveOptions(parts=...): got {unknown[0]!r}, expected parts of this state: {', '.join(sorted(selectable)) or 'it has none'}"
+            f"SaveOptions(parts=...): got {unknown[0]!r}, expected parts of this state: {names}"
         )
     stored = set(available) if selected is None else set(available) & set(selected)
     if not stored and not has_extra:
@@ -81,18 +81,18 @@ def _check_resumable(
             "nothing to save: got no part of a state, expected model=, optimizer=, parts= or extra="
         )
     if MODEL in available and MODEL not in stored and MASTER not in stored:
-        reason = (
-            "it leaves out master_weights too"
-            if MASTER in available
-            else "this state has no master weights"
-        )
+        reason = "this state has no master weights"
+        if MASTER in available:
+            reason = "it leaves out master_weights too"
         raise FormatError(
-            f"SaveOptions(parts={tuple(selected or ())!r}): leaves out the model, and {reason}, from which the model could be loaded; "
-            "add 'model' to `parts`, or save a state with master weights (PaddleNLP's skip_save_model_weight needs them too)"
+            f"{option}: leaves out the model, and {reason}, from which the model could be loaded; "
+            "add 'model' to `parts`, or save a state with master weights "
+            "(PaddleNLP's skip_save_model_weight needs them too)"
         )
     without_weights = sorted(set(trained) - stored)
     if without_weights:
+        part = without_weights[0]
         raise FormatError(
-            f"SaveOptions(parts={tuple(selected or ())!r}): leaves out {without_weights[0]}, which the stored optimizer state or "
-            f"master weights belong to; add {without_weights[0]!r} to `parts`"
+            f"{option}: leaves out {part}, which the stored optimizer state or master weights "
+            f"belong to; add {part!r} to `parts`"
         )

@@ -1,27 +1,17 @@
-"""A save, from state to a job that all ranks agree on: arrive, plan, compare replicas; then built
-at once, or beside the training.
-"""
+"""Plans a save with all ranks, verifies replicas, and writes it at once or beside training."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 from unified_ckpt.core.nodes.node_groups import base_key
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.engine.folder import commit
 from unified_ckpt.engine.plan.save_plan import PlanKey, SavePlan, make_plan, make_plan_key
-from unified_ckpt.engine.save import extra_state
-from unified_ckpt.engine.save.job import (
-    PlannedSave,
-    SaveCache,
-    SaveReport,
-    collect_non_tensor_state,
-    write_and_commit,
-)
+from unified_ckpt.engine.save.extra_state import encode_extra
+from unified_ckpt.engine.save.job import SaveReport, write_and_commit
 from unified_ckpt.engine.save.node_local import (
     CommitGroup,
     broadcast_extra,
@@ -32,7 +22,7 @@ from unified_ckpt.engine.save.node_local import (
     propagating_errors,
 )
 from unified_ckpt.engine.save.node_replicas import check_copy_count, plan_copies
-from unified_ckpt.engine.save.probe_topology import Topology
+from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall
 from unified_ckpt.engine.save.replica_check import check_replicas
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.resumable_parts import agree_on_parts
@@ -44,96 +34,41 @@ from unified_ckpt.engine.save.snapshot import (
     wait_events,
 )
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import step_only_keys
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
-def save(
-    comm: Comm,
-    storage: LocalStorage,
-    name: str,
-    request: SaveRequest | Exception,
-    cache: SaveCache,
-    *,
-    timeout_seconds: float,
-    topology: Topology | None = None,
-) -> SaveReport:
-    """Collective. Writes the checkpoint `name` under the storage's root, or raises the same error
-    on every rank.
-
-    `request` may be the error that this rank met while it made one: every rank raises it then.
-    """
-    started = time.monotonic()
-    collective, plan_key = _begin(
-        comm,
-        storage.path(name),
-        request,
-        cache,
-        topology,
-        timeout_seconds=timeout_seconds,
-        background=False,
-    )
+def save(call: SaveCall) -> SaveReport:
+    """Collective. Writes the checkpoint, or raises the same error on every rank."""
+    collective, plan_key = _begin(call, background=False)
     with collective.propagating_errors():
-        planned = _plan_save(
-            collective, topology, storage, name, request, cache, plan_key, started, background=False
-        )
-        return write_and_commit(planned, cache, None)
+        planned = _plan_save(call, collective, plan_key, background=False)
+        return write_and_commit(planned, None)
 
 
-def begin_save(
-    comm: Comm,
-    storage: LocalStorage,
-    name: str,
-    request: SaveRequest | Exception,
-    cache: SaveCache,
-    *,
-    timeout_seconds: float,
-    lazy: bool,
-    topology: Topology | None = None,
-) -> StagedSave:
-    """Collective. `save` up to where the tensors may change again; the rest is the result's
-    `finish`.
+def begin_save(call: SaveCall, *, lazy: bool) -> StagedSave:
+    """Collective. Plans the save and copies tensors; `StagedSave.finish` writes it.
 
-    With `lazy` only what other code than the optimizer may change is copied yet: `Staged.copy` does
-    the rest.
+    With `lazy`, tensors that only an optimizer step changes are left for `StagedSave.copy`.
     """
-    started = time.monotonic()
-    collective, plan_key = _begin(
-        comm,
-        storage.path(name),
-        request,
-        cache,
-        topology,
-        timeout_seconds=timeout_seconds,
-        background=True,
-    )
+    collective, plan_key = _begin(call, background=True)
     collective.move_to_background()
     planned: PlannedSave | None = None
     try:
         with collective.step("stage"):
-            planned = _plan_save(
-                collective,
-                topology,
-                storage,
-                name,
-                request,
-                cache,
-                plan_key,
-                started,
-                background=True,
-            )
+            planned = _plan_save(call, collective, plan_key, background=True)
             with propagating_errors(planned.commit_group):
                 snapshot = prepare_snapshot(
                     planned.collective,
                     planned.plan.groups,
                     planned.tensors_by_group,
-                    cache.snapshot_memory,
+                    call.cache.snapshot_memory,
                 )
-                planned = replace(planned, non_tensor_state=collect_non_tensor_state(planned))
+                planned = replace(planned, non_tensor_state=planned.encode_non_tensor_state())
                 step_only = step_only_keys(planned.request.state) if lazy else frozenset()
-                keys = {part.decl.key for parts in planned.tensors_by_group for part in parts}
+                keys = {
+                    tensor.decl.key for tensors in planned.tensors_by_group for tensor in tensors
+                }
                 deferred_keys = {key for key in keys if base_key(key) in step_only}
                 copy_tensors(snapshot, keys - deferred_keys)
     except BaseException:
@@ -141,38 +76,25 @@ def begin_save(
         if planned is not None and planned.collective is not collective:
             planned.collective.finish()
         raise
-    return StagedSave(comm, planned, snapshot, cache, deferred_keys)
+    return StagedSave(planned, snapshot, deferred_keys)
 
 
 class StagedSave:
-    """A save of which this rank's bytes are copied, or are about to be. Its calls may come from
-    another thread, in this order.
-    """
+    """A save whose tensors are copied, or about to be. Call `copy` and then `finish`, from any thread."""
 
     def __init__(
-        self,
-        comm: Comm,
-        planned: PlannedSave,
-        snapshot: Snapshot,
-        cache: SaveCache,
-        deferred_keys: Collection[Key],
+        self, planned: PlannedSave, snapshot: Snapshot, deferred_keys: Collection[Key]
     ) -> None:
-        self._comm = comm
-        self._planned, self._snapshot, self._cache, self._deferred_keys = (
-            planned,
-            snapshot,
-            cache,
-            deferred_keys,
-        )
+        self._planned, self._snapshot, self._deferred_keys = planned, snapshot, deferred_keys
         self._events = record_events(snapshot)
         self._error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Nothing will be written: `finish` raises this, on every rank."""
+        """Makes `finish` raise this error on every rank instead of writing."""
         self._error = self._error or error
 
     def copy(self) -> None:
-        """Returns once the tensors may change. An error is told by `finish`, on every rank."""
+        """Copies the deferred tensors; after it they may change. `finish` raises its errors."""
         try:
             wait_events(self._events)
             copy_tensors(self._snapshot, self._deferred_keys)
@@ -180,157 +102,125 @@ class StagedSave:
             self.fail(error)
 
     def finish(self, after_commit: Callable[[SaveReport], object] | None) -> SaveReport:
-        """Collective. Writes, makes durable, publishes; then calls `after_commit`, whose error is
-        one of all ranks.
+        """Collective. Writes and publishes the checkpoint, then calls `after_commit`.
+
+        An error of `after_commit` on one rank is raised on every rank.
         """
+        planned = self._planned
+        commit_group = planned.commit_group
         try:
-            with (
-                propagating_errors(self._planned.commit_group),
-                self._planned.collective.propagating_errors(),
-            ):
-                with self._planned.collective.step("copy"):
+            with propagating_errors(commit_group), planned.collective.propagating_errors():
+                with planned.collective.step("copy"):
                     if self._error is not None:
                         raise self._error
-                    self._comm.delete_stale_keys()
-                report = write_and_commit(self._planned, self._cache, self._snapshot)
-                with (self._planned.commit_group or self._planned).collective.step("after"):
+                    planned.call.comm.delete_stale_keys()
+                report = write_and_commit(planned, self._snapshot)
+                with (commit_group or planned).collective.step("after-commit"):
                     if after_commit is not None:
                         after_commit(report)
             return report
         finally:
-            self._planned.collective.finish()
-            if self._planned.commit_group is not None:
-                self._planned.commit_group.collective.finish()
+            planned.collective.finish()
+            if commit_group is not None:
+                commit_group.collective.finish()
 
 
-def _begin(
-    comm: Comm,
-    path: str,
-    request: SaveRequest | Exception,
-    cache: SaveCache,
-    topology: Topology | None,
-    *,
-    timeout_seconds: float,
-    background: bool,
-) -> tuple[Collective, PlanKey]:
-    """Collective. Everybody is here; and the fingerprint of what this rank saves."""
+def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
+    """Collective. Waits for every rank; returns the key under which the plan is cached."""
     plan_key: PlanKey = ()
-    cached, terms = False, None
+    cached, arguments = False, None
+    request, cache, topology = call.request, call.cache, call.topology
     cache.reset_for(topology)
     if isinstance(request, SaveRequest):
-        decls = [*request.stored_tensors(), *request.omitted_model]
-        plan_key = make_plan_key(
-            decls, rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes
-        )
+        options = request.options
         plan_key = (
-            *plan_key,
-            request.options.node_copies,
-            request.options.parts,
+            *make_plan_key(
+                [*request.stored_tensors(), *request.omitted_model],
+                rank=call.comm.rank,
+                world=call.comm.world,
+                max_file_bytes=options.max_file_bytes,
+            ),
+            options.node_copies,
+            options.parts,
             frozenset(request.state.requested),
+            request.has_extra(call.comm.rank),
+            request.master_check,
         )
-        plan_key = (*plan_key, request.has_extra(comm.rank), request.master_check)
-        cached = cache.plan is not None and cache.plan.plan_key == plan_key
-        # A save that failed may have got further on one rank than on another; a step is left out
-        # only where all have done it.
-        cached = cached and (
-            cache.copy_plan is not None or topology is None or topology.node_group is None
+        has_groups = topology is not None and topology.node_group is not None
+        checks_replicas = options.check_replicas == "first"
+        # A failed save may have got further on one rank than on another. A step is skipped only
+        # where every rank has completed it.
+        cached = (
+            cache.plan is not None
+            and cache.plan.plan_key == plan_key
+            and (cache.copy_plan is not None or not has_groups)
+            and (cache.plan.replicas_checked or not checks_replicas)
         )
-        cached = cached and (
-            cache.plan is None
-            or cache.plan.replicas_checked
-            or request.options.check_replicas != "first"
-        )
-        terms = {
+        arguments = {
             "asynchronous": background,
             "step": request.step,
-            **request.options.model_dump(mode="json"),
+            **options.model_dump(mode="json"),
         }
-    title = f"save to {path}"
-    return comm.begin_collective(
-        title,
+    collective = call.comm.begin_collective(
+        f"save to {call.path}",
         cached=cached,
-        timeout_seconds=timeout_seconds,
+        timeout_seconds=call.timeout_seconds,
         delete_stale=not background,
-        arguments=terms,
-    ), plan_key
+        arguments=arguments,
+    )
+    return collective, plan_key
 
 
 def _plan_save(
-    collective: Collective,
-    topology: Topology | None,
-    storage: LocalStorage,
-    name: str,
-    request: SaveRequest | Exception,
-    cache: SaveCache,
-    plan_key: PlanKey,
-    started: float,
-    *,
-    background: bool,
+    call: SaveCall, collective: Collective, plan_key: PlanKey, *, background: bool
 ) -> PlannedSave:
-    """Collective. A plan, kept where every rank saves what it saved last; claims checked.
+    """Collective. Plans the save, or reuses the plan where every rank saves what it saved last.
 
-    `background`: keep nothing of the caller's but tensors, for it will change, and do not wait for
-    storage.
+    In the `background`, nothing of the caller's but tensors is kept, and storage is not awaited.
     """
+    request, cache, topology = call.request, call.cache, call.topology
+    node_group = topology.node_group if topology is not None else None
+    existing_entries = frozenset[str]()
     cached = collective.all_cached and cache.plan is not None
-    # A save in the background whose layout is known agrees once, when all is copied.
+    # A background save with a cached plan agrees once, after everything is copied.
     with nullcontext() if background and collective.all_cached else collective.step("state"):
         if isinstance(request, Exception):
             raise request
-        encoded_extra = extra_state.encode_extra(
+        extra_state = encode_extra(
             request.extra, request.rank_extra, is_first=collective.rank == 0, freeze=background
-        )
-        existing_entries, node_group = (
-            frozenset[str](),
-            topology.node_group if topology is not None else None,
         )
         if collective.rank == (node_group.ranks[0] if node_group is not None else 0):
             target = commit.PublishTarget(
-                name, request.options.if_exists, is_step_path=request.is_step_path
+                call.name, request.options.if_exists, is_step_path=request.is_step_path
             )
-            existing_entries = commit.check_existing_entries(storage, target)
-            if (
-                node_group is None and not background
-            ):  # again when it begins; here before any work is done
-                commit.resolve_if_exists(storage, target)
+            existing_entries = commit.check_existing_entries(call.storage, target)
+            if node_group is None and not background:
+                # Fails before any work is done; asked again when the folder is created.
+                commit.resolve_if_exists(call.storage, target)
         if not cached:
             cache.stored_parts = agree_on_parts(collective, request)
         request = request.with_stored_parts(cache.stored_parts)
-    transport = topology.transport if topology is not None else None
-    if topology is None or topology.node_group is None:
+    if topology is None or node_group is None:
+        tensors = request.stored_tensors()
         with collective.step("plan") if not cached else nullcontext():
-            plan = _cached_plan(
-                collective,
-                request.stored_tensors(),
-                request,
-                cache,
-                plan_key,
-                cached=cached,
-                layout=request.layout,
-            )
-        parts_by_group = _parts_by_group(plan, request.stored_tensors())
+            plan = _cached_plan(call, collective, request, tensors, plan_key, cached=cached)
         return _verify_replicas(
             PlannedSave(
+                call,
                 collective,
-                storage,
-                name,
                 request,
                 plan,
-                parts_by_group,
-                encoded_extra,
-                started,
-                transport=transport,
+                _tensors_by_group(plan, tensors),
+                extra_state,
                 existing_entries=existing_entries,
             )
         )
-    commit_group = join_commit_group(collective, topology.node_group)
+    commit_group = join_commit_group(collective, node_group)
     with propagating_errors(commit_group):
-        parts, encoded_extra = (
-            _to_node_local(commit_group, topology.comm, request, cache, cached=cached),
-            broadcast_extra(commit_group, encoded_extra),
-        )
+        tensors = _to_node_local(call, commit_group, request, cached=cached)
+        extra_state = broadcast_extra(commit_group, extra_state)
         group_collective = topology.comm.begin_collective(
-            "save of an island",
+            "save of a node group",
             cached=cached,
             timeout_seconds=collective.timeout_seconds,
             parent=collective,
@@ -339,26 +229,24 @@ def _plan_save(
             group_collective.move_to_background()
         try:
             with group_collective.step("plan") if not cached else nullcontext():
+                # The layout is already checked for all node groups.
+                local_request = replace(request, layout=None, matched_rules=set())
                 plan = _cached_plan(
-                    group_collective, parts, request, cache, plan_key, cached=cached, layout=None
+                    call, group_collective, local_request, tensors, plan_key, cached=cached
                 )
             if not cached or cache.copy_plan is None:
                 cache.copy_plan = plan_copies(
                     commit_group, plan.global_plan, copies=request.options.node_copies
                 )
-            parts_by_group = _parts_by_group(plan, parts)
             return _verify_replicas(
                 PlannedSave(
+                    call,
                     group_collective,
-                    storage,
-                    name,
                     request,
                     plan,
-                    parts_by_group,
-                    encoded_extra,
-                    started,
+                    _tensors_by_group(plan, tensors),
+                    extra_state,
                     commit_group=commit_group,
-                    transport=transport,
                     existing_entries=existing_entries,
                 )
             )
@@ -368,61 +256,57 @@ def _plan_save(
 
 
 def _to_node_local(
-    commit_group: CommitGroup, comm: Comm, request: SaveRequest, cache: SaveCache, *, cached: bool
+    call: SaveCall, commit_group: CommitGroup, request: SaveRequest, *, cached: bool
 ) -> list[LocalTensor]:
-    """Collective over all islands. What this rank's island stores of its parts; the claims of all
-    ranks checked.
-    """
-    parts = request.stored_tensors()
+    """Collective over all node groups. Checks all claims; returns what this rank's group stores."""
+    cache, tensors = call.cache, request.stored_tensors()
+    comm = call.topology.comm if call.topology is not None else call.comm
     if not cached or cache.local_shardings is None:
         cache.copy_plan = None
         check_copy_count(commit_group, request.options.node_copies)
         cache.global_totals = check_global(
             commit_group.collective,
-            parts,
+            tensors,
             layout=request.layout,
             matched_rules=request.matched_rules,
         )
-        cache.local_shardings = local_shardings(commit_group, comm, parts)
-    return localize(parts, cache.local_shardings, commit_group.node_group, group_rank=comm.rank)
+        cache.local_shardings = local_shardings(commit_group, comm, tensors)
+    return localize(tensors, cache.local_shardings, commit_group.node_group, group_rank=comm.rank)
 
 
 def _cached_plan(
+    call: SaveCall,
     collective: Collective,
-    parts: Sequence[LocalTensor],
     request: SaveRequest,
-    cache: SaveCache,
+    tensors: Sequence[LocalTensor],
     plan_key: PlanKey,
     *,
     cached: bool,
-    layout: Layout | None,
 ) -> SavePlan:
     """Collective. The plan of the last save, or a new one."""
+    cache = call.cache
     if not cached or cache.plan is None:
         cache.plan = None
-        matched_rules = request.matched_rules if layout is not None else set[str]()
         cache.plan = make_plan(
             collective,
-            parts,
-            layout=layout,
-            matched_rules=matched_rules,
+            tensors,
+            layout=request.layout,
+            matched_rules=request.matched_rules,
             max_file_bytes=request.options.max_file_bytes,
             plan_key=plan_key,
         )
     return cache.plan
 
 
-def _parts_by_group(plan: SavePlan, parts: Sequence[LocalTensor]) -> list[list[LocalTensor]]:
-    by_key = {part.decl.key: part for part in parts}
+def _tensors_by_group(plan: SavePlan, tensors: Sequence[LocalTensor]) -> list[list[LocalTensor]]:
+    by_key = {tensor.decl.key: tensor for tensor in tensors}
     return [[by_key[decl.key] for decl in group.decls] for group in plan.groups]
 
 
 def _verify_replicas(planned: PlannedSave) -> PlannedSave:
-    """Collective. Compares what replicas hold, where the options ask for it now."""
-    check_replicas_option, plan = planned.request.options.check_replicas, planned.plan
-    if check_replicas_option == "always" or (
-        check_replicas_option == "first" and not plan.replicas_checked
-    ):
+    """Collective. Compares the bytes of replicas if the options ask for it in this save."""
+    mode, plan = planned.request.options.check_replicas, planned.plan
+    if mode == "always" or (mode == "first" and not plan.replicas_checked):
         with planned.collective.step("check"):
             check_replicas(planned.collective, plan.groups, planned.tensors_by_group)
         plan.replicas_checked = True

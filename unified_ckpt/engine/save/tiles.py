@@ -1,8 +1,9 @@
-"""The tiles of one group at a save: ranks fill them for each other, and their movers write them."""
+"""Exchanges the tiles of one group in a save: ranks fill them for each other, and I/O ranks write them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -31,54 +32,57 @@ from unified_ckpt.runtime.torch_state.tensors import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TileBufferSet:
+    """The tile buffers that a rank can reach: `local` ones by rank, `remote` ones over `transport`."""
+
+    rank: int
+    local: Mapping[int, TileBuffer]
+    remote: Mapping[int, RemoteTileBuffer]
+    transport: PeerTransport | None
+    wait: PeerWait
+
+
 def write_tiles(
     group: GroupPlan,
-    parts: Sequence[LocalTensor],
+    tensors: Sequence[LocalTensor],
     writer: QueuedWriter,
-    tile_buffers: Mapping[int, TileBuffer],
-    wait: PeerWait,
+    buffers: TileBufferSet,
     *,
-    remote_buffers: Mapping[int, RemoteTileBuffer],
-    transport: PeerTransport | None,
-    rank: int,
     exchange: int,
 ) -> BlockCrcs:
-    """Fills this rank's parts of all tiles, its own and the others', and writes its own, two in
-    flight per rank. `remote_buffers`: the windows of ranks on other machines, which `transport`
-    leads to.
+    """Copies this rank's bytes to every tile they belong to, and writes the tiles of this I/O rank.
+
+    `tensors` are those of `group.decls`. At most two tiles per I/O rank are in flight.
     """
+    rank, transport, wait = buffers.rank, buffers.transport, buffers.wait
     block_crcs: BlockCrcs = []
     tiles_to_write = {tile.number: tile for tile in group.rank_io.io_tiles}
-    contiguous_parts: dict[int, LocalTensor] = {}  # row-major copies of parts that are not
-    local_buffer = tile_buffers.get(rank)
+    contiguous: dict[int, LocalTensor] = {}
+    local_buffer = buffers.local.get(rank)
     if local_buffer is not None and tiles_to_write:
         local_buffer.open_for(exchange)
     tiles_to_fill = tiles_by_number(group.rank_io.member_tiles)
     for number in sorted(tiles_to_fill.keys() | tiles_to_write.keys()):
         for tile in tiles_to_fill.get(number, ()):
-            remote_buffer = remote_buffers.get(tile.io_rank)
+            remote_buffer = buffers.remote.get(tile.io_rank)
             if remote_buffer is not None and transport is not None:
-                fill_tile(remote_buffer.tile(number), tile, parts, contiguous_parts, rank=rank)
-                spans = list(tile_spans(tile, parts, rank=rank))
+                fill_tile(remote_buffer.tile(number), tile, tensors, contiguous, rank=rank)
+                spans = list(tile_spans(tile, tensors, rank=rank))
                 transport.send_tile(
                     remote_buffer, exchange=exchange, number=number, tiles=number + 1, spans=spans
                 )
                 continue
             if tile.io_rank != rank:
                 wait.until_progress(tile.io_rank, exchange=exchange, tiles=number - SLOTS + 1)
-            fill_tile(
-                tile_buffers[tile.io_rank].tile(number), tile, parts, contiguous_parts, rank=rank
-            )
-            tile_buffers[tile.io_rank].set_done(rank, number + 1)
+            buffer = buffers.local[tile.io_rank]
+            fill_tile(buffer.tile(number), tile, tensors, contiguous, rank=rank)
+            buffer.set_done(rank, number + 1)
         if number in tiles_to_write and local_buffer is not None:
-            wait.until_done(
-                local_buffer,
-                [member for member in tiles_to_write[number].members if member != rank],
-                number + 1,
-            )
-            block_crcs.extend(
-                write_tile(local_buffer.tile(number), tiles_to_write[number], group, writer)
-            )
+            tile = tiles_to_write[number]
+            others = [member for member in tile.members if member != rank]
+            wait.until_done(local_buffer, others, number + 1)
+            block_crcs.extend(write_tile(local_buffer.tile(number), tile, group, writer))
             writer.drain()
             local_buffer.advance(number + 1)
     return block_crcs
@@ -87,91 +91,82 @@ def write_tiles(
 def fill_tile(
     memory: torch.Tensor,
     tile: Tile,
-    parts: Sequence[LocalTensor],
-    contiguous_parts: dict[int, LocalTensor],
+    tensors: Sequence[LocalTensor],
+    contiguous: dict[int, LocalTensor],
     *,
     rank: int,
 ) -> None:
-    """Copies this rank's pieces into a tile. `contiguous_parts`: row-major copies of parts that are
-    not, by row.
+    """Copies this rank's bytes to a tile.
+
+    `contiguous` caches row-major copies of tensors that are not, by index in the group.
     """
     whole_tensors = WholeTensors(memory, copy_whole_to_tile)
-    for piece in tile.ranges:
-        if rank in piece.members:
-            part = parts[piece.decl_index]
-            if whole_tensors.add(piece, part):
-                continue
-            if not part.local.is_contiguous():
-                part = contiguous_parts[piece.decl_index] = contiguous_parts.get(
-                    piece.decl_index
-                ) or LocalTensor(part.decl, as_contiguous(part.local))
-            slot_memory = memory[piece.tile_offset : piece.tile_offset + piece.stop - piece.start]
-            boxes = boxes_in_slab(part, rank, piece.outer_ndim)
-            copy_slabs_to_tile(
-                slot_memory,
-                part,
-                boxes,
-                outer_ndim=piece.outer_ndim,
-                first_slab=piece.first_local_slab,
-                count=piece.slab_count,
-            )
+    for tile_range in tile.ranges:
+        if rank not in tile_range.members:
+            continue
+        index, outer_ndim = tile_range.decl_index, tile_range.outer_ndim
+        tensor = tensors[index]
+        if whole_tensors.add(tile_range, tensor):
+            continue
+        if not tensor.local.is_contiguous():
+            if index not in contiguous:
+                contiguous[index] = LocalTensor(tensor.decl, as_contiguous(tensor.local))
+            tensor = contiguous[index]
+        offset = tile_range.tile_offset
+        copy_slabs_to_tile(
+            memory[offset : offset + tile_range.stop - tile_range.start],
+            tensor,
+            boxes_in_slab(tensor, rank, outer_ndim),
+            outer_ndim=outer_ndim,
+            first_slab=tile_range.first_local_slab,
+            count=tile_range.slab_count,
+        )
     whole_tensors.flush()
 
 
-def tile_spans(tile: Tile, parts: Sequence[LocalTensor], *, rank: int) -> Iterator[TileSpan]:
-    """Which bytes of a tile `fill_tile` fills."""
-    for piece in tile.ranges:
-        if rank not in piece.members:
+def tile_spans(tile: Tile, tensors: Sequence[LocalTensor], *, rank: int) -> Iterator[TileSpan]:
+    """The byte spans of a tile that `fill_tile` fills on this rank."""
+    for tile_range in tile.ranges:
+        if rank not in tile_range.members:
             continue
-        spec, nbytes = (
-            parts[piece.decl_index].decl.spec,
-            (piece.stop - piece.start) // piece.slab_count,
-        )
-        element_nbytes, slab_shape = itemsize(spec.dtype), spec.shape[piece.outer_ndim :]
-        for slab_box, _ in boxes_in_slab(parts[piece.decl_index], rank, piece.outer_ndim):
-            for start_element, _, element_count in runs(
-                slab_box, slab_shape, local=full_box(slab_box.shape), local_shape=slab_box.shape
-            ):
-                if element_count * element_nbytes == nbytes:
-                    yield piece.tile_offset, nbytes * piece.slab_count, 0, 1
-                elif element_count:
-                    yield (
-                        piece.tile_offset + start_element * element_nbytes,
-                        element_count * element_nbytes,
-                        nbytes,
-                        piece.slab_count,
-                    )
+        tensor, outer_ndim = tensors[tile_range.decl_index], tile_range.outer_ndim
+        spec, offset, slab_count = tensor.decl.spec, tile_range.tile_offset, tile_range.slab_count
+        slab_nbytes = (tile_range.stop - tile_range.start) // slab_count
+        element_nbytes, slab_shape = itemsize(spec.dtype), spec.shape[outer_ndim:]
+        for box, _ in boxes_in_slab(tensor, rank, outer_ndim):
+            slab_runs = runs(box, slab_shape, local=full_box(box.shape), local_shape=box.shape)
+            for first, _, count in slab_runs:
+                if count * element_nbytes == slab_nbytes:
+                    yield offset, slab_nbytes * slab_count, 0, 1
+                elif count:
+                    start = offset + first * element_nbytes
+                    yield start, count * element_nbytes, slab_nbytes, slab_count
 
 
 def write_tile(
     memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: QueuedWriter
 ) -> BlockCrcs:
-    """Digests a tile that is full and queues its writes; neighbours in the file in one call."""
+    """Digests a full tile and queues its writes; ranges that are adjacent in a file share a call."""
     block_crcs: BlockCrcs = []
     view = as_bytes(memory)
     writes: list[ContiguousWrite] = []
-    file_name, file_end, run_start, run_stop = (
-        "",
-        0,
-        0,
-        0,
-    )  # of the last run: its file, where it ends there, and its last bytes in the tile
-    for piece in tile.ranges:
-        slot, stop = piece.tile_offset, piece.tile_offset + piece.stop - piece.start
-        block_crcs += [
-            (piece.decl_index, block_crc)
-            for block_crc in digests.block_crcs(view[slot:stop], start=piece.start)
-        ]
-        file = group.files[group.file_by_decl[piece.decl_index]]
-        start = file.offsets[piece.decl_index] + piece.start
-        if (file.name, start) != (file_name, file_end):
-            writes.append((file.name, start, [view[slot:stop]]))
-            run_start = slot
-        elif slot != run_stop:
-            writes[-1][2].append(view[slot:stop])
-            run_start = slot
+    # Of the last write: its file, its end there, and the tile bytes of its last buffer.
+    file_name, file_end, buffer_start, buffer_stop = "", 0, 0, 0
+    for tile_range in tile.ranges:
+        decl_index, start = tile_range.decl_index, tile_range.tile_offset
+        stop = start + tile_range.stop - tile_range.start
+        crcs = digests.block_crcs(view[start:stop], start=tile_range.start)
+        block_crcs += [(decl_index, block_crc) for block_crc in crcs]
+        file = group.files[group.file_by_decl[decl_index]]
+        file_offset = file.offsets[decl_index] + tile_range.start
+        if (file.name, file_offset) != (file_name, file_end):
+            writes.append((file.name, file_offset, [view[start:stop]]))
+            buffer_start = start
+        elif start != buffer_stop:
+            writes[-1][2].append(view[start:stop])
+            buffer_start = start
         else:
-            writes[-1][2][-1] = view[run_start:stop]
-        file_name, file_end, run_stop = file.name, start + stop - slot, stop
+            writes[-1][2][-1] = view[buffer_start:stop]
+        file_name, file_end, buffer_stop = file.name, file_offset + stop - start, stop
     writer.write_all(writes)
     return block_crcs

@@ -1,64 +1,45 @@
-"""What each rank writes of the parts of a checkpoint, from its tensors or from a snapshot of them;
-then all of it on the disk.
-"""
+"""Writes and syncs this rank's share of a save, from its tensors or from a snapshot of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from unified_ckpt.engine.plan.chunks import BlockCrcs
-from unified_ckpt.engine.plan.save_plan import SavePlan
 from unified_ckpt.engine.save.extents import QueuedWriter, write_extents, write_headers
+from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot, snapshot_tensors, write_snapshot
-from unified_ckpt.engine.save.tiles import write_tiles
-from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.engine.save.tiles import TileBufferSet, write_tiles
 from unified_ckpt.runtime.exchange.shared_files import FileWriter
 from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
-from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
-from unified_ckpt.runtime.exchange.windows import TileBuffers, exchange_number
-from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.tensors import LocalTensor
+from unified_ckpt.runtime.exchange.windows import exchange_number
 
 
 def write_parts(
-    collective: Collective,
-    plan: SavePlan,
-    parts_by_group: Sequence[Sequence[LocalTensor]],
-    file_writer: FileWriter,
-    tile_buffers: TileBuffers,
-    snapshot: Snapshot | None,
-    *,
-    transport: PeerTransport | None,
-    fsync: bool,
-    on_progress: Callable[[], None],
+    planned: PlannedSave, file_writer: FileWriter, snapshot: Snapshot | None
 ) -> list[BlockCrcs]:
-    """What this rank writes of every group: first what others wait for. `parts_by_group`: by group
-    of the plan; `on_progress`: called with each write.
+    """Writes this rank's share of every group, tiles first because other ranks wait for them.
+
+    Returns the CRCs of the written blocks by group.
     """
-    # Beside the training nobody waits for the disk, and each rank's training has a core already.
+    collective, plan, transport = planned.collective, planned.plan, planned.transport
+    rank, groups, tile_buffers = collective.rank, plan.groups, planned.call.cache.tile_buffers
+    # Beside training, nobody waits for the disk, and each rank's training occupies a core.
     in_background = snapshot is not None
-    ranks = (
-        collective.world
-        if transport is None
-        else sum(
-            transport.alignment.same_node(collective.rank, rank) for rank in range(collective.world)
-        )
-    )
+    local_ranks = collective.world
+    if transport is not None:
+        ranks = range(collective.world)
+        local_ranks = sum(transport.alignment.same_node(rank, other) for other in ranks)
     writer = QueuedWriter(
         file_writer,
-        writeback_early=fsync and not in_background,
-        busy_ranks=ranks * (2 if in_background else 1),
-        on_progress=on_progress,
+        writeback_early=planned.request.options.fsync and not in_background,
+        busy_ranks=local_ranks * (2 if in_background else 1),
+        on_progress=planned.heartbeat,
     )
     try:
         local_buffers = tile_buffers.prepare(
             collective,
             tile_nbytes=max(
-                (group.tile_nbytes for group in plan.groups if group.rank_io.io_tiles), default=0
+                (group.tile_nbytes for group in groups if group.rank_io.io_tiles), default=0
             ),
-            partners={
-                rank for group in plan.groups for rank in group.rank_io.partners(collective.rank)
-            },
+            partners={partner for group in groups for partner in group.rank_io.partners(rank)},
             transport=transport,
         )
         wait = PeerWait(
@@ -67,60 +48,48 @@ def write_parts(
             raise_if_failed=collective.raise_if_failed,
             progress=collective.progress,
         )
-        block_crcs: list[BlockCrcs] = []
-        with marking_failed(local_buffers.get(collective.rank)):
-            for index, (group, parts) in enumerate(zip(plan.groups, parts_by_group, strict=True)):
-                exchange = exchange_number(collective, group.index)
-                write_headers(group, writer, rank=collective.rank)
-                tile_source = (
-                    (group, parts)
-                    if snapshot is None
-                    else (snapshot.copies[index].plan, snapshot_tensors(snapshot, index))
+        buffers = TileBufferSet(rank, local_buffers, tile_buffers.remote, transport, wait)
+        crcs_by_group: list[BlockCrcs] = []
+        with marking_failed(local_buffers.get(rank)):
+            for index, group in enumerate(groups):
+                tensors, exchange = (
+                    planned.tensors_by_group[index],
+                    exchange_number(collective, group.index),
                 )
-                tile_crcs = write_tiles(
-                    *tile_source,
-                    writer,
-                    local_buffers,
-                    wait,
-                    remote_buffers=tile_buffers.remote,
-                    transport=transport,
-                    rank=collective.rank,
-                    exchange=exchange,
-                )
-                extent_crcs = (
-                    write_extents(group, parts, writer, rank=collective.rank)
-                    if snapshot is None
-                    else write_snapshot(snapshot, index, writer)
-                )
-                block_crcs.append(tile_crcs + extent_crcs)
+                write_headers(group, writer, rank=rank)
+                if snapshot is None:
+                    crcs = write_tiles(group, tensors, writer, buffers, exchange=exchange)
+                    crcs += write_extents(group, tensors, writer, rank=rank)
+                else:
+                    tile_plan, copies = (
+                        snapshot.copies[index].plan,
+                        snapshot_tensors(snapshot, index),
+                    )
+                    crcs = write_tiles(tile_plan, copies, writer, buffers, exchange=exchange)
+                    crcs += write_snapshot(snapshot, index, writer)
+                crcs_by_group.append(crcs)
             writer.drain()
             if transport is not None:
                 transport.flush_tiles(wait)
-        return block_crcs
+        return crcs_by_group
     finally:
         writer.close()
 
 
-def sync_parts(
-    collective: Collective,
-    storage: LocalStorage,
-    folder: str,
-    plan: SavePlan,
-    *,
-    shared: bool,
-    on_progress: Callable[[], None],
-) -> None:
-    """Each file is synced once, the work spread over its group; where ranks of several machines
-    share the folder, by each rank that has written to it, for a machine knows only of its own
-    bytes.
+def sync_parts(planned: PlannedSave, folder: str) -> None:
+    """Syncs the part files once each, spread over the ranks of their group.
+
+    Where ranks of several nodes share the folder, each rank syncs the files it has written: a node
+    flushes only its own pages.
     """
-    if shared:
+    storage = planned.call.storage
+    if planned.transport is not None:
         for name in storage.unsynced_files():
             storage.sync(name)
-            on_progress()
+            planned.heartbeat()
         return
-    for group in plan.groups:
+    for group in planned.plan.groups:
         for index, file in enumerate(group.files):
-            if group.holders[index % len(group.holders)] == collective.rank:
+            if group.holders[index % len(group.holders)] == planned.collective.rank:
                 storage.sync(f"{folder}/{file.name}")
-                on_progress()
+                planned.heartbeat()

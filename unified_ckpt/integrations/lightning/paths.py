@@ -70,7 +70,9 @@ def latest_in(path: str, *, depth: int = _DEPTH) -> str:
     checkpoints: list[tuple[int, str, str]] = []
     for folder, folders, _ in os.walk(path):
         for name in list(folders):
-            manifest = None if name.startswith(".") else read_manifest_at(os.path.join(folder, name))
+            manifest = (
+                None if name.startswith(".") else read_manifest_at(os.path.join(folder, name))
+            )
             if manifest is not None:
                 checkpoints.append(
                     (manifest.step or 0, manifest.created, os.path.join(folder, name))
@@ -109,7 +111,8 @@ def latest_requeue(path: str) -> str:
     complete = [
         entry
         for _, entry in sorted(numbered)
-        if os.path.isfile(os.path.join(folder, entry)) or read_manifest_at(os.path.join(folder, entry))
+        if os.path.isfile(os.path.join(folder, entry))
+        or read_manifest_at(os.path.join(folder, entry))
     ]
     if not complete:
         return path

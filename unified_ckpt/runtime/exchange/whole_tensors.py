@@ -1,6 +1,4 @@
-"""Pieces of a tile that are whole tensors: small ones, of which a tile has many, copied between
-tile and tensors by few calls.
-"""
+"""Copies runs of small whole tensors between a tile and their memory with few calls."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, LocalTensor
 
 
 def tiles_by_number(tiles: Sequence[Tile]) -> dict[int, list[Tile]]:
-    """The tiles of each number, in their order."""
+    """Groups tiles by number, in their order."""
     grouped: dict[int, list[Tile]] = {}
     for tile in tiles:
         grouped.setdefault(tile.number, []).append(tile)
@@ -21,8 +19,9 @@ def tiles_by_number(tiles: Sequence[Tile]) -> dict[int, list[Tile]]:
 
 
 class WholeTensors:
-    """Neighbouring pieces of a tile that are whole tensors of this rank, of one dtype and device:
-    copied by one call.
+    """Collects adjacent tile ranges that are whole local tensors of one dtype and device.
+
+    `copy` is called with the tile's memory of such a run and its tensors.
     """
 
     def __init__(
@@ -32,29 +31,27 @@ class WholeTensors:
         self._locals: list[torch.Tensor] = []
         self._start = self._stop = 0
 
-    def add(self, piece: TileRange, part: LocalTensor) -> bool:
-        """Whether the piece is such a one; it is copied then, by `flush` at the latest."""
-        local = part.local
-        if (
-            piece.outer_ndim
-            or local.shape != part.decl.spec.shape
-            or DTYPE_NAMES[local.dtype] != part.decl.spec.dtype
-        ):
+    def add(self, tile_range: TileRange, tensor: LocalTensor) -> bool:
+        """Takes a range that is a whole tensor in the stored dtype; False for any other range.
+
+        The range is copied by the next `flush` at the latest.
+        """
+        local, spec = tensor.local, tensor.decl.spec
+        is_whole = not tile_range.outer_ndim and local.shape == spec.shape
+        if not is_whole or DTYPE_NAMES[local.dtype] != spec.dtype:
             return False
         last = self._locals[-1] if self._locals else local
-        if (
-            piece.tile_offset != self._stop
-            or last.dtype != local.dtype
-            or last.device != local.device
-        ):
+        is_adjacent = tile_range.tile_offset == self._stop
+        if not is_adjacent or last.dtype != local.dtype or last.device != local.device:
             self.flush()
         if not self._locals:
-            self._start = piece.tile_offset
+            self._start = tile_range.tile_offset
         self._locals.append(local)
-        self._stop = piece.tile_offset + piece.stop - piece.start
+        self._stop = tile_range.tile_offset + tile_range.stop - tile_range.start
         return True
 
     def flush(self) -> None:
+        """Copies the collected run."""
         if self._locals:
             self._copy(self._memory[self._start : self._stop], self._locals)
             self._locals = []

@@ -824,7 +824,7 @@ def test_attached_files_are_committed_with_the_rest(tmp_path: Path) -> None:
 def test_attached_files_may_not_be_ours(tmp_path: Path, name: str) -> None:
     with pytest.raises(
         uc.StorageError,
-        match=rf"`attach` changed {name}, which is the checkpoint's own; needed another name",
+        match=rf"`attach` changed {name}, a file of the checkpoint; write to another name",
     ):
         uc.save(
             tmp_path / "c",

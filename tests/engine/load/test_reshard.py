@@ -358,7 +358,7 @@ def test_tiles_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(4, act)
     for plan in plans:
         assert plan is not None
-        tiles = plan.groups[0].moves.mine
+        tiles = plan.groups[0].rank_io.io_tiles
         assert len(tiles) >= 4
         assert {tile.parties for tile in tiles} == {(0, 1, 2, 3)}
     load_case(case, case.loaded[0], root / "tiles")

@@ -552,7 +552,7 @@ def test_lazy_without_an_optimizer_whose_step_could_wait_is_refused_on_every_ran
     same_error(
         try_ranks(2, act),
         uc.LayoutError,
-        r"^rank [01]: lazy: no optimizer object is given, whose step could wait for the copy; needed",
+        r"^rank [01]: lazy: got no optimizer object, whose step could wait for the copy; pass",
     )
     assert not (tmp_path / "c").exists()
 
@@ -793,7 +793,7 @@ def test_the_next_call_waits_for_the_save_in_flight(
     thread.join(0.2)
     assert thread.is_alive()
     assert not pending.done()
-    with pytest.raises(TimeoutError, match=r"the save has not ended within 0.01 s; it goes on"):
+    with pytest.raises(TimeoutError, match=r"the save has not ended within 0.01 s; it continues"):
         pending.result(0.01)
     gate.open()
     thread.join(SECONDS)
@@ -1041,7 +1041,7 @@ def test_no_memory_for_a_copy_is_an_error_on_every_rank_and_a_save_that_waits_wo
     same_error(
         errors,
         uc.StorageError,
-        r"^rank 1: a snapshot takes \d+ more bytes of memory on this rank; 1000 are free; `save` takes none$",
+        r"^rank 1: snapshot: got 1000 bytes of free memory on this rank, expected \d+; free some, or call `save`, which needs none$",
     )
     assert sorted(os.listdir(tmp_path)) == ["b", "c"]
     for name in ("b", "c"):

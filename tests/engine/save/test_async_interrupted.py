@@ -192,7 +192,7 @@ def test_lazy_an_optimizer_that_takes_no_hooks_is_refused_on_every_rank(tmp_path
     same_error(
         try_ranks(2, act),
         uc.LayoutError,
-        r"^rank 1: lazy: Wrapper takes no hooks; needed the optimizer that it wraps, or lazy=False",
+        r"^rank 1: lazy: got Wrapper, which takes no hooks; pass the optimizer that it wraps, or lazy=False",
     )
 
 

@@ -84,7 +84,7 @@ def state_of(comm: Comm, step: int) -> FlatState:
         parts.append(
             LocalTensor(TensorDecl(part, fqn, TensorSpec("F32", shape), Sharding(cuts)), local)
         )
-    return FlatState(tensors=parts, requested={part.row.part for part in parts})
+    return FlatState(tensors=parts, requested={part.decl.part for part in parts})
 
 
 def save_step(
@@ -315,7 +315,7 @@ def test_one_of_two_ranks_stops(tmp_path: Path, dead: int) -> None:
             alive = errors[1 - dead]
             assert isinstance(alive, RankError), alive
             with pytest.raises(
-                RankError, match=rf"rank {dead}: Stopped: stopped at operation {at}"
+                RankError, match=rf"rank {dead}: SimulatedCrash: stopped at operation {at}"
             ):
                 raise alive
             assert dead == 0 or not list(root.glob(".unified-*")), "rank 0 lives and clears away"

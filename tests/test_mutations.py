@@ -177,7 +177,7 @@ def one_folder(root: Path) -> Subject:
 
 def node_groups(root: Path) -> Subject:
     """Two folders, each of which holds a copy of the other."""
-    options = SAVE.model_copy(update={"machine_copies": 2})
+    options = SAVE.model_copy(update={"node_copies": 2})
 
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:

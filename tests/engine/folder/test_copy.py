@@ -263,7 +263,7 @@ def test_too_little_room_is_told_before_anything_is_copied(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 1000)
-    with pytest.raises(uc.StorageError, match="1000 bytes free; needed "):
+    with pytest.raises(uc.StorageError, match="got 1000 bytes of free space, expected "):
         copy(source, there(tmp_path), beat=lambda _: pytest.fail("copied"))
     assert os.listdir(tmp_path / "root") == []
 

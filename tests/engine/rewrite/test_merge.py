@@ -765,7 +765,7 @@ def test_too_little_room_is_told_before_anything_is_written(
     found = merge_all(
         tmp_path / "root", MACHINES, own_folders(once), beat=lambda _: pytest.fail("written")
     )
-    same_error(found, uc.StorageError, "1000 bytes free; needed ")
+    same_error(found, uc.StorageError, "got 1000 bytes of free space, expected ")
     assert os.listdir(tmp_path / "root") == []
 
 

@@ -126,7 +126,7 @@ def test_a_rule_that_matches_nothing(tmp_path: Path) -> None:
     saves_fail(
         tmp_path,
         uc.LayoutError,
-        r"Layout rule\(s\) 'w\.weight' match no tensor on any rank",
+        r"Layout: rule\(s\) 'w\.weight' match no tensor on any rank",
         mine,
         mine,
     )
@@ -150,7 +150,7 @@ def test_a_part_that_is_called_like_one_of_fragments(tmp_path: Path) -> None:
     saves_fail(
         tmp_path,
         uc.FormatError,
-        "part name 'ema_shards' ends like those of shards, _shards; choose another",
+        "parts: got 'ema_shards', expected a name that does not end in '_shards'",
         ema,
         ema,
     )
@@ -336,7 +336,7 @@ def test_a_root_that_is_not_shared(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"node-{rank}").mkdir()
     mine = {"model": {"w": BIG}}
-    text = r"rank 1: .*: this rank does not see this folder, which rank 0 made; needed one folder shared by all"
+    text = r"rank 1: .*: this rank does not see this folder, which rank 0 created; use one folder that all ranks see"
     saves_fail(
         tmp_path,
         uc.StorageError,
@@ -478,7 +478,7 @@ def test_an_extra_that_cannot_be_stored_on_one_of_the_ranks(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "7"])
 def test_a_step_that_is_none(tmp_path: Path, step: object) -> None:
-    with pytest.raises(uc.FormatError, match=rf"step is {step!r}; needed an int of 0 or more"):
+    with pytest.raises(uc.FormatError, match=rf"step: got {step!r}, expected an int of 0 or more"):
         uc.save(tmp_path / "c", model={"w": BIG}, step=step)
 
 
@@ -588,7 +588,7 @@ def test_a_file_or_a_link_in_the_way(folder: Path, if_exists: str) -> None:
     (folder.parent / "broken").symlink_to(folder.parent / "nowhere")
     for name, kind in (("file", "file"), ("link", "link"), ("broken", "link")):
         with pytest.raises(
-            uc.StorageError, match=rf"{name}: is a {kind}; needed a folder or a free name"
+            uc.StorageError, match=rf"{name}: got a {kind}, expected a folder or a free name"
         ):
             uc.save(folder.parent / name, model={"w": BIG}, options=options)
     assert (folder.parent / "file").read_bytes() == b"mine"
@@ -600,7 +600,7 @@ def test_a_file_or_a_link_in_the_way(folder: Path, if_exists: str) -> None:
 def test_a_committed_checkpoint_in_the_way(folder: Path) -> None:
     before = (folder / "unified_checkpoint.json").read_bytes()
     mine = {"model": {"w": BIG}}
-    text = r'checkpoint-3: holds a committed checkpoint \(save \w+, step 3\); needed a free name, if_exists="replace" or if_exists="keep"'
+    text = r'checkpoint-3: holds a committed checkpoint \(save \w+, step 3\), expected a free name; pass if_exists="replace" or if_exists="keep"'
     saves_fail(folder.parent, uc.StorageError, text, mine, mine, path=lambda _: folder)
     assert (folder / "unified_checkpoint.json").read_bytes() == before
 
@@ -686,7 +686,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=1m") as disk:
         mine = {"model": {"w": BIG}}
-        text = r"rank 0: .*: \d+ bytes free; needed \d+"
+        text = r"rank 0: .*: got \d+ bytes of free space, expected \d+"
         saves_fail(disk, uc.StorageError, text, mine, mine, path=lambda _: disk / "c")
         assert shutil.disk_usage(disk).used < 100_000
 

@@ -222,7 +222,7 @@ def test_a_save_that_is_on_one_machine_only(tmp_path: Path, machine: int) -> Non
     """It is no checkpoint: "keep" does not keep it; "error" says so."""
     fine(save(tmp_path, 1))
     shutil.rmtree(folder_of(tmp_path, machine))
-    same_error(save(tmp_path, 2), uc.StorageError, "which is not on every machine")
+    same_error(save(tmp_path, 2), uc.StorageError, "that is not on every node")
     fine(save(tmp_path, 2, options=QUICK.model_copy(update={"if_exists": "keep"})))
     assert loads(tmp_path) == 2
 
@@ -233,7 +233,7 @@ def test_an_error_before_the_begin_on_one_machine(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, 1)
     folder.rename(folder.with_name(f".replaced-{'0' * 16}-{NAME}"))
     error = same_error(
-        save(tmp_path, 2), uc.StorageError, "an interrupted replacement|not on every machine"
+        save(tmp_path, 2), uc.StorageError, "an interrupted replacement|not on every node"
     )
     assert "did not" not in str(error)
 
@@ -436,7 +436,7 @@ def test_ranks_of_one_machine_with_different_folders(tmp_path: Path) -> None:
     same_error(
         try_ranks(3, act),
         uc.StorageError,
-        "this rank does not see the folder that rank 1 of its machine sees",
+        "this rank does not see the folder that rank 1 of its node sees",
     )
     assert [os.listdir(folder_of(tmp_path, machine).parent) for machine in range(3)] == [[], [], []]
 

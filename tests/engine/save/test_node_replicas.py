@@ -64,7 +64,7 @@ __all__ = ["states"]  # a fixture
 
 
 def twice(copies: int = 2, **options: object) -> uc.SaveOptions:
-    return SAVE.model_copy(update={"machine_copies": copies, **options})
+    return SAVE.model_copy(update={"node_copies": copies, **options})
 
 
 def save_each(case: Case, root: Path, machines: Sequence[int], options: uc.SaveOptions) -> None:
@@ -252,7 +252,7 @@ def test_machines_that_share_a_folder_count_once(tmp_path: Path) -> None:
 
     with pytest.raises(
         uc.RankError,
-        match="machine_copies=3: the ranks are on 2 machines that have a folder of their own; needed 3",
+        match="node_copies=3: got 2 nodes with folders of their own, expected 3",
     ):
         run_ranks(4, lambda comm: act(comm, 3))
     run_ranks(4, lambda comm: act(comm, 2))
@@ -291,7 +291,7 @@ def test_ranks_that_want_different_numbers(tmp_path: Path) -> None:
     same_error(
         try_ranks(3, act),
         uc.RankError,
-        r"rank\(s\) 0, 2: machine_copies 1, rank\(s\) 1: machine_copies 2; expected the same",
+        r"rank\(s\) 0, 2: node_copies 1, rank\(s\) 1: node_copies 2; expected the same",
     )
 
 
@@ -402,7 +402,7 @@ def test_only_this_machine_of_this_save_is_copied(tmp_path: Path) -> None:
     check_peer_manifest(folder, save_id=folder.manifest.save_id, number=1)
     for save_id, number in ((folder.manifest.save_id, 0), ("other", 1)):
         with pytest.raises(
-            uc.IntegrityError, match=f"needed what machine {number} wrote of save {save_id}"
+            uc.IntegrityError, match=f"expected what node group {number} wrote of save {save_id}"
         ):
             check_peer_manifest(folder, save_id=save_id, number=number)
     folder.close()
@@ -435,7 +435,7 @@ def test_a_block_that_is_damaged_is_not_copied(tmp_path: Path) -> None:
 
 # crashes and full disks; two machines of two ranks
 
-TWICE = REPLACE.model_copy(update={"machine_copies": 2})
+TWICE = REPLACE.model_copy(update={"node_copies": 2})
 
 
 @pytest.fixture(autouse=True)
@@ -528,7 +528,7 @@ def test_no_room_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         storages=lambda at, place: Small(place) if at == 1 else LocalStorage(place),
         options=TWICE,
     )
-    same_error(found, uc.StorageError, "1000 bytes free; needed")
+    same_error(found, uc.StorageError, "got 1000 bytes of free space, expected")
     assert left(tmp_path) == before
     assert loads(tmp_path) == 1
 
@@ -606,7 +606,7 @@ def test_another_layout_and_another_number(tmp_path: Path) -> None:
                 state = {key: torch.full((10, 7), float(step + comm.rank)) for key in keys}
                 options = twice(copies, if_exists="replace")
                 if copies > 3:
-                    with pytest.raises(uc.RankError, match="machine_copies=4"):
+                    with pytest.raises(uc.RankError, match="node_copies=4"):
                         made.save(place, model=state, layout=layout, step=step, options=options)
                     continue
                 made.save(place, model=state, layout=layout, step=step, options=options)

@@ -547,7 +547,7 @@ def test_a_local_disk_that_is_full_sends_what_is_due_to_the_root(
         "step 9 to the local directory failed, the training goes on without it: " in text
         for text in texts
     )
-    assert all("8192 bytes free; needed " in text for text in texts)
+    assert all("got 8192 bytes of free space, expected " in text for text in texts)
     assert [name for name in os.listdir(tmp_path / LOCAL) if name.startswith(".unified-")] == []
 
 
@@ -899,7 +899,7 @@ with uc.CheckpointManager({str(tmp_path / ROOT)!r}, options=uc.ManagerOptions(in
         "the save of step 2 to the local directory failed, it is saved to the root: " in ran.stderr
     )
     assert re.search(
-        r"31\d+ bytes free; needed 40\d+: 4000\d+ of tensors and digests, \d+ of indexes and the manifest",
+        r"got 31\d+ bytes of free space, expected 40\d+: 4000\d+ of tensors and digests, \d+ of indexes and the manifest",
         ran.stderr,
     )
     assert steps_in(tmp_path / ROOT) == [2]

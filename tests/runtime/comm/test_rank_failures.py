@@ -148,7 +148,7 @@ class Call:
                 "timeout_seconds": LONG,
                 "if_exists": "replace",
                 "fsync": True,
-                "machine_copies": self.copies,
+                "node_copies": self.copies,
                 "write_alignment": 4096,
             }
         )

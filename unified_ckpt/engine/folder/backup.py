@@ -1,9 +1,8 @@
-"""What had the name of a checkpoint before: kept where it is the user's, removed where it is a
-checkpoint of ours that was replaced.
+"""Handles what had a checkpoint's name before: deletes a replaced checkpoint, keeps files of the user.
 
-How files of the user could be lost here: they are removed with a checkpoint, or are left in a
-folder whose name is hidden. So whatever may hold some is renamed to `<name>-before-<n>`, which
-nothing of this library removes.
+Files of the user could be lost if they were deleted with a checkpoint, or left in a folder whose
+name is hidden. So whatever may hold some is renamed to `<name>-before-<n>`, which nothing of this
+library deletes.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import filecmp
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
@@ -19,19 +19,17 @@ from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
-# with it transformers announces the folder of a checkpoint that it is about to save
+# Transformers puts it into the folder of a checkpoint that it is about to save.
 JIT_MARKER = "checkpoint-is-incomplete.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint that has its name. `folder`, `save_id`, `existing_entries`: of its
-    `Construction`;
-    `is_step_path`: of its `Target`.
+    """A checkpoint that has its name, and what had the name before.
 
-    `backup`: where that which had the name is now, None for a free name. `replaced`: its manifest,
-    where that is a checkpoint of ours.
-    `entries`: of the new folder.
+    `folder`, `save_id` and `existing_entries` are those of its `StagingDir`; `is_step_path` is that
+    of its `PublishTarget`. `backup` is the present name of what had the name, None if it was free.
+    `replaced` is the manifest of a replaced checkpoint. `entries` are those of the new folder.
     """
 
     name: str
@@ -45,14 +43,13 @@ class Published:
 
 
 def clean_up(storage: LocalStorage, published: Published, *, fsync: bool) -> None:
-    """After the commit: carries files of the user's that are under the name into the checkpoint,
-    and removes the checkpoint that was replaced. A failure is a warning that names what is left,
-    for the checkpoint is there.
+    """After the commit: moves the user's files into the new checkpoint and deletes the replaced one.
 
-    StorageError where the caller chose the name and the checkpoint has another file of a user's
-    file's name: both are kept.
+    A failure only logs a warning that names what remains, as the checkpoint is committed.
+    StorageError if the caller chose the name and the checkpoint has a different file with the name
+    of a user's file; both are kept.
     """
-    backup, name = published.backup, storage.path(published.name)
+    backup, path = published.backup, storage.path(published.name)
     if backup is None:
         return
     remaining, problem = backup, ""
@@ -72,27 +69,24 @@ def clean_up(storage: LocalStorage, published: Published, *, fsync: bool) -> Non
         else:
             backup_remains = storage.kind(backup) != "folder" or not remove_empty(storage, backup)
         if conflicts:
-            files = ", ".join(storage.path(f"{remaining}/{entry}") for entry in conflicts)
-            problem = f"{name}: is committed, and has other files of the names of yours, {', '.join(conflicts)}: both are kept, see {files}"
+            kept_paths = ", ".join(storage.path(f"{remaining}/{entry}") for entry in conflicts)
+            problem = (
+                f"{path}: is committed, but has different files under the names of yours, "
+                f"{', '.join(conflicts)}; yours are kept as {kept_paths}"
+            )
         elif backup_remains:
             _LOG.warning(
                 "%s: what had this name was no committed checkpoint; it is kept as %s",
-                name,
+                path,
                 storage.path(remaining),
             )
     except (CheckpointError, OSError) as error:
-        remaining_folder = next(
-            (
-                candidate
-                for candidate in (backup, _trash_name(published))
-                if storage.kind(candidate) is not None
-            ),
-            remaining,
-        )
+        folders = (backup, _trash_name(published))
+        remaining = next((name for name in folders if storage.kind(name) is not None), remaining)
         _LOG.warning(
-            "%s: is committed; what had its name before is left at %s: %s",
-            name,
-            storage.path(remaining_folder),
+            "%s: is committed; what had its name before remains at %s: %s",
+            path,
+            storage.path(remaining),
             error,
         )
     if problem and not published.is_step_path:
@@ -109,7 +103,7 @@ def _delete_replaced(
     *,
     fsync: bool,
 ) -> str:
-    """Removes what lies aside but for the entries that are `conflicts`, in the folder returned."""
+    """Deletes the backup except `conflicts`, which are kept in the folder returned."""
     kept_folder = backup_name(storage, published.name, kind="folder")
     _move_entries(storage, backup, kept_folder, conflicts)
     trash = _trash_name(published)
@@ -126,7 +120,7 @@ def _trash_name(published: Published) -> str:
 
 
 def rollback(storage: LocalStorage, published: Published) -> None:
-    """Undoes a commit: the name is what it was before, the folder is under construction again."""
+    """Undoes a publish: what had the name gets it back, and the folder is a staging folder again."""
     name, folder, backup = published.name, published.folder, published.backup
     if backup is not None and storage.exchange(backup, name):
         if backup != folder:
@@ -135,15 +129,15 @@ def rollback(storage: LocalStorage, published: Published) -> None:
         storage.rename(name, folder)
         if backup is not None:
             storage.rename(backup, name)
+    # Entries that appeared while the checkpoint had its name.
     late_entries = sorted(set(storage.entries(folder)) - published.entries)
     if not late_entries:
         return
-    if storage.kind(name) is None:  # they came while the checkpoint had its name
+    if storage.kind(name) is None:
         storage.make_folder(name)
     if storage.kind(name) == "folder":
-        late_entries = sorted(
-            {path.partition("/")[0] for path in _move_entries(storage, folder, name, late_entries)}
-        )
+        conflicts = _move_entries(storage, folder, name, late_entries)
+        late_entries = sorted({path.partition("/")[0] for path in conflicts})
     if late_entries:
         _move_entries(storage, folder, backup_name(storage, name, kind="folder"), late_entries)
 
@@ -155,22 +149,17 @@ def user_entries(
     existing_entries: Collection[str],
     replaced: Manifest | None,
 ) -> list[str]:
-    """Paths below a folder that had the name, of what is the user's and to be carried into the new
-    checkpoint. Of a checkpoint that was
-    `replaced`: what its save did not write. Of another folder: what came while the save ran, after
-    it was called with `existing_entries`.
+    """Paths below a folder that had the name, which are the user's and move to the new checkpoint.
+
+    Of a `replaced` checkpoint: what its save did not write. Of another folder: what appeared during
+    the save, which was called with `existing_entries`.
     """
     if storage.kind(folder) != "folder":
         return []
     if replaced is None:
         return sorted(set(storage.entries(folder)) - set(existing_entries) - {JIT_MARKER})
     engine_paths = engine_files(replaced) | set(replaced.attached) | {JIT_MARKER}
-    parents = {
-        path[:index]
-        for path in engine_paths
-        for index, character in enumerate(path)
-        if character == "/"
-    }
+    parents = {parent for path in engine_paths for parent in _parents(path)}
 
     def walk(prefix: str) -> Iterator[str]:
         for path in (prefix + entry for entry in storage.entries(f"{folder}/{prefix}")):
@@ -196,25 +185,18 @@ def attached_files(storage: LocalStorage, folder: str, manifest: Manifest) -> li
 
 
 def engine_files(manifest: Manifest) -> set[str]:
-    """The entries of a checkpoint folder that the engine writes; all others are a trainer's or a
-    person's.
-    """
+    """The entries of a checkpoint folder that the engine writes; others are a trainer's or a user's."""
     return {names.MANIFEST, names.REPLICAS, names.MARKER, *manifest.files()}
 
 
 def backup_name(storage: LocalStorage, name: str, *, kind: str) -> str:
     """A free and visible name for what had `name`. A file keeps its suffix."""
-    number = 1
-    while (
-        storage.kind(candidate := names.backup_name(name, number, is_file=kind != "folder"))
-        is not None
-    ):
-        number += 1
-    return candidate
+    candidates = (names.backup_name(name, n, is_file=kind != "folder") for n in count(1))
+    return next(candidate for candidate in candidates if storage.kind(candidate) is None)
 
 
 def remove_empty(storage: LocalStorage, folder: str) -> bool:
-    """Removes a folder that has no entries but the JIT marker; False where it has some."""
+    """Removes a folder that is empty but for the JIT marker; False if it has other entries."""
     entries = storage.entries(folder)
     if entries == [JIT_MARKER]:
         storage.remove_file(f"{folder}/{JIT_MARKER}")
@@ -222,7 +204,7 @@ def remove_empty(storage: LocalStorage, folder: str) -> bool:
 
 
 def delete_checkpoint(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
-    """Removes a folder of ours, its manifest first: what a crash leaves of it is no checkpoint."""
+    """Deletes a folder of ours, its manifest first, so that a crash leaves no valid checkpoint."""
     if storage.kind(f"{folder}/{names.MANIFEST}") not in (None, "folder"):
         storage.remove_file(f"{folder}/{names.MANIFEST}")
         if fsync:
@@ -230,26 +212,30 @@ def delete_checkpoint(storage: LocalStorage, folder: str, *, fsync: bool) -> Non
     storage.remove_folder(folder)
 
 
+def _parents(path: str) -> list[str]:
+    """The folders of a relative path, outermost first."""
+    return [path[:index] for index, character in enumerate(path) if character == "/"]
+
+
 def _move_entries(
-    storage: LocalStorage, source: str, destination_folder: str, entries: Iterable[str]
+    storage: LocalStorage, source: str, target: str, entries: Iterable[str]
 ) -> list[str]:
-    """Moves entries of one folder to another. Returns, as paths below the folder, those that stay:
-    the other has different ones of their names.
+    """Moves entries from one folder to another.
+
+    Returns, as paths below the folder, those that stay because the target has different ones.
     """
     conflicts = []
     for entry in entries:
-        old, new = f"{source}/{entry}", f"{destination_folder}/{entry}"
-        for parent in (new[:index] for index, character in enumerate(new) if character == "/"):
+        old, new = f"{source}/{entry}", f"{target}/{entry}"
+        for parent in _parents(new):
             if storage.kind(parent) is None:
                 storage.make_folder(parent)
         kinds = storage.kind(old), storage.kind(new)
         if kinds[1] is None:
             storage.rename(old, new)
         elif kinds == ("folder", "folder"):
-            conflicts += [
-                f"{entry}/{character}"
-                for character in _move_entries(storage, old, new, storage.entries(old))
-            ]
+            inner_conflicts = _move_entries(storage, old, new, storage.entries(old))
+            conflicts += [f"{entry}/{path}" for path in inner_conflicts]
             storage.remove_empty(old)
         elif kinds == ("file", "file") and filecmp.cmp(
             storage.path(old), storage.path(new), shallow=False

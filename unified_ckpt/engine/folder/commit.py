@@ -1,9 +1,8 @@
-"""From a folder under construction to a checkpoint: one rename by one rank, after everything in it
-is on the disk.
+"""Turns a staging folder into a checkpoint: one rank renames it once everything in it is durable.
 
-How data could be lost here: the older checkpoint goes before the newer one is durable; a folder
-that is not ours is deleted, or gets a name that nobody looks for; a crash between two renames
-leaves the only copy under such a name. Each is a test in tests/test_crash.py.
+Data could be lost if the older checkpoint goes before the newer one is durable; if a folder that is
+not ours is deleted or renamed to a name that nobody looks for; and if a crash between two renames
+leaves the only copy under such a name. Each is tested in tests/engine/save/test_crash.py.
 """
 
 from __future__ import annotations
@@ -42,16 +41,18 @@ if TYPE_CHECKING:
     from unified_ckpt.runtime.comm.collective import Collective
 
 MARKER = names.MARKER
-_MANIFEST_NBYTES = 16 << 10  # of which most are far smaller
+_MANIFEST_NBYTES = 16 << 10  # an upper bound for most manifests
+# Names of steps that other engines write.
 _STEP_NAME = re.compile(
     r"(?:checkpoint[-_]|global_step|iter_)([0-9]{1,18})|.*\bstep=([0-9]{1,18})\b.*\.ckpt"
-)  # of several engines
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPath(os.PathLike[str]):
-    """The path of a save whose name a manager or a trainer chose, not the caller: what is in its
-    way is renamed, not refused.
+    """The path of a checkpoint whose name a manager or a trainer chose, not the caller.
+
+    What is in its way is renamed; for a caller's name it is refused.
     """
 
     path: str
@@ -62,10 +63,10 @@ class StepPath(os.PathLike[str]):
 
 @dataclass(frozen=True, slots=True)
 class PublishTarget:
-    """The name that a save of `parts` is to get, and what may be in its way.
+    """The name that a save of `parts` publishes under, and what to do about what has the name.
 
-    `if_exists`: for a committed checkpoint. `is_step_path`: a manager or a trainer chose the name,
-    so anything else in its way is renamed; where the caller chose it, that is refused.
+    `if_exists` is about a committed checkpoint, as in `SaveOptions`. `is_step_path`: anything else
+    in the way is renamed instead of refused, see `StepPath`.
     """
 
     name: str
@@ -76,9 +77,10 @@ class PublishTarget:
 
 @dataclass(frozen=True, slots=True)
 class StagingDir:
-    """A folder under construction. `name`: of the checkpoint; `folder`: of the construction, beside
-    it. `existing_entries`: on the rank that will publish it, the entries of what had the name when
-    the save was called.
+    """The folder, beside the checkpoint `name`, in which a save is written.
+
+    `existing_entries` are those of the folder that had the name when the save was called, on the
+    rank that publishes.
     """
 
     name: str
@@ -88,16 +90,16 @@ class StagingDir:
 
 
 def read_manifest_at(path: str) -> Manifest | None:
-    """`committed`, by the checkpoint's own path."""
+    """`read_manifest` by the checkpoint's path."""
     parent, name = os.path.split(os.path.abspath(path))
     return read_manifest(LocalStorage(parent), name)
 
 
 def read_manifest(storage: LocalStorage, name: str) -> Manifest | None:
-    """The manifest of a checkpoint beside others, None where there is no valid one.
+    """The manifest of the checkpoint `name`, None if there is no valid one.
 
-    Raises FormatError for an undamaged manifest that this version cannot read, and StorageError for
-    one that cannot be read now: both belong to a checkpoint.
+    FormatError for an undamaged manifest that this version cannot read, StorageError for one that
+    cannot be read now: both belong to a checkpoint.
     """
     file = f"{name}/{names.MANIFEST}"
     try:
@@ -113,17 +115,17 @@ def read_manifest(storage: LocalStorage, name: str) -> Manifest | None:
 
 
 def check_existing_entries(storage: LocalStorage, target: PublishTarget) -> frozenset[str]:
-    """The entries of what has the target's name, before the first byte is written.
+    """The entries of the folder that has the target's name, before anything is written.
 
-    StorageError where that is no checkpoint of ours, committed or unfinished, and the caller chose
-    the name; and where replacing a checkpoint would take others with it. An empty folder, or one
+    StorageError if the caller chose the name and the folder is no checkpoint of ours, committed or
+    unfinished; and if replacing a checkpoint would delete others inside it. An empty folder, or one
     with nothing but `JIT_MARKER`, is not in the way.
     """
     name, path = target.name, storage.path(target.name)
     kind = storage.kind(name)
     if kind != "folder":
         if kind is not None and not target.is_step_path:
-            raise StorageError(f"{path}: is a {kind}; needed a folder or a free name")
+            raise StorageError(f"{path}: got a {kind}, expected a folder or a free name")
         return frozenset()
     existing_entries = frozenset(storage.entries(name))
     has_manifest = names.MANIFEST in existing_entries
@@ -135,36 +137,33 @@ def check_existing_entries(storage: LocalStorage, target: PublishTarget) -> froz
             f"{path}: holds checkpoints, expected a free name; did you mean {latest_path}?"
         )
     if not is_unified_folder(storage, name, existing_entries):
-        files = f"{', '.join(sorted(existing_entries)[:3])}{', ...' if len(existing_entries) > 3 else ''}"
+        files = ", ".join(sorted(existing_entries)[:3]) + ", ..." * (len(existing_entries) > 3)
         raise StorageError(
-            f"{path}: holds other files ({files}), expected a checkpoint, an empty folder or a free name"
+            f"{path}: holds other files ({files}), "
+            "expected a checkpoint, an empty folder or a free name"
         )
     return existing_entries
 
 
 def is_unified_folder(storage: LocalStorage, name: str, entries: Collection[str]) -> bool:
-    """Whether a folder with these entries is a checkpoint of ours, committed, damaged or
-    unfinished.
-    """
+    """Whether a folder with these entries is ours: a committed, damaged or unfinished checkpoint."""
     return any(
         marker in entries and storage.kind(f"{name}/{marker}") == "file"
-        for marker in (names.MANIFEST, names.DIGESTS, MARKER)
+        for marker in (names.MANIFEST, names.DIGESTS, names.MARKER)
     )
 
 
 def latest_checkpoint(path: str) -> str:
-    """The path of the newest checkpoint in a local folder: of ours by the step of its manifest,
-    else of other engines by its name.
+    """The path of the latest checkpoint in a local folder, empty if there is none.
 
-    Empty where there is none.
+    Ours go by the step in the manifest. If there are none, those of other engines go by name.
     """
     unified: list[tuple[int, str]] = []
     foreign: list[tuple[int, str]] = []
     with os.scandir(path) as entries:
         for entry in entries:
-            if (match := _STEP_NAME.fullmatch(entry.name)) is not None and not names.is_backup(
-                entry.name
-            ):
+            match = _STEP_NAME.fullmatch(entry.name)
+            if match is not None and not names.is_backup(entry.name):
                 foreign.append((int(match[1] or match[2]), entry.path))
             if (
                 entry.is_dir()
@@ -172,31 +171,27 @@ def latest_checkpoint(path: str) -> str:
                 and os.path.isfile(os.path.join(entry.path, names.MANIFEST))
             ):
                 manifest = read_manifest_at(entry.path)
-                unified += (
-                    [(-1 if manifest.step is None else manifest.step, entry.path)]
-                    if manifest is not None
-                    else []
-                )
+                if manifest is not None:
+                    step = -1 if manifest.step is None else manifest.step
+                    unified.append((step, entry.path))
     return max(unified or foreign, default=(0, ""))[1]
 
 
 def check_not_run_folder(storage: Reader) -> None:
-    """NotFoundError for a local folder that is not a checkpoint, but holds some: says which one is
-    the newest.
-    """
+    """NotFoundError, naming the latest checkpoint, for a local folder that contains checkpoints."""
     latest_path = latest_checkpoint(storage.root) if isinstance(storage, LocalStorage) else ""
     if latest_path:
         raise NotFoundError(
-            f"{storage.root}: is the folder of a run, expected one of its checkpoints; did you mean {latest_path}?"
+            f"{storage.root}: is the folder of a run, expected one of its checkpoints; "
+            f"did you mean {latest_path}?"
         )
 
 
 def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest | None:
-    """Whether the save may go on. Returns the manifest of the checkpoint that stays, None where it
-    may.
+    """The manifest of the checkpoint that is kept instead of saving; None if the save may go on.
 
-    StorageError where a checkpoint is in the way, or where an interrupted replacement left the only
-    copy aside.
+    StorageError if a checkpoint is in the way, or if an interrupted replacement left the only copy
+    under another name.
     """
     name, path = target.name, storage.path(target.name)
     kind = storage.kind(name)
@@ -209,13 +204,14 @@ def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest 
         ]
         if backups and kind is None:
             raise StorageError(
-                f"{path}: an interrupted replacement left the only copy at {storage.path(backups[0])}; rename it back, or remove it, first"
+                f"{path}: an interrupted replacement left the only copy at "
+                f"{storage.path(backups[0])}; rename it back, or remove it, first"
             )
         return None
     if target.if_exists == "error":
         raise StorageError(
-            f'{path}: holds a committed checkpoint (save {manifest.save_id}, step {manifest.step}); needed a free name, if_exists="replace" '
-            'or if_exists="keep"'
+            f"{path}: holds a committed checkpoint (save {manifest.save_id}, step {manifest.step}), "
+            'expected a free name; pass if_exists="replace" or if_exists="keep"'
         )
     return None if _is_replaceable(storage, target, manifest) else manifest
 
@@ -223,7 +219,7 @@ def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest 
 def resolve_copy_if_exists(
     storage: LocalStorage, target: PublishTarget, *, save_id: str
 ) -> Manifest | None:
-    """`resolve_if_exists` for a copy of save `save_id`, which stays where it is there already."""
+    """`resolve_if_exists` for a copy of save `save_id`: an existing copy of it is kept."""
     manifest = (
         read_manifest(storage, target.name) if storage.kind(target.name) == "folder" else None
     )
@@ -233,25 +229,25 @@ def resolve_copy_if_exists(
 
 
 def _is_replaceable(storage: LocalStorage, target: PublishTarget, manifest: Manifest) -> bool:
-    """Whether a committed checkpoint gives way to the save."""
-    replaceable = target.if_exists == "keep_complete" and not is_complete(
-        storage, target.name, manifest, target.parts
-    )
-    return target.if_exists == "replace" or replaceable
+    """Whether the save may replace this committed checkpoint."""
+    if target.if_exists == "keep_complete":
+        return not is_complete(storage, target.name, manifest, target.parts)
+    return target.if_exists == "replace"
 
 
 def create(
     storage: LocalStorage, name: str, *, save_id: str | None, existing_entries: frozenset[str]
 ) -> StagingDir:
-    """Makes the folder under construction, with the probe that holds its id, a new one where none
-    is given. `existing_entries`: of `check_existing_entries`.
+    """Creates the staging folder with a marker file that holds the save id, a new id by default.
+
+    `existing_entries` are the result of `check_existing_entries`.
     """
     save_id = save_id or secrets.token_hex(8)
     folder = names.staging_name(name, save_id)
     storage.make_folder(folder)
     staging_dir = StagingDir(name, folder, save_id, existing_entries)
     try:
-        storage.put(f"{folder}/{MARKER}", save_id.encode(), fsync=False)
+        storage.put(f"{folder}/{names.MARKER}", save_id.encode(), fsync=False)
     except CheckpointError:
         abort(storage, staging_dir)
         raise
@@ -267,9 +263,10 @@ def create_collectively(
     *,
     leader: int,
 ) -> tuple[StagingDir | None, dict[str, Any]]:
-    """Collective. The folder under construction, under a new id, for what was cut off may lie
-    there; or None, and id and step of the checkpoint that `find_existing`, as the lead finds it.
-    After an error the folder is gone: nobody writes to it yet.
+    """Collective. The leader creates the staging folder unless `find_existing` returns a checkpoint.
+
+    Returns the folder, or None; and the "id" and "step" of the checkpoint that is kept. The id is
+    new, as an interrupted attempt may have left a folder. After an error the folder is gone.
     """
     created = None
     try:
@@ -278,14 +275,14 @@ def create_collectively(
                 existing_entries = check_existing_entries(storage, target)
                 existing = find_existing()
                 if existing is not None:
-                    announcement = {"id": existing.save_id, "step": existing.step}
+                    outcome = {"id": existing.save_id, "step": existing.step}
                 else:
                     created = create(
                         storage, target.name, save_id=None, existing_entries=existing_entries
                     )
-                    announcement = {"id": created.save_id, "folder": created.folder}
-                collective.put("begun", json.dumps(announcement).encode())
-            received: dict[str, Any] = json.loads(collective.get("begun"))
+                    outcome = {"id": created.save_id, "folder": created.folder}
+                collective.put("staging-dir", json.dumps(outcome).encode())
+            received: dict[str, Any] = json.loads(collective.get("staging-dir"))
     except BaseException:
         if created is not None:
             abort(storage, created)
@@ -296,56 +293,55 @@ def create_collectively(
 
 
 def check_visible(storage: LocalStorage, staging_dir: StagingDir) -> None:
-    """StorageError unless this rank sees the folder that rank 0 made."""
+    """StorageError unless this rank sees the staging folder that rank 0 created."""
     try:
-        marker_bytes = storage.read(f"{staging_dir.folder}/{MARKER}")
+        marker_bytes = storage.read(f"{staging_dir.folder}/{names.MARKER}")
     except NotFoundError:
         marker_bytes = b""
     if marker_bytes != staging_dir.save_id.encode():
         raise StorageError(
-            f"{storage.path(staging_dir.folder)}: this rank does not see this folder, which rank 0 made; needed one folder shared by all"
+            f"{storage.path(staging_dir.folder)}: this rank does not see this folder, "
+            "which rank 0 created; use one folder that all ranks see"
         )
 
 
 def check_free_space(
     storage: LocalStorage, staging_dir: StagingDir, nbytes: int, *, metadata_nbytes: int = 0
 ) -> None:
-    """StorageError where the disk has no room for the save: `nbytes` of tensors and digests,
-    `metadata_nbytes` of indexes and headers.
+    """StorageError if the file system lacks space for the save.
+
+    `nbytes`: tensors and digests. `metadata_nbytes`: indexes and headers.
     """
     free, needed = storage.free_nbytes(), nbytes + metadata_nbytes + _MANIFEST_NBYTES
     if free < needed:
         raise StorageError(
-            f"{storage.path(staging_dir.folder)}: {free} bytes free; needed {needed}: {nbytes} of tensors and digests, "
-            f"{needed - nbytes} of indexes and the manifest"
+            f"{storage.path(staging_dir.folder)}: got {free} bytes of free space, expected {needed}: "
+            f"{nbytes} of tensors and digests, {needed - nbytes} of indexes and the manifest"
         )
 
 
 def publish(
     storage: LocalStorage, staging_dir: StagingDir, target: PublishTarget, *, fsync: bool
 ) -> Published:
-    """Gives the finished folder its name. What has the name goes aside, and nothing is removed but
-    an empty folder.
+    """Renames the finished staging folder to its name. What had the name becomes a backup.
 
-    `clean_up` does the rest once the checkpoint is sure to stay, `withdraw` undoes it.
-
-    StorageError where another job has committed this name meanwhile, and that stays. Everything is
-    as before after an error.
+    Nothing is deleted but an empty folder; `clean_up` deletes once the checkpoint is certain to
+    stay, and `rollback` undoes the renames. StorageError if another job has meanwhile committed a
+    checkpoint that is kept. After an error everything is as before.
     """
     if fsync:
         storage.sync_folder(staging_dir.folder)
-    source = staging_dir
-    entries = frozenset(storage.entries(source.folder))
-    backup, replaced_manifest = _replace_name(storage, staging_dir, target)
+    entries = frozenset(storage.entries(staging_dir.folder))
+    backup, replaced = _replace_name(storage, staging_dir, target)
     published = Published(
-        source.name,
-        source.folder,
-        source.save_id,
-        source.existing_entries,
-        target.is_step_path,
-        backup,
-        replaced_manifest,
-        entries,
+        name=staging_dir.name,
+        folder=staging_dir.folder,
+        save_id=staging_dir.save_id,
+        existing_entries=staging_dir.existing_entries,
+        is_step_path=target.is_step_path,
+        backup=backup,
+        replaced=replaced,
+        entries=entries,
     )
     if fsync:
         try:
@@ -359,7 +355,7 @@ def publish(
 def _replace_name(
     storage: LocalStorage, staging_dir: StagingDir, target: PublishTarget
 ) -> tuple[str | None, Manifest | None]:
-    """Returns `Published.aside` and `Published.replaced`."""
+    """Returns `Published.backup` and `Published.replaced`."""
     name, folder = staging_dir.name, staging_dir.folder
     if rename_if_free(storage, folder, name):
         return None, None
@@ -367,20 +363,22 @@ def _replace_name(
     manifest = read_manifest(storage, name) if kind == "folder" else None
     if manifest is not None and not _is_replaceable(storage, target, manifest):
         raise StorageError(
-            f"{storage.path(name)}: holds a committed checkpoint (save {manifest.save_id}, step {manifest.step}) that came while this save ran; "
-            'needed a free name, or if_exists="replace"'
+            f"{storage.path(name)}: another job has committed a checkpoint during this save (save "
+            f"{manifest.save_id}, step {manifest.step}); "
+            'choose a free name, or pass if_exists="replace"'
         )
     if kind != "folder" and not target.is_step_path:
         raise StorageError(
-            f"{storage.path(name)}: is a {kind} that came while this save ran; needed a folder or a free name"
+            f"{storage.path(name)}: a {kind} appeared during this save, "
+            "expected a folder or a free name"
         )
     visible_backup = backup_name(storage, name, kind=kind)
     if manifest is None:
         _swap_by_renames(storage, new=folder, name=name, backup=visible_backup)
         return visible_backup, None
-    if user_entries(
-        storage, name, existing_entries=staging_dir.existing_entries, replaced=manifest
-    ):  # what holds files of the user's is never hidden
+    existing_entries = staging_dir.existing_entries
+    if user_entries(storage, name, existing_entries=existing_entries, replaced=manifest):
+        # A folder with files of the user is never hidden.
         storage.rename(folder, visible_backup)
         try:
             if storage.exchange(visible_backup, name):
@@ -398,14 +396,12 @@ def _replace_name(
     try:
         storage.rename(folder, hidden_backup)
     except CheckpointError:
-        return folder, manifest  # the name has changed hands already
+        return folder, manifest  # the names are exchanged already
     return hidden_backup, manifest
 
 
 def rename_if_free(storage: LocalStorage, folder: str, name: str) -> bool:
-    """Renames the folder to a name that is free, or an empty folder's; False where something else
-    has it.
-    """
+    """Renames the folder to a free name, or to that of an empty folder; False if the name is taken."""
     kind = storage.kind(name)
     free = kind is None or (kind == "folder" and remove_empty(storage, name))
     if free:
@@ -414,7 +410,7 @@ def rename_if_free(storage: LocalStorage, folder: str, name: str) -> bool:
 
 
 def _swap_by_renames(storage: LocalStorage, *, new: str, name: str, backup: str) -> None:
-    """What has the name goes `backup`, `new` gets the name. After an error it has the name again."""
+    """Renames `name` to `backup` and `new` to `name`; undoes the first if the second fails."""
     storage.rename(name, backup)
     try:
         storage.rename(new, name)
@@ -424,7 +420,7 @@ def _swap_by_renames(storage: LocalStorage, *, new: str, name: str, backup: str)
 
 
 def abort(storage: LocalStorage, staging_dir: StagingDir) -> None:
-    """Removes the folder under construction of a save that failed, as far as the storage lets us."""
+    """Deletes the staging folder of a failed save, as far as the storage allows."""
     storage.close()
     try:
         delete_checkpoint(storage, staging_dir.folder, fsync=False)
@@ -442,11 +438,10 @@ def abort_collectively(
     *,
     leader: int,
 ) -> None:
-    """Every rank calls, after it has stopped writing. The lead removes the folder once the others
-    have; `error`: why it is abandoned.
+    """Publishes the error; the leader deletes the staging folder once all ranks have stopped writing.
 
-    `staging_dir`: None on a rank that has not learnt of it yet, on the lead where it has begun
-    none.
+    Every rank of a failed save calls it, after its last write. `staging_dir` is None on a rank that
+    has not learnt of one.
     """
     if collective.world > 1 and spread_of(error) is not Spread.SHARED:
         collective.publish_error(error)

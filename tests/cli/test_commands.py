@@ -248,9 +248,9 @@ def test_numbers_that_differ_in_kind_do_not_fold(
 def test_verify_of_a_good_folder(
     folder: Path, hugging_face: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "sizes and headers are right (21 tensors, 7.2 KiB" in shown(capsys, "verify", folder)
-    assert "every digest is right (21 tensors" in shown(capsys, "verify", "--deep", folder)
-    assert "there are no digests to check bytes against" in shown(
+    assert "sizes and headers match (21 tensors, 7.2 KiB" in shown(capsys, "verify", folder)
+    assert "all digests match (21 tensors" in shown(capsys, "verify", "--deep", folder)
+    assert "no digests to check bytes against" in shown(
         capsys, "verify", "--deep", hugging_face
     )
     told = json.loads(shown(capsys, "verify", "--deep", "--json", folder))

@@ -128,9 +128,9 @@ def test_list_tells_step_size_status_and_who_keeps_it(
     )
     assert "  6 checkpoints, " in shown(capsys, "list", run)
     assert ", 3 of them bad" in shown(capsys, "list", run)
-    after = lines[lines.index("  left by interrupted saves, no checkpoints:") + 1 :]
+    after = lines[lines.index("  stale folders of interrupted saves:") + 1 :]
     assert after[0].startswith("    .replaced-ab-checkpoint-5  ")
-    assert after[0].endswith("it holds the only copy of a checkpoint: rename it back")
+    assert after[0].endswith("it is the only copy of a checkpoint: rename it back")
     assert after[1].startswith(
         "    .unified-ab-checkpoint-70  0 B in 0 files, last changed 0.0 h ago"
     )
@@ -255,7 +255,7 @@ def test_list_of_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixtu
         (90, "local", False, False),
     ]
     assert main(["list", str(root), "--local", str(root / "none")]) == 1
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "no such folder" in capsys.readouterr().err
 
 
 def test_prune_leaves_the_other_tier_alone(
@@ -273,7 +273,7 @@ def test_prune_leaves_the_other_tier_alone(
 
 def test_list_of_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(tmp_path / "none")]) == 1
-    assert "there is no such folder" in capsys.readouterr().err
+    assert "no such folder" in capsys.readouterr().err
 
 
 def test_list_leaves_out_a_folder_that_cannot_be_read_and_shows_the_others(
@@ -361,7 +361,7 @@ def test_prune_incomplete_and_leftovers_only_when_old_and_ours(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folders(run)
-    text = shown(capsys, "prune", run, "--incomplete", "--leftovers")
+    text = shown(capsys, "prune", run, "--incomplete", "--stale")
     assert (
         "stays checkpoint-50: incomplete: it has no unified_checkpoint.json; changed 0.0 h ago"
         in text
@@ -371,7 +371,7 @@ def test_prune_incomplete_and_leftovers_only_when_old_and_ours(
     assert folders(run) == before
     for folder in run.iterdir():
         age(folder)
-    text = shown(capsys, "prune", run, "--incomplete", "--leftovers")
+    text = shown(capsys, "prune", run, "--incomplete", "--stale")
     assert set(before) - set(folders(run)) == {"checkpoint-50", ".unified-ab-checkpoint-70"}
     assert "stays .replaced-ab-checkpoint-5: " in text
     assert "only copy" in text
@@ -416,14 +416,14 @@ def test_prune_wants_to_be_told_what_for(
 ) -> None:
     put(tmp_path / "a", 1)
     assert main(["prune", str(tmp_path / "a")]) == 2
-    assert "needed a rule such as --keep-latest" in capsys.readouterr().err
+    assert "pass a rule such as --keep-latest" in capsys.readouterr().err
     assert main(["prune", str(tmp_path / "a"), "--keep-best", "2"]) == 2
-    assert "--keep-best needs --metric" in capsys.readouterr().err
+    assert "--keep-best requires --metric" in capsys.readouterr().err
     assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 1
-    assert "needed the folder of one run" in capsys.readouterr().err
+    assert "pass the folder of one run" in capsys.readouterr().err
     for wrong in ("nan", "-3", "inf", "long"):
         with pytest.raises(SystemExit, match="2"):
-            main(["prune", str(tmp_path / "a"), "--leftovers", "--older-than-hours", wrong])
+            main(["prune", str(tmp_path / "a"), "--stale", "--older-than-hours", wrong])
     for wrong in ("0", "-1", "many"):
         with pytest.raises(SystemExit, match="2"):
             main(["prune", str(tmp_path / "a"), "--keep-latest", wrong])

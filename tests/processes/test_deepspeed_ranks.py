@@ -785,6 +785,6 @@ def test_a_hostile_file_is_refused_by_name_and_not_run(
         {"module": Hostile(tmp_path / "mark"), "optimizer_state_dict": Hostile(tmp_path / "mark")},
         copy / file,
     )
-    with pytest.raises(uc.FormatError, match=r"not read from files(.|\n)*posix\.system"):
+    with pytest.raises(uc.FormatError, match=r"not loaded from files(.|\n)*posix\.system"):
         read_all(copy)
     assert not (tmp_path / "mark").exists()

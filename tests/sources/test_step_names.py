@@ -346,7 +346,7 @@ def test_list_shows_an_engines_steps_and_prune_leaves_them(
                 "--keep-latest",
                 "1",
                 "--incomplete",
-                "--leftovers",
+                "--stale",
                 "--older-than-hours",
                 "0",
             ]

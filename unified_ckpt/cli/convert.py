@@ -1,5 +1,6 @@
-"""The verb `convert`: a checkpoint of any format, written as a unified folder or in another format.
-Under torchrun all processes write.
+"""The verb `convert`: writes a checkpoint of any format as a unified folder or another format.
+
+Under torchrun, all processes write.
 """
 
 from __future__ import annotations
@@ -18,20 +19,12 @@ from unified_ckpt.runtime.comm.comm import join_torchrun
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `sources` and how to read them, `target`, `to`, `part`, `dtype`, `max_file_size`,
-    `if_exists`, `no_compare`, `no_fsync` and
-    `json`."""
+    """Converts `arguments.sources` to `arguments.target` and prints a report; returns 0."""
     with ExitStack() as stack:
         is_first_rank = join_torchrun(stack)
-        # disable=None: a bar for a terminal only.
+        disable = None if is_first_rank else True  # None: show the bar on terminals only
         bar = stack.enter_context(
-            tqdm(
-                desc="convert",
-                unit="B",
-                unit_scale=True,
-                leave=False,
-                disable=None if is_first_rank else True,
-            )
+            tqdm(desc="convert", unit="B", unit_scale=True, leave=False, disable=disable)
         )
 
         def progress(nbytes: int, total: int) -> None:
@@ -51,44 +44,34 @@ def run(arguments: Namespace) -> int:
             compare=not arguments.no_compare,
             fsync=not arguments.no_fsync,
         )
-    if is_first_rank:
-        print(
-            json.dumps(_as_json(report), indent=2) if arguments.json else "\n".join(_text(report))
-        )
+    if is_first_rank and arguments.json:
+        print(json.dumps(_as_json(report), indent=2))
+    elif is_first_rank:
+        print("\n".join(_text(report)))
     return 0
 
 
 def _text(report: ConvertReport) -> list[str]:
     if report.existed:
-        return [f"{printable(report.path)}: holds save {report.id} already, which stays"]
-    parts = [
-        f"  {printable(part)}: {count_text(tensor_count, 'tensor')}, {human_size(report.nbytes[part])}"
-        for part, tensor_count in report.tensors.items()
-    ]
-    proofs = ["  every tensor was written whole, once"]
-    if report.compared:
-        proofs.append(
-            f"  {count_text(report.compared, 'tensor')} of master_weights, cast down, are the model bit for bit"
-        )
-    if report.verified:
-        proofs.append(
-            f"  {count_text(report.verified, 'tensor')} have the digests that the source says"
-        )
+        return [f"{printable(report.path)}: already holds save {report.id}, kept as it is"]
     step = "" if report.step is None else f", step {report.step}"
-    total = sum(report.nbytes.values())
-    first_line = f"{printable(report.path)}: from {report.format}{step}, {human_size(total)} in {report.seconds:.1f} s"
-    left_out = (
-        [f"  not read, not copied: {', '.join(map(printable, report.left_out))}"]
-        if report.left_out
-        else []
-    )
-    return [
-        first_line,
-        *parts,
-        *proofs,
-        *(f"  {printable(note)}" for note in report.notes),
-        *left_out,
+    size = human_size(sum(report.nbytes.values()))
+    lines = [
+        f"{printable(report.path)}: from {report.format}{step}, {size} in {report.seconds:.1f} s"
     ]
+    for part, tensor_count in report.tensors.items():
+        size = human_size(report.nbytes[part])
+        lines.append(f"  {printable(part)}: {count_text(tensor_count, 'tensor')}, {size}")
+    lines.append("  every element was written exactly once")
+    if report.compared:
+        compared = count_text(report.compared, "tensor")
+        lines.append(f"  {compared} of master_weights, cast down, equal the model bit for bit")
+    if report.verified:
+        lines.append(f"  {count_text(report.verified, 'tensor')} match the digests of the source")
+    lines += [f"  {printable(note)}" for note in report.notes]
+    if report.left_out:
+        lines.append(f"  neither read nor copied: {', '.join(map(printable, report.left_out))}")
+    return lines
 
 
 def _as_json(report: ConvertReport) -> dict[str, object]:
@@ -101,8 +84,8 @@ def _as_json(report: ConvertReport) -> dict[str, object]:
         "tensors": dict(report.tensors),
         "nbytes": dict(report.nbytes),
         "compared": report.compared,
-        "proved": report.verified,
+        "verified": report.verified,
         "notes": list(report.notes),
         "left_out": list(report.left_out),
-        "stays": report.existed,
+        "existed": report.existed,
     }

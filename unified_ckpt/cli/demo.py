@@ -1,7 +1,7 @@
-"""The verb `demo`: train, be killed in mid-save, resume on fewer processes, and open the same
-folder with stock transformers.
+"""The verb `demo`: trains, is killed during a save, and resumes on fewer processes.
 
-Every number on the screen is measured in this run.
+In the end transformers opens the same folder. Every number on the screen is measured in this
+run.
 """
 
 from __future__ import annotations
@@ -24,37 +24,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KILL_AFTER, UNTIL_2_RANKS, UNTIL_1_RANK = (
-    16,
-    32,
-    48,
-)  # steps: the save after the first is killed; 2 processes go on to the second, 1 to the third
+KILL_AFTER = 16  # steps; 4 processes are killed in the first save after this one
+UNTIL_2_RANKS, UNTIL_1_RANK = 32, 48  # steps at which 2 processes stop, then 1 process
 SAVE_EVERY, SHOW_EVERY = 8, 4
-KILL_BYTES = 2_000_000  # written by a save, when the kill comes
+KILL_BYTES = 2_000_000  # a save is killed after writing this many
 ATTEMPTS = 4
-TOLERANCE = 1e-4  # relative, between a layout's loss and that of the uninterrupted single process
+TOLERANCE = 1e-4  # relative, between a layout's loss and that of the uninterrupted process
 TIMEOUT_SECONDS = 180.0
 CORPUS_BYTES = 400_000
 COLUMNS = "{:>4}  {:<24}{:>10}{:>26}{:>14}"
 
 
 class DemoError(Exception):
-    """The demo could not do what it set out to do; the text says what was seen."""
+    """The demo did not see what it expected; the text says what it saw."""
 
 
 @dataclass(slots=True)
 class Run:
-    """A training job in processes of its own, and the log that it writes."""
+    """A training job in its own processes, and the log that it writes."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
     output: Path
-    lines_read: int = 0  # lines of the log handed out so far
+    lines_read: int = 0
     pids: list[int] = field(default_factory=list)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """What the log has gained, each line handed out once."""
+        """Yields the log entries that are new since the last call."""
         lines = self.log.read_bytes().split(b"\n")[:-1] if self.log.exists() else []
         for line in lines[self.lines_read :]:
             self.lines_read += 1
@@ -64,7 +61,7 @@ class Run:
             yield entry
 
     def kill(self) -> int:
-        """SIGKILL to torchrun and to every rank. Returns how many ranks there were."""
+        """Sends SIGKILL to torchrun and every rank. Returns the number of ranks."""
         self.process.kill()
         for pid in self.pids:
             with suppress(ProcessLookupError):
@@ -75,22 +72,24 @@ class Run:
 
 @dataclass(slots=True)
 class Demo:
-    """Where the demo works and what it has measured."""
+    """The demo's folder and processes, and what it has measured."""
 
     root: Path
     quiet: bool
-    baseline: Run | None = None  # the reference
+    baseline: Run | None = None  # one process, never interrupted
     baseline_losses: dict[int, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     running: list[Run] = field(default_factory=list)
 
     def print_line(self, text: str = "") -> None:
+        """Prints a line, except with `--json`."""
         if not self.quiet:
             print(text, flush=True)
 
     def launch(
         self, name: str, *, dp: int, tp: int, until: int, save_every: int, resume: Path | None
     ) -> Run:
+        """Starts a training job on dp * tp processes that trains until step `until`."""
         arguments = [
             str(self.root),
             str(self.root / f"{name}.log"),
@@ -130,9 +129,7 @@ class Demo:
         return run
 
     def follow(self, run: Run, layout: str, *, killed: bool = False) -> Iterator[dict[str, Any]]:
-        """The entries of a run's log as they come; rows of the table are shown on the way. Ends
-        with the run.
-        """
+        """Yields a run's log entries as they appear and prints its steps, until the run ends."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
             ended = run.process.poll()
@@ -154,7 +151,7 @@ class Demo:
             raise DemoError(f"{run.name} ended with {ended}:\n{tail(run.output)}")
 
     def baseline_loss(self, step: int) -> float:
-        """The loss of the reference at this step, as soon as it is there."""
+        """Returns the baseline's loss at a step, waiting until it is there."""
         assert self.baseline is not None
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while step not in self.baseline_losses:
@@ -166,13 +163,13 @@ class Demo:
             }
             if step not in self.baseline_losses:
                 if has_ended or time.monotonic() > deadline:
-                    raise DemoError(
-                        f"the reference run did not reach step {step}:\n{tail(self.baseline.output)}"
-                    )
+                    output = tail(self.baseline.output)
+                    raise DemoError(f"the baseline did not reach step {step}:\n{output}")
                 time.sleep(0.02)
         return self.baseline_losses[step]
 
     def record_step(self, entry: dict[str, Any], layout: str) -> None:
+        """Records a step next to the baseline's loss, and prints some of them."""
         step, loss = entry["step"], entry["loss"]
         baseline = self.baseline_loss(step)
         difference = abs(loss - baseline) / abs(baseline)
@@ -193,11 +190,12 @@ class Demo:
 
 
 def tail(output: Path) -> str:
+    """Returns the last part of a run's output, for errors."""
     return output.read_text(errors="replace")[-6000:]
 
 
 def write_corpus(path: Path) -> int:
-    """The documentation strings of the standard library's modules, in the order of their names."""
+    """Writes the docstrings of the standard library, sorted by module. Returns their bytes."""
     size = 0
     with path.open("wb") as file:
         for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -213,13 +211,14 @@ def write_corpus(path: Path) -> int:
 
 @contextmanager
 def work_folder(folder: str | None, *, keep: bool) -> Iterator[Path]:
+    """Yields the folder to work in; a temporary one is deleted afterwards unless `keep`."""
     if folder is None:
         root = Path(tempfile.mkdtemp(prefix="unified-ckpt-demo-"))
     else:
         root = Path(folder)
         root.mkdir(parents=True, exist_ok=True)
         if any(root.iterdir()):
-            raise DemoError(f"{root}: is not empty; the demo wants a folder of its own")
+            raise DemoError(f"{root}: is not empty, expected an empty folder")
     try:
         yield root
     finally:
@@ -228,14 +227,12 @@ def work_folder(folder: str | None, *, keep: bool) -> Iterator[Path]:
 
 
 def staging_folders(root: Path) -> set[Path]:
-    """The folders under construction, or left so."""
+    """Returns the staging folders, of running or interrupted saves."""
     return {root / name for name in os.listdir(root) if name.startswith(".unified-")}
 
 
 def written_size(folder: Path) -> tuple[int, int]:
-    """How many files lie in a folder, and how many bytes of them have been written. (0, 0) where
-    there is none.
-    """
+    """Returns the number of files in a folder and the bytes on disk; (0, 0) if there is none."""
     stats = []
     with suppress(FileNotFoundError):
         stats = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
@@ -243,7 +240,7 @@ def written_size(folder: Path) -> tuple[int, int]:
 
 
 def latest_verified(demo: Demo) -> Path:
-    """The newest folder that verifies, byte for byte."""
+    """Returns the latest folder whose bytes all verify."""
     from unified_ckpt import verify
 
     for folder in sorted(
@@ -254,16 +251,18 @@ def latest_verified(demo: Demo) -> Path:
         if report.ok:
             seconds = time.perf_counter() - started
             demo.print_line(
-                f"      {folder.name}: every digest of {report.tensors} tensors verified in {seconds * 1e3:.1f} ms"
+                f"      {folder.name}: all digests of {report.tensors} tensors verified in "
+                f"{seconds * 1e3:.1f} ms"
             )
             return folder
-        demo.print_line(f"      {folder.name} is not whole: {report.problems[0]}")
-    raise DemoError("no checkpoint was left")
+        demo.print_line(f"      {folder.name} is damaged: {report.problems[0]}")
+    raise DemoError("no valid checkpoint is left")
 
 
 def train_until_killed(demo: Demo, resume: Path | None) -> bool:
-    """4 processes, FSDP2 x TP, killed in the first save after `KILL_AFTER`. Returns whether that
-    save was cut off.
+    """Trains on 4 processes, FSDP2 x TP, and kills the first save after `KILL_AFTER`.
+
+    Returns whether that save was interrupted.
     """
     layout = "4 ranks, FSDP2 dp2 x tp2"
     existing = staging_folders(demo.root)
@@ -286,10 +285,10 @@ def train_until_killed(demo: Demo, resume: Path | None) -> bool:
         if time.monotonic() > deadline or (
             run.process.poll() is not None and not interrupted.exists()
         ):
-            raise DemoError(f"the save to be killed never came:\n{tail(run.output)}")
+            raise DemoError(f"the save to kill never started:\n{tail(run.output)}")
         time.sleep(2e-4)
     folder, seen_at = new_folders.pop() if new_folders else interrupted, time.monotonic()
-    patience = 1.0 if resume is None else 0.0  # once that was too late, at first sight
+    patience = 1.0 if resume is None else 0.0  # kill at once if the last kill came too late
     while written_size(folder)[1] < KILL_BYTES and time.monotonic() - seen_at < patience:
         time.sleep(2e-4)
     ranks = run.kill()
@@ -297,21 +296,21 @@ def train_until_killed(demo: Demo, resume: Path | None) -> bool:
         pass
     if interrupted.exists():
         demo.print_line(
-            f"      SIGKILL to {ranks} ranks came after {interrupted.name} was whole: it is deleted, and once more from the one before"
+            f"      SIGKILL to {ranks} ranks came after {interrupted.name} was complete; deleting "
+            "it and trying again"
         )
         shutil.rmtree(interrupted)
         return False
     files, nbytes = written_size(folder)
     demo.print_line(
-        f"      SIGKILL to {ranks} ranks in the save of {interrupted.name}; it leaves {files} files, {nbytes / 1e6:.1f} MB, no manifest"
+        f"      SIGKILL to {ranks} ranks during the save of {interrupted.name}; it leaves {files} "
+        f"files, {nbytes / 1e6:.1f} MB, no manifest"
     )
     return True
 
 
 def generate(demo: Demo, folder: Path) -> tuple[str, float]:
-    """Stock transformers on the folder. Returns the text, and the loss on the batch that the
-    trainer probed last.
-    """
+    """Opens the folder with transformers. Returns its text, and its loss on the trainer's probe."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -322,7 +321,7 @@ def generate(demo: Demo, folder: Path) -> tuple[str, float]:
     quiet()
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    torch.set_num_threads(1)  # as in the training process: sums in the same order
+    torch.set_num_threads(1)  # as in training, so that sums have the same order
     torch.manual_seed(0)
     corpus = torch.frombuffer(bytearray((demo.root / "corpus.txt").read_bytes()), dtype=torch.uint8)
     tokens = draw_batch(corpus, UNTIL_1_RANK + 1)
@@ -336,39 +335,36 @@ def generate(demo: Demo, folder: Path) -> tuple[str, float]:
 
 
 def run_demo(demo: Demo) -> dict[str, Any]:
-    """The whole story. Returns what was measured; raises `DemoError` where something did not
-    happen.
-    """
+    """Runs the demo and returns what it measured. Raises `DemoError` if an event did not happen."""
     started = time.perf_counter()
     size = write_corpus(demo.root / "corpus.txt")
+    python = sys.version.split()[0]
     demo.print_line(
-        f"Text: {size / 1e3:.0f} kB of documentation strings from Python {sys.version.split()[0]}'s own modules; a token is a byte."
+        f"Text: {size / 1e3:.0f} kB of docstrings of Python {python}; a token is a byte."
     )
-    demo.print_line(
-        f"4 processes train a Llama on it and save every {SAVE_EVERY} steps; a single process, never interrupted, is the reference."
-    )
-    demo.print_line(f"Every step is compared, every {SHOW_EVERY}th is shown.\n")
+    demo.print_line(f"4 processes train a Llama on it and save every {SAVE_EVERY} steps.")
+    demo.print_line("The baseline is a single process that is never interrupted.")
+    demo.print_line(f"Every step is compared with it, every {SHOW_EVERY}th is shown.\n")
     warm_up = threading.Thread(
         target=lambda: importlib.import_module("transformers.models.llama.modeling_llama"),
         daemon=True,
     )
-    warm_up.start()  # for the end of the story; importing it takes seconds
+    warm_up.start()  # the import takes seconds, and is needed at the end
     demo.baseline = demo.launch(
-        "reference", dp=1, tp=1, until=UNTIL_1_RANK, save_every=0, resume=None
+        "baseline", dp=1, tp=1, until=UNTIL_1_RANK, save_every=0, resume=None
     )
     demo.print_line(
         COLUMNS.format("step", "layout", "loss", "1 process, uninterrupted", "difference")
     )
-    demo.baseline_loss(
-        KILL_AFTER + SAVE_EVERY
-    )  # the table then never waits for it, and the kill is not late
+    # Let the baseline run ahead: waiting for it would delay the kill.
+    demo.baseline_loss(KILL_AFTER + SAVE_EVERY)
     resume: Path | None = None
     for _ in range(ATTEMPTS):
         if train_until_killed(demo, resume):
             break
         resume = latest_verified(demo)
     else:
-        raise DemoError(f"{ATTEMPTS} times the save was whole before the kill came")
+        raise DemoError(f"in {ATTEMPTS} attempts the save was complete before the kill")
     checkpoint = latest_verified(demo)
     demo.print_line(f"      resuming from {checkpoint.name} with 2 processes")
     two_ranks = demo.launch(
@@ -387,9 +383,7 @@ def run_demo(demo: Demo) -> dict[str, Any]:
     checkpoint = latest_verified(demo)
     probe = next(entry["loss"] for entry in entries if entry["event"] == "probe")
     text, loss = generate(demo, checkpoint)
-    demo.print_line(
-        f"\nStock transformers, AutoModelForCausalLM.from_pretrained({checkpoint.name!r}), writes:\n"
-    )
+    demo.print_line(f"\nAutoModelForCausalLM.from_pretrained({checkpoint.name!r}) generates:\n")
     demo.print_line("  " + text.replace("\n", "\n  ") + "\n")
     return {
         "probe": probe,
@@ -400,7 +394,7 @@ def run_demo(demo: Demo) -> dict[str, Any]:
 
 
 def evaluate(demo: Demo, measured: dict[str, Any]) -> dict[str, Any]:
-    """Whether the curve went on as it should have. `differences`: steps that two layouts computed."""
+    """Adds to the measurements whether training continued as it should have."""
     by_step: dict[int, list[float]] = {}
     for row in demo.rows:
         by_step.setdefault(row["step"], []).append(row["loss"])
@@ -424,30 +418,33 @@ def evaluate(demo: Demo, measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_summary(demo: Demo, verdict: dict[str, Any]) -> None:
-    """The last lines on the screen."""
+    """Prints the last lines."""
     worst, twice = verdict["worst"], verdict["worst_of_those"]
+    repeated, probe = verdict["steps_in_two_layouts"], verdict["probe"]
     demo.print_line(
-        f"{UNTIL_1_RANK} steps: losses at most {worst:.1e} from the uninterrupted run (relative; allowed {TOLERANCE:.0e})."
+        f"{UNTIL_1_RANK} steps: losses differ from the baseline's by at most {worst:.1e} "
+        f"(relative; allowed {TOLERANCE:.0e})."
     )
     demo.print_line(
-        f"{verdict['steps_in_two_layouts']} steps were computed in two layouts: losses at most {twice:.1e} apart."
+        f"{repeated} steps were computed in two layouts: losses differ by at most {twice:.1e}."
     )
     demo.print_line(
-        f"The next batch: loss {verdict['probe']:.7f} in the trainer, {verdict['from_pretrained']:.7f} from the folder."
+        f"Next batch: loss {probe:.7f} in the trainer, {verdict['from_pretrained']:.7f} from the "
+        "folder."
     )
-    demo.print_line(
-        f"{'All of it holds' if verdict['passed'] else 'This is NOT as it should be'}; {verdict['seconds']:.0f} s in total."
-    )
+    outcome = "PASSED" if verdict["passed"] else "FAILED"
+    demo.print_line(f"{outcome} in {verdict['seconds']:.0f} s.")
 
 
 def run(arguments: Any) -> int:
-    """Takes `dir`, `keep` and `json` from the command line; each may be absent."""
+    """Runs the demo; returns 0 if it passed.
+
+    `arguments` may lack any of `dir`, `keep` and `json`.
+    """
     folder, keep, as_json = (getattr(arguments, name, None) for name in ("dir", "keep", "json"))
     if importlib.util.find_spec("transformers") is None:
-        print(
-            "unified-ckpt demo: it trains a transformers model, and that is not installed; pip install unified-ckpt[demo]",
-            file=sys.stderr,
-        )
+        message = "transformers is not installed; run: pip install unified-ckpt[demo]"
+        print(f"unified-ckpt demo: {message}", file=sys.stderr)
         return 2
     try:
         with work_folder(folder, keep=bool(keep)) as root:
@@ -456,17 +453,18 @@ def run(arguments: Any) -> int:
                 verdict = evaluate(demo, run_demo(demo))
             finally:
                 for job in demo.running:
-                    list(job.entries())  # for the process ids in it
+                    list(job.entries())  # collects the process ids
                     if job.process.poll() is None:
                         job.kill()
             if as_json:
                 print(json.dumps({"rows": demo.rows, **verdict}))
             print_summary(demo, verdict)
-            demo.print_line(
+            kept = (
                 f"The folders are in {root}."
                 if keep or folder
-                else "The folders are deleted; --keep keeps them."
+                else "The folders are deleted; pass --keep to keep them."
             )
+            demo.print_line(kept)
             return 0 if verdict["passed"] else 1
     except DemoError as error:
         print(f"unified-ckpt demo: {error}", file=sys.stderr)

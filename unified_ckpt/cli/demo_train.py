@@ -1,8 +1,6 @@
-"""One rank of the demo's training job: a small Llama on real text, in whatever layout the arguments
-ask for.
+"""One rank of the demo's training job: a small Llama on real text, in the given layout.
 
-Started by `demo.py`, under torchrun or alone. Knows how to train, save and resume; knows nothing of
-the story.
+Started by `demo.py`, under torchrun or as a single process.
 """
 
 from __future__ import annotations
@@ -26,17 +24,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
 
-BATCH, TOKENS = 16, 64  # of the whole job: every layout sees the same batch at the same step
+BATCH, TOKENS = 16, 64  # of the whole job: each step has the same batch in every layout
 LEARNING_RATE, WARMUP_STEPS, DECAY_STEPS = 6e-3, 4, 64
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """What this rank trains. `mesh` has the dims dp and tp; None where there is one process, and no
-    process group.
+    """What this rank trains. `mesh` has dims dp and tp; None in a single process.
 
-    `tokenizer`: on the rank that writes the log and attaches files to the checkpoints, None
-    elsewhere.
+    `tokenizer` is set on the rank that writes the log and attaches files, None on the others.
     """
 
     model: LlamaForCausalLM
@@ -47,16 +43,17 @@ class TrainingJob:
 
 
 def draw_batch(corpus: Tensor, step: int) -> Tensor:
-    """The tokens of a step [batch, tokens], from the step number alone: data order needs no state."""
+    """Returns the tokens of a step, [batch, tokens].
+
+    They are drawn from the step number, so that the data order needs no state.
+    """
     draw = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(corpus) - TOKENS, (BATCH, 1), generator=draw)
     return corpus[starts + torch.arange(TOKENS)].long()
 
 
 def build_job(dp: int, tp: int) -> TrainingJob:
-    """The same initial weights in every layout: the dense model is drawn from one seed, then cut by
-    torch's own wrappers.
-    """
+    """Builds the model, optimizer and scheduler; the initial weights are equal in every layout."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -109,7 +106,7 @@ def build_job(dp: int, tp: int) -> TrainingJob:
 
 
 def byte_tokenizer() -> Any:
-    """Token i is the byte i: GPT-2's printable stand-ins for bytes, and no merges."""
+    """Returns a tokenizer whose token i is byte i: GPT-2's printable stand-ins, and no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -126,7 +123,7 @@ def byte_tokenizer() -> Any:
 
 
 def train_step(job: TrainingJob, tokens: Tensor) -> float:
-    """One step on this global batch. Returns the mean loss over it, before the update."""
+    """Trains on this global batch. Returns its mean loss before the update."""
     if job.mesh is not None:
         tokens = tokens.chunk(job.mesh["dp"].size())[job.mesh.get_local_rank("dp")]
     loss = job.model(input_ids=tokens, labels=tokens).loss
@@ -142,6 +139,8 @@ def train_step(job: TrainingJob, tokens: Tensor) -> float:
 
 
 def save(job: TrainingJob, folder: Path, step: int) -> dict[str, Any]:
+    """Saves a checkpoint, with config and tokenizer attached. Returns a log entry."""
+
     def attach(staging: str) -> None:
         job.model.config.save_pretrained(staging)
         job.tokenizer.save_pretrained(staging)
@@ -160,6 +159,7 @@ def save(job: TrainingJob, folder: Path, step: int) -> dict[str, Any]:
 
 
 def resume(job: TrainingJob, folder: Path) -> int:
+    """Loads a checkpoint into the job and returns its step."""
     return (
         uc.load(
             folder, model=job.model, optimizer=job.optimizer, extra={"scheduler": job.scheduler}
@@ -169,6 +169,7 @@ def resume(job: TrainingJob, folder: Path) -> int:
 
 
 def main() -> None:
+    """Trains this rank until step `--until`, and logs every step and save."""
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path, help="where checkpoint-<step> folders go")
     parser.add_argument("log", type=Path, help="one JSON line per step or save")

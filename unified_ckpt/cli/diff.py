@@ -1,6 +1,4 @@
-"""The verb `diff`: what differs between two checkpoints, of whatever formats. 1 where something
-does.
-"""
+"""The verb `diff`: shows what differs between two checkpoints; exit code 1 if anything does."""
 
 from __future__ import annotations
 
@@ -20,16 +18,14 @@ from unified_ckpt.sources import open_source
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `first` and how to read it, `second`, `part`, `match`, `deep` and `json`. Returns 1
-    where the two differ.
-    """
+    """Compares `arguments.first` with `arguments.second`; returns 1 if they differ."""
     parts = arguments.part or None
     with ExitStack() as stack:
         first = stack.enter_context(
             closing(open_source(arguments.first, source_options(arguments)))
         )
         second = stack.enter_context(closing(open_source(arguments.second)))
-        # disable=None: a bar for a terminal only.
+        # disable=None: show the bar on terminals only.
         bar = stack.enter_context(
             tqdm(
                 total=_total(first),
@@ -65,8 +61,8 @@ def _text(report: DiffReport) -> list[str]:
         (f"  {printable(f'{difference.part}:{difference.name}')}", (_describe(difference),))
         for difference in sorted(report.differences, key=_sort_key)
     ]
-    summary = f"{count_text(report.equal, 'tensor')} equal, {len(report.differences)} not; {human_size(report.bytes_read)} read"
-    return [*table(rows), summary]
+    equal, read = count_text(report.equal, "tensor"), human_size(report.bytes_read)
+    return [*table(rows), f"{equal} equal, {len(report.differences)} different; {read} read"]
 
 
 def _sort_key(difference: Difference) -> tuple[object, ...]:
@@ -74,31 +70,21 @@ def _sort_key(difference: Difference) -> tuple[object, ...]:
 
 
 def _describe(difference: Difference) -> str:
-    """`BF16 [4] and F32 [4], 3 elements differ, by 0.5 at most`."""
-    if difference.first is None or difference.second is None:
-        return f"only in the {'first' if difference.second is None else 'second'}: {spec_text(_existing_spec(difference))}"
-    specs = (
-        spec_text(difference.first)
-        if difference.first == difference.second
-        else f"{spec_text(difference.first)} and {spec_text(difference.second)}"
-    )
-    if difference.first.shape != difference.second.shape:
+    """Describes a difference: `BF16 [4] and F32 [4], 3 elements differ, by 0.5 at most`."""
+    first, second = difference.first, difference.second
+    if first is None or second is None:
+        present = [spec for spec in (first, second) if spec is not None]
+        return f"only in the {'second' if first is None else 'first'}: {spec_text(present[0])}"
+    specs = spec_text(first) if first == second else f"{spec_text(first)} and {spec_text(second)}"
+    if first.shape != second.shape:
         return specs
     if not difference.elements:
         return f"{specs}, equal values"
-    size = (
-        "one of them is no number, or nan"
-        if difference.max_abs is None
-        else f"by {difference.max_abs:.6g} at most"
-    )
-    return f"{specs}, {count_text(difference.elements, 'element')} differ{'s' if difference.elements == 1 else ''}, {size}"
-
-
-def _existing_spec(difference: Difference) -> TensorSpec:
-    spec = difference.first or difference.second
-    if spec is None:
-        raise AssertionError("a difference is of a tensor that one side has")
-    return spec
+    count = f"{count_text(difference.elements, 'element')} differ"
+    count += "s" if difference.elements == 1 else ""
+    if difference.max_abs is None:
+        return f"{specs}, {count}, not comparable as numbers"
+    return f"{specs}, {count}, by {difference.max_abs:.6g} at most"
 
 
 def _as_json(report: DiffReport) -> dict[str, object]:

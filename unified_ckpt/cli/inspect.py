@@ -1,5 +1,6 @@
-"""The verb `inspect`: what a checkpoint holds, from its manifest, indexes and headers. Starts
-without torch, and reads no tensor.
+"""The verb `inspect`: shows what a checkpoint holds, from its manifest, indexes and headers.
+
+Reads no tensor, and unified checkpoints without torch.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -29,16 +31,26 @@ _FORMATS = {
     "dcp": "torch.distributed.checkpoint",
     "orbax": "Orbax",
     "paddle": "PaddleNLP Unified Checkpoint",
-    "paddle-legacy": "PaddleNLP: .pdparams and .pdopt of each rank",
-    "torch": "a file of torch.save: weights, and what is plain beside them",
-    "huggingface-bin": "Hugging Face model folder of pickles: weights only",
+    "paddle-legacy": "PaddleNLP, .pdparams and .pdopt per rank",
+    "torch": "torch.save file: weights and plain values",
+    "huggingface-bin": "Hugging Face model folder, pickled: weights only",
 }
-_FIRST_PARTS = ("model", "master_weights", "optimizer")  # then the others by name
+_MANIFEST_FIELDS = (
+    "format_version",
+    "save_id",
+    "step",
+    "created",
+    "world_size",
+    "mesh",
+    "versions",
+    "omitted_parts",
+)
+_FIRST_PARTS = ("model", "master_weights", "optimizer")  # the others follow by name
 
 
 @dataclass(frozen=True, slots=True)
 class _PartListing:
-    """A part as far as it is shown. `total`: tensors that it has; `files`: file -> bytes."""
+    """What is shown of a part. `total` counts all of its tensors; `files` maps files to bytes."""
 
     name: str
     total: int
@@ -53,33 +65,23 @@ class _PartListing:
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `path`, `match`, `all`, `json`, and how to read it."""
+    """Prints what `arguments.path` holds; returns 0."""
     folder = open_source(arguments.path, source_options(arguments))
     try:
         parts, unreadable = _list_parts(folder, arguments.match)
         if arguments.json:
-            print(
-                json.dumps(
-                    _as_json(arguments.path, folder, parts)
-                    | ({"refused": unreadable} if unreadable else {}),
-                    indent=2,
-                )
-            )
+            result = _as_json(arguments.path, folder, parts)
+            if unreadable:
+                result["unreadable"] = unreadable
+            print(json.dumps(result, indent=2))
             return 0
         print("\n".join(_header_lines(arguments.path, folder)))
         for part in parts:
             if part.specs or part.aliases or arguments.match is None:
-                print(
-                    "\n".join(
-                        [
-                            "",
-                            _part_title(part),
-                            *(_table_lines(part) if arguments.all else _tree_lines(part)),
-                        ]
-                    )
-                )
+                lines = _table_lines(part) if arguments.all else _tree_lines(part)
+                print("\n".join(["", _part_title(part), *lines]))
         for reason in unreadable.values():
-            print(f"\nnot read: {reason}")
+            print(f"\nunreadable: {reason}")
         if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
             print(f"\nno tensor matches {arguments.match}")
     finally:
@@ -92,7 +94,7 @@ def _sort_key(part: str) -> tuple[int, str]:
 
 
 def _list_parts(folder: Source, match: str | None) -> tuple[list[_PartListing], dict[str, str]]:
-    """The parts, and why some of a checkpoint that others wrote are not read."""
+    """Returns the parts, and why some parts of a foreign checkpoint cannot be read."""
     parts, unreadable = [], {}
     for part in sorted(folder.parts, key=_sort_key):
         try:
@@ -106,22 +108,15 @@ def _list_parts(folder: Source, match: str | None) -> tuple[list[_PartListing], 
 
 def _list_part(folder: Source, part: str, match: str | None) -> _PartListing:
     def is_shown(name_or_alias: str) -> bool:
-        return (
-            match is None
-            or fnmatchcase(name_or_alias, match)
-            or fnmatchcase(f"{part}:{name_or_alias}", match)
-        )
+        candidates = (name_or_alias, f"{part}:{name_or_alias}")
+        return match is None or any(fnmatchcase(candidate, match) for candidate in candidates)
 
     names = sorted(filter(is_shown, folder.names(part)), key=natural_key)
     specs = folder.specs(part, names)
-    file_of = {
-        name: folder.file_of(part, name) if isinstance(folder, Folder) else "" for name in names
-    }
-    files = (
-        {file: folder.storage.size(file) or 0 for file in sorted(set(file_of.values()))}
-        if isinstance(folder, Folder)
-        else {}
-    )
+    file_of, files = dict.fromkeys(names, ""), {}
+    if isinstance(folder, Folder):
+        file_of = {name: folder.file_of(part, name) for name in names}
+        files = {file: folder.storage.size(file) or 0 for file in sorted(set(file_of.values()))}
     aliases = {alias: name for alias, name in folder.aliases(part).items() if is_shown(alias)}
     return _PartListing(
         part,
@@ -139,24 +134,9 @@ def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, 
     if not isinstance(folder, Folder):
         result["step"] = folder.metadata().step
     if manifest is not None:
-        result |= {
-            key: getattr(manifest, key)
-            for key in (
-                "format_version",
-                "save_id",
-                "step",
-                "created",
-                "world_size",
-                "mesh",
-                "versions",
-                "omitted_parts",
-            )
-        }
-        result["param_groups"] = (
-            [group.model_dump() for group in manifest.optimizer.groups]
-            if manifest.optimizer
-            else []
-        )
+        result |= {key: getattr(manifest, key) for key in _MANIFEST_FIELDS}
+        groups = manifest.optimizer.groups if manifest.optimizer else ()
+        result["param_groups"] = [group.model_dump() for group in groups]
         result["extra"] = manifest.extra
         result["node_group"] = (
             manifest.node_group.model_dump() if manifest.node_group is not None else None
@@ -187,18 +167,21 @@ def _root(path: str, folder: Source) -> str:
 
 
 def _header_lines(path: str, folder: Source) -> list[str]:
-    """What is said of the checkpoint as a whole."""
+    """Returns the lines about the checkpoint as a whole."""
     if not isinstance(folder, Folder):
-        return [
-            _root(path, folder),
-            *table([(f"  {key}", (printable(text),)) for key, text in _source_rows(folder)]),
-        ]
-    manifest = folder.manifest
-    if manifest is None:
-        return [
-            folder.storage.root,
-            "  format  Hugging Face model folder: weights only, no manifest",
-        ]
+        rows = _source_rows(folder)
+    elif folder.manifest is not None:
+        rows = _manifest_rows(folder.manifest, folder.parts)
+    else:
+        rows = [("format", "Hugging Face model folder: weights only, no manifest")]
+    return [
+        _root(path, folder),
+        *table([(f"  {key}", (printable(text),)) for key, text in rows]),
+    ]
+
+
+def _manifest_rows(manifest: Manifest, parts: Collection[str]) -> list[tuple[str, str]]:
+    world_size = manifest.rank_extra.world_size if manifest.rank_extra else 0
     rows = [
         ("format", f"unified checkpoint {manifest.format_version}"),
         ("step", "none" if manifest.step is None else str(manifest.step)),
@@ -207,92 +190,62 @@ def _header_lines(path: str, folder: Source) -> list[str]:
         ("mesh", _mesh_text(manifest)),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("extra", extra_text(manifest.extra)),
-        (
-            "rank extra",
-            f"of {count_text(manifest.rank_extra.world_size, 'rank')}"
-            if manifest.rank_extra
-            else "none",
-        ),
+        ("rank extra", f"of {count_text(world_size, 'rank')}" if world_size else "none"),
     ]
     if manifest.node_group is not None:
-        node_group = manifest.node_group
-        rows.append(
-            (
-                "machine",
-                f"folder {node_group.number} of {node_group.count}, of rank(s) {format_ranks(node_group.ranks)}",
-            )
-        )
-        rows.append(
-            (
-                "copies",
-                f"of folder(s) {format_ranks(node_group.replicas)}"
-                if node_group.replicas
-                else "none",
-            )
-        )
-    for number, group in enumerate(manifest.optimizer.groups if manifest.optimizer else ()):
-        rows.append(
-            (
-                f"param group {number}",
-                f"{count_text(len(group.names), 'parameter')}: {options_text(group.options)}",
-            )
-        )
+        group = manifest.node_group
+        folder = f"folder {group.number} of {group.count}, of rank(s) {format_ranks(group.ranks)}"
+        copies = f"of folder(s) {format_ranks(group.replicas)}" if group.replicas else "none"
+        rows += [("node group", folder), ("replicas", copies)]
+    if manifest.optimizer is not None:
+        groups = [(len(group.names), group.options) for group in manifest.optimizer.groups]
+        rows += _group_rows(groups)
     if manifest.omitted_parts:
-        rows.append(("left out", ", ".join(manifest.omitted_parts)))
-    deleted = sorted(set(manifest.parts) - set(folder.parts))
+        rows.append(("omitted", ", ".join(manifest.omitted_parts)))
+    deleted = sorted(set(manifest.parts) - set(parts))
     if deleted:
         rows.append(("deleted", ", ".join(deleted)))
-    return [folder.storage.root, *table([(f"  {key}", (printable(text),)) for key, text in rows])]
+    return rows
+
+
+def _group_rows(groups: Iterable[tuple[int, Any]]) -> list[tuple[str, str]]:
+    return [
+        (f"param group {number}", f"{count_text(size, 'parameter')}: {options_text(options)}")
+        for number, (size, options) in enumerate(groups)
+    ]
 
 
 def _source_rows(source: Source) -> list[tuple[str, str]]:
-    """What a checkpoint of another format says of itself."""
+    """Returns what a foreign checkpoint's metadata says."""
     metadata = source.metadata()
-    rows = [
+    extra = ", ".join(map(str, metadata.extra)) if isinstance(metadata.extra, dict) else "none"
+    return [
         ("format", _FORMATS.get(source.format) or format_title(source.format)),
         ("step", "none" if metadata.step is None else str(metadata.step)),
-    ]
-    rows.append(
-        (
-            "extra",
-            ", ".join(map(str, metadata.extra)) if isinstance(metadata.extra, dict) else "none",
-        )
-    )
-    groups = enumerate(metadata.groups)
-    return [
-        *rows,
-        *(
-            (
-                f"param group {number}",
-                f"{count_text(len(group['names']), 'parameter')}: {options_text(group['options'])}",
-            )
-            for number, group in groups
-        ),
+        ("extra", extra),
+        *_group_rows((len(group["names"]), group["options"]) for group in metadata.groups),
     ]
 
 
 def _mesh_text(manifest: Manifest) -> str:
-    """`4 ranks; dp 2 x tp 2`. The record is free in its form: what is not known is shown as it is."""
+    """Describes the mesh, `4 ranks; dp 2 x tp 2`; shows unknown entries as JSON."""
     texts = [count_text(manifest.world_size, "rank")]
     for key, value in manifest.mesh.items():
         match key, value:
             case "layout", dict():
-                texts.append(
-                    "Layout " + " x ".join(f"{name} {size}" for name, size in value.items())
-                )
+                texts.append(f"Layout {_product_text(value.items())}")
             case "device_meshes", dict():
                 for names, sizes in value.items():
-                    texts.append(
-                        " x ".join(
-                            f"{name} {size}"
-                            for name, size in zip(names.split(), sizes, strict=False)
-                        )
-                    )
+                    texts.append(_product_text(zip(names.split(), sizes, strict=False)))
             case "world_size", _:
                 continue
             case _:
                 texts.append(f"{key} {json.dumps(value)}")
     return "; ".join(texts)
+
+
+def _product_text(dims: Iterable[tuple[str, Any]]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in dims)
 
 
 def _part_title(part: _PartListing) -> str:
@@ -301,7 +254,9 @@ def _part_title(part: _PartListing) -> str:
     if not part.files:
         return text
     first = next(iter(part.files))
-    return f"{text} in {first if len(part.files) == 1 else f'{len(part.files)} files: {first} …'}"
+    if len(part.files) == 1:
+        return f"{text} in {first}"
+    return f"{text} in {len(part.files)} files: {first} …"
 
 
 def _tree_lines(part: _PartListing) -> list[str]:
@@ -315,12 +270,7 @@ def _table_lines(part: _PartListing) -> list[str]:
         (f"  {printable(name)}", (spec_text(spec), human_size(spec.nbytes), part.file_of[name]))
         for name, spec in part.specs.items()
     ]
-    return table(
-        [
-            *rows,
-            *(
-                (f"  {printable(alias)}", (f"= {printable(name)}",))
-                for alias, name in part.aliases.items()
-            ),
-        ]
-    )
+    aliases = [
+        (f"  {printable(alias)}", (f"= {printable(name)}",)) for alias, name in part.aliases.items()
+    ]
+    return table([*rows, *aliases])

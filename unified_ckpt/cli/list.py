@@ -1,7 +1,6 @@
-"""The verb `list`: the checkpoints under a root, ours and other engines', good and bad, and what
-interrupted saves have left.
+"""The verb `list`: shows all checkpoints under a root, and what interrupted saves left.
 
-Starts without torch; steps of other engines are opened, which needs it.
+Unified checkpoints are listed without torch; opening steps of other frameworks imports it.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
 from unified_ckpt.sources.detect.names import format_title
 from unified_ckpt.sources.step_names import UNIFIED, StepEntry, list_steps, read_step
 
-_DEPTH = 2  # of runs below the root: runs/<name>/checkpoints
+_DEPTH = 2  # levels of folders below the root: runs/<name>/checkpoints
 _COLUMN_TITLES = ("step", "size", "files", "created", "took", "kind", "status", "kept by")
 
 
 @dataclass(frozen=True, slots=True)
 class _RunListing:
-    """A folder with checkpoints in it, and the local directory that goes with it, if one was given.
-    `kept_reasons`: path -> why it stays.
+    """A folder with checkpoints, and the run's local directory if one was given.
 
-    `foreign_saves`: saves in the local directory that are of other runs. `foreign_entries`: steps
-    of other engines, by path; they are among those found, and do not count for what stays.
+    `kept_reasons` maps paths to the rules that keep them. `foreign_saves` are saves in the local
+    directory that belong to other runs. `foreign_entries` are steps of other frameworks by path;
+    they are in `scan`, but do not count for the rules.
     """
 
     path: str
@@ -54,17 +53,18 @@ class _RunListing:
     foreign_entries: dict[str, StepEntry] = field(default_factory=dict)
 
     def tier(self, path: str) -> str:
+        """Returns the tier of a path, "local" or "root"."""
         return "local" if self.local is not None and os.path.dirname(path) == self.local else "root"
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `root`, `prefix`, the rules and `json`."""
+    """Lists the runs under `arguments.root`; returns 0, or 2 for wrong arguments."""
     if (error_text := usage_error(arguments)) is not None:
         print(f"unified-ckpt list: {error_text}", file=sys.stderr)
         return 2
     root = os.path.realpath(writable_path(arguments.root))
     if not os.path.isdir(root):
-        raise NotFoundError(f"{root}: there is no such folder")
+        raise NotFoundError(f"{root}: no such folder")
     if arguments.local is None:
         seen_paths: set[str] = set()
         folders = _run_folders(root, _DEPTH, arguments.prefix, seen_paths)
@@ -90,9 +90,10 @@ def run(arguments: Namespace) -> int:
 def _run_folders(
     folder: str, depth: int, prefix: str, seen_paths: Collection[str]
 ) -> Iterator[str]:
-    """The folder and those below it that may be runs: no step, and none of the steps `seen_paths`
-    so far. One below that cannot be listed, as
-    `lost+found`, is left out, and told."""
+    """Yields the folder and the folders below it that may be runs, that is, are no steps.
+
+    A folder that cannot be read, such as `lost+found`, is skipped with a warning.
+    """
     yield folder
     for name in _subfolders(folder) if depth else ():
         path = os.path.join(folder, name)
@@ -101,10 +102,8 @@ def _run_folders(
         try:
             _subfolders(path)
         except OSError as error:
-            print(
-                f"unified-ckpt list: {printable(path)} is left out: it cannot be read: {error.strerror}",
-                file=sys.stderr,
-            )
+            message = f"skipping {printable(path)}, which cannot be read: {error.strerror}"
+            print(f"unified-ckpt list: {message}", file=sys.stderr)
         else:
             yield from _run_folders(path, depth - 1, prefix, seen_paths)
 
@@ -119,9 +118,7 @@ def _subfolders(folder: str) -> list[str]:
 
 
 def _list_run(path: str, prefix: str, rules: Rules, seen_paths: set[str]) -> _RunListing:
-    """`seen_paths`: steps of other engines that a run above has already; those of this one are
-    added.
-    """
+    """Lists one run, without steps of other frameworks that a run above has in `seen_paths`."""
     scanned = scan(LocalStorage(path), prefix)
     entries = _foreign_entries(path, scanned, prefix)
     entries = {path: entry for path, entry in entries.items() if path not in seen_paths}
@@ -135,8 +132,10 @@ def _list_run(path: str, prefix: str, rules: Rules, seen_paths: set[str]) -> _Ru
 
 
 def _foreign_entries(root: str, scanned: Scan, prefix: str) -> dict[str, StepEntry]:
-    """Steps of other engines, by path. What has the name of one of ours and cannot be read stays
-    what it is for the scan, and ours in a folder below is another run.
+    """Returns the steps of other frameworks, by path.
+
+    An entry with a unified name that cannot be read remains as the scan sees it; unified steps
+    in subfolders belong to other runs.
     """
     own_paths = {entry.path for entry in scanned.steps}
     entries = foreign_steps(scanned, list_steps(root, prefix=prefix))
@@ -149,15 +148,13 @@ def _foreign_entries(root: str, scanned: Scan, prefix: str) -> dict[str, StepEnt
 
 
 def _with_entries(scanned: Scan, entries: dict[str, StepEntry]) -> Scan:
-    """What was found, and the steps of other engines, each opened."""
+    """Adds the steps of other frameworks to the scan; each of them is opened."""
     steps = [
         *(record for record in scanned.steps if record.path not in entries),
         *map(_read_record, entries.values()),
     ]
-    return Scan(
-        tuple(sorted(steps, key=lambda record: -1 if record.step is None else record.step)),
-        scanned.stale_folders,
-    )
+    steps.sort(key=lambda record: -1 if record.step is None else record.step)
+    return Scan(tuple(steps), scanned.stale_folders)
 
 
 def _read_record(entry: StepEntry) -> StepRecord:
@@ -177,7 +174,7 @@ def _read_record(entry: StepEntry) -> StepRecord:
 
 def _list_tiers(root: str, local: str, arguments: Namespace) -> _RunListing:
     if not os.path.isdir(local):
-        raise NotFoundError(f"{local}: there is no such folder")
+        raise NotFoundError(f"{local}: no such folder")
     local_scan = scan(LocalStorage(local), arguments.prefix)
     root_scan = scan(LocalStorage(root), arguments.prefix)
     foreign_ids = foreign_saves(
@@ -237,30 +234,24 @@ def _as_json(listing: _RunListing) -> dict[str, Any]:
     result = {
         "path": listing.path,
         "steps": steps,
-        "leftovers": [asdict(stale) for stale in listing.scan.stale_folders],
+        "stale": [asdict(stale) for stale in listing.scan.stale_folders],
     }
     return result if listing.local is None else {**result, "local": listing.local}
 
 
 def _tier_json(listing: _RunListing, record: StepRecord) -> dict[str, Any]:
-    return (
-        {}
-        if listing.local is None
-        else {
-            "tier": listing.tier(record.path),
-            "of_this_run": record.save_id not in listing.foreign_saves,
-        }
-    )
+    if listing.local is None:
+        return {}
+    of_this_run = record.save_id not in listing.foreign_saves
+    return {"tier": listing.tier(record.path), "of_this_run": of_this_run}
 
 
 def _format_json(listing: _RunListing, record: StepRecord) -> dict[str, str]:
-    """Which engine's, and the engine's own file that names it as the one to resume from."""
+    """Returns the format, and the framework's own file that names this step as its latest."""
     entry = listing.foreign_entries.get(record.path)
-    return (
-        {"format": UNIFIED, "pointer": ""}
-        if entry is None
-        else {"format": entry.format, "pointer": entry.pointer}
-    )
+    if entry is None:
+        return {"format": UNIFIED, "pointer": ""}
+    return {"format": entry.format, "pointer": entry.pointer}
 
 
 def _kept_by(listing: _RunListing, record: StepRecord) -> list[str]:
@@ -280,7 +271,7 @@ def _text(listing: _RunListing) -> list[str]:
         lines += _columns(rows)
         lines.append(f"  {_total_text(listing.scan.steps)}")
     if listing.scan.stale_folders:
-        lines.append("  left by interrupted saves, no checkpoints:")
+        lines.append("  stale folders of interrupted saves:")
         lines += [
             f"    {printable(stale.name)}  {stale_text(stale)}"
             for stale in listing.scan.stale_folders
@@ -296,59 +287,38 @@ def _format_text(listing: _RunListing, record: StepRecord) -> str:
 
 
 def _row(listing: _RunListing, record: StepRecord) -> tuple[str, ...]:
+    size, files = human_size(record.nbytes), str(record.files)
+    status = f"{record.status}: {printable(record.problem)}" if record.problem else record.status
     if record.step is None:
-        status = (
-            f"{record.status}: {printable(record.problem)}" if record.problem else record.status
-        )
-        return (
-            printable(record.name),
-            human_size(record.nbytes),
-            str(record.files),
-            "",
-            "",
-            "",
-            status,
-            "",
-        )
+        return printable(record.name), size, files, "", "", "", status, ""
     took = "" if record.seconds is None else f"{record.seconds:.1f} s"
     kind = "full" if record.full else "model only" if record.parts else ""
     kind += f", without {', '.join(record.omitted_parts)}" if record.omitted_parts else ""
-    status = (
-        record.status if not record.problem else f"{record.status}: {printable(record.problem)}"
-    )
-    if record.path in listing.foreign_entries and listing.foreign_entries[record.path].pointer:
-        status += f", {listing.foreign_entries[record.path].pointer} names it"
+    entry = listing.foreign_entries.get(record.path)
+    if entry is not None and entry.pointer:
+        status += f", {entry.pointer} names it"
     if record.save_id in listing.foreign_saves:
         status += ", of another run"
     step = str(record.step) if record.status != "misnamed" else printable(record.name)
-    return (
-        step,
-        human_size(record.nbytes),
-        str(record.files),
-        record.created or "",
-        took,
-        kind,
-        status,
-        ", ".join(_kept_by(listing, record)),
-    )
+    kept_by = ", ".join(_kept_by(listing, record))
+    return step, size, files, record.created or "", took, kind, status, kept_by
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  " + "  ".join(cells).rstrip() for cells in padded]
 
 
 def _total_text(records: list[StepRecord] | tuple[StepRecord, ...]) -> str:
     bad = sum(record.status != "complete" for record in records)
-    text = f"{count_text(len(records), 'checkpoint')}, {human_size(sum(record.nbytes for record in records))}"
-    return f"{text}, {bad} of them bad" if bad else text
+    size = human_size(sum(record.nbytes for record in records))
+    text = f"{count_text(len(records), 'checkpoint')}, {size}"
+    return f"{text}, {bad} not complete" if bad else text
 
 
 def stale_text(stale: StaleFolder) -> str:
-    """`12 MiB in 3 files, last changed 2.5 h ago`."""
-    warning = "; it holds the only copy of a checkpoint: rename it back" if stale.only_copy else ""
-    return f"{human_size(stale.nbytes)} in {count_text(stale.files, 'file')}, last changed {stale.age_seconds / 3600:.1f} h ago{warning}"
+    """Describes a stale folder: `12 MiB in 3 files, last changed 2.5 h ago`."""
+    size = f"{human_size(stale.nbytes)} in {count_text(stale.files, 'file')}"
+    warning = "; it is the only copy of a checkpoint: rename it back" if stale.only_copy else ""
+    return f"{size}, last changed {stale.age_seconds / 3600:.1f} h ago{warning}"

@@ -1,6 +1,4 @@
-"""How a checkpoint is to be read, on a command line: the options of every verb that takes one of
-any format.
-"""
+"""Command-line arguments that say how to read a checkpoint, for each verb that takes any format."""
 
 from __future__ import annotations
 
@@ -10,55 +8,46 @@ from unified_ckpt.options import SourceOptions
 
 
 def add_source_arguments(parser: ArgumentParser, *, argument: str) -> None:
-    """The options that `source_options` reads. `argument`: the argument that they are for."""
+    """Adds the arguments that `source_options` reads. `argument` is the one that they apply to."""
     group = parser.add_argument_group(f"how to read {argument}")
     group.add_argument(
-        "--from",
-        dest="format",
-        metavar="FORMAT",
-        help="its format, where it is not to be found out",
+        "--from", dest="format", metavar="FORMAT", help="its format, instead of detecting it"
     )
     group.add_argument(
-        "--config",
-        metavar="PATH",
-        help="a Hugging Face config.json, or a folder that has one, of the model",
+        "--config", metavar="PATH", help="the model's Hugging Face config.json, or its folder"
     )
     group.add_argument(
         "--names",
         choices=("auto", "huggingface", "own"),
         default="auto",
-        help="whose names its tensors have (auto)",
+        help="which tensor names to use (default: auto)",
     )
     group.add_argument(
-        "--rename", metavar="FILE", help="rename its tensors by the rules of a TOML or JSON file"
+        "--rename", metavar="FILE", help="rename tensors by the rules of a TOML or JSON file"
     )
     group.add_argument(
         "--layers",
         choices=("stacked", "unstacked"),
-        help="its identical layers in one tensor each, or one by one",
+        help="stack identical layers into one tensor, or unstack them",
     )
     group.add_argument(
-        "--layer-dim",
-        type=int,
-        default=0,
-        metavar="D",
-        help="the dim that stands for the layer (0)",
+        "--layer-dim", type=int, default=0, metavar="D", help="dim of the layers (default: 0)"
     )
     group.add_argument(
         "--layer-list",
         action="append",
         metavar="NAME",
-        help="of which list, as model.layers; may be given more than once",
+        help="which list of layers, such as model.layers (repeatable)",
     )
     group.add_argument(
         "--conversion-fn",
         metavar="MODULE:FUNCTION",
-        help="a function of yours that gives its tensors anew",
+        help="your function that returns the converted tensors",
     )
 
 
 def source_options(arguments: Namespace) -> SourceOptions:
-    """What the arguments ask for."""
+    """Returns the options that the arguments give."""
     return SourceOptions(
         format=arguments.format,
         config=arguments.config,

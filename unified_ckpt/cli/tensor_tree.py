@@ -1,6 +1,4 @@
-"""Tensor names for people: one line for tensors that differ only in numbers, and lines as a tree of
-their dotted names. Pure.
-"""
+"""Folds tensors that differ only in numbers, and draws them as a tree of their names. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ Index = int | str
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Tensors that are alike. `path`: their name between its dots, `("layers", "{0..3}",
-    "weight")`; `columns`: what to say of each.
+    """Tensors of one pattern. `path` is their name, `("layers", "{0..3}", "weight")`.
+
+    `columns` are shown to its right.
     """
 
     path: tuple[str, ...]
@@ -31,7 +30,7 @@ class _Node:
 
 
 def collapse(specs: Mapping[str, TensorSpec]) -> list[Line]:
-    """Lines for tensors that come in `natural_key` order.
+    """Folds tensors, which come in the order of `natural_key`, into lines.
 
     Numbers between dots fold to `{0..31}`, the states of a parameter to `{exp_avg,exp_avg_sq}`.
     """
@@ -59,7 +58,7 @@ def collapse(specs: Mapping[str, TensorSpec]) -> list[Line]:
 
 
 def tree(lines: Iterable[Line]) -> list[tuple[str, tuple[str, ...]]]:
-    """Rows to print: a branch with its label, and the cells to its right."""
+    """Returns rows to print: a branch with its label, and the columns to its right."""
     root = _Node()
     for line in lines:
         node = root
@@ -72,7 +71,7 @@ def tree(lines: Iterable[Line]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def table(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[str]:
-    """Rows as text, cells in columns."""
+    """Formats rows, with aligned columns."""
     width = max((len(label) for label, cells in rows if cells), default=0)
     columns = [
         max(len(cell) for cell in column)
@@ -89,12 +88,12 @@ def table(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[str]:
 
 
 def spec_text(spec: TensorSpec) -> str:
-    """`BF16 [4096, 4096]`."""
+    """Describes a spec: `BF16 [4096, 4096]`."""
     return f"{spec.dtype} {list(spec.shape)}"
 
 
 def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Sort key: numbers between dots by value."""
+    """Returns a sort key that compares numbers between dots by value."""
     numbers = ((_parse_number(step), step) for step in _split_name(name))
     return tuple(
         (True, 0, step) if number is None else (False, number, "") for number, step in numbers
@@ -102,13 +101,13 @@ def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def _split_name(name: str) -> list[str]:
-    """The name between its dots; what follows the last slash is a step of its own."""
+    """Splits a name at its dots and at its last slash."""
     fqn, slash, state = name.rpartition("/")
     return [*fqn.split("."), state] if slash else name.split(".")
 
 
 def _parse_number(step: str) -> int | None:
-    """The number that a step is, as people write it: without sign and leading zeros."""
+    """Returns the integer that a component is, if it has no sign and no leading zeros."""
     if (
         not step.isdigit()
         or not step.isascii()
@@ -120,8 +119,9 @@ def _parse_number(step: str) -> int | None:
 
 
 def _fold(indexes: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...], ...]]:
-    """Index tuples as products of index sets: `[(0, 1), (0, 2), (3, 1), (3, 2)]` -> `[((0, 3), (1,
-    2))]`.
+    """Writes index tuples as products.
+
+    `[(0, 1), (0, 2), (3, 1), (3, 2)]` -> `[((0, 3), (1, 2))]`.
     """
     rests: dict[Index, list[tuple[Index, ...]]] = {}
     for index in indexes:
@@ -135,7 +135,7 @@ def _fold(indexes: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...],
 
 
 def _set_text(values: Sequence[Index]) -> str:
-    """`7`, `{0..31}`, `{0,1,5..9}`."""
+    """Describes a set: `7`, `{0..31}`, `{0,1,5..9}`."""
     spans: list[list[Index]] = []
     for value in values:
         if spans and isinstance(value, int) and spans[-1][-1] == value - 1:
@@ -149,7 +149,7 @@ def _set_text(values: Sequence[Index]) -> str:
 
 
 def _tree_path(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The steps of a line in the tree: a module's name stays with that of its tensor."""
+    """Returns a line's path in the tree; a module's name stays with that of its tensor."""
     if len(path) < 2 or path[-2].startswith("{") or _parse_number(path[-2]) is not None:
         return path
     return *path[:-2], f"{path[-2]}.{path[-1]}"

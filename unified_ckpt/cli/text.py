@@ -1,5 +1,6 @@
-"""Sizes, counts, names and stored values in few words, for people. Pure: a stored value is
-described, never made.
+"""Formats sizes, counts, names and stored values for the screen.
+
+Pure: stored values are described, not decoded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ _SHOWN_ITEMS = 4
 
 
 def human_size(nbytes: int) -> str:
-    """`32 MiB`, `13.5 GiB`: three digits."""
+    """Formats bytes with three digits: `32 MiB`, `13.5 GiB`."""
     size, unit = float(nbytes), 0
     while size >= 999.5 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -20,17 +21,17 @@ def human_size(nbytes: int) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
-    """`1 rank`, `4 ranks`."""
+    """Formats a count with its noun: `1 rank`, `4 ranks`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def printable(text: str) -> str:
-    """The text, or its escapes where a terminal would obey it: names come from files."""
+    """Escapes text, such as names from files, that a terminal could interpret."""
     return text if text.isprintable() else ascii(text)
 
 
 def extra_text(tree_of_extra: Any) -> str:
-    """`epoch=3, sampler=dict(2)`, from a tree of `format.codec`."""
+    """Describes a tree of `format.codec`: `epoch=3, sampler=dict(2)`."""
     items = _items(tree_of_extra)
     if items is None:
         return _value_text(tree_of_extra)
@@ -38,7 +39,7 @@ def extra_text(tree_of_extra: Any) -> str:
 
 
 def options_text(options: Any) -> str:
-    """Hyperparameters that are set."""
+    """Describes the hyperparameters that are set."""
     return ", ".join(
         f"{key}={_value_text(value)}"
         for key, value in _items(options) or ()
@@ -47,7 +48,7 @@ def options_text(options: Any) -> str:
 
 
 def _items(node: Any) -> list[tuple[str, Any]] | None:
-    """Keys and values of a tree that is a dict; None for any other."""
+    """Returns the items of a node that is a dict; None for any other."""
     if not isinstance(node, dict):
         return None
     if "$type" not in node:
@@ -60,7 +61,7 @@ def _items(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def _value_text(node: Any) -> str:
-    """A tree of `format.codec` in a few words. Nothing is made of it: that would take torch."""
+    """Describes a node of `format.codec`. It is not decoded, as that would import torch."""
     if isinstance(node, str):
         return node if len(node) <= _SHOWN_CHARS else f"{node[:_SHOWN_CHARS]}…"
     if isinstance(node, dict):

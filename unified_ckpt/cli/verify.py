@@ -1,6 +1,4 @@
-"""The verb `verify`: whether every byte is there, and with `--deep` whether it is the one that was
-written; `--repair` mends it.
-"""
+"""The verb `verify`: checks sizes and headers and, with `--deep`, digests; or repairs damage."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import time
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict
+from typing import Any
 
 from tqdm import tqdm
 
@@ -21,7 +20,7 @@ from unified_ckpt.runtime.storage.storage import absolute_path
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `path`, `deep`, `repair`, `sources` and `json`. Returns 1 where there is a problem."""
+    """Verifies or repairs `arguments.path`; returns 1 if a problem is left."""
     if arguments.repair:
         return _repair(arguments)
     started = time.monotonic()
@@ -33,39 +32,36 @@ def run(arguments: Namespace) -> int:
             False,
         )
     if arguments.json:
-        print(
-            json.dumps(
-                {"ok": report.ok, "digests": arguments.deep and has_digests, **asdict(report)},
-                indent=2,
-            )
-        )
+        digests = arguments.deep and has_digests
+        print(json.dumps({"ok": report.ok, "digests": digests, **asdict(report)}, indent=2))
     else:
         print(_text(report, has_digests=has_digests, seconds=time.monotonic() - started))
     return 0 if report.ok else 1
 
 
 def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
-    """What is found of it, and whether it has digests."""
-    with closing(folder):
-        # disable=None: a bar for a terminal only.
-        with tqdm(
-            total=_total(folder),
-            desc="verify",
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            leave=False,
-            disable=None,
-        ) as bar:
-            report = verify_with_replicas(folder, deep=deep, progress=bar.update)
+    """Returns the report, and whether the folder has digests."""
+    with closing(folder), _progress_bar(_total(folder)) as bar:
+        report = verify_with_replicas(folder, deep=deep, progress=bar.update)
         return report, folder.manifest is not None and folder.manifest.digests is not None
+
+
+def _progress_bar(total: int | None) -> Any:
+    # disable=None: show the bar on terminals only.
+    return tqdm(
+        total=total,
+        desc="verify",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        leave=False,
+        disable=None,
+    )
 
 
 def _repair(arguments: Namespace) -> int:
     started = time.monotonic()
-    with tqdm(
-        desc="verify", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None
-    ) as bar:
+    with _progress_bar(None) as bar:
         report = repair(arguments.path, arguments.sources, progress=bar.update)
     if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
@@ -76,24 +72,22 @@ def _repair(arguments: Namespace) -> int:
 
 def _repair_text(report: RepairReport, *, seconds: float) -> str:
     lines = [f"found    {text}" for text in report.damage]
-    lines += [f"mended   {file}" for file in report.repaired]
+    lines += [f"repaired {file}" for file in report.repaired]
     lines += [f"damaged  {text}" for text in report.problems]
     lines += [f"note     {text}" for text in report.notes]
+    files = count_text(len(report.repaired), "file")
     if report.problems:
-        summary = f"still damaged, {count_text(len(report.problems), 'problem')}; {count_text(len(report.repaired), 'file')} mended"
+        problems = count_text(len(report.problems), "problem")
+        summary = f"still damaged, {problems}; {files} repaired"
+    elif report.repaired:
+        summary = f"repaired, {files}, {human_size(report.nbytes)} written"
     else:
-        summary = (
-            f"mended, {count_text(len(report.repaired), 'file')}, {human_size(report.nbytes)} written"
-            if report.repaired
-            else "nothing to mend"
-        )
+        summary = "nothing to repair"
     return "\n  ".join([f"{report.path}: {summary} ({seconds:.2f} s)", *lines])
 
 
 def _total(folder: Folder) -> int | None:
-    """Tensor bytes of the parts that are there; None for a folder that does not say, and for one
-    with copies of others beside them.
-    """
+    """Returns the tensor bytes to read; None if the folder does not say, or has replicas."""
     if folder.manifest is None or (
         folder.manifest.node_group is not None and folder.manifest.node_group.replicas
     ):
@@ -103,20 +97,11 @@ def _total(folder: Folder) -> int | None:
 
 def _text(report: VerifyReport, *, has_digests: bool, seconds: float) -> str:
     if not report.ok:
-        return "\n  ".join(
-            [
-                f"{report.path}: damaged, {count_text(len(report.problems), 'problem')}",
-                *report.problems,
-            ]
-        )
-    summary = (
-        f"({count_text(report.tensors, 'tensor')}, {human_size(report.nbytes)}, {seconds:.2f} s)"
-    )
+        problems = count_text(len(report.problems), "problem")
+        return "\n  ".join([f"{report.path}: damaged, {problems}", *report.problems])
+    tensors, size = count_text(report.tensors, "tensor"), human_size(report.nbytes)
+    summary = f"({tensors}, {size}, {seconds:.2f} s)"
     if report.deep and has_digests:
-        return f"{report.path}: every digest is right {summary}"
-    hint = (
-        "; --deep also checks every digest"
-        if has_digests
-        else "; there are no digests to check bytes against"
-    )
-    return f"{report.path}: sizes and headers are right {summary}{hint}"
+        return f"{report.path}: all digests match {summary}"
+    hint = "--deep also checks all digests" if has_digests else "no digests to check bytes against"
+    return f"{report.path}: sizes and headers match {summary}; {hint}"

@@ -1,7 +1,7 @@
-"""Checkpoints in formats of others: which one a path holds, and it as a Source.
+"""Opens checkpoints that other frameworks wrote as Sources; knows which format a path holds.
 
-A folder with our manifest, or of Hugging Face's weights alone, is none of these: the engine reads
-it itself.
+Unified checkpoints and plain Hugging Face safetensors folders are not among these formats: the
+engine reads those itself.
 """
 
 from __future__ import annotations
@@ -18,32 +18,46 @@ from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import absolute_path, is_url, strip_file_scheme
 from unified_ckpt.sources.detect.names import Format, detect_format, detect_unsupported
 
+# What a damaged file may raise in a reader; RuntimeError includes RecursionError.
+_DAMAGE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    OSError,
+)
+
 
 def resolve_format(path: str, options: SourceOptions) -> Format | None:
-    """The format of a path that somebody else wrote; None for ours, for Hugging Face's safetensors,
-    and for what is not known.
+    """Returns the foreign format at a path, or None for unified, safetensors and unknown files.
 
-    Where nothing there is read, a format that is refused by its name.
+    If no reader matches, this is the unsupported format whose files were recognized; opening it
+    raises.
     """
     if is_url(path):
         return None
-    return detect_format(strip_file_scheme(path), format_name=options.format) or (
-        detect_unsupported(strip_file_scheme(path)) if options.format is None else None
-    )
+    detected = detect_format(strip_file_scheme(path), format_name=options.format)
+    if detected is None and options.format is None:
+        return detect_unsupported(strip_file_scheme(path))
+    return detected
 
 
-# it is frozen
-def open_source(path: str, options: SourceOptions = SourceOptions()) -> Source:  # noqa: B008
-    """The checkpoint at a path, in any format. NotFoundError, FormatError or IncompleteError where
-    there is none that can be read.
+def open_source(
+    path: str,
+    options: SourceOptions = SourceOptions(),  # noqa: B008  # frozen
+) -> Source:
+    """Opens the checkpoint at a path, in any format; the caller closes it.
+
+    Raises NotFoundError, FormatError or IncompleteError if no readable checkpoint is there.
     """
     detected = resolve_format(path, options)
     with ExitStack() as stack, gc_paused:
-        opened = (
-            open_path(path, lock=True)
-            if detected is None
-            else _open_format(detected, path, options)
-        )
+        if detected is None:
+            opened: Source = open_path(path, lock=True)
+        else:
+            opened = _open_format(detected, path, options)
         stack.callback(opened.close)
         source = apply_options(opened, options)
         stack.pop_all()
@@ -51,7 +65,7 @@ def open_source(path: str, options: SourceOptions = SourceOptions()) -> Source: 
 
 
 def open_error(path: str) -> str:
-    """Why a checkpoint cannot be opened; empty where it can."""
+    """Returns why a checkpoint cannot be opened, or an empty string if it can."""
     try:
         open_source(path).close()
     except CheckpointError as error:
@@ -61,29 +75,20 @@ def open_error(path: str) -> str:
 
 def _open_format(detected: Format, path: str, options: SourceOptions) -> Source:
     module, function = detected.open_function.split(":")
-    open_function = getattr(
-        import_module(f"{__name__}.{module}"), function
-    )  # only now: what needs torch is not imported for our own folders
+    # Imported only now: our own folders are opened without torch.
+    open_function = getattr(import_module(f"{__name__}.{module}"), function)
     try:
         return cast("Source", open_function(absolute_path(path), options))
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OSError,
-    ) as error:  # RecursionError too
+    except _DAMAGE_ERRORS as error:
+        cause = f"{type(error).__name__}: {error}"
         raise FormatError(
-            f"{path}: is damaged, or not what {detected.title} writes: {type(error).__name__}: {error}"
+            f"{path}: is damaged, or was not written by {detected.title}: {cause}"
         ) from error
 
 
 def apply_options(source: Source, options: SourceOptions) -> Source:
-    """The source under the names that the options ask for; itself where they ask for none."""
+    """Wraps a source in the views that the options ask for, if any."""
     if options.rename is None and options.layers is None and options.conversion_fn is None:
         return source
-    return cast(
-        "Source", import_module("unified_ckpt.views.apply_options").apply_options(source, options)
-    )  # only now: it needs torch
+    views = import_module("unified_ckpt.views.apply_options")  # only now: it imports torch
+    return cast("Source", views.apply_options(source, options))

@@ -1,6 +1,4 @@
-"""The checkpoint at a path, for all ranks of a load: in a format of others, or in ours, which may
-lie on several machines.
-"""
+"""Opens a checkpoint on all ranks of a load: a foreign format, or unified folders on nodes."""
 
 from __future__ import annotations
 
@@ -24,8 +22,11 @@ def open_on_all_ranks(
     stack: ExitStack,
     options: LoadOptions,
 ) -> Source | Exception:
-    """`find_source`, in any format. Collective where the ranks are on several machines, all of
-    which must see the same format.
+    """Opens the checkpoint at `paths`, in any format, or returns the error that this rank met.
+
+    Collective if the ranks are on several nodes; all of them must see the same format. `nodes` has
+    the node of each rank, `label` names the checkpoint in errors. The source is closed with
+    `stack`.
     """
     detected = resolve_format(paths[0], options.source) if len(paths) == 1 else None
     format_name = detected.name if detected is not None else None
@@ -36,28 +37,28 @@ def open_on_all_ranks(
         with collective.step("format"):
             format_names = all_gather(collective, "format", format_name)
             if len(set(format_names)) > 1:
+                first, local = (name or "unified" for name in (format_names[0], format_name))
                 raise FormatError(
-                    f"{label}: is {format_names[0] or 'no foreign format'} for rank 0, {format_names[collective.rank]} here; needed one folder"
+                    f"{label}: got format {first} on rank 0 and {local} on this rank, expected one "
+                    "folder; pass a path that all nodes share"
                 )
     if format_name is None:
         source = discover.open_source(
             comm, label, paths, nodes, stack, timeout_seconds=options.timeout_seconds
         )
-        return (
-            source if isinstance(source, Exception) else try_apply_options(source, options.source)
-        )
+        if isinstance(source, Exception):
+            return source
+        return try_apply_options(source, options.source)
     try:
         foreign_source = open_source(paths[0], options.source)
-    except Exception as error:  # told to every rank in the load
+    except Exception as error:  # the load shares it with all ranks
         return error
     stack.callback(foreign_source.close)
     return foreign_source
 
 
 def try_apply_options(source: Source, options: SourceOptions) -> Source | Exception:
-    """The source under the names that the options ask for, or the error that this rank met, to be
-    told to every rank.
-    """
+    """Returns `apply_options(source, options)`, or this rank's error for the load to share."""
     try:
         return apply_options(source, options)
     except Exception as error:

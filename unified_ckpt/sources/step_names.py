@@ -1,8 +1,7 @@
-"""Which entries of a run's folder are steps, by the names that each engine gives them. Starts
-without torch; only `read_step` needs it.
+"""Finds the checkpoints in a run's folder by the names that each framework gives its steps.
 
-A new naming is a line in `STEP_NAME_PATTERNS`. Formats whose checkpoints have no step in their
-names are read by path only.
+To add a naming scheme, add an entry to `STEP_NAME_PATTERNS`. Formats without a step in their names
+are opened by path only. Does not import torch, except in `read_step`.
 """
 
 from __future__ import annotations
@@ -37,25 +36,24 @@ from unified_ckpt.sources.orbax.folders import COMMITTED
 
 UNIFIED, WEIGHTS = "unified", "huggingface"
 ORBAX_ROOT = "_ROOT_METADATA"
-_SUBFOLDERS = ("checkpoints", "checkpoint")  # of Accelerate, MaxText and Lightning; of torchtitan
+_SUBFOLDERS = ("checkpoints", "checkpoint")  # Accelerate, MaxText and Lightning; torchtitan
 _LIGHTNING_NAME = re.compile(
-    r"(?:(?:.*[^a-zA-Z])?step=([0-9]{1,18})(?![0-9]).*|.*epoch=[0-9].*|last(?:-v[0-9]+)?|hpc_ckpt_[0-9]+)\.ckpt"
+    r"(?:(?:.*[^a-zA-Z])?step=([0-9]{1,18})(?![0-9]).*"
+    r"|.*epoch=[0-9].*|last(?:-v[0-9]+)?|hpc_ckpt_[0-9]+)\.ckpt"
 )
 _LIGHTNING_LOGS = "lightning_logs"
 _VERSION = re.compile(r"version_([0-9]{1,9})")
 _POINTER_NBYTES = 4096
-_CONVERTED_SUFFIX = (
-    "_universal"  # ends the name of what was made of DeepSpeed's step of the same number
-)
+_CONVERTED_SUFFIX = "_universal"  # DeepSpeed's conversion of the step of the same number
 _NUMBERED_FORMATS = frozenset({UNIFIED, "orbax", "nanotron", "dcp"})
 
 
 @dataclass(frozen=True, slots=True)
 class StepNamePattern:
-    """A pattern of names; its first group is the number of the step, and may be missing.
+    """A pattern of step names. Its first group, which may be missing, is the step number.
 
-    `formats`: those that use it, empty for any. `unambiguous`: nothing but a checkpoint is called
-    so; other names need the content as well.
+    `formats` are the formats that use it; empty means any. `unambiguous` patterns match nothing but
+    checkpoints; the others also need matching contents.
     """
 
     pattern: re.Pattern[str]
@@ -63,32 +61,29 @@ class StepNamePattern:
     unambiguous: bool = True
 
     def number(self, name: str) -> int | None:
+        """Returns the step number in a name, or None if it has none."""
         match = self.pattern.fullmatch(name)
         return int(match[1]) if match is not None and match[1] is not None else None
 
 
 STEP_NAME_PATTERNS = (
-    StepNamePattern(
-        re.compile(r"checkpoint[-_]([0-9]{1,18})")
-    ),  # ours, Trainer, PaddleNLP; Accelerate
+    # "-": unified, Trainer, PaddleNLP; "_": Accelerate
+    StepNamePattern(re.compile(r"checkpoint[-_]([0-9]{1,18})")),
     StepNamePattern(re.compile(r"global_step([0-9]{1,18})(?:_universal)?")),  # DeepSpeed
     StepNamePattern(re.compile(r"iter_([0-9]{7,18})")),  # Megatron
     StepNamePattern(_LIGHTNING_NAME),  # Lightning
+    # torchtitan
     StepNamePattern(
         re.compile(r"step[-_]([0-9]{1,18})"),
         frozenset({*_NUMBERED_FORMATS, WEIGHTS, "huggingface-shards"}),
         unambiguous=False,
-    ),  # torchtitan
-    StepNamePattern(
-        re.compile(r"([0-9]{1,18})"), _NUMBERED_FORMATS, unambiguous=False
-    ),  # MaxText and Orbax, nanotron, torch.distributed.checkpoint
+    ),
+    # MaxText and Orbax, nanotron, torch.distributed.checkpoint
+    StepNamePattern(re.compile(r"([0-9]{1,18})"), _NUMBERED_FORMATS, unambiguous=False),
 )
-_LAST_WRITTEN_FILE = {
-    "trainer": TRAINER_STATE,
-    "accelerate": "random_states_0.pkl",
-}  # a step without it was cut off
-# A pointer file names the step that its engine resumes from: file -> the entry's name, from what
-# the file says.
+# The file that each of these writes last: a step without it is incomplete.
+_LAST_WRITTEN_FILE = {"trainer": TRAINER_STATE, "accelerate": "random_states_0.pkl"}
+# A pointer file names the step to resume from: file -> template of the entry's name.
 _POINTER_FILES: Mapping[str, str] = {
     **dict.fromkeys(DEEPSPEED_LATEST, "{}"),
     MEGATRON_TRACKER: "iter_{:0>7}",
@@ -98,12 +93,11 @@ _POINTER_FILES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """An entry with the name of a step. `name`: its path below the root. `number`: the step in its
-    name, None where it has none.
+    """A file or folder named like a step. `name` is its path below the root.
 
-    `format`: its name in `FORMATS`, "unified", or "huggingface" for weights alone; empty where the
-    files are of no format that is read.
-    `pointer`: the engine's own file that names this entry as the one to resume from.
+    `number` is the step in the name, or None. `format` is a name of `FORMATS`, "unified",
+    "huggingface" for weights alone, or empty if nothing readable is there. `pointer` is the
+    framework's own file that names this entry as the one to resume from.
     """
 
     name: str
@@ -114,17 +108,17 @@ class StepEntry:
 
     @property
     def readable(self) -> bool:
-        """Whether it is in a format that a run can resume from."""
+        """Returns whether a run can resume from this format."""
         return self.format not in ("", WEIGHTS)
 
 
 def list_steps(root: str, *, prefix: str = "checkpoint-") -> list[StepEntry]:
-    """The entries with names of steps in a run's folder, the one to resume from last. Empty where
-    there is no folder; StorageError where it cannot be listed.
+    """Returns the steps in a run's folder, with the one to resume from last.
 
-    Looks into the folder, `checkpoints` or `checkpoint` in it, and Lightning's newest
-    `lightning_logs/version_<n>/checkpoints`. `prefix` begins the names of the run's own steps.
-    Folders that are empty, and those of unfinished saves, are not listed.
+    Searches the folder itself, its `checkpoints` or `checkpoint`, and `checkpoints` of
+    Lightning's latest `lightning_logs/version_<n>`. `prefix` starts the names of the run's own
+    steps. Empty folders and unfinished saves are not listed. A missing folder has no steps.
+    Raises StorageError if a folder cannot be listed.
     """
     own_pattern = StepNamePattern(re.compile(f"{re.escape(prefix)}([0-9]{{1,18}})"))
     entries = [
@@ -136,8 +130,9 @@ def list_steps(root: str, *, prefix: str = "checkpoint-") -> list[StepEntry]:
 
 
 def newest_first(steps: list[StepEntry]) -> list[StepEntry]:
-    """In the order in which to try them: highest number first; what a pointer names comes before
-    the others in its folder.
+    """Sorts steps in the order in which to try them: highest number first.
+
+    A step that a pointer file names comes before the others in its folder.
     """
     highest: dict[str, int] = {}
     for entry in steps:
@@ -147,8 +142,7 @@ def newest_first(steps: list[StepEntry]) -> list[StepEntry]:
     def sort_key(entry: StepEntry) -> tuple[int, bool, int, bool, bool, int, str]:
         number = -1 if entry.number is None else entry.number
         effective_number = highest[os.path.dirname(entry.path)] if entry.pointer else number
-        # of one number: ours, not what was made of another, and Lightning's `…-v1.ckpt`, which is
-        # later
+        # Ties: unified first, conversions last; Lightning's longer `…-v1.ckpt` is later.
         tie_breakers = (
             entry.format == UNIFIED,
             not entry.name.endswith(_CONVERTED_SUFFIX),
@@ -161,7 +155,7 @@ def newest_first(steps: list[StepEntry]) -> list[StepEntry]:
 
 
 def _step_folders(root: str) -> Iterator[str]:
-    """Where steps may lie, as paths below the root."""
+    """Yields the folders that may hold steps, as paths below the root."""
     yield ""
     for name in _SUBFOLDERS:
         if os.path.isdir(os.path.join(root, name)):
@@ -183,7 +177,7 @@ def _visible_entries(path: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+        raise StorageError(f"{path}: cannot list the folder: {error.strerror}") from error
 
 
 def _list_folder(root: str, folder: str, patterns: tuple[StepNamePattern, ...]) -> list[StepEntry]:
@@ -231,7 +225,7 @@ def _list_folder(root: str, folder: str, patterns: tuple[StepNamePattern, ...]) 
 
 
 def _read_pointers(folder: str, entries: list[str]) -> dict[str, str]:
-    """Names of entries that a pointer file in the folder names -> the pointer file."""
+    """Maps the entries that pointer files in a folder name to those pointer files."""
     pointers: dict[str, str] = {}
     for file in reversed([name for name in _POINTER_FILES if name in entries]):
         path = os.path.join(folder, file)
@@ -252,16 +246,15 @@ def _read_pointers(folder: str, entries: list[str]) -> dict[str, str]:
 def _detect_entry_format(
     path: str, name_pattern: StepNamePattern | None, *, is_step_by_name: bool
 ) -> str | None:
-    """The format of an entry; empty where it is broken, or of no format that is read; None where it
-    is no step.
+    """Returns an entry's format; empty if it is broken or unknown, None if it is no step.
 
-    `is_step_by_name`: the name alone says that it is a step.
+    `is_step_by_name`: the name alone shows that it is a step.
     """
     try:
         listing = list_path(path)
         detected = match_format(listing)
     except OSError:
-        return "" if is_step_by_name else None  # who opens it says why
+        return "" if is_step_by_name else None  # opening it reports the error
     entries = listing.entries - {JIT_MARKER}
     if not listing.is_file and not entries:
         return None
@@ -279,7 +272,7 @@ def _detect_entry_format(
     if format_name == "orbax" and not (
         entries & {ORBAX_TREE, ORBAX_STEP} or list_orbax_items(path, entries)
     ):
-        format_name = ""  # a folder of steps, not a step
+        format_name = ""  # a root of steps, not a step
     if format_name and (not name_pattern.formats or format_name in name_pattern.formats):
         return format_name
     step_files = {DCP_METADATA, ORBAX_STEP, COMMITTED, NANOTRON_META, names.MANIFEST, names.DIGESTS}
@@ -289,8 +282,9 @@ def _detect_entry_format(
 
 @dataclass(frozen=True, slots=True)
 class StepContents:
-    """`step`: what the checkpoint says of itself, else the number in its name. `parts`: those that
-    it has. `problem`: why a run cannot resume from it, empty where it can.
+    """What a step holds: its own step number (else that of its name), and its parts.
+
+    `problem` says why a run cannot resume from it; empty if it can.
     """
 
     step: int | None
@@ -298,15 +292,17 @@ class StepContents:
     problem: str = ""
 
 
-# it is frozen
-def read_step(entry: StepEntry, options: SourceOptions = SourceOptions()) -> StepContents:  # noqa: B008
-    """Opens a step as a load does, which reads no tensor."""
+def read_step(
+    entry: StepEntry,
+    options: SourceOptions = SourceOptions(),  # noqa: B008  # frozen
+) -> StepContents:
+    """Opens a step as a load would, without reading any tensor."""
     if not entry.readable:
         return StepContents(entry.number, problem=_one_line(_unreadable_reason(entry), entry))
     last_file = _LAST_WRITTEN_FILE.get(entry.format)
     if last_file is not None and not os.path.isfile(os.path.join(entry.path, last_file)):
         return StepContents(
-            entry.number, problem=f"it is half-written: {last_file}, which comes last, is missing"
+            entry.number, problem=f"incomplete: {last_file}, which is written last, is missing"
         )
     try:
         with closing(open_source(entry.path, options)) as source:
@@ -314,21 +310,21 @@ def read_step(entry: StepEntry, options: SourceOptions = SourceOptions()) -> Ste
     except CheckpointError as error:
         return StepContents(entry.number, problem=_one_line(str(error), entry))
     if metadata.groups or metadata.scalars:
-        parts.add("optimizer")  # SGD's has no tensors
+        parts.add("optimizer")  # SGD without momentum has no tensors
     return StepContents(entry.number if metadata.step is None else metadata.step, frozenset(parts))
 
 
 def _one_line(problem: str, entry: StepEntry) -> str:
-    """On one line, without the path: who shows it names the step."""
+    """Returns an error on one line without the path, which callers print themselves."""
     return " ".join(problem.split()).removeprefix(f"{entry.path}: ").removeprefix(f"{entry.path}/")
 
 
 def _unreadable_reason(entry: StepEntry) -> str:
     if entry.pointer and not os.path.lexists(entry.path):
-        return f"it is not there, and {entry.pointer} names it"
+        return f"{entry.pointer} names it, but it does not exist"
     if entry.format == WEIGHTS:
-        return "it has weights alone: it is half-written, or was saved without training state; load_parameters_path reads it"
-    return (
-        open_error(entry.path)
-        or "it is half-written, damaged, or of another format than its name says"
-    )
+        return (
+            "only weights found: incomplete, or saved without training state; "
+            "use load_parameters_path to read the weights"
+        )
+    return open_error(entry.path) or "incomplete, damaged, or not the format that its name says"

@@ -291,7 +291,7 @@ def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch)
                 str(root / "run"),
                 "--keep-latest",
                 "1",
-                "--leftovers",
+                "--stale",
                 "--older-than-hours",
                 "0",
             ]
@@ -452,7 +452,7 @@ def test_what_is_in_the_way_of_a_step_is_no_step(
                 "prune",
                 str(tmp_path),
                 "--incomplete",
-                "--leftovers",
+                "--stale",
                 "--keep-latest",
                 "1",
                 "--older-than-hours",
@@ -483,7 +483,7 @@ def test_a_step_that_a_crash_left_under_its_kept_name(
         manager.save(STEP, force=True, model=state(STEP)["model"])
         assert manager.restore(model={"w": torch.zeros(3)}) is not None
     assert (
-        main(["prune", str(tmp_path), "--incomplete", "--leftovers", "--older-than-hours", "0"])
+        main(["prune", str(tmp_path), "--incomplete", "--stale", "--older-than-hours", "0"])
         == 0
     )
     assert (tmp_path / f"{NAME}-before-1" / "unified_checkpoint.json").exists()

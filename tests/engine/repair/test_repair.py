@@ -641,7 +641,7 @@ def test_the_command_mends(folder: Path, good: Path, capsys: pytest.CaptureFixtu
     text = said(capsys, "verify", folder, "--repair", "--from", good, code=0)
     assert f"{folder}: mended, 1 file, " in text
     assert f"  mended   {FILES[0]}\n" in text
-    assert "nothing to mend" in said(capsys, "verify", folder, "--repair", "--from", good, code=0)
+    assert "nothing to repair" in said(capsys, "verify", folder, "--repair", "--from", good, code=0)
     said(capsys, "verify", folder, "--deep", code=0)
 
 
@@ -670,7 +670,7 @@ def test_the_command_refuses(
     with pytest.raises(SystemExit) as left:
         main(["verify", str(folder), "--from", str(good)])
     assert left.value.code == 2
-    assert "--from: is for --repair" in capsys.readouterr().err
+    assert "--from requires --repair" in capsys.readouterr().err
     assert stamps(folder) == before
 
 

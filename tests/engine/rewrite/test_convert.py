@@ -734,4 +734,4 @@ def test_every_file_is_read_copied_or_listed(
     assert list(report.left_out) == left_out
     assert all(name in caplog.text for name in ("neither read nor copied", *left_out))
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "again")]) == 0
-    assert f"not read, not copied: {', '.join(left_out)}" in capsys.readouterr().out
+    assert f"neither read nor copied: {', '.join(left_out)}" in capsys.readouterr().out

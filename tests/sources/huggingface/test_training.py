@@ -253,7 +253,7 @@ def test_without_a_config_the_optimizer_to_be_filled_says_the_order(
     assert "model  21 tensors" in shown
     assert "is by position, and its parameter names are unknown" in shown
     assert main(["inspect", "--json", str(folder)]) == 0
-    assert "no config.json" in json.loads(capsys.readouterr().out)["refused"]["optimizer"]
+    assert "no config.json" in json.loads(capsys.readouterr().out)["unreadable"]["optimizer"]
     with pytest.raises(
         uc.FormatError,
         match=r"the target optimizer: got 1 param group\(s\), expected 2",
@@ -561,7 +561,7 @@ def test_numbered_files_swapped(tmp_path: Path, pattern: str) -> None:
     other.write_bytes(held)
     with (
         pytest.raises(
-            uc.FormatError, match=rf"{one.name}: was written as {other.name}: files were swapped"
+            uc.FormatError, match=rf"{one.name}: was written as {other.name}, so files were swapped"
         ),
         uc.open(tmp_path) as source,
     ):

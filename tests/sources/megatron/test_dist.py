@@ -199,7 +199,7 @@ def test_flat_buffers_are_refused_and_the_model_loads(
     with pytest.raises(uc.FormatError, match=r"optimizer: got flat buffers \(dp_reshardable\)"):
         uc.load(folder, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     assert main(["inspect", str(folder)]) == 0
-    assert "not read: " in capsys.readouterr().out
+    assert "unreadable: " in capsys.readouterr().out
     with pytest.raises(uc.FormatError, match=r"--dist-ckpt-optim-fully-reshardable"):
         uc.convert(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -125,7 +125,7 @@ def test_converted_and_inspected(
     assert main(["inspect", str(root)]) == 0
     assert "Megatron-LM" in capsys.readouterr().out
     assert main(["convert", str(root), str(tmp_path / "new")]) == 0
-    assert "cast down, are the model bit for bit" in capsys.readouterr().out
+    assert "cast down, equal the model bit for bit" in capsys.readouterr().out
     assert main(["diff", str(root), str(tmp_path / "new")]) == 0
     assert uc.verify(tmp_path / "new", deep=True).ok
 
@@ -517,7 +517,7 @@ def test_a_hostile_file_is_refused_by_name_and_not_run(
         )
 
     changed(of_rank(root) / name, spoil)
-    found = rf"{name}: asks for classes that are not read from files(.|\n)*system"
+    found = rf"{name}: asks for classes that are not loaded from files(.|\n)*system"
     if name == "distrib_optim.pt":
         only_the_model_loads(root, found)
     else:

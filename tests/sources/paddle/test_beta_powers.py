@@ -56,7 +56,7 @@ def test_beta1_is_gone_after_a_thousand_steps_and_beta2_still_counts(steps: int)
 def test_both_gone_the_trainer_counts() -> None:
     found = [0.0, 0.0]
     assert infer_steps(found, infer_betas(found, 500_000)) == 500_000
-    with pytest.raises(FormatError, match="no usual betas"):
+    with pytest.raises(FormatError, match="no common betas"):
         infer_betas(found, None)
 
 
@@ -69,12 +69,12 @@ def test_parameters_that_began_later_have_their_own_count() -> None:
     "found", [(0.5, 0.5), (0.729, 0.5), (2.0, 0.9), (-0.1, 0.9), (float("nan"), 0.9)]
 )
 def test_what_no_betas_explain_is_refused(found: tuple[float, float]) -> None:
-    with pytest.raises(FormatError, match="no usual betas"):
+    with pytest.raises(FormatError, match="no common betas"):
         infer_betas(found, None)
 
 
 def test_powers_that_disagree_are_refused() -> None:
-    with pytest.raises(FormatError, match="needed powers of"):
+    with pytest.raises(FormatError, match="expected equal powers of"):
         infer_steps([multiplied(0.9, 3), multiplied(0.999, 4)], AdamBetas((0.9, 0.999), 3))
 
 

@@ -285,10 +285,10 @@ def test_a_folder_with_hugging_face_s_names_is_not_taken_for_hugging_face_s(tmp_
 def test_numpy_headers_alone_do_not_prove_an_orientation(tmp_path: Path) -> None:
     folder = model_only(tmp_path)
     changed(folder, "config.json", paddlenlp_version=None, model_type="stranger")
-    with pytest.raises(uc.FormatError, match="nothing but headers says that PaddleNLP wrote it"):
+    with pytest.raises(uc.FormatError, match="only headers show that PaddleNLP wrote it"):
         uc.open(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(uc.FormatError, match="nothing but headers says"):
+    with pytest.raises(uc.FormatError, match="only headers show"):
         uc.open(folder)
     with uc.open(folder, options=SourceOptions(config=str(FIXTURES / "single_bf16"))) as source:
         assert source["model"]["lm_head.weight"].shape == (64, 32)
@@ -302,7 +302,7 @@ def test_weights_that_are_turned_already_are_refused_by_the_config(tmp_path: Pat
     }
     save_file(tensors, path, metadata={"format": "np"})
     with pytest.raises(
-        uc.FormatError, match=r"has shape \(\d+, \d+\); in Paddle's orientation config.json needs"
+        uc.FormatError, match=r"got shape \[\d+, \d+\], expected .* by config.json"
     ):
         uc.open(folder)
 
@@ -320,7 +320,7 @@ def test_whether_lm_head_is_the_embedding_is_told_by_the_config_or_by_its_sizes(
 def test_an_lm_head_that_may_be_either_is_refused(tmp_path: Path) -> None:
     folder = copied("single_bf16", tmp_path / "c")
     changed(folder, "config.json", tie_word_embeddings=None, hidden_size=None)
-    with pytest.raises(uc.FormatError, match=r"lm_head.weight: .* hangs on tie_word_embeddings"):
+    with pytest.raises(uc.FormatError, match=r"lm_head.weight: .* depends on tie_word_embeddings"):
         uc.open(folder)
 
 
@@ -338,7 +338,7 @@ def test_a_layer_of_unknown_kind_is_refused_not_guessed(tmp_path: Path) -> None:
         )
         index.write_text(index.read_text().replace("o_proj", "mixer"))
     with pytest.raises(
-        uc.FormatError, match=r"mixer.weight: has shape \(32, 32\), and by its name it is not known"
+        uc.FormatError, match=r"mixer.weight: got shape \(32, 32\) of an unknown layer"
     ):
         uc.open(folder)
 
@@ -496,13 +496,13 @@ def test_a_file_cut_short_is_named(tmp_path: Path, name: str) -> None:
             "single_O2",
             "optimizer",
             "llama.layers.0.mlp.up_proj.weight/moment1_0@scales",
-            r"is compressed, and .*@scales is in no file",
+            r"is quantized, but .*@scales is in no file",
         ),
         (
             "single_O2",
             "optimizer",
             "llama.layers.0.mlp.up_proj.weight/moment2_0@min_scales",
-            "is compressed, and .*@min_scales is in no file",
+            "is quantized, but .*@min_scales is in no file",
         ),
     ],
 )
@@ -549,7 +549,7 @@ def without(folder: Path, stem: str, key: str) -> None:
             "model",
             "llama.norm.weight",
             uc.FormatError,
-            r"parameters that the model has not(.|\n)*llama.norm.weight",
+            r"parameters that the model lacks(.|\n)*llama.norm.weight",
         ),
     ],
 )
@@ -607,7 +607,7 @@ def test_optimizer_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     )
     index.write_text(index.read_text().replace("moment2_0", "moment2_max_0"))
     with pytest.raises(
-        uc.FormatError, match=r"optimizer state that is not read(.|\n)*moment2_max_0"
+        uc.FormatError, match=r"unknown optimizer state(.|\n)*moment2_max_0"
     ):
         uc.open(folder)
 
@@ -626,14 +626,14 @@ def test_a_step_that_the_powers_contradict_is_refused_and_skipped_steps_are_coun
     rewritten(
         folder, "optimizer", lambda tensors: tensors["lm_head.weight/beta1_pow_acc_0"].fill_(0.9)
     )
-    with uc.open(folder) as source, pytest.raises(uc.FormatError, match="needed powers of"):
+    with uc.open(folder) as source, pytest.raises(uc.FormatError, match="expected equal powers of"):
         source["optimizer"]["lm_head.weight/step"][...]
 
 
 def test_another_adapter_than_lora_is_refused(tmp_path: Path) -> None:
     folder = copied("lora_tp2", tmp_path / "c")
     changed(folder, "peft_model.safetensors.index.json", type="ptuning")
-    with pytest.raises(uc.FormatError, match="another adapter than LoRA"):
+    with pytest.raises(uc.FormatError, match="not of a LoRA adapter"):
         uc.open(folder)
 
 

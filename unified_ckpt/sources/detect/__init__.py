@@ -1,1 +1,1 @@
-"""TODO package."""
+"""Detects which framework wrote a path, from file names; does not read tensors or import torch."""

@@ -1,7 +1,6 @@
-"""How a path is known to hold each of the formats of others: by names of files, without reading
-any. No torch.
+"""Detects the format of a path from its file names, without opening a file; does not import torch.
 
-A new format is a line in `FORMATS` and a module with its opener.
+To add a format, add an entry to `FORMATS` and a module with its open function.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DEEPSPEED_LATEST = ("latest", "latest_universal")
 DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
-ORBAX_TREE, ORBAX_STEP = "_METADATA", "_CHECKPOINT_METADATA"  # of an item: its tree; of a step
+ORBAX_TREE, ORBAX_STEP = "_METADATA", "_CHECKPOINT_METADATA"  # in an item, and in a step
 ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
 TRAINER_STATE, ADAPTER_CONFIG = "trainer_state.json", "adapter_config.json"
 HF_SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
@@ -36,13 +35,14 @@ _ACCELERATE_FILES = {
     "pytorch_model_fsdp_0",
     "optimizer_0",
 }
-_DEEPSPEED_FILES = {"zero_to_fp32.py", "latest"}  # in a Trainer's folder, beside its own files
+_DEEPSPEED_FILES = {"zero_to_fp32.py", "latest"}  # the Trainer keeps these next to its own files
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_UNIFIED_FILES = {names.MANIFEST, names.DIGESTS, MARKER}
 
 
 @dataclass(frozen=True, slots=True)
 class PathListing:
-    """What is seen of a path from outside: `entries` of a folder, none of a file."""
+    """What a path shows from outside. `entries` are a folder's file names; a file has none."""
 
     path: str
     is_file: bool
@@ -51,7 +51,11 @@ class PathListing:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`open_function`: "module:function" of `sources`, called with the path and SourceOptions."""
+    """A foreign format.
+
+    `open_function` is "module:function" below `unified_ckpt.sources`; it is called with the path
+    and SourceOptions.
+    """
 
     name: str
     title: str
@@ -60,62 +64,59 @@ class Format:
 
 
 def has_safetensors(listing: PathListing) -> bool:
-    """Whether it is a folder with Hugging Face's safetensors."""
+    """Returns whether a folder holds Hugging Face safetensors."""
     return bool(
         listing.entries & {names.index_name("model"), names.file_name("model", number=1, count=1)}
     )
 
 
 def _is_deepspeed(listing: PathListing) -> bool:
-    """The folder of a step; or one with `latest` and a step's folder. A copy without the latter, as
-    on hubs, may still be a model's.
+    """Returns whether this is a step folder, or a root with `latest` and a step folder.
+
+    A root copied without its step folders, as on model hubs, may still be a model folder.
     """
     if any(DEEPSPEED_MODEL.fullmatch(name) for name in listing.entries):
         return True
+    if listing.entries.isdisjoint(DEEPSPEED_LATEST):
+        return False
     if DEEPSPEED_LATEST[1] in listing.entries and any(
         os.path.isdir(os.path.join(listing.path, name, "zero")) for name in listing.entries
     ):
         return True
-    has_step_folder = "checkpoint" in listing.entries or any(
+    if "checkpoint" in listing.entries or any(
         name.startswith("global_step") for name in listing.entries
-    )
-    has_only_optimizer = (
-        "zero_to_fp32.py" in listing.entries
-        and not has_safetensors(listing)
-        and not listing.entries & {BIN, BIN_INDEX}
-    )
-    return (has_step_folder or has_only_optimizer) and not listing.entries.isdisjoint(
-        DEEPSPEED_LATEST
-    )
+    ):
+        return True
+    has_weights = has_safetensors(listing) or bool(listing.entries & {BIN, BIN_INDEX})
+    return "zero_to_fp32.py" in listing.entries and not has_weights
 
 
 def list_orbax_items(path: str, entries: Collection[str]) -> list[str]:
-    """The folders in a step of Orbax that hold a tree of arrays."""
+    """Returns the folders of an Orbax step that hold a tree of arrays."""
     return sorted(name for name in entries if os.path.isfile(os.path.join(path, name, ORBAX_TREE)))
 
 
 def is_orbax(listing: PathListing) -> bool:
-    """Whether it is an item, a step, or a root of steps."""
+    """Returns whether this is an Orbax item, a step, or a root of steps."""
     if listing.entries & {ORBAX_TREE, ORBAX_STEP} or list_orbax_items(
         listing.path, [name for name in listing.entries if "." not in name]
     ):
         return True
-    step_names = [
-        name for name in listing.entries if name[-1:].isdigit() or ORBAX_UNFINISHED in name
-    ]
     return any(
-        os.path.isfile(os.path.join(listing.path, name, ORBAX_STEP))
-        or _has_orbax_items(os.path.join(listing.path, name))
-        for name in step_names
+        _is_orbax_step(os.path.join(listing.path, name))
+        for name in listing.entries
+        if name[-1:].isdigit() or ORBAX_UNFINISHED in name
     )
 
 
-def _has_orbax_items(path: str) -> bool:
+def _is_orbax_step(path: str) -> bool:
+    if os.path.isfile(os.path.join(path, ORBAX_STEP)):
+        return True
     return os.path.isdir(path) and bool(list_orbax_items(path, os.listdir(path)))
 
 
 def _is_megatron(listing: PathListing) -> bool:
-    """A root with its tracker, a step's folder of ranks, or of torch_dist."""
+    """Returns whether this is a root with a tracker, or a step of rank folders or torch_dist."""
     has_rank_folders = any(
         name.startswith("mp_rank_") and not name.endswith(".pt") for name in listing.entries
     )
@@ -127,10 +128,8 @@ def _is_megatron(listing: PathListing) -> bool:
 
 
 def _is_trainer(listing: PathListing) -> bool:
-    return (
-        bool(listing.entries & {TRAINER_STATE, "optimizer.pt"})
-        and not listing.entries & _DEEPSPEED_FILES
-    )
+    has_state = not listing.entries.isdisjoint((TRAINER_STATE, "optimizer.pt"))
+    return has_state and listing.entries.isdisjoint(_DEEPSPEED_FILES)
 
 
 def _is_accelerate(listing: PathListing) -> bool:
@@ -139,72 +138,72 @@ def _is_accelerate(listing: PathListing) -> bool:
     )
 
 
-# The first that knows a path has it: what is special stands before what is general.
+# The first match wins, so special formats come before general ones.
 FORMATS = (
     Format("deepspeed", "DeepSpeed", "deepspeed.source:open_deepspeed", _is_deepspeed),
     Format("megatron", "Megatron-LM", "megatron.source:open_megatron", _is_megatron),
-    Format("orbax", "Orbax, MaxText's too", "orbax.source:open_orbax", is_orbax),
+    Format("orbax", "Orbax or MaxText", "orbax.source:open_orbax", is_orbax),
     Format(
         "paddle",
         "PaddleNLP",
         "paddle.source:open_paddle",
-        lambda at: is_paddle(at.path, at.entries),
+        lambda listing: is_paddle(listing.path, listing.entries),
     ),
     Format("trainer", "Hugging Face Trainer", "huggingface.training:open_trainer", _is_trainer),
     Format(
         "nanotron",
         "nanotron",
         "nanotron.source:open_nanotron",
-        lambda at: bool(at.entries & {NANOTRON_LATEST, NANOTRON_META}),
+        lambda listing: bool(listing.entries & {NANOTRON_LATEST, NANOTRON_META}),
     ),
     Format("accelerate", "Accelerate", "huggingface.training:open_accelerate", _is_accelerate),
     Format(
         "peft",
-        "adapters (PEFT)",
+        "PEFT adapters",
         "huggingface.adapters:open_adapters",
-        lambda at: ADAPTER_CONFIG in at.entries,
+        lambda listing: ADAPTER_CONFIG in listing.entries,
     ),
     Format(
         "huggingface-shards",
-        "safetensors of torch.distributed.checkpoint",
+        "torch.distributed.checkpoint as safetensors",
         "huggingface.shards:open_hf_shards",
-        lambda at: any(map(HF_SHARD.fullmatch, at.entries)),
+        lambda listing: any(map(HF_SHARD.fullmatch, listing.entries)),
     ),
     Format(
         "lightning-sharded",
-        "Lightning, sharded",
+        "sharded Lightning",
         "pytorch.lightning:open_lightning",
-        lambda at: {DCP_METADATA, "meta.pt"} <= at.entries,
+        lambda listing: {DCP_METADATA, "meta.pt"} <= listing.entries,
     ),
     Format(
         "dcp",
         "torch.distributed.checkpoint",
         "pytorch.dcp:open_dcp",
-        lambda at: DCP_METADATA in at.entries,
+        lambda listing: DCP_METADATA in listing.entries,
     ),
     Format(
         "lightning",
         "Lightning",
         "pytorch.state_dict:open_torch_file",
-        lambda at: at.is_file and at.path.endswith(".ckpt"),
+        lambda listing: listing.is_file and listing.path.endswith(".ckpt"),
     ),
     Format(
         "torch",
-        "a file of torch.save",
+        "torch.save",
         "pytorch.state_dict:open_torch_file",
-        lambda at: at.is_file and at.path.endswith(_TORCH_SUFFIXES),
+        lambda listing: listing.is_file and listing.path.endswith(_TORCH_SUFFIXES),
     ),
     Format(
         "huggingface-bin",
-        "Hugging Face, pickled",
+        "Hugging Face (pickled)",
         "pytorch.state_dict:open_bin_folder",
-        lambda at: bool(at.entries & {BIN, BIN_INDEX}) and not has_safetensors(at),
+        lambda listing: bool(listing.entries & {BIN, BIN_INDEX}) and not has_safetensors(listing),
     ),
 )
 
 
 def _unsupported_format(unsupported: UnsupportedFormat) -> Format:
-    """As a format whose opener raises."""
+    """Returns a format whose open function raises."""
     return Format(
         unsupported.name,
         unsupported.title,
@@ -219,66 +218,49 @@ _UNSUPPORTED = tuple(map(_unsupported_format, UNSUPPORTED_FORMATS))
 
 
 def format_title(name: str) -> str:
-    """For people; of a name that is none, itself."""
+    """Returns a format's title for messages, or the name itself if it is unknown."""
     return next((known_format.title for known_format in FORMATS if known_format.name == name), name)
 
 
 def list_path(path: str) -> PathListing:
-    return PathListing(
-        path,
-        os.path.isfile(path),
-        frozenset(os.listdir(path)) if os.path.isdir(path) else frozenset(),
-    )
+    """Lists a path without opening any file in it."""
+    entries = os.listdir(path) if os.path.isdir(path) else ()
+    return PathListing(path, os.path.isfile(path), frozenset(entries))
 
 
 def detect_format(path: str, *, format_name: str | None) -> Format | None:
-    """The format of a local path that somebody else wrote, `format_name` where it is; None for
-    ours, for Hugging Face's safetensors, and for what is not known. FormatError where `format_name`
-    is no format.
+    """Returns the foreign format of a local path; None for unified, safetensors and unknown
+    files.
+
+    `format_name` skips detection. Raises FormatError if it names no format.
     """
     if format_name is not None:
         if format_name in ("unified", "huggingface"):
             return None
-        requested = next(
-            (known_format for known_format in FORMATS if known_format.name == format_name), None
-        )
-        if requested is None:
-            valid_names = [
-                "unified",
-                "huggingface",
-                *(known_format.name for known_format in FORMATS),
-            ]
+        by_name = {known_format.name: known_format for known_format in FORMATS}
+        if format_name not in by_name:
+            valid_names = ["unified", "huggingface", *by_name]
             raise FormatError(
-                format_list(f"{format_name}: is no format that is read; known are", valid_names)
+                format_list(f"format: got {format_name!r}, expected one of these", valid_names)
             )
-        return requested
+        return by_name[format_name]
     return match_format(list_path(path))
 
 
 def match_format(listing: PathListing) -> Format | None:
-    """The format of what was looked at; None as of `detect_format`."""
-    unified_files = {names.MANIFEST, names.DIGESTS, MARKER}
-    if listing.entries & unified_files or names.is_staging(
-        os.path.split(os.path.abspath(listing.path))[1]
-    ):  # or what is left of one of ours
+    """Returns the first format that matches a listing, or None as `detect_format` does."""
+    folder_name = os.path.split(os.path.abspath(listing.path))[1]
+    if listing.entries & _UNIFIED_FILES or names.is_staging(folder_name):
         return None
     return next((known_format for known_format in FORMATS if known_format.matches(listing)), None)
 
 
 def detect_unsupported(path: str) -> Format | None:
-    """The format of a path that holds nothing that is read, and is known: opening it says why. None
-    for ours and for safetensors.
+    """Returns the recognized but unsupported format of a path, if nothing readable is there.
+
+    Opening it raises an error that says what to do instead.
     """
     listing = list_path(path)
-    is_readable = has_safetensors(listing) or listing.entries & {
-        names.MANIFEST,
-        names.DIGESTS,
-        MARKER,
-    }
-    return (
-        None
-        if is_readable
-        else next(
-            (unsupported for unsupported in _UNSUPPORTED if unsupported.matches(listing)), None
-        )
-    )
+    if has_safetensors(listing) or listing.entries & _UNIFIED_FILES:
+        return None
+    return next((unsupported for unsupported in _UNSUPPORTED if unsupported.matches(listing)), None)

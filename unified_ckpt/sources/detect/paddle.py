@@ -1,5 +1,6 @@
-"""How a folder is known to be PaddleNLP's: by names, and where Hugging Face has those too, by the
-first bytes of their files. No torch.
+"""Detects PaddleNLP folders by file names and, where needed, the first bytes of headers.
+
+Hugging Face uses some of the same file names. Does not import torch.
 """
 
 from __future__ import annotations
@@ -24,29 +25,31 @@ _NUMPY_HEADER = b'{"__metadata__":{"format":"np"}'
 
 
 def part_file(part: str) -> re.Pattern[str]:
-    """The names of a part's safetensors files: those of one, of several, of ranks."""
+    """Returns a pattern for a part's safetensors files: single, numbered, or one per rank."""
     return re.compile(rf"{part}(-\d{{5}}-of-\d{{5}}|([._](tp|pp|shard|moe)\d+)*)\.safetensors")
 
 
 def is_legacy(entries: Collection[str]) -> bool:
+    """Returns whether a folder has pickled PaddleNLP weights."""
     return any(_LEGACY_MODEL.fullmatch(entry) for entry in entries)
 
 
 def is_paddle(path: str, entries: Collection[str]) -> bool:
-    """Of a folder without our manifest. A header is read only where Hugging Face could have written
-    all names in it.
+    """Returns whether a folder without a unified manifest is PaddleNLP's.
+
+    Headers are read only if Hugging Face could have written all of the names.
     """
-    if names.DIGESTS in entries:  # ours, cut short
+    if names.DIGESTS in entries:  # an incomplete unified checkpoint
         return False
     return is_legacy(entries) or _is_saved_by_numpy(path, entries)
 
 
 def _is_saved_by_numpy(path: str, entries: Collection[str]) -> bool:
-    """PaddleNLP writes "np" into every header; Hugging Face writes "pt", and reads no "np".
+    """Returns whether headers show PaddleNLP: it writes "np" into each, Hugging Face writes "pt".
 
-    A damaged header tells nothing. Where the names of indexes are PaddleNLP's own every header is
-    asked, and where none tells those names do: read as Hugging Face's, what is left of it would be
-    turned weights without optimizer.
+    A damaged header shows nothing. If an index has a PaddleNLP name, all headers are read, and if
+    none is valid the name decides: read as Hugging Face, the rest of the folder would be transposed
+    weights without optimizer.
     """
     has_paddle_index = not _PADDLE_INDEXES.isdisjoint(entries)
     pattern = _PART_FILE if has_paddle_index else _MODEL_FILE
@@ -63,17 +66,16 @@ def _is_saved_by_numpy(path: str, entries: Collection[str]) -> bool:
 
 
 def _has_numpy_header(path: str) -> bool | None:
-    """None where the header is damaged."""
+    """Returns whether a header says "np", or None if it is damaged."""
     try:
         with open_binary(path) as file:
             size = os.fstat(file.fileno()).st_size
             header_bytes = file.read(8 + len(_NUMPY_HEADER))
             if header_bytes[8:] == _NUMPY_HEADER:
                 return True
-            header_bytes += file.read(
-                max(0, header_nbytes(header_bytes, file_size=size, file=path) - len(header_bytes))
-            )
+            needed = header_nbytes(header_bytes, file_size=size, file=path)
+            header_bytes += file.read(max(0, needed - len(header_bytes)))
             parse_header(header_bytes, file_size=size, file=path)
-    except CheckpointError:  # who opens the folder names it
+    except CheckpointError:  # opening the folder reports the file
         return None
     return False

@@ -1,6 +1,4 @@
-"""Formats that are known by their files and not read: each is refused by its name, with what to do
-instead. No torch.
-"""
+"""Recognizes formats that are not supported, and says what to do instead; does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _TRANSFORMERS_4 = "load it with transformers 4 ({}) and call save_pretrained"
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedFormat:
-    """`patterns`: of a file's name, or of an entry of a folder."""
+    """A format that is recognized but not read. `patterns` match names of files."""
 
     name: str
     title: str
@@ -26,34 +24,37 @@ class UnsupportedFormat:
     advice: str
 
     def matches(self, entries: Collection[str]) -> bool:
-        """Whether an entry is one of this format's."""
+        """Returns whether an entry belongs to this format."""
         return any(fnmatchcase(entry, pattern) for entry in entries for pattern in self.patterns)
 
 
 UNSUPPORTED_FORMATS = (
     UnsupportedFormat(
         "diffusers",
-        "a pipeline of diffusers",
+        "a diffusers pipeline",
         ("model_index.json",),
-        "load it with diffusers and save each component's module with uc.save",
+        "load it with diffusers and save each component with uc.save",
     ),
     UnsupportedFormat(
         "gguf",
-        "GGUF, quantized weights of llama.cpp",
+        "GGUF (quantized weights of llama.cpp)",
         ("*.gguf",),
-        "load it with transformers (from_pretrained(folder, gguf_file=...)) and call save_pretrained",
+        "load it with transformers, from_pretrained(folder, gguf_file=...), "
+        "and call save_pretrained",
     ),
     UnsupportedFormat(
         "nemo",
         "NeMo",
         ("*.nemo", "model_weights.ckpt"),
-        "export it to Hugging Face with NeMo (nemo.collections.llm.export_ckpt, or its scripts/checkpoint_converters)",
+        "export it to Hugging Face with NeMo (nemo.collections.llm.export_ckpt, or "
+        "scripts/checkpoint_converters)",
     ),
     UnsupportedFormat(
         "paddle-pickle",
-        "a pickle of paddle.save",
+        "a paddle.save pickle",
         ("*.pdparams", "*.pdopt", "*.pdmodel", "*.pdiparams"),
-        "give the folder that has model_state*.pdparams beside config.json, or save it with PaddleNLP as safetensors",
+        "pass the folder that holds model_state*.pdparams and config.json, or save it with "
+        "PaddleNLP as safetensors",
     ),
     UnsupportedFormat(
         "flax",
@@ -84,7 +85,7 @@ UNSUPPORTED_FORMATS = (
 
 
 def refuse(path: str, _options: SourceOptions) -> NoReturn:
-    """Raises FormatError with the format's name, and what to do instead."""
+    """Raises FormatError naming the format and what to do instead."""
     entries = os.listdir(path) if os.path.isdir(path) else [os.path.split(path)[1]]
     unsupported = next(candidate for candidate in UNSUPPORTED_FORMATS if candidate.matches(entries))
-    raise FormatError(f"{path}: is {unsupported.title}, which is not read; {unsupported.advice}")
+    raise FormatError(f"{path}: {unsupported.title} is not supported; {unsupported.advice}")

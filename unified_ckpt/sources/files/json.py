@@ -1,6 +1,4 @@
-"""JSON that others wrote beside their tensors: any value, an object, a model's `config.json`. No
-torch.
-"""
+"""Reads JSON files of other frameworks, such as `config.json`; does not import torch."""
 
 from __future__ import annotations
 
@@ -15,31 +13,33 @@ CONFIG = "config.json"
 
 
 def read_json(path: str) -> Any:
-    """FormatError where the file is no JSON, or an object in it has a key twice. NaN is a value:
-    the Trainer writes it for a loss.
+    """Parses a JSON file. NaN is allowed: the Trainer writes it for a loss.
+
+    Raises FormatError if it is not JSON, or an object has a key twice.
     """
     with open_binary(path) as file:
         return parse_json(file.read(), file=path, constants=True)
 
 
 def read_json_object(path: str) -> dict[str, Any]:
-    """FormatError where the file is no JSON object."""
+    """Parses a JSON file that holds an object. Raises FormatError otherwise."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: holds a {type(value).__name__}; needed an object")
+        raise FormatError(f"{path}: got a JSON {type(value).__name__}, expected an object")
     return value
 
 
 def config_path(path: str) -> str:
-    """Where the model's config is that a path names: a file, or a folder that has it."""
+    """Returns a model's config file: `path` itself, or `config.json` in it if it is a folder."""
     return os.path.join(path, CONFIG) if os.path.isdir(path) else path
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """A Hugging Face `config.json`, or that of a folder. NotFoundError, or FormatError where it is
-    none.
+    """Parses a Hugging Face `config.json`, given as a file or its folder.
+
+    Raises NotFoundError if it is missing, and FormatError if it is not a JSON object.
     """
     config = config_path(path)
     if not os.path.isfile(config):
-        raise NotFoundError(f"{config}: there is no such file; needed a Hugging Face config.json")
+        raise NotFoundError(f"{config}: no such file, expected a Hugging Face config.json")
     return read_json_object(config)

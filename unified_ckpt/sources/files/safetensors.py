@@ -1,5 +1,6 @@
-"""Safetensors files mapped into memory: their tensors as aliases, their headers' metadata. Knows
-nothing of what the names mean.
+"""Reads foreign safetensors files: tensors that alias mapped files, and header metadata.
+
+Does not interpret tensor names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """`entries`: by name, where each tensor lies; together they are the file."""
+    """An open safetensors file. `entries` are the byte ranges of its tensors, without gaps."""
 
     path: str
     entries: Mapping[str, header.Entry]
@@ -36,15 +37,17 @@ class TensorFile:
     mapped: MappedFile
 
     def dtype(self, name: str) -> torch.dtype:
+        """Returns a tensor's torch dtype. Raises FormatError if this torch lacks it."""
         dtype = TORCH_DTYPES.get(self.entries[name].dtype)
         if dtype is None:
             raise FormatError(
-                f"{self.path}: {name}: has dtype {self.entries[name].dtype}, which this torch lacks"
+                f"{self.path}: {name}: dtype {self.entries[name].dtype} is missing in this torch; "
+                "install a newer one"
             )
         return dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """An alias of the file."""
+        """Returns a tensor that aliases the mapped file."""
         entry, dtype = self.entries[name], self.dtype(name)
         data = self.mapped.bytes(entry.start, entry.stop - entry.start)
         if not data:
@@ -53,34 +56,32 @@ class TensorFile:
 
 
 def open_tensor_file(path: str) -> TensorFile:
-    """FormatError or IntegrityError for a file that is damaged or cut short, IncompleteError where
-    there is none.
+    """Opens one safetensors file and parses its header.
+
+    Raises IncompleteError if it is missing, FormatError or IntegrityError if it is damaged or
+    truncated.
     """
     if not os.path.isfile(path):
         raise IncompleteError(f"{path}: is missing")
     mapped, size = MappedFile(path), os.path.getsize(path)
-    header_bytes = mapped.bytes(
-        0, header.header_nbytes(bytes(mapped.bytes(0, min(size, 8))), file_size=size, file=path)
-    )
+    prefix = bytes(mapped.bytes(0, min(size, header.PREFIX_NBYTES)))
+    header_bytes = mapped.bytes(0, header.header_nbytes(prefix, file_size=size, file=path))
     entries = header.parse_header(header_bytes, file_size=size, file=path)
-    return TensorFile(
-        path,
-        entries,
-        parse_json(header_bytes[header.PREFIX_NBYTES :], file=path).get("__metadata__", {}),
-        mapped,
-    )
+    metadata = parse_json(header_bytes[header.PREFIX_NBYTES :], file=path).get("__metadata__", {})
+    return TensorFile(path, entries, metadata, mapped)
 
 
 def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key, ShardedTensor]:
-    """Every tensor of these files, each whole in one, named as in a model that is not compiled.
-    FormatError where two are of a name.
+    """Returns every tensor of these files under the name it has in a model that is not compiled.
+
+    Each tensor must be whole in one file. Raises FormatError if two have one name.
     """
     tensors: dict[Key, ShardedTensor] = {}
     for file in files:
         for name, entry in file.entries.items():
             key = part, strip_wrappers(name)
             if key in tensors:
-                raise FormatError(f"{file.path}: {name}: is in {tensors[key].shards[0].file} too")
+                raise FormatError(f"{file.path}: {name}: is also in {tensors[key].shards[0].file}")
             tensors[key] = sharded_tensor(
                 file.dtype(name),
                 entry.shape,
@@ -90,14 +91,13 @@ def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key
 
 
 def open_model_files(root: str, *, part: str = MODEL) -> list[TensorFile]:
-    """Hugging Face's safetensors of a part: one file, or those of the index. IncompleteError naming
-    what is missing; [] where there are none.
+    """Opens the Hugging Face safetensors files of a part: a single file, or those of the index.
+
+    Returns [] if there are none. Raises IncompleteError naming missing files or tensors.
     """
-    entries, single, weight_map = (
-        set(os.listdir(root)),
-        names.file_name(part, number=1, count=1),
-        None,
-    )
+    entries = set(os.listdir(root))
+    single = names.file_name(part, number=1, count=1)
+    weight_map = None
     index_path = os.path.join(root, names.index_name(part))
     if names.index_name(part) in entries:
         with open_binary(index_path) as index_file:
@@ -117,7 +117,7 @@ def open_model_files(root: str, *, part: str = MODEL) -> list[TensorFile]:
     if missing_tensors:
         raise IncompleteError(
             format_list(
-                f"{root}: tensors that {names.index_name(part)} names are not in their files",
+                f"{root}: tensors that {names.index_name(part)} lists are not in their files",
                 missing_tensors,
             )
         )

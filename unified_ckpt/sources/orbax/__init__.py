@@ -1,1 +1,1 @@
-"""Orbax's and MaxText's checkpoints as a Source. Begin with `source.py`."""
+"""Reads Orbax and MaxText checkpoints as Sources, without JAX; start with `source.py`."""

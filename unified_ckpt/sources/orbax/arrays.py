@@ -1,15 +1,13 @@
-"""Arrays of one tree of Orbax through tensorstore, without JAX: their shapes, their chunks, boxes
-of them as torch tensors.
+"""Reads the arrays of one Orbax tree through tensorstore, without JAX, as boxes of torch tensors.
 
-How wrong bytes could be read: zarr gives zeros for a chunk that is not there, and a file of OCDBT's
-may be cut. So on opening every chunk is looked for, with the file and the bytes that it lies in,
-and no chunk is read that is missing.
+How wrong bytes could be read: zarr returns zeros for a missing chunk, and an OCDBT file may be
+truncated. Opening a tree therefore checks that every chunk exists, and that its file has all of its
+bytes. A missing chunk is never read.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -25,12 +23,10 @@ from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.storage.regular_files import check_regular_files
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 
-CACHE_NBYTES = 512 << 20  # of decoded chunks: one may be larger than a piece
-IO_CONCURRENCY = 16  # each is a chunk in memory
-READ_NBYTES = 64 << 20  # that are read at once,
-MAX_READ_NBYTES = (
-    1 << 30
-)  # or up to so many where a chunk is larger: it is decoded whole for every piece
+CACHE_NBYTES = 512 << 20  # decoded chunks: one chunk may be larger than one read
+IO_CONCURRENCY = 16  # each read holds a chunk in memory
+READ_NBYTES = 64 << 20
+MAX_READ_NBYTES = 1 << 30  # for larger chunks, which are decoded whole for every read
 _MANIFEST = "manifest.ocdbt"
 _MAX_MISSING_CHUNKS = 10_000
 _UINT_BY_ITEMSIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
@@ -38,7 +34,7 @@ _UINT_BY_ITEMSIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """`chunk`: the shape that its elements are stored together in. `label`: for people."""
+    """An open zarr array. `chunk` is the shape of its chunks, `label` names it in errors."""
 
     store: Any
     dtype: torch.dtype
@@ -48,12 +44,13 @@ class StoredArray:
 
     @property
     def read_nbytes(self) -> int:
-        """That are read at once: no fewer than a chunk has, as far as memory goes."""
+        """Returns how many bytes to read at once: at least a chunk, within the memory limit."""
         return max(READ_NBYTES, min(prod(self.chunk) * self.dtype.itemsize, MAX_READ_NBYTES))
 
     def read(self, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """A box of it, in new memory. FormatError where its chunks are damaged, IncompleteError
-        where one is missing.
+        """Reads a box into new memory.
+
+        Raises FormatError if its chunks are damaged, IncompleteError if one is missing.
         """
         slices = tuple(slice(low, low + count) for low, count in zip(offsets, shape, strict=True))
         try:
@@ -65,51 +62,44 @@ class StoredArray:
 
 
 def _as_torch(values: Any, dtype: torch.dtype) -> torch.Tensor:
-    """numpy knows no bfloat16 or 8-bit floats, torch does: the bits are taken."""
+    """Converts through the raw bits: numpy has no bfloat16 and no 8-bit floats, torch has."""
     import numpy as np
 
     array = np.array(values, copy=None, order="C", subok=False)
     if not array.size:
         return torch.empty(array.shape, dtype=dtype, device="cpu")
-    bits = (
-        array.reshape(-1).view(_UINT_BY_ITEMSIZE[array.itemsize])
-        if array.itemsize in _UINT_BY_ITEMSIZE
-        else array.reshape(-1)
-    )
+    bits = array.reshape(-1)
+    if array.itemsize in _UINT_BY_ITEMSIZE:
+        bits = bits.view(_UINT_BY_ITEMSIZE[array.itemsize])
     return torch.from_numpy(bits).view(dtype).reshape(array.shape)
 
 
 def open_arrays(
     root: str, names: Collection[str], *, zarr3: bool, zeros_omitted: bool
 ) -> dict[str, StoredArray]:
-    """The arrays of a tree by name. `zeros_omitted`: chunks that are all zeros may be missing.
+    """Opens the arrays of a tree by name. `zeros_omitted`: chunks of zeros may be missing.
 
-    FormatError for one that is damaged or whose dtype safetensors lacks; IncompleteError naming
-    files and arrays that are missing or cut short.
+    Raises FormatError for a damaged array and for a dtype that safetensors lacks, IncompleteError
+    naming missing or truncated files and arrays.
     """
     tensorstore = _tensorstore()
     check_regular_files(root)
     escaping = sorted(name for name in names if not name or ".." in name.split("/"))
     if escaping:
-        raise FormatError(
-            format_list(f"{root}: arrays have names that lead out of the folder", escaping)
-        )
+        raise FormatError(format_list(f"{root}: array names point outside the folder", escaping))
     ocdbt = os.path.isfile(os.path.join(root, _MANIFEST))
     if not ocdbt and any(name.startswith("ocdbt.process_") for name in os.listdir(root)):
         raise IncompleteError(
-            f"{root}: {_MANIFEST} is missing; what processes wrote was not put together"
+            f"{root}: {_MANIFEST} is missing, so the files of the processes were never merged"
         )
-    stored_keys = (
-        _list_ocdbt_keys(tensorstore, root, frozenset(names))
-        if ocdbt
-        else _list_chunk_files(root, names)
-    )
+    if ocdbt:
+        stored_keys = _list_ocdbt_keys(tensorstore, root, frozenset(names))
+    else:
+        stored_keys = _list_chunk_files(root, names)
     metadata_file = "zarr.json" if zarr3 else ".zarray"
     missing = sorted(name for name in names if metadata_file not in stored_keys.get(name, ()))
     if missing:
-        raise IncompleteError(
-            format_list(f"{root}: arrays are missing that its tree names", missing)
-        )
+        raise IncompleteError(format_list(f"{root}: arrays of its tree are missing", missing))
     context = tensorstore.Context(
         {
             "cache_pool": {"total_bytes_limit": CACHE_NBYTES},
@@ -147,7 +137,7 @@ def _tensorstore() -> Any:
         import tensorstore
     except ImportError as error:
         raise CheckpointError(
-            "a checkpoint of Orbax is read through tensorstore; needed: pip install unified-ckpt[orbax]"
+            "Orbax checkpoints require tensorstore; run: pip install unified-ckpt[orbax]"
         ) from error
     return tensorstore
 
@@ -165,17 +155,13 @@ def _kvstore(root: str, name: str, *, ocdbt: bool) -> dict[str, Any]:
 def _stored_array(store: Any, label: str) -> StoredArray:
     dtype = getattr(torch, store.dtype.name, None)
     if dtype not in DTYPE_NAMES:
-        raise FormatError(
-            f"{label}: has dtype {store.dtype.name}, which has no name in safetensors"
-        )
+        raise FormatError(f"{label}: dtype {store.dtype.name} does not exist in safetensors")
     shape = tuple(store.shape)
     chunk = tuple(max(1, size or 1) for size in store.chunk_layout.read_chunk.shape or ())
     return StoredArray(store, dtype, shape, chunk, label)
 
 
-# ---- what is there
-
-
+# ---- Completeness
 def _check_chunks(
     root: str, arrays: Mapping[str, StoredArray], stored_keys: Mapping[str, Collection[str]]
 ) -> None:
@@ -186,26 +172,19 @@ def _check_chunks(
             range(-(-size // max(1, chunk)))
             for size, chunk in zip(array.shape, chunks, strict=True)
         ]
-        zarr_metadata = array.store.spec().to_json()["metadata"]
-        if prod(map(len, grid)) > _MAX_MISSING_CHUNKS + len(
-            stored_keys[name]
-        ):  # a shape that nobody has written: its chunks are not counted out
-            missing.append(
-                f"{name}: {prod(map(len, grid)) - len(stored_keys[name])} or more of its chunks"
-            )
+        at_least = prod(map(len, grid)) - len(stored_keys[name])
+        if at_least > _MAX_MISSING_CHUNKS:  # a damaged shape may have billions of chunks
+            missing.append(f"{name}: at least {at_least} of its chunks")
             continue
-        missing_keys = [
-            key
-            for index in product(*grid)
-            if (key := _chunk_key(index, zarr_metadata)) not in stored_keys[name]
-        ]
-        missing += [f"{name}/{key}" for key in missing_keys]
+        zarr_metadata = array.store.spec().to_json()["metadata"]
+        keys = (_chunk_key(index, zarr_metadata) for index in product(*grid))
+        missing += [f"{name}/{key}" for key in keys if key not in stored_keys[name]]
     if missing:
         raise IncompleteError(format_list(f"{root}: chunks are missing", missing))
 
 
 def _chunk_key(index: Sequence[int], zarr_metadata: Mapping[str, Any]) -> str:
-    """As zarr names the chunk of these indices. Source: the specifications of zarr 2 and 3."""
+    """Returns a chunk's key, as the zarr 2 and zarr 3 specifications define it."""
     if zarr_metadata.get("zarr_format") == 3:
         encoding = zarr_metadata["chunk_key_encoding"]
         separator = encoding.get("configuration", {}).get("separator")
@@ -216,7 +195,7 @@ def _chunk_key(index: Sequence[int], zarr_metadata: Mapping[str, Any]) -> str:
 
 
 def _list_chunk_files(root: str, names: Collection[str]) -> dict[str, set[str]]:
-    """Without OCDBT: each array has a folder, each chunk a file."""
+    """Lists each array's stored keys without OCDBT: an array is a folder, a chunk is a file."""
     stored_keys: dict[str, set[str]] = {}
     for name in names:
         array_root = os.path.join(root, name)
@@ -229,45 +208,31 @@ def _list_chunk_files(root: str, names: Collection[str]) -> dict[str, set[str]]:
 
 
 def _list_ocdbt_keys(tensorstore: Any, root: str, names: Collection[str]) -> dict[str, set[str]]:
-    """With OCDBT: what its tree names, array by array. IncompleteError where the tree, or bytes
-    that it points at, are not in the files.
+    """Lists the stored keys of each array from the OCDBT tree.
+
+    Raises IncompleteError if nodes of the tree, or values that it points to, are not in the files.
     """
     store = tensorstore.KvStore.open({"driver": "file", "path": f"{root}/"}).result()
     sizes = _FileSizes(root)
     stored_keys: dict[str, set[str]] = {}
     lost_keys: dict[str, list[str]] = {}
     manifest = _dump_node(tensorstore, store, None, os.path.join(root, _MANIFEST))
-    location = (
-        manifest["versions"][-1]["root"].get("location") if manifest.get("versions") else None
-    )
+    versions = manifest.get("versions")
+    location = versions[-1]["root"].get("location") if versions else None
     pending = [(location, b"")] if location is not None else []
     while pending:
-        bad_files = sorted(
-            {
-                file
-                for location, _ in pending
-                if not sizes.contains(location) and (file := _parse_location(location)[0])
-            }
-        )
-        if bad_files:
+        truncated = {location for location, _ in pending if not sizes.contains(location)}
+        if truncated:
+            files = sorted({_parse_location(location)[0] for location in truncated})
             raise IncompleteError(
                 format_list(
-                    f"{root}: files are missing or end early; lost is which arrays there are",
-                    bad_files,
+                    f"{root}: files with the list of arrays are missing or truncated", files
                 )
             )
-        nodes = [
-            (
-                prefix,
-                _dump_node(
-                    tensorstore, store, location, os.path.join(root, _parse_location(location)[0])
-                ),
-            )
-            for location, prefix in pending
-        ]
-        pending = []
-        for prefix, node in nodes:
-            for entry in node["entries"]:
+        level, pending = pending, []
+        for location, prefix in level:
+            path = os.path.join(root, _parse_location(location)[0])
+            for entry in _dump_node(tensorstore, store, location, path)["entries"]:
                 if "location" in entry:
                     pending.append(
                         (entry["location"], prefix + entry.get("subtree_common_prefix", b""))
@@ -280,20 +245,19 @@ def _list_ocdbt_keys(tensorstore: Any, root: str, names: Collection[str]) -> dic
                         f"{name}/{chunk_key}"
                     )
     if lost_keys:
-        file_states = {
-            file: "is missing" if sizes.get(file) is None else "ends early"
-            for file in sorted(lost_keys)
-        }
-        descriptions = [
-            f"{file} {file_states[file]}; lost are {', '.join(sorted(set(keys))[:5])}"
-            for file, keys in sorted(lost_keys.items())
-        ]
-        raise IncompleteError(format_list(f"{root}: files are missing or end early", descriptions))
+        descriptions = []
+        for file, keys in sorted(lost_keys.items()):
+            state = "missing" if sizes.get(file) is None else "truncated"
+            descriptions.append(f"{file} is {state}, with {', '.join(sorted(set(keys))[:5])}")
+        raise IncompleteError(format_list(f"{root}: files are missing or truncated", descriptions))
     return stored_keys
 
 
 def _split_key(key: str, names: Collection[str]) -> tuple[str, str]:
-    """The array that a key is of, and what of it; names may have slashes. Of none: the key itself."""
+    """Splits a key into the array's name, which may contain slashes, and the rest.
+
+    A key of no array is returned whole.
+    """
     slash = key.find("/")
     while slash != -1 and key[:slash] not in names:
         slash = key.find("/", slash + 1)
@@ -308,41 +272,40 @@ def _dump_node(tensorstore: Any, store: Any, location: str | None, path: str) ->
 
 
 def _parse_location(location: str) -> tuple[str, int]:
-    """The file and the end of "kind:folder/:file:start:length", as OCDBT says where something lies."""
+    """Returns file and end offset of an OCDBT location, "kind:folder/:file:start:length"."""
     rest, start, length = location.rsplit(":", 2)
     _, folder, file = rest.split(":")
     return unquote(folder + file), int(start) + int(length)
 
 
 class _FileSizes:
-    """Of files of a folder, each asked for once."""
+    """The sizes of a folder's files, each read once."""
 
     def __init__(self, root: str) -> None:
         self._root = root
         self._cache: dict[str, int | None] = {}
-        self._lock = threading.Lock()
 
     def get(self, file: str) -> int | None:
-        """None where there is no such file."""
+        """Returns a file's size, or None if it does not exist."""
         if file not in self._cache:
             path = os.path.join(self._root, file)
             self._cache[file] = os.path.getsize(path) if os.path.isfile(path) else None
         return self._cache[file]
 
     def contains(self, location: str) -> bool:
+        """Returns whether a file has all bytes of an OCDBT location."""
         file, stop = _parse_location(location)
         return (self.get(file) or 0) >= stop
 
 
-# ---- how it is read
-
-
+# ---- Reading
 def chunk_boxes(
     shape: Sequence[int], chunk: Sequence[int], itemsize: int, *, axes: Sequence[int], nbytes: int
 ) -> Iterator[Box]:
-    """Boxes that tile a tensor of `shape`, of up to `nbytes`, along `axes` only: the first of them
-    is cut first and joined last. They are whole chunks where that can be, so that few are decoded
-    twice.
+    """Tiles a tensor of `shape` with boxes of up to `nbytes`, cut along `axes` only.
+
+    The first axis is cut first and joined last. Boxes are whole chunks where possible, so that few
+    chunks are decoded twice.
     """
     sizes = [min(chunk[axis], size) if axis in axes else size for axis, size in enumerate(shape)]
     for axis in axes:
@@ -353,9 +316,5 @@ def chunk_boxes(
             sizes[axis] = min(sizes[axis] * 2, shape[axis])
     starts = [range(0, size, max(1, step)) for size, step in zip(shape, sizes, strict=True)]
     for offsets in product(*starts):
-        yield Box(
-            offsets,
-            tuple(
-                min(step, size - low) for low, step, size in zip(offsets, sizes, shape, strict=True)
-            ),
-        )
+        extents = zip(offsets, sizes, shape, strict=True)
+        yield Box(offsets, tuple(min(step, size - low) for low, step, size in extents))

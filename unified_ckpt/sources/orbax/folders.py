@@ -1,9 +1,9 @@
-"""Which folders of Orbax hold what: a root of steps, a step, an item of one. Knows names and small
-JSON files, no tensors.
+"""Resolves Orbax folders, that is roots of steps, steps and items, from names and small JSON
+files.
 
-A checkpoint is complete where its name is a final one, and it says so itself: `commit_success.txt`
-where its items have one, a time of commit in `_CHECKPOINT_METADATA`. The newest complete step of a
-root is taken.
+A checkpoint is complete if its name is final and it is marked as committed: by
+`commit_success.txt` if its items have that file, and by a commit time in `_CHECKPOINT_METADATA`.
+Of a root, the latest complete step is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unified_ckpt.sources.detect.names import (
     ORBAX_UNFINISHED,
     list_orbax_items,
 )
-from unified_ckpt.sources.files.json import read_json
+from unified_ckpt.sources.files.json import read_json, read_json_object
 
 COMMITTED = "commit_success.txt"
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)$")
@@ -33,9 +33,10 @@ _PROCESS_FILE = re.compile(r"process_(\d+)-of-(\d+)\.json")
 
 @dataclass(frozen=True, slots=True)
 class OrbaxStep:
-    """`items`: trees of arrays by name, as folders. `metadata`: what `_CHECKPOINT_METADATA` says,
-    {} without one. `json_items`: items that are a JSON file. `iterator_states`: of each process's
-    data iterator, the file.
+    """A step. `items` maps the names of trees of arrays to their folders.
+
+    `metadata` is the content of `_CHECKPOINT_METADATA`, or {}. `json_items` maps names to JSON
+    files. `iterator_states` has the data iterator's file of each process.
     """
 
     path: str
@@ -48,8 +49,9 @@ class OrbaxStep:
 
 @dataclass(frozen=True, slots=True)
 class OrbaxTree:
-    """Of one item. `arrays`: path -> name on the disk. `strings`: leaves that are text.
-    `zeros_omitted`: all zeros may not be stored.
+    """The tree of one item. `arrays` maps key paths to names on disk, `strings` to text leaves.
+
+    `zeros_omitted`: chunks of zeros may be missing.
     """
 
     root: str
@@ -60,8 +62,9 @@ class OrbaxTree:
 
 
 def resolve_step(root: str) -> OrbaxStep:
-    """The checkpoint at a path. IncompleteError where it was not finished, or lacks items or files
-    of processes.
+    """Returns the step at a path: an item's step, a step, or the latest complete step of a root.
+
+    Raises IncompleteError if it is unfinished, or lacks items or files of processes.
     """
     root = root.rstrip("/")
     if os.path.isfile(os.path.join(root, ORBAX_TREE)):
@@ -81,7 +84,7 @@ def _basename(path: str) -> str:
 
 
 def _latest_complete_step(root: str) -> OrbaxStep:
-    """Of a root of steps. IncompleteError where no step is complete, with what is wrong with each."""
+    """Returns the latest complete step of a root; IncompleteError says why none is complete."""
     names = sorted(os.listdir(root))
     numbered = {
         name: int(match[1])
@@ -89,24 +92,17 @@ def _latest_complete_step(root: str) -> OrbaxStep:
         if (match := _NUMBER.search(name)) and os.path.isdir(os.path.join(root, name))
     }
     problems = [
-        f"{os.path.join(root, name)}: was not finished"
-        for name in names
-        if ORBAX_UNFINISHED in name
+        f"{os.path.join(root, name)}: is unfinished" for name in names if ORBAX_UNFINISHED in name
     ]
     for name in sorted(numbered, key=lambda step_name: numbered[step_name], reverse=True):
         path = os.path.join(root, name)
+        items = list_orbax_items(path, os.listdir(path))
         try:
-            return _open_step(
-                path,
-                {
-                    item: os.path.join(path, item)
-                    for item in list_orbax_items(path, os.listdir(path))
-                },
-            )
+            return _open_step(path, {item: os.path.join(path, item) for item in items})
         except IncompleteError as error:
             problems.append(str(error))
     raise IncompleteError(
-        format_list(f"{root}: holds no complete step of Orbax", problems or ["none is there"])
+        format_list(f"{root}: no complete Orbax step", problems or ["no step at all"])
     )
 
 
@@ -114,65 +110,65 @@ def _open_step(path: str, items: Mapping[str, str]) -> OrbaxStep:
     for folder in (path, *items.values()):
         if ORBAX_UNFINISHED in _basename(folder):
             raise IncompleteError(
-                f"{folder}: was not finished: its name has {ORBAX_UNFINISHED}; needed a checkpoint that was committed"
+                f"{folder}: is unfinished: its name has {ORBAX_UNFINISHED}; use a committed "
+                "checkpoint"
             )
-    if not os.path.isfile(os.path.join(path, COMMITTED)):
-        item_entries = {
-            name: os.listdir(folder) for name, folder in items.items() if folder != path
-        }
-        committed = [
-            name
-            for name, files in item_entries.items()
-            if COMMITTED in files and ORBAX_STEP not in files
-        ]  # else it was saved by itself
-        if committed:
-            raise IncompleteError(
-                f"{path}: was not committed: {COMMITTED} is in {', '.join(committed)}, and not in the step's folder"
-            )
-    metadata = (
-        read_json(os.path.join(path, ORBAX_STEP))
-        if os.path.isfile(os.path.join(path, ORBAX_STEP))
-        else {}
-    )
-    if not isinstance(metadata, dict):
-        raise FormatError(
-            f"{os.path.join(path, ORBAX_STEP)}: holds a {type(metadata).__name__}; needed an object"
-        )
-    if metadata and not metadata.get("commit_timestamp_nsecs"):
-        raise IncompleteError(f"{path}: was not committed: {ORBAX_STEP} has no time of commit")
+    _check_committed(path, items)
+    metadata = _read_step_metadata(path)
     item_handlers = metadata.get("item_handlers")
-    missing = (
-        [name for name in item_handlers if not os.path.isdir(os.path.join(path, name))]
-        if isinstance(item_handlers, dict)
-        else []
-    )
+    item_names = sorted(item_handlers) if isinstance(item_handlers, dict) else []
+    missing = [name for name in item_names if not os.path.isdir(os.path.join(path, name))]
     if missing:
-        raise IncompleteError(
-            format_list(f"{path}: items are missing that {ORBAX_STEP} names", sorted(missing))
-        )
+        raise IncompleteError(format_list(f"{path}: items of {ORBAX_STEP} are missing", missing))
     if not items:
         raise FormatError(
-            f"{path}: has no item with {ORBAX_TREE}; needed a tree of arrays as PyTreeSave or StandardSave write it"
+            f"{path}: no item has {ORBAX_TREE}, expected a tree of arrays that PyTreeSave or "
+            "StandardSave wrote"
         )
     number = _NUMBER.search(_basename(path))
-    json_items = {
-        name: os.path.join(path, name, "metadata")
-        for name in sorted(os.listdir(path))
-        if name not in items
-    }
-    json_items = {name: file for name, file in json_items.items() if os.path.isfile(file)}
     return OrbaxStep(
         path,
         int(number[1]) if number else None,
         items,
         metadata,
-        json_items,
+        {
+            name: file
+            for name in sorted(os.listdir(path))
+            if name not in items and os.path.isfile(file := os.path.join(path, name, "metadata"))
+        },
         _list_iterator_states(path),
     )
 
 
+def _check_committed(path: str, items: Mapping[str, str]) -> None:
+    if os.path.isfile(os.path.join(path, COMMITTED)):
+        return
+    item_entries = {name: os.listdir(folder) for name, folder in items.items() if folder != path}
+    # An item with ORBAX_STEP is a checkpoint of its own, with its own marker.
+    committed = [
+        name
+        for name, entries in item_entries.items()
+        if COMMITTED in entries and ORBAX_STEP not in entries
+    ]
+    if committed:
+        raise IncompleteError(
+            f"{path}: is not committed: {COMMITTED} is in {', '.join(committed)}, but not in the "
+            "step's folder"
+        )
+
+
+def _read_step_metadata(path: str) -> dict[str, Any]:
+    file = os.path.join(path, ORBAX_STEP)
+    if not os.path.isfile(file):
+        return {}
+    metadata = read_json_object(file)
+    if metadata and not metadata.get("commit_timestamp_nsecs"):
+        raise IncompleteError(f"{path}: is not committed: {ORBAX_STEP} has no commit time")
+    return metadata
+
+
 def _list_iterator_states(path: str) -> tuple[str, ...]:
-    """MaxText's data iterators: `iter/process_<i>-of-<n>.json`."""
+    """Lists the states of MaxText's data iterators, `iter/process_<i>-of-<n>.json`."""
     folder = os.path.join(path, "iter")
     matches = [
         match
@@ -184,7 +180,8 @@ def _list_iterator_states(path: str) -> tuple[str, ...]:
     counts = {int(match[2]) for match in matches}
     if len(counts) > 1:
         raise FormatError(
-            f"{folder}: has files of {' and of '.join(map(str, sorted(counts)))} processes; needed one count"
+            f"{folder}: got files of {' and '.join(map(str, sorted(counts)))} processes, expected "
+            "one count"
         )
     count = counts.pop()
     files = [f"process_{process}-of-{count}.json" for process in range(count)]
@@ -195,7 +192,7 @@ def _list_iterator_states(path: str) -> tuple[str, ...]:
 
 
 def read_tree(root: str) -> OrbaxTree:
-    """What `_METADATA` says. FormatError where it is damaged."""
+    """Reads an item's `_METADATA`. Raises FormatError if it is damaged."""
     path = os.path.join(root, ORBAX_TREE)
     metadata = read_json(path)
     try:
@@ -204,25 +201,19 @@ def read_tree(root: str) -> OrbaxTree:
             value = leaf["value_metadata"]
             if value["value_type"] not in _EMPTY_TYPES and not value.get("skip_deserialize"):
                 leaves[tuple(str(key["key"]) for key in leaf["key_metadata"])] = value["value_type"]
-        texts: Any = (
-            read_json(os.path.join(root, _STRINGS_FILE)) if "string" in leaves.values() else {}
-        )
-        strings = {
-            key_path: texts[".".join(key_path)]
-            for key_path, value_type in leaves.items()
-            if value_type == "string"
-        }
-        arrays = {
-            key_path: ".".join(key_path)
-            for key_path, value_type in leaves.items()
-            if value_type != "string"
-        }
+        has_strings = "string" in leaves.values()
+        texts: Any = read_json(os.path.join(root, _STRINGS_FILE)) if has_strings else {}
+        names = {key_path: ".".join(key_path) for key_path in leaves}
         return OrbaxTree(
             root,
-            arrays,
-            strings,
+            {key_path: name for key_path, name in names.items() if leaves[key_path] != "string"},
+            {
+                key_path: texts[name]
+                for key_path, name in names.items()
+                if leaves[key_path] == "string"
+            },
             bool(metadata.get("use_zarr3")),
             not metadata.get("store_array_data_equal_to_fill_value"),
         )
     except (KeyError, TypeError, AttributeError, NotFoundError) as error:
-        raise FormatError(f"{path}: is not what Orbax writes: {error!r}") from error
+        raise FormatError(f"{path}: is not valid Orbax metadata: {error!r}") from error

@@ -1,5 +1,6 @@
-"""MaxText's tensors under Hugging Face's names: all that the model has are there, of the right
-shape, and none is left over.
+"""Shows MaxText tensors under Hugging Face names.
+
+All tensors of the model must be there with the right shapes, and no others.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from unified_ckpt.sources.orbax.maxtext_transforms import (
 from unified_ckpt.views.shards import CACHE_NBYTES, ShardedTensor, TensorShard, sharded_tensor
 
 UNKNOWN_MODEL = (
-    "is MaxText's, and its names are those of several models, which differ in the order and the scale of queries; needed the model's "
-    "config.json (SourceOptions.config, --config), or its own names (SourceOptions.names, --names own)"
+    "its MaxText names are those of several models, whose queries differ in order and scale; pass "
+    "the model's config.json (SourceOptions.config, --config), or use MaxText's own names "
+    "(SourceOptions.names, --names own)"
 )
 EMBEDDING = "token_embedder.embedding"
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -44,21 +46,22 @@ _STACKED = re.compile(r"decoder\.layers\.")
 
 
 def is_maxtext(names: Iterable[str]) -> bool:
-    """Whether a model's own names are MaxText's decoder."""
+    """Returns whether a model's tensor names are those of MaxText's decoder."""
     unique_names = set(names)
     return EMBEDDING in unique_names and any(name.startswith("decoder.") for name in unique_names)
 
 
 def is_model_known(shapes: Iterable[str]) -> bool:
-    """Whether MaxText's names say which model it is."""
+    """Returns whether MaxText's tensor names identify the model."""
     return _model_type(shapes) is not None
 
 
 def resolve_config(
     path: str | None, shapes: Mapping[str, tuple[int, ...]], *, label: str
 ) -> dict[str, Any]:
-    """The model's configuration: of a file or a folder that has it, or from the names and shapes
-    where those say which model it is. FormatError where they do not.
+    """Returns the model's config: from `path`, or inferred from names and shapes.
+
+    Raises FormatError if those do not identify the model.
     """
     if path is not None:
         return read_config(path)
@@ -69,7 +72,7 @@ def resolve_config(
 
 
 def _model_type(shapes: Iterable[str]) -> str | None:
-    """Llama, Mistral and Qwen have the same names, and other rules."""
+    """Returns the model type, or None: Llama, Mistral and Qwen share names but not rules."""
     leaf_names = {name.split(".")[-2] for name in shapes if "." in name}
     if any(".MoeBlock_0." in name for name in shapes):
         return "mixtral"
@@ -79,13 +82,12 @@ def _model_type(shapes: Iterable[str]) -> str | None:
 
 
 def _infer_config(model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What shapes say. Padding of the vocabulary cannot be told from it."""
+    """Infers a config from shapes. It cannot know whether the vocabulary is padded."""
 
-    def lookup_shape(suffix: str) -> tuple[bool, tuple[int, ...]]:
+    def lookup_shape(suffix: str) -> tuple[int, ...]:
         name = next((name for name in sorted(shapes) if name.endswith(suffix)), "")
-        return bool(_STACKED.match(name)), shapes.get(name, ())
+        return shapes.get(name, ())
 
-    up_suffix = "MoeBlock_0.wi_0" if model_type == "mixtral" else "mlp.wi_0.kernel"
     queries = {
         name: shape
         for name, shape in shapes.items()
@@ -96,14 +98,14 @@ def _infer_config(model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> dic
         for name, shape in queries.items()
         if len(shape) > LAYER_AXIS
     )
-    query, key = (
-        lookup_shape("self_attention.query.kernel")[1],
-        lookup_shape("self_attention.key.kernel")[1],
-    )
+    query = lookup_shape("self_attention.query.kernel")
+    key = lookup_shape("self_attention.key.kernel")
     if len(query) < 3 or len(key) < 3 or len(shapes[EMBEDDING]) != 2:
         raise FormatError(
-            f"query and key have shapes {query} and {key}, {EMBEDDING} {shapes[EMBEDDING]}; needed heads and a vocabulary"
+            f"got query {query}, key {key} and {EMBEDDING} {shapes[EMBEDDING]}, expected query and "
+            "key with heads, and a vocabulary"
         )
+    up_shape = lookup_shape("MoeBlock_0.wi_0" if model_type == "mixtral" else "mlp.wi_0.kernel")
     return {
         "model_type": model_type,
         "vocab_size": shapes[EMBEDDING][0],
@@ -112,8 +114,8 @@ def _infer_config(model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> dic
         "num_attention_heads": query[-2],
         "num_key_value_heads": key[-2],
         "head_dim": query[-1],
-        "intermediate_size": (lookup_shape(up_suffix)[1] or (0,))[-1],
-        "num_local_experts": (lookup_shape(up_suffix)[1] or (0,))[0],
+        "intermediate_size": (up_shape or (0,))[-1],
+        "num_local_experts": (up_shape or (0,))[0],
         "tie_word_embeddings": "decoder.logits_dense.kernel" not in shapes,
     }
 
@@ -121,11 +123,11 @@ def _infer_config(model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> dic
 def to_huggingface(
     arrays: Mapping[Key, StoredArray], config: Mapping[str, Any], *, label: str
 ) -> tuple[dict[Key, ShardedTensor], dict[str, str], dict[str, list[str]]]:
-    """The model and its moments under Hugging Face's names; aliases; for each of MaxText's weights,
-    ours.
+    """Returns the model and its moments under Hugging Face names, its aliases, and a map of names.
 
-    `arrays`: by part and MaxText's own name. IncompleteError for tensors that the model has and the
-    checkpoint lacks, FormatError for other shapes and for tensors that the model has not.
+    The map gives the Hugging Face names of each MaxText weight. `arrays` are keyed by part and
+    MaxText name. Raises IncompleteError for tensors that the checkpoint lacks, FormatError for
+    wrong shapes and for tensors that the model lacks.
     """
     sizes = parse_sizes(config, label=label)
     weights = {name: stored for (part, name), stored in arrays.items() if part == MODEL}
@@ -140,17 +142,13 @@ def to_huggingface(
         if key[0] not in (MODEL, OPTIMIZER):
             continue
         for link in links_by_name[maxtext_name]:
-            tensors[key[0], f"{link.hf_name}/{state}" if state else link.hf_name] = _tensor_shards(
-                array, link, state or None
-            )
-    return (
-        tensors,
-        dict(_TIED) if sizes.tied else {},
-        {
-            maxtext_name: [link.hf_name for link in linked]
-            for maxtext_name, linked in links_by_name.items()
-        },
-    )
+            name = f"{link.hf_name}/{state}" if state else link.hf_name
+            tensors[key[0], name] = _tensor_shards(array, link, state or None)
+    hf_names = {
+        maxtext_name: [link.hf_name for link in linked]
+        for maxtext_name, linked in links_by_name.items()
+    }
+    return tensors, dict(_TIED) if sizes.tied else {}, hf_names
 
 
 def _check_shapes(
@@ -162,29 +160,26 @@ def _check_shapes(
     for name, (shape, transform) in shapes.items():
         if name in weights:
             actual = weights[name].shape
-            axis = (
-                len(transform.inputs) if not transform.keeps_layout else 0
-            )  # that of the vocabulary, where it may be padded
-            padded = transform.padded and len(actual) == len(shape) and actual[axis] >= shape[axis]
-            if actual != shape and not (
-                padded and actual == (*shape[:axis], actual[axis], *shape[axis + 1 :])
-            ):
-                mismatched.append(f"{name} has shape {actual}, needed {shape}")
+            vocab_axis = 0 if transform.keeps_layout else len(transform.inputs)
+            padded = list(shape)
+            if transform.padded and len(actual) == len(shape):
+                padded[vocab_axis] = max(actual[vocab_axis], shape[vocab_axis])
+            if actual != tuple(padded):
+                mismatched.append(f"{name} has shape {actual}, expected {shape}")
     unexpected = sorted(set(weights) - set(shapes))
     if mismatched:
         raise FormatError(
-            format_list(
-                f"{label}: tensors have other shapes than the configuration says", mismatched
-            )
+            format_list(f"{label}: tensor shapes do not match the configuration", mismatched)
         )
     if missing:
         raise IncompleteError(
-            format_list(f"{label}: the model has tensors that the checkpoint lacks", missing)
+            format_list(f"{label}: tensors of the model are missing in the checkpoint", missing)
         )
     if unexpected:
         raise FormatError(
             format_list(
-                f"{label}: the checkpoint has tensors that the model has not; needed another config.json, or its own names",
+                f"{label}: the checkpoint has tensors that the model lacks; pass another "
+                "config.json, or use MaxText's own names",
                 unexpected,
             )
         )
@@ -194,9 +189,9 @@ def _tensor_shards(array: StoredArray, link: TensorLink, state: str | None) -> S
     transform = transform_for(link.transform, state)
     chunk = [size for axis, size in enumerate(array.chunk) if axis not in link.indices]
     nbytes = prod(transform.hf_shape) * array.dtype.itemsize
-    axes = (
-        split_axes(transform) if nbytes <= CACHE_NBYTES else split_axes(transform)[:1]
-    )  # else pieces are whole rows: not all of a row's would be kept
+    axes = split_axes(transform)
+    if nbytes > CACHE_NBYTES:  # cut whole rows: the cache would not hold all pieces of a row
+        axes = axes[:1]
     shards = [
         TensorShard(
             hf_box(transform, piece),

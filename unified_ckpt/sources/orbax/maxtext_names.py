@@ -1,9 +1,8 @@
-"""MaxText's tensors of the models that we know, against Hugging Face's: names, shapes, and what is
-done to the elements. Pure tables.
+"""Maps MaxText tensors of known models to Hugging Face's: names, shapes, transforms. Pure.
 
-Linear weights are [in, out] in MaxText, heads apart; stacked layers are on axis 1, experts on axis
-0. Source of the rules: MaxText's converters and models (param_mapping.py, attentions.py), checked
-by what the models compute.
+MaxText's linear weights are [in, out] with heads as dims of their own. Stacked layers are on
+axis 1, experts on axis 0. The rules follow MaxText's converters and models (param_mapping.py,
+attentions.py), and are tested against what the models compute.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from typing import Any
 from unified_ckpt.errors import FormatError
 
 LAYER_AXIS = 1  # MaxText's param_scan_axis
-_LOCAL_GLOBAL = ("_local", "_global")  # Gemma 2: two layers are one of MaxText
+_LOCAL_GLOBAL = ("_local", "_global")  # Gemma 2: one MaxText layer has two layers
 _GEMMA3_PATTERN = 6  # Gemma 3: as many layers are one of MaxText, where they are stacked
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """What one tensor of Hugging Face's is in MaxText. `inputs`, `outputs`: MaxText's dims, the
-    latter after the former; ours is [prod(outputs), prod(inputs)], or [prod(outputs)] without
-    inputs; `keeps_layout`: ours is [*inputs, *outputs].
+    """How a Hugging Face tensor is stored in MaxText.
 
-    `interleaved`: the halves of the last dim are one after another in ours, element by element in
-    MaxText's, as rotary embeddings have them. Ours = MaxText's x `multiplier` / `divisor` +
-    `addend`.
-    `padded`: MaxText's first output, or input if plain, may be longer.
+    MaxText's dims are `inputs` followed by `outputs`. Hugging Face's shape is [prod(outputs),
+    prod(inputs)], or [prod(outputs)] without inputs, or [*inputs, *outputs] if `keeps_layout`.
+
+    `interleaved`: the halves of the last dim follow each other in Hugging Face, and alternate
+    element by element in MaxText, as its rotary embedding needs them. Hugging Face value = MaxText
+    value * `multiplier` / `divisor` + `addend`. `padded`: MaxText's first output dim, or first
+    input dim if `keeps_layout`, may be longer.
     """
 
     inputs: tuple[int, ...]
@@ -43,10 +43,12 @@ class Transform:
 
     @property
     def maxtext_shape(self) -> tuple[int, ...]:
+        """Returns the shape in MaxText, without layer and expert axes."""
         return (*self.inputs, *self.outputs)
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
+        """Returns the shape in Hugging Face."""
         if self.keeps_layout:
             return self.maxtext_shape
         return (prod(self.outputs), prod(self.inputs)) if self.inputs else (prod(self.outputs),)
@@ -54,8 +56,10 @@ class Transform:
 
 @dataclass(frozen=True, slots=True)
 class TensorLink:
-    """A tensor of ours, and the slice of MaxText's that it is: `indices`, index by axis, the other
-    axes are the turn's. `shape`: of the whole of MaxText's tensor.
+    """A Hugging Face tensor and the slice of a MaxText tensor that stores it.
+
+    `indices` maps axes of the MaxText tensor to an index; the other axes are those of `transform`.
+    `shape` is that of the whole MaxText tensor.
     """
 
     hf_name: str
@@ -67,9 +71,11 @@ class TensorLink:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How a kind of model differs. `norms`: MaxText's name -> ours. `scales_queries`: MaxText's
-    weights have the scale of the attention in them;
-    `scales_embedding`: that of the embedding. `norm_addend`: what is added to MaxText's."""
+    """How model types differ. `norms` maps MaxText's names to Hugging Face's.
+
+    `scales_queries`, `scales_embedding`: MaxText's weights include the scale of the attention, or
+    of the embedding. `norm_addend` is added to MaxText's norm weights.
+    """
 
     norms: Mapping[str, str]
     scales_queries: bool = False
@@ -77,9 +83,8 @@ class _Family:
     scales_embedding: bool = False
     bias: bool = False
     head_norms: bool = False
-    experts: tuple[str, str, Mapping[str, str]] | None = (
-        None  # theirs, ours, and the names of both of a weight
-    )
+    # MaxText's block, Hugging Face's block, MaxText's weight names -> Hugging Face's
+    experts: tuple[str, str, Mapping[str, str]] | None = None
 
 
 _LLAMA = {
@@ -110,9 +115,9 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Of one model. `query_scalar`: its square root is the scale of the attention. `interleaved`:
-    see
-    `Transform`.
+    """The sizes of one model. The attention scale is the square root of `query_scalar`.
+
+    `interleaved` is that of `Transform`, for queries and keys.
     """
 
     model_type: str
@@ -130,22 +135,26 @@ class ModelSizes:
 
 
 def parse_sizes(config: Mapping[str, Any], *, label: str) -> ModelSizes:
-    """From a Hugging Face configuration. FormatError for a model whose names are not known, or a
-    field that is missing.
+    """Reads the sizes from a Hugging Face config.
+
+    Raises FormatError for a model type without a name map, or a missing field.
     """
     model_type = config.get("model_type")
     if model_type not in _FAMILIES:
         raise FormatError(
-            f"{label}: model_type {model_type!r} has no names of MaxText's here; known are {', '.join(_FAMILIES)}"
+            f"{label}: got model_type {model_type!r} of a MaxText checkpoint, expected one of "
+            f"{', '.join(_FAMILIES)}"
         )
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or hidden // heads)
         has_experts = _FAMILIES[model_type].experts is not None
         if model_type == "gemma2" and int(config["num_hidden_layers"]) % 2:
-            raise ValueError(
-                f"num_hidden_layers is {config['num_hidden_layers']}; needed an even count"
-            )
+            raise ValueError(f"odd num_hidden_layers {config['num_hidden_layers']}")
+        mlp, experts = None, 0
+        if has_experts:
+            mlp = config.get("moe_intermediate_size")
+            experts = config.get("num_local_experts") or config["num_experts"]
         return ModelSizes(
             model_type=model_type,
             hidden=hidden,
@@ -153,41 +162,32 @@ def parse_sizes(config: Mapping[str, Any], *, label: str) -> ModelSizes:
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=head_dim,
-            mlp=int(
-                config.get("moe_intermediate_size") or config["intermediate_size"]
-                if has_experts
-                else config["intermediate_size"]
-            ),
-            experts=int(config.get("num_local_experts") or config["num_experts"])
-            if has_experts
-            else 0,
+            mlp=int(mlp or config["intermediate_size"]),
+            experts=int(experts),
             vocab=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", model_type.startswith("gemma"))),
             interleaved=model_type == "llama" and _rope_type(config) == "llama3",
             query_scalar=float(config.get("query_pre_attn_scalar") or head_dim),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{label}: is no configuration of {model_type}: {error!r}") from error
+        raise FormatError(f"{label}: is no valid {model_type} configuration: {error!r}") from error
 
 
 def _rope_type(config: Mapping[str, Any]) -> str:
-    """Llama 3.1's order of a head's elements in MaxText is that of its own rotary embedding; all
-    others' is as in Hugging Face.
-    """
+    """Returns the type of rotary embedding; only Llama 3.1's reorders elements in MaxText."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def tensor_links(sizes: ModelSizes, *, stacked: bool) -> list[TensorLink]:
-    """All tensors of the model, MaxText's own names below `params`. A tied `lm_head.weight` is not
-    one of them.
+    """Returns the links of all tensors of a model, except a tied `lm_head.weight`.
+
+    MaxText's names are those below `params`.
     """
     family = _FAMILIES[sizes.model_type]
-    embedding_scale = (
-        _round_to_bfloat16(sqrt(sizes.hidden))
-        if sizes.model_type == "gemma3_text"
-        else sqrt(sizes.hidden)
-    )
+    embedding_scale = sqrt(sizes.hidden)
+    if sizes.model_type == "gemma3_text":
+        embedding_scale = _round_to_bfloat16(embedding_scale)
     embedding = Transform(
         (sizes.vocab,),
         (sizes.hidden,),
@@ -237,62 +237,34 @@ def _layer_links(
     transform: Transform,
     sizes: ModelSizes,
 ) -> Iterator[TensorLink]:
-    """`hf_name` with "{}" is of every expert."""
+    """Yields the links of one layer's tensor; an `hf_name` with "{}" has one link per expert."""
+    layer_axis = {} if layer_index is None else {LAYER_AXIS: layer_index}
+    stack_dims = () if layer_index is None else (layer_count,)
     if "{}" not in hf_name:
-        shape = (
-            transform.maxtext_shape
-            if layer_index is None
-            else (
-                *transform.maxtext_shape[:LAYER_AXIS],
-                layer_count,
-                *transform.maxtext_shape[LAYER_AXIS:],
-            )
-        )
-        yield TensorLink(
-            hf_name,
-            maxtext_name,
-            {} if layer_index is None else {LAYER_AXIS: layer_index},
-            shape,
-            transform,
-        )
+        dims = list(transform.maxtext_shape)
+        dims[LAYER_AXIS:LAYER_AXIS] = stack_dims
+        yield TensorLink(hf_name, maxtext_name, layer_axis, tuple(dims), transform)
         return
+    shape = (sizes.experts, *stack_dims, *transform.maxtext_shape)
     for expert in range(sizes.experts):
-        shape = (
-            sizes.experts,
-            *(() if layer_index is None else (layer_count,)),
-            *transform.maxtext_shape,
-        )
-        yield TensorLink(
-            hf_name.format(expert),
-            maxtext_name,
-            {0: expert, **({} if layer_index is None else {LAYER_AXIS: layer_index})},
-            shape,
-            transform,
-        )
+        indices = {0: expert, **layer_axis}
+        yield TensorLink(hf_name.format(expert), maxtext_name, indices, shape, transform)
 
 
 def _layer_slot(
     sizes: ModelSizes, layer: int, *, stacked: bool
 ) -> tuple[str, str, int | None, int]:
-    """Where a layer is: the prefix and suffix of its names, its index where it is stacked, and of
-    how many.
-    """
-    if sizes.model_type == "gemma2":  # an even count: `sizes_of`
+    """Returns where a layer is stored: name prefix and suffix, index in a stack, stack size."""
+    if sizes.model_type == "gemma2":  # the count is even: `parse_sizes` checks it
         suffix, pairs = _LOCAL_GLOBAL[layer % 2], sizes.layers // 2
-        return (
-            ("decoder.layers", suffix, layer // 2, pairs)
-            if stacked
-            else (f"decoder.layers_{layer // 2}", suffix, None, 0)
-        )
+        if stacked:
+            return "decoder.layers", suffix, layer // 2, pairs
+        return f"decoder.layers_{layer // 2}", suffix, None, 0
     if sizes.model_type == "gemma3_text" and stacked:
         blocks = sizes.layers // _GEMMA3_PATTERN
         if layer < blocks * _GEMMA3_PATTERN:
-            return (
-                f"decoder.layers.layers_{layer % _GEMMA3_PATTERN}",
-                "",
-                layer // _GEMMA3_PATTERN,
-                blocks,
-            )
+            prefix = f"decoder.layers.layers_{layer % _GEMMA3_PATTERN}"
+            return prefix, "", layer // _GEMMA3_PATTERN, blocks
         return f"decoder.layers_remainder.layers_{layer % _GEMMA3_PATTERN}", "", None, 0
     return (
         ("decoder.layers", "", layer, sizes.layers)
@@ -307,7 +279,7 @@ def _with_suffix(maxtext_name: str, suffix: str) -> str:
 
 
 def _layer_tensors(sizes: ModelSizes, family: _Family) -> Iterator[tuple[str, str, Transform]]:
-    """Of one layer: MaxText's name, ours, the turn."""
+    """Yields MaxText's name, Hugging Face's name and the transform of each tensor of a layer."""
     hidden, mlp, head_dim = (sizes.hidden,), (sizes.mlp,), sizes.head_dim
     query_scale = sqrt(sizes.query_scalar) if family.scales_queries else 1.0
     for maxtext_name, hf_name in family.norms.items():
@@ -362,7 +334,7 @@ def _layer_tensors(sizes: ModelSizes, family: _Family) -> Iterator[tuple[str, st
 
 
 def _round_to_bfloat16(value: float) -> float:
-    """Rounded to nearest, ties to even."""
+    """Rounds to nearest, ties to even."""
     import struct
 
     bits = struct.unpack("<I", struct.pack("<f", value))[0]

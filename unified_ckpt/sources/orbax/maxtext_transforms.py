@@ -1,8 +1,7 @@
-"""The elements of one tensor between MaxText's form and Hugging Face's, piece by piece, and what
-that means for Adam's moments.
+"""Transforms pieces of tensors and Adam moments between MaxText and Hugging Face.
 
-A piece is a box of MaxText's slice of a layer: cut along whole heads only, so that each is a box of
-ours too.
+A piece is a box of a layer's slice in MaxText. It is cut along whole heads only, so that it is a
+box in Hugging Face's layout, too.
 """
 
 from __future__ import annotations
@@ -16,33 +15,31 @@ import torch
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.sources.orbax.maxtext_names import Transform
 
-MOMENT_POWERS = {"exp_avg": 1, "exp_avg_sq": 2}  # the power of the gradient that each is of
+MOMENT_POWERS = {"exp_avg": 1, "exp_avg_sq": 2}  # each is an average of this power of the gradient
 
 
 def transform_for(transform: Transform, state: str | None) -> Transform:
-    """Of a weight, or of a moment of it. A weight that is s times another has a gradient of 1/s:
-    moments scale by the inverse.
+    """Returns the transform of a weight, or of one of its moments.
+
+    If a weight is s times another, its gradient is 1/s times the other's, so moments scale
+    inversely.
     """
     if state is None:
         return transform
     power = MOMENT_POWERS[state]
-    return replace(
-        transform,
-        multiplier=transform.divisor**power,
-        divisor=transform.multiplier**power,
-        addend=0.0,
-    )
+    multiplier, divisor = transform.divisor**power, transform.multiplier**power
+    return replace(transform, multiplier=multiplier, divisor=divisor, addend=0.0)
 
 
 def split_axes(transform: Transform) -> tuple[int, ...]:
-    """Along which MaxText's slice may be cut: those that are rows of our tensor first."""
+    """Returns the axes along which MaxText's slice may be cut, Hugging Face's rows first."""
     if transform.keeps_layout:
         return tuple(range(len(transform.maxtext_shape)))
     return (len(transform.inputs), 0) if transform.inputs else (0,)
 
 
 def hf_box(transform: Transform, piece: Box) -> Box:
-    """Where a piece lies in our tensor."""
+    """Returns the box of a piece in the Hugging Face tensor."""
     if transform.keeps_layout:
         return piece
     head_axis = len(transform.inputs)
@@ -54,7 +51,10 @@ def hf_box(transform: Transform, piece: Box) -> Box:
 
 
 def stacked_box(piece: Box, indices: Mapping[int, int]) -> Box:
-    """A piece of a slice as a box of the tensor that the slice is of. `indices`: index by axis."""
+    """Returns the box of a layer's piece in the stacked tensor.
+
+    `indices` maps stacked axes to an index.
+    """
     rest = iter(zip(piece.offsets, piece.shape, strict=True))
     dims = [
         (indices[axis], 1) if axis in indices else next(rest)
@@ -64,7 +64,7 @@ def stacked_box(piece: Box, indices: Mapping[int, int]) -> Box:
 
 
 def to_hf(tensor: torch.Tensor, transform: Transform) -> torch.Tensor:
-    """A piece of MaxText's slice as the box of our tensor."""
+    """Converts a piece of MaxText's slice to the box of the Hugging Face tensor."""
     if transform.interleaved:
         tensor = tensor.reshape(*tensor.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
     if transform.inputs and not transform.keeps_layout:
@@ -83,7 +83,7 @@ def to_hf(tensor: torch.Tensor, transform: Transform) -> torch.Tensor:
 
 
 def to_maxtext(tensor: torch.Tensor, transform: Transform, shape: Sequence[int]) -> torch.Tensor:
-    """The box of our tensor as a piece, of `shape`, of MaxText's slice."""
+    """Converts a box of the Hugging Face tensor to a piece, of `shape`, of MaxText's slice."""
     if (transform.multiplier, transform.divisor, transform.addend) != (1.0, 1.0, 0.0):
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).sub(transform.addend)
         tensor = (
@@ -102,5 +102,5 @@ def to_maxtext(tensor: torch.Tensor, transform: Transform, shape: Sequence[int])
 
 
 def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Rounded to the dtype first, as MaxText does."""
+    """Rounds to the dtype first, as MaxText does."""
     return torch.tensor(value, dtype=like.dtype, device="cpu")

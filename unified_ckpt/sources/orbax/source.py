@@ -1,8 +1,8 @@
-"""Orbax: pytrees of JAX, MaxText's checkpoints above all, read through tensorstore, without JAX.
+"""Opens Orbax checkpoints as Sources: pytrees of JAX, above all those of MaxText.
 
-The tree says what is what: `params` is the model, what optax's Adam keeps is the optimizer, `step`
-the step, other arrays are parts of the name that they stand under, scalars and text are `extra`.
-MaxText's tensors get Hugging Face's names and forms.
+The tree gives each array its part. `params` is the model, the state of optax's Adam is the
+optimizer, `step` is the step. Other arrays become parts named after their key; scalars and strings
+become `extra`. MaxText tensors are shown with Hugging Face names and layouts.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
-    """An item, a step, or the newest complete step of a root. FormatError where it is damaged;
-    IncompleteError naming what is missing or was not finished.
+    """Opens an item, a step, or the latest complete step of a root.
 
-    Where it is not known which of MaxText's models it is, its own names, with a warning;
-    FormatError where Hugging Face's are asked for.
+    If MaxText's model is unknown, its own names are shown with a warning, or FormatError is raised
+    if Hugging Face names are required. Raises FormatError if the checkpoint is damaged,
+    IncompleteError naming what is missing or unfinished.
     """
     step = resolve_step(root)
     arrays, strings = _open_leaves(step)
@@ -53,7 +53,8 @@ def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
     names = {name: [name] for name in weights}
     if options.names == "huggingface" and not is_maxtext(weights):
         raise FormatError(
-            f"{step.path}: is not of MaxText, whose names alone are known; needed names='own', or 'auto'"
+            f"{step.path}: has no MaxText names, the only ones with Hugging Face names; pass "
+            "names='own' or 'auto'"
         )
     native_names = options.names == "own" or not is_maxtext(weights)
     if (
@@ -62,7 +63,7 @@ def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
         and options.config is None
         and not is_model_known(weights)
     ):
-        _LOG.warning("%s: %s; its own names are shown", step.path, UNKNOWN_MODEL)
+        _LOG.warning("%s: %s; using MaxText's own names", step.path, UNKNOWN_MODEL)
         native_names = True
     if not native_names:
         tensors, aliases, names = to_huggingface(
@@ -89,7 +90,7 @@ def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
 
 
 def _open_leaves(step: OrbaxStep) -> tuple[dict[Path, StoredArray], dict[Path, str]]:
-    """Of all items, below the item's name where there are several."""
+    """Opens the leaves of all items; if there are several, paths start with the item's name."""
     arrays: dict[Path, StoredArray] = {}
     strings: dict[Path, str] = {}
     for item, folder in step.items.items():
@@ -104,7 +105,7 @@ def _open_leaves(step: OrbaxStep) -> tuple[dict[Path, StoredArray], dict[Path, s
 
 
 def _as_stored(array: StoredArray) -> ShardedTensor:
-    """As it is stored."""
+    """Returns an array without any transform."""
     shards = [
         TensorShard(box, partial(array.read, box.offsets, box.shape), array.label, cache=True)
         for box in chunk_boxes(
@@ -122,7 +123,7 @@ def _as_stored(array: StoredArray) -> ShardedTensor:
 
 
 def _step_count(array: StoredArray) -> ShardedTensor:
-    """Adam's count, as torch's AdamW keeps it."""
+    """Returns Adam's count as torch's AdamW stores it."""
     return sharded_tensor(
         torch.float32,
         (),
@@ -156,9 +157,7 @@ def _set_nested(tree: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def _iterator_state(step: OrbaxStep, rank: int) -> Any:
-    """Of MaxText's data iterator."""
-    return (
-        {"iter": read_json(step.iterator_states[rank])}
-        if rank < len(step.iterator_states)
-        else None
-    )
+    """Returns the state of a rank's MaxText data iterator."""
+    if rank >= len(step.iterator_states):
+        return None
+    return {"iter": read_json(step.iterator_states[rank])}

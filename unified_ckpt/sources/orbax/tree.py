@@ -1,6 +1,4 @@
-"""What the leaves of a pytree are: weights, Adam's moments of which weight, or something else.
-Pure; knows paths, no files.
-"""
+"""Classifies the leaves of a pytree: weights, Adam's moments, step counts, others. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +10,18 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 
 Path = tuple[str, ...]
-_PARAMS_KEYS = ("params", "model")  # where train states have them, likeliest first
+_PARAMS_KEYS = ("params", "model")  # keys of a train state, likeliest first
 _OPTIMIZER_KEYS = ("opt_state", "optimizer", "optimizer_state")
 _STEP_KEYS = ("step", "global_step")
-_MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}  # optax's, and torch's
+_MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}  # optax's name -> torch's
 
 
 @dataclass(frozen=True, slots=True)
 class LeafRoles:
-    """`tensors`: where an array belongs. `step_counts`: Adam's step counts -> the weights that are
-    theirs. `scalars`: the rest, scalars.
+    """What each leaf is.
+
+    `tensors` maps a path to (part, name); `step_counts` maps Adam's counts to their weights.
+    `scalars` are the other leaves without a shape.
     """
 
     tensors: Mapping[Path, Key]
@@ -31,23 +31,17 @@ class LeafRoles:
 
 
 def params_prefix(paths: Collection[Path]) -> Path:
-    """What stands before the weights' own names: Flax has a second `params`."""
-    top = next(
-        (name for name in _PARAMS_KEYS if any(path[0] == name and len(path) > 1 for path in paths)),
-        None,
-    )
-    if top is None:
-        return ()
-    children = {path[1] for path in paths if path[0] == top}
-    return (
-        (top, "params")
-        if children == {"params"} and all(len(path) > 2 for path in paths if path[0] == top)
-        else (top,)
-    )
+    """Returns the path above the weights' own names; Flax nests a second `params`."""
+    for top in _PARAMS_KEYS:
+        below = [path[1:] for path in paths if path[0] == top]
+        if any(below):
+            nested = all(len(path) > 1 and path[0] == "params" for path in below)
+            return (top, "params") if nested else (top,)
+    return ()
 
 
 def classify_leaves(shapes: Mapping[Path, tuple[int, ...]]) -> LeafRoles:
-    """`shapes`: of all arrays. FormatError where two would have one name."""
+    """Assigns a role to each array. Raises FormatError if two arrays would share a name."""
     prefix = params_prefix(shapes)
     step = next(((name,) for name in _STEP_KEYS if shapes.get((name,)) == ()), None)
     moments, step_counts = _adam_state(shapes, prefix)
@@ -66,29 +60,27 @@ def classify_leaves(shapes: Mapping[Path, tuple[int, ...]]) -> LeafRoles:
     seen: dict[Key, Path] = {}
     for path, key in tensors.items():
         if seen.setdefault(key, path) != path:
+            first, second = ".".join(seen[key]), ".".join(path)
             raise FormatError(
-                f"{'.'.join(path)} and {'.'.join(seen[key])}: both are {key[1]} of {key[0]}; needed names that differ"
+                f"{first} and {second}: both are {key[0]}:{key[1]}, expected different names"
             )
     return LeafRoles(tensors, step_counts, tuple(scalars), step)
 
 
 def _part_name(path: Path, prefix: Path) -> str:
-    if prefix:
-        return (
-            MODEL
-            if path[: len(prefix)] == prefix
-            else "opt_state"
-            if path[0] in _OPTIMIZER_KEYS
-            else path[0]
-        )
-    return "opt_state" if path[0] in _OPTIMIZER_KEYS else MODEL
+    if prefix and path[: len(prefix)] == prefix:
+        return MODEL
+    if path[0] in _OPTIMIZER_KEYS:
+        return "opt_state"
+    return path[0] if prefix else MODEL
 
 
 def _adam_state(
     shapes: Mapping[Path, tuple[int, ...]], prefix: Path
 ) -> tuple[dict[Path, Key], dict[Path, tuple[str, ...]]]:
-    """optax's ScaleByAdamState, wherever it stands: `count` beside `mu` and `nu`, two trees like
-    the weights or a part of them.
+    """Finds optax's ScaleByAdamState anywhere in the tree.
+
+    It is a `count` next to `mu` and `nu`, two trees that mirror the weights or some of them.
     """
     weights = {
         path[len(prefix[:1]) :]: shape
@@ -99,16 +91,8 @@ def _adam_state(
     step_counts: dict[Path, tuple[str, ...]] = {}
     for count in [path for path, shape in shapes.items() if path[-1] == "count" and not shape]:
         moment_trees = {moment: _subtree(shapes, (*count[:-1], moment)) for moment in _MOMENTS}
-        paths = set(moment_trees["mu"])
-        if (
-            not paths
-            or paths != set(moment_trees["nu"])
-            or any(
-                weights.get(path) != shape
-                for moment_tree in moment_trees.values()
-                for path, shape in moment_tree.items()
-            )
-        ):
+        mu, nu = moment_trees["mu"], moment_trees["nu"]
+        if not mu or mu != nu or any(weights.get(path) != shape for path, shape in mu.items()):
             continue
         names = {path: ".".join(path[len(prefix[1:]) :]) for path in moment_trees["mu"]}
         for optax_name, torch_name in _MOMENTS.items():

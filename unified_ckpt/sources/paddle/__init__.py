@@ -1,1 +1,1 @@
-"""PaddleNLP's checkpoints as a Source. Begin with `source.py`."""
+"""Reads PaddleNLP checkpoints as Sources, without paddle; start with `source.py`."""

@@ -1,8 +1,7 @@
-"""Adam's step count from what Paddle keeps in its place: each beta to the power of steps + 1,
-multiplied up in float32.
+"""Infers Adam's step count from Paddle's beta powers: beta ** (steps + 1) in float32.
 
-Paddle does not store the betas. They follow from the powers and the step that the trainer counted,
-and every power is checked against them.
+Paddle does not store the betas. They follow from the powers and the trainer's step count, and
+every power is checked against them.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import numpy as np
 
 from unified_ckpt.errors import FormatError
 
-_MIN_POWER = 1e-37  # below, float32 loses digits, then all
-_MAX_STEPS = 2_000_000  # steps until 0.9999 ** n is gone
-# For checkpoints whose trainer counted otherwise than the optimizer: it skips steps whose gradients
-# overflow.
+_MIN_POWER = 1e-37  # below, float32 is subnormal, then zero
+_MAX_STEPS = 2_000_000  # 0.9999 ** n has underflowed
+# For trainers that count more steps than the optimizer, which skips those with overflow.
 _COMMON_BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.99), (0.9, 0.98), (0.8, 0.99), (0.95, 0.99))
 
 Betas = tuple[float | None, float | None]
@@ -27,8 +25,9 @@ Betas = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class AdamBetas:
-    """`betas`: None where their power has underflowed, which happens after some 800 steps at 0.9.
-    `trainer_steps`: the trainer's count.
+    """Adam's betas, None for those whose power has underflowed (after some 800 steps at 0.9).
+
+    `trainer_steps` is the trainer's step count.
     """
 
     betas: Betas
@@ -36,20 +35,18 @@ class AdamBetas:
 
 
 def beta_powers(beta: float, count: int) -> Any:
-    """float32 [count]: beta, beta squared, ... as repeated multiplication gives them."""
+    """Returns float32 [count]: beta, beta squared, ... by repeated multiplication."""
     with np.errstate(under="ignore"):
         return np.multiply.accumulate(np.full(count, beta, dtype=np.float32))
 
 
 def beta_power(beta: float | None, steps: int) -> float:
-    """What Paddle's accumulator holds after so many steps; 0 for a beta whose power has
-    underflowed.
-    """
+    """Returns Paddle's accumulator after `steps` steps; 0 if beta is None (underflowed)."""
     return 0.0 if beta is None else float(beta_powers(beta, min(steps, _MAX_STEPS) + 1)[-1])
 
 
 def infer_betas(powers: Sequence[float], steps: int | None) -> AdamBetas:
-    """From the powers of beta1 and beta2 of one parameter. FormatError where no betas explain both."""
+    """Infers the betas from one parameter's powers. Raises FormatError if no betas explain both."""
     if steps is not None and steps >= 0:
         betas = [_infer_beta(power, steps) for power in powers]
         if all(
@@ -70,14 +67,16 @@ def infer_betas(powers: Sequence[float], steps: int | None) -> AdamBetas:
         if len(counts) == 1 and None not in counts:
             return AdamBetas((candidate[0], candidate[1]), steps)
     raise FormatError(
-        f"beta1_pow_acc_0 and beta2_pow_acc_0 are {powers[0]} and {powers[1]}, which no usual betas give after any number of steps, nor any "
-        f"after {steps}; needed a trainer_state.json with the global_step of this optimizer"
+        f"beta1_pow_acc_0 and beta2_pow_acc_0 are {powers[0]} and {powers[1]}: no common betas "
+        f"give these after any number of steps, and no betas after {steps}; add a "
+        "trainer_state.json with the global_step of this optimizer"
     )
 
 
 def infer_steps(powers: Sequence[float], adam_betas: AdamBetas) -> int:
-    """Steps of one parameter. FormatError where its two powers disagree, or are gone and nobody
-    counted.
+    """Returns the steps of one parameter.
+
+    Raises FormatError if its powers disagree, or have underflowed without a trainer's step count.
     """
     counts = {
         _infer_step(power, beta)
@@ -86,12 +85,14 @@ def infer_steps(powers: Sequence[float], adam_betas: AdamBetas) -> int:
     }
     if len(counts) > 1 or None in counts or (not counts and not all(map(_has_underflowed, powers))):
         raise FormatError(
-            f"beta1_pow_acc_0 and beta2_pow_acc_0 are {powers[0]} and {powers[1]}; needed powers of {adam_betas.betas}"
+            f"beta1_pow_acc_0 and beta2_pow_acc_0: got {powers[0]} and {powers[1]}, expected equal "
+            f"powers of {adam_betas.betas}"
         )
     steps = next(iter(counts), adam_betas.trainer_steps)
     if steps is None:
         raise FormatError(
-            "beta1_pow_acc_0 and beta2_pow_acc_0 have underflowed; needed a trainer_state.json with the global_step"
+            "beta1_pow_acc_0 and beta2_pow_acc_0 have underflowed; add a trainer_state.json with "
+            "the global_step"
         )
     return steps
 
@@ -101,7 +102,7 @@ def _has_underflowed(power: float) -> bool:
 
 
 def _infer_beta(power: float, steps: int) -> float | None:
-    """The shortest decimal whose power after so many steps it is."""
+    """Returns the shortest decimal whose power after `steps` steps this is."""
     if not _MIN_POWER < power < 1:
         return None
     estimate = exp(log(power) / (steps + 1))
@@ -109,13 +110,13 @@ def _infer_beta(power: float, steps: int) -> float | None:
         beta = round(estimate, digits)
         if 0 < beta < 1 and abs(power / beta_power(beta, steps) - 1) < 2e-7 * (
             steps + 1
-        ):  # as many roundings
+        ):  # one rounding error per step
             return beta
     return None
 
 
 def _infer_step(power: float, beta: float) -> int | None:
-    """Steps after which the accumulator holds it; None where there are none."""
+    """Returns the number of steps after which the accumulator has this value, or None."""
     if not _MIN_POWER < power < 1:
         return None
     steps = max(0, round(log(power) / log(beta)) - 1)
@@ -126,5 +127,5 @@ def _infer_step(power: float, beta: float) -> int | None:
 
 
 def _is_power(power: float, expected: float, beta: float) -> bool:
-    """Within a quarter of what one step changes: devices may multiply in another precision."""
+    """Allows a quarter of what one step changes: devices may multiply in another precision."""
     return expected > 0 and abs(power / expected - 1) < (1 - beta) / 4

@@ -1,6 +1,4 @@
-"""The safetensors files of a PaddleNLP folder: their indices and headers, and their tensors as
-views of the mapped files.
-"""
+"""Opens safetensors files of a PaddleNLP folder; their tensors alias mapped files."""
 
 from __future__ import annotations
 
@@ -25,14 +23,12 @@ from unified_ckpt.sources.paddle.quantized_moments import MAX_SCALES, MIN_SCALES
 from unified_ckpt.sources.paddle.slices import StoredTensor, narrow
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 
-BFLOAT16_AS_UINT16 = (
-    "U16"  # Paddle gives numpy a bfloat16 as uint16, and has no parameters of that type
-)
+BFLOAT16_AS_UINT16 = "U16"  # numpy lacks bfloat16; Paddle has no uint16 parameters
 _FIRST_READ = 64 << 10
 
 
 def read_optional_json(root: str, name: str) -> Any:
-    """None where there is no such file. FormatError where it does not parse."""
+    """Parses a JSON file, or returns None if there is none. Raises FormatError if it is damaged."""
     path = os.path.join(root, name)
     return read_json(path) if os.path.isfile(path) else None
 
@@ -40,11 +36,10 @@ def read_optional_json(root: str, name: str) -> Any:
 def open_indexed(
     root: str, index_file: str, *, absent: Collection[str] = ()
 ) -> dict[str, StoredTensor]:
-    """The tensors that an index names, and the scales of compressed ones. `absent`: endings of
-    names that no file needs to have.
+    """Opens the tensors that an index names, and the scales of quantized ones.
 
-    IncompleteError naming files and tensors that are missing; FormatError for tensors that the
-    index does not name.
+    `absent` are suffixes of names that may be missing. Raises IncompleteError naming missing files
+    and tensors, FormatError for tensors that the index does not name.
     """
     path = os.path.join(root, index_file)
     with open_binary(path) as file:
@@ -52,9 +47,7 @@ def open_indexed(
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not os.path.isfile(os.path.join(root, file))]
     if missing:
-        raise IncompleteError(
-            format_list(f"{root}: files that {index_file} names are missing", missing)
-        )
+        raise IncompleteError(format_list(f"{root}: files of {index_file} are missing", missing))
     tensors: dict[str, StoredTensor] = {}
     for name in files:
         file_tensors = open_tensors(os.path.join(root, name))
@@ -65,11 +58,9 @@ def open_indexed(
             and not tensor_name.endswith((SCALES, MIN_SCALES, MAX_SCALES))
         ]
         if unexpected:
+            path = os.path.join(root, name)
             raise FormatError(
-                format_list(
-                    f"{os.path.join(root, name)}: has tensors that {index_file} has not there",
-                    unexpected,
-                )
+                format_list(f"{path}: {index_file} does not have these tensors here", unexpected)
             )
         tensors |= file_tensors
     missing_tensors = sorted(
@@ -77,14 +68,17 @@ def open_indexed(
     )
     if missing_tensors:
         raise IncompleteError(
-            format_list(f"{root}: tensors that {index_file} names are in no file", missing_tensors)
+            format_list(f"{root}: tensors of {index_file} are in no file", missing_tensors)
         )
     return tensors
 
 
 def open_tensors(path: str) -> dict[str, StoredTensor]:
-    """The tensors of one file. FormatError, or IntegrityError where it is cut short."""
-    mapped = cache(partial(MappedFile, path))  # when it is first read from
+    """Opens the tensors of one file.
+
+    Raises FormatError if it is damaged, IntegrityError if it is truncated.
+    """
+    mapped = cache(partial(MappedFile, path))  # one mapping for all tensors, on first use
     return {
         name: _stored_tensor(path, name, entry, mapped)
         for name, entry in _read_header(path).items()
@@ -96,9 +90,8 @@ def _read_header(path: str) -> Mapping[str, Entry]:
         size = os.fstat(file.fileno()).st_size
         header_bytes = file.read(_FIRST_READ)
         needed = header_nbytes(header_bytes, file_size=size, file=path)
-        return parse_header(
-            header_bytes + file.read(max(0, needed - len(header_bytes))), file_size=size, file=path
-        )
+        header_bytes += file.read(max(0, needed - len(header_bytes)))
+        return parse_header(header_bytes, file_size=size, file=path)
 
 
 def _stored_tensor(
@@ -106,7 +99,7 @@ def _stored_tensor(
 ) -> StoredTensor:
     dtype = torch.bfloat16 if entry.dtype == BFLOAT16_AS_UINT16 else TORCH_DTYPES.get(entry.dtype)
     if dtype is None or prod(entry.shape) * itemsize(entry.dtype) != entry.stop - entry.start:
-        raise FormatError(f"{path}: {name}: has dtype {entry.dtype}, which Paddle does not write")
+        raise FormatError(f"{path}: {name}: dtype {entry.dtype} is not one that Paddle writes")
     return StoredTensor(
         dtype,
         entry.shape,
@@ -123,9 +116,7 @@ def map_box(
     shape: tuple[int, ...],
     box: Box,
 ) -> torch.Tensor:
-    """A box of a tensor that lies row-major from byte `start` of a file; an alias of the mapped
-    file.
-    """
+    """Returns a box of the row-major tensor at byte `start`, as an alias of the mapped file."""
     count = prod(shape)
     if count == 0:
         return narrow(torch.empty(shape, dtype=dtype, device="cpu"), box)

@@ -1,9 +1,9 @@
-"""Raw pickles of numpy arrays, as `paddle.save` writes them, without reading the arrays: where each
-lies in the file. Nothing is run.
+"""Unpickles numpy arrays, as `paddle.save` writes them, without reading their bytes.
 
-The standard library's own reader in Python, with its opcodes for bytes and strings replaced: what
-is long is passed over. It knows the few functions that rebuild an array, as stubs of ours; a file
-that names anything else is refused with the list of what it asked for.
+Nothing is executed. This is the standard library's Python unpickler with other opcodes for bytes
+and strings: long ones are skipped, and their place in the file is recorded. Our placeholders
+replace the few functions that rebuild an array. A file that names anything else is rejected,
+with the list of what it asks for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
 from unified_ckpt.sources.restricted_pickle.stubs import placeholder_class
 
 _SPLIT_PARTS = "UnpackBigParamInfor@@"  # Paddle's spelling
-_SHORT_NBYTES = 1024  # bytes; what is longer stays in the file
+_SHORT_NBYTES = 1024  # longer values stay in the file
 _DTYPES = {
     "f2": torch.float16,
     "f4": torch.float32,
@@ -40,14 +40,15 @@ _DTYPES = {
     "i4": torch.int32,
     "i8": torch.int64,
     "u1": torch.uint8,
-    "u2": torch.bfloat16,  # Paddle gives numpy a bfloat16 so, and has no parameters of uint16
+    "u2": torch.bfloat16,  # numpy lacks bfloat16; Paddle has no uint16 parameters
 }
 
 
 @dataclass(frozen=True, slots=True)
 class FileBytes:
-    """Bytes of the file that were passed over. `text`: they are UTF-8 of a string whose characters
-    are the bytes meant (protocol 2).
+    """A range of bytes that the unpickler skipped.
+
+    `text`: they are the UTF-8 of a latin-1 string, as protocol 2 pickles bytes.
     """
 
     start: int
@@ -56,7 +57,7 @@ class FileBytes:
 
 
 class LazyArray:
-    """A numpy array as a pickle has it."""
+    """A pickled numpy array whose bytes may still be in the file."""
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] = ()
@@ -72,10 +73,10 @@ class LazyArray:
             or dtype.name not in _DTYPES
         ):
             raise FormatError(
-                f"has an array of dtype {dtype!r}; needed one of {', '.join(_DTYPES)}, little endian"
+                f"got an array of dtype {dtype!r}, expected little-endian {', '.join(_DTYPES)}"
             )
         if not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise FormatError(f"has an array of shape {shape!r}")
+            raise FormatError(f"got an array of shape {shape!r}, expected sizes of 0 or more")
         self.shape, self.fortran_order = tuple(shape), bool(fortran_order)
         self.dtype = _DTYPES[dtype.name]
         self.raw = raw.encode("latin1") if isinstance(raw, str) else raw
@@ -84,11 +85,13 @@ class LazyArray:
             not _is_text(self.raw) and _nbytes(self.raw) != nbytes
         ):
             raise FormatError(
-                f"has an array of shape {self.shape} and {self.dtype} that does not have {nbytes} bytes"
+                f"the data of an array of shape {self.shape} and {self.dtype} is not {nbytes} bytes"
             )
 
 
 class _DtypePlaceholder:
+    """Stands in for numpy.dtype."""
+
     def __init__(self, name: Any, *_: Any) -> None:
         self.name, self.byte_order = str(name).lstrip("<|="), "<"
 
@@ -118,14 +121,16 @@ def _scalar(dtype: Any, raw: Any) -> Any:
 
 
 def _encode(text: Any, encoding: Any) -> Any:
-    """`_codecs.encode(text, "latin1")`, by which protocol 2 has bytes."""
+    """Stands in for `_codecs.encode(text, "latin1")`, with which protocol 2 pickles bytes."""
     if encoding != "latin1" or not isinstance(text, str | FileBytes):
-        raise FormatError(f"encodes a {type(text).__name__} as {encoding!r}; needed text as latin1")
+        raise FormatError(
+            f"got a {type(text).__name__} encoded as {encoding!r}, expected text as 'latin1'"
+        )
     return text if isinstance(text, FileBytes) else text.encode("latin1")
 
 
 def _empty_bytes() -> bytes:
-    """`bytes()`, as protocol 2 has no bytes at all."""
+    """Stands in for `bytes()`, which protocol 2 calls for empty bytes."""
     return b""
 
 
@@ -135,7 +140,7 @@ _ALLOWED: Mapping[str, Any] = {
         for module in ("numpy.core", "numpy._core")
         for name, placeholder in (("_reconstruct", _reconstruct), ("scalar", _scalar))
     },
-    "numpy.ndarray": object,  # is only handed to _reconstruct
+    "numpy.ndarray": object,  # only an argument of _reconstruct
     "numpy.dtype": _DtypePlaceholder,
     "_codecs.encode": _encode,
     "__builtin__.bytes": _empty_bytes,
@@ -146,10 +151,10 @@ _ALLOWED: Mapping[str, Any] = {
 
 
 class _LazyUnpickler(pickle._Unpickler):
-    """Raises the errors of `pickle`, and any other, for a damaged file."""
+    """Unpickles all but long bytes and strings. A damaged file may raise anything."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
-    read: Callable[[int], bytes]  # these two are made by `load`
+    read: Callable[[int], bytes]  # `load` sets this one and the next
     append: Callable[[Any], None]
 
     def __init__(self, file: BinaryIO, size: int) -> None:
@@ -170,13 +175,13 @@ class _LazyUnpickler(pickle._Unpickler):
             return
         start = self._lazy_file.tell()
         if start + count > self._size:
-            raise EOFError(f"needs bytes to {start + count}, the file has {self._size}")
+            raise EOFError(f"got {self._size} bytes, expected at least {start + count}")
         self._lazy_file.seek(start + count)
         self.append(FileBytes(start, count, text))
 
 
 def _skip_frame(unpickler: _LazyUnpickler) -> None:
-    unpickler.read(8)  # how much to read ahead: nothing here
+    unpickler.read(8)  # the frame's length, which only matters for reading ahead
 
 
 def _length_prefixed(struct_format: str, *, text: bool) -> Callable[[_LazyUnpickler], None]:
@@ -198,8 +203,10 @@ _LazyUnpickler.dispatch |= {
 
 
 def load_arrays(path: str) -> Any:
-    """What a raw pickle holds, its arrays as `LazyArray`. FormatError for one that is damaged or
-    names classes; it lists them.
+    """Unpickles a file; its arrays become `LazyArray`.
+
+    Raises FormatError if it is damaged or names classes, which the error lists, and IncompleteError
+    if it is truncated.
     """
     with open_binary(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -209,25 +216,23 @@ def load_arrays(path: str) -> Any:
             check_tree_size(value)
         except EOFError as error:
             if not unpickler.disallowed:
-                raise IncompleteError(f"{path}: ends early: {error}") from error
+                raise IncompleteError(f"{path}: is truncated: {error}") from error
         except Exception as error:  # a damaged pickle may raise anything
             if not unpickler.disallowed:
                 raise FormatError(
-                    f"{path}: is damaged, or no pickle of arrays: {type(error).__name__}: {error}"
+                    f"{path}: is damaged, or not a pickle of arrays: {type(error).__name__}: "
+                    f"{error}"
                 ) from error
     if unpickler.disallowed:
-        raise FormatError(
-            format_list(
-                f"{path}: asks for classes that are not read from files",
-                sorted(unpickler.disallowed),
-            )
-        )
+        message = f"{path}: asks for classes that are not loaded from files"
+        raise FormatError(format_list(message, sorted(unpickler.disallowed)))
     return value
 
 
 def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, StoredTensor]:
-    """The arrays of a dict that `load_arrays` gave, also as (name, array), as views of the mapped
-    file; those that were cut in parts of 1 GiB for an old protocol as one.
+    """Returns the arrays of a dict as tensors of the mapped file; values may be (name, array).
+
+    Arrays that an old protocol split into parts of 1 GiB are joined.
     """
     mapped = cache(partial(MappedFile, path))
     tensors = {
@@ -246,7 +251,8 @@ def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, StoredTensor]:
             or sum(prod(part.shape) for part in parts) != prod(shape)
         ):
             raise IncompleteError(
-                f"{path}: {name}: has {len(parts)} of its {len(part_names)} parts, or not all elements of {shape}"
+                f"{path}: {name}: got {len(parts)} of {len(part_names)} parts, or not all elements "
+                f"of {shape}"
             )
         tensors[name] = StoredTensor(
             parts[0].dtype, shape, path, partial(_concat_rows, tuple(parts), shape), computed=True
@@ -255,10 +261,10 @@ def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, StoredTensor]:
 
 
 def dict_entry(path: str, content: Mapping[Any, Any], name: str) -> dict[Any, Any]:
-    """The dict of that name, empty where there is none. FormatError for anything else."""
+    """Returns the dict under a name, or {} if none. Raises FormatError for other values."""
     value = content.get(name, {})
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: {name} is a {type(value).__name__}; needed a dict")
+        raise FormatError(f"{path}: {name}: got a {type(value).__name__}, expected a dict")
     return value
 
 
@@ -272,12 +278,12 @@ def _stored_tensor(
     path: str, name: str, array: LazyArray, mapped: Callable[[], MappedFile]
 ) -> StoredTensor:
     if array.fortran_order and len(array.shape) > 1 and _is_text(array.raw):
-        raise FormatError(f"{path}: {name}: is stored by columns in an old protocol; needed rows")
-    start = (
-        array.raw.start
-        if isinstance(array.raw, FileBytes) and not array.raw.text and not array.fortran_order
-        else None
-    )
+        raise FormatError(
+            f"{path}: {name}: got Fortran order in an old pickle protocol, expected C order"
+        )
+    start = None
+    if isinstance(array.raw, FileBytes) and not array.raw.text and not array.fortran_order:
+        start = array.raw.start
     return StoredTensor(
         array.dtype,
         array.shape,
@@ -296,7 +302,8 @@ def _view(array: LazyArray, mapped: Callable[[], MappedFile], box: Box) -> torch
             memory = bytearray(str(memory, "utf-8").encode("latin1"))
             if len(memory) != nbytes:
                 raise FormatError(
-                    f"{mapped().path}: an array of shape {array.shape} has {len(memory)} bytes; needed {nbytes}"
+                    f"{mapped().path}: an array of shape {array.shape} has {len(memory)} bytes, "
+                    f"expected {nbytes}"
                 )
         return narrow(_shaped(array, memory), box)
     return narrow(_in_memory(array), box)
@@ -310,15 +317,13 @@ def _shaped(array: LazyArray, memory: Any) -> torch.Tensor:
     if not prod(array.shape):
         return torch.empty(array.shape, dtype=array.dtype, device="cpu")
     flat = torch.frombuffer(memory, dtype=array.dtype)
-    return (
-        flat.view(array.shape[::-1]).permute(*reversed(range(len(array.shape))))
-        if array.fortran_order
-        else flat.view(array.shape)
-    )
+    if array.fortran_order:
+        return flat.view(array.shape[::-1]).permute(*reversed(range(len(array.shape))))
+    return flat.view(array.shape)
 
 
 def _concat_rows(parts: tuple[StoredTensor, ...], shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """Rows [first, stop) of flat parts, then the box of them."""
+    """Joins the flat parts that hold the box's rows, then narrows them to the box."""
     row_numel = prod(shape[1:])
     first, stop = box.offsets[0] * row_numel, (box.offsets[0] + box.shape[0]) * row_numel
     pieces, offset = [], 0
@@ -332,8 +337,9 @@ def _concat_rows(parts: tuple[StoredTensor, ...], shape: tuple[int, ...], box: B
 
 
 def to_plain(value: Any) -> Any:
-    """What is in dicts, lists and tuples, arrays as tensors. FormatError for what is no plain
-    value.
+    """Converts a tree of dicts, lists and tuples; arrays become tensors.
+
+    Raises FormatError for values that are not plain.
     """
     if isinstance(value, LazyArray):
         return _in_memory(value).clone() if isinstance(value.raw, bytes) else None
@@ -343,4 +349,4 @@ def to_plain(value: Any) -> Any:
         return type(value)(to_plain(item) for item in value)
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
-    raise FormatError(f"holds a {type(value).__name__}; needed plain values")
+    raise FormatError(f"got a {type(value).__name__}, expected plain values")

@@ -1,9 +1,8 @@
-"""PaddleNLP's older folders: `model_state*.pdparams` and `optimizer*.pdopt`, pickles of arrays, one
-for each rank of the mesh.
+"""Reads older PaddleNLP folders: pickles `model_state*.pdparams`, `optimizer*.pdopt` per rank.
 
-The optimizer's state is keyed by Paddle's own names of parameters, which the rank's `.pdparams`
-maps to the model's. Nothing in the files says how ranks split a parameter: that follows from the
-layer's name, and must make up the sizes of the config.
+Optimizer state is keyed by Paddle's internal parameter names, which the rank's `.pdparams` maps
+to the model's names. The files do not say how ranks split a parameter: that follows from the
+layer's name, and the result must have the sizes of the config.
 """
 
 from __future__ import annotations
@@ -47,8 +46,9 @@ class _Collected:
 def read_legacy_state(
     root: str, entries: Collection[str], model: ModelConfig
 ) -> tuple[PaddleTensors, Mapping[str, Any]]:
-    """The tensors, and the learning rate's state if an optimizer's file has it. IncompleteError
-    naming files that are missing.
+    """Returns the folder's tensors, and the scheduler's state if an optimizer file has it.
+
+    Raises IncompleteError naming missing files.
     """
     collected = _Collected()
     names_by_rank: dict[tuple[int, ...], dict[str, str]] = {}
@@ -61,7 +61,8 @@ def read_legacy_state(
     for rank_file in optimizers:
         if _mesh_coordinates(rank_file) not in names_by_rank:
             raise IncompleteError(
-                f"{root}: {rank_file.file} is there, and no model_state of its rank; needed it for the parameters' names"
+                f"{root}: the model_state file for {rank_file.file} is missing, which has the "
+                "parameters' names"
             )
         _read_optimizer(
             os.path.join(root, rank_file.file),
@@ -90,18 +91,19 @@ def _mesh_coordinates(rank_file: RankFile) -> tuple[int, ...]:
 
 
 def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[str, str]:
-    """Adds its slices; gives Paddle's names of its parameters -> the model's."""
+    """Collects a rank's slices; returns a map of Paddle's internal names to the model's names."""
     content = load_arrays(path)
     if not isinstance(content, dict):
-        raise FormatError(f"{path}: holds a {type(content).__name__}; needed arrays by name")
+        raise FormatError(f"{path}: got a {type(content).__name__}, expected a dict of arrays")
     name_map = dict_entry(path, content, _NAMES)
     tensors = map_arrays(path, content)
+    # "@@" marks Paddle's own entries.
     unexpected = sorted(
         str(name) for name in content if str(name) not in tensors and "@@" not in str(name)
-    )  # Paddle's own entries have that
+    )
     if unexpected or not tensors:
         raise FormatError(
-            format_list(f"{path}: has entries that are no arrays, or none at all", unexpected)
+            format_list(f"{path}: has entries that are not arrays, or no arrays", unexpected)
         )
     for name, tensor in tensors.items():
         collected.model.setdefault(name, {}).setdefault(
@@ -118,7 +120,7 @@ def _read_optimizer(
 ) -> None:
     content = load_arrays(path)
     if not isinstance(content, dict):
-        raise FormatError(f"{path}: holds a {type(content).__name__}; needed arrays by name")
+        raise FormatError(f"{path}: got a {type(content).__name__}, expected a dict of arrays")
     collected.scheduler = collected.scheduler or to_plain(content.pop(_SCHEDULER, None))
     masters = dict_entry(path, content, _MASTERS)
     tp, unknown = rank_file.coordinates.get("tp", 0), []
@@ -146,7 +148,7 @@ def _read_optimizer(
     if unknown:
         raise FormatError(
             format_list(
-                f"{path}: has state that is not read, or of parameters that its .pdparams does not name",
+                f"{path}: has unknown state, or state of parameters that its .pdparams lacks",
                 unknown,
             )
         )
@@ -155,9 +157,10 @@ def _read_optimizer(
 def _split_axes(
     root: str, collected: _Collected, model: ModelConfig, degree: int
 ) -> dict[str, int]:
-    """The axis of each parameter that tensor parallel ranks have parts of. One that has its whole
-    size on a rank is not split: key heads that are fewer than ranks, a vocabulary that does not
-    divide.
+    """Returns the axis along which tensor-parallel ranks split each parameter.
+
+    A parameter that has its full size on a rank is not split: fewer key heads than ranks, or a
+    vocabulary that the ranks do not divide.
     """
     if degree == 1:
         return {}
@@ -168,7 +171,8 @@ def _split_axes(
         model.vocab,
     ):
         raise FormatError(
-            f"{root}: slices of {degree} tensor parallel ranks are joined by the model's sizes; needed its config.json"
+            f"{root}: joining slices of {degree} tensor-parallel ranks requires the model's sizes; "
+            "add its config.json"
         )
     axes = {}
     for name, slices in collected.model.items():
@@ -192,7 +196,7 @@ def _concat_slices(
         axis = axes.get(name)
         if axis is not None and len(by_rank) != degree:
             raise IncompleteError(
-                f"{root}: {name}: is in files of {len(by_rank)} tensor parallel ranks of {degree}"
+                f"{root}: {name}: got files of {len(by_rank)} of {degree} tensor-parallel ranks"
             )
         slices = [
             concat_tp(name, replicas, None, sections=1)[0].tensor

@@ -1,12 +1,12 @@
-"""How PaddleNLP names and lays out parameters, and how torch does: told from names and the model's
-config, never from shapes.
+"""Maps PaddleNLP's parameter names and layouts to torch's, from names and the config.
 
-Paddle has a linear layer's weight as [in, out], torch as [out, in]. A square one looks the same
-either way, so a weight of two dims whose layer is not known here is refused. Where the config says
-sizes, every weight must have them.
+Shapes are no evidence. Paddle stores linear weights as [in, out], torch as [out, in]. A square
+weight looks the same either way, so a 2-D weight of an unknown layer is rejected. If the config
+has sizes, every weight must match them.
 
-Source: PaddleNLP's models (`llama/modeling.py` and those made after it); fused QKV holds, for each
-group of heads, its queries, its key, its value; fused gate_up all gates, then all ups.
+Source: PaddleNLP's models (`llama/modeling.py` and those derived from it). Fused QKV stores, for
+each group of heads, its queries, its key, its value; fused gate_up stores all gates, then all
+ups.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from typing import Any, Literal
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.errors import FormatError
 
-# Models whose parameters have Hugging Face's names after the first word, which is PaddleNLP's
-# `base_model_prefix`.
+# Models with Hugging Face's names after the first component, PaddleNLP's `base_model_prefix`.
 _HF_NAMED_MODELS = frozenset(
     {"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma"}
 )
 
 QKV, GATE_UP = "qkv_proj", "gate_up_fused_proj"
-# Linear layers by how tensor parallel ranks split them: out, in, or not at all. lm_head and
-# embeddings are told apart below.
+# Linear layers by the dim that tensor-parallel ranks split: out, in, or none.
 _COLUMN = frozenset(
     {
         "q_proj",
@@ -53,8 +51,9 @@ Layer = Literal["column", "row", "plain", "embedding", "head", "vector"]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What config.json says of a model. `tied`: whether lm_head is the embedding; None where it
-    does not say.
+    """The fields of a model's config.json that names and shapes depend on.
+
+    `tied`: lm_head is the embedding; None if the config does not say.
     """
 
     model_type: str | None = None
@@ -70,14 +69,16 @@ class ModelConfig:
 
     @property
     def has_hf_names(self) -> bool:
-        """Whether its names are Hugging Face's but for the first word."""
+        """Returns whether names are Hugging Face's except for their first component."""
         return self.model_type in _HF_NAMED_MODELS
 
 
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
-    """A tensor of torch's, from one of Paddle's: `boxes` are pairs, in torch's and in Paddle's, of
-    one shape, or, `transposed`, of reversed shapes.
+    """A torch tensor that comes from one Paddle tensor.
+
+    `boxes` are pairs of a box in the torch tensor and one in the Paddle tensor, of the same shape,
+    or of reversed shapes if `transposed`.
     """
 
     name: str
@@ -87,7 +88,7 @@ class TargetTensor:
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
-    """From a parsed config.json, PaddleNLP's or Hugging Face's."""
+    """Reads a parsed config.json of PaddleNLP or Hugging Face."""
 
     def size(name: str) -> int | None:
         value = config.get(name)
@@ -118,10 +119,10 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def layer_kind(name: str, *, internal_name: str | None = None) -> Layer | None:
-    """What kind of layer a parameter belongs to. `internal_name`: Paddle's own name of it, which
-    has the class of its layer. None where unknown.
+    """Returns the kind of layer that a parameter belongs to, or None if it is unknown.
 
-    FormatError where the two names contradict each other.
+    `internal_name` is Paddle's own parameter name, which contains the class of its layer. Raises
+    FormatError if the two names contradict each other.
     """
     leaf = _leaf(name)
     by_name: Layer | None = None
@@ -143,15 +144,14 @@ def layer_kind(name: str, *, internal_name: str | None = None) -> Layer | None:
         and by_name != "head"
     ):
         raise FormatError(
-            f"{name}: is called a layer of kind {by_name}, and {internal_name} by Paddle"
+            f"{name}: its name is that of a layer of kind {by_name}, but Paddle's internal name "
+            f"is {internal_name}"
         )
     return by_name or by_class
 
 
 def _layer_kind_by_class(internal_name: str) -> Layer | None:
-    """`linear_3.w_0` -> "plain": Paddle names a parameter by the kind of its layer, of parallel
-    ones too.
-    """
+    """Returns the kind from Paddle's internal name: `linear_3.w_0` is always "plain"."""
     return (
         "embedding"
         if "embedding" in internal_name
@@ -162,21 +162,18 @@ def _layer_kind_by_class(internal_name: str) -> Layer | None:
 
 
 def _leaf(name: str) -> str:
-    """The layer's own name: "q_proj" of "llama.layers.0.self_attn.q_proj.weight", and of its
-    adapter's "….q_proj.lora_A".
-    """
+    """Returns the layer's name: "q_proj" for "llama.layers.0.self_attn.q_proj.weight"."""
     parts = name.split(".")
     return parts[-2] if len(parts) > 1 else ""
 
 
 def is_adapter(name: str) -> bool:
+    """Returns whether a parameter belongs to a LoRA adapter."""
     return name.rpartition(".")[2] in _LORA
 
 
 def resolve_tie(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    """The model, and whether it is tied where the config does not say and the hidden size is one of
-    lm_head's two, not both.
-    """
+    """Infers `tied` from lm_head's shape, if the config lacks it and one dim is the hidden size."""
     head = next(
         (shape for name, shape in shapes.items() if is_head(name) and len(shape) == 2), None
     )
@@ -186,13 +183,12 @@ def resolve_tie(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Mo
 
 
 def is_head(name: str) -> bool:
+    """Returns whether a parameter belongs to lm_head."""
     return _leaf(name) == _HEAD
 
 
 def split_axis(name: str, dims: int, layer: Layer | None, *, tied: bool) -> int | None:
-    """The axis, in Paddle's orientation, that tensor parallel ranks have parts of; None where each
-    has the whole.
-    """
+    """Returns the axis, in Paddle's layout, that tensor-parallel ranks split; None for replicas."""
     if layer == "head":
         layer = "embedding" if tied else "column"
     suffix = name.rpartition(".")[2]
@@ -206,8 +202,9 @@ def split_axis(name: str, dims: int, layer: Layer | None, *, tied: bool) -> int 
 def is_transposed(
     name: str, shape: tuple[int, ...], layer: Layer | None, *, tied: bool | None
 ) -> bool:
-    """Whether torch has it transposed. FormatError for a weight of two or more dims of which that
-    is not known.
+    """Returns whether torch stores the parameter transposed.
+
+    Raises FormatError for weights of two or more dims for which this is unknown.
     """
     if len(shape) < 2:
         return False
@@ -215,32 +212,29 @@ def is_transposed(
         return True
     if layer == "head" and tied is None:
         raise FormatError(
-            f"{name}: whether it is [hidden, vocab] hangs on tie_word_embeddings; needed a config.json that says so (SourceOptions.config)"
+            f"{name}: its layout depends on tie_word_embeddings; pass a config.json that has it "
+            "(SourceOptions.config)"
         )
     if layer is None or layer == "vector" or len(shape) > 2:
         raise FormatError(
-            f"{name}: has shape {shape}, and by its name it is not known whether it is a linear layer's [in, out]; "
-            "needed names like those of Llama, Qwen2, Mixtral or Gemma in PaddleNLP, or of a layer of Paddle's"
+            f"{name}: got shape {shape} of an unknown layer, so its layout is unknown; expected "
+            "names of Llama, Qwen2, Mixtral or Gemma in PaddleNLP, or of a Paddle layer"
         )
     return not (layer == "embedding" or (layer == "head" and tied is True))
 
 
 def check_shape(name: str, shape: tuple[int, ...], model: ModelConfig) -> None:
-    """FormatError where a parameter has other sizes than the config says, in Paddle's orientation."""
+    """Raises FormatError if a shape, in Paddle's layout, does not match the config."""
     expected = expected_shape(name, len(shape), model)
-    if any(
-        expected_size is not None and expected_size != actual_size
-        for expected_size, actual_size in zip(expected, shape, strict=True)
-    ):
+    if any(size not in (None, actual) for size, actual in zip(expected, shape, strict=True)):
+        sizes = ", ".join("any" if size is None else str(size) for size in expected)
         raise FormatError(
-            f"{name}: has shape {shape}; in Paddle's orientation config.json needs {tuple('any' if expected_dim is None else expected_dim for expected_dim in expected)}"
+            f"{name}: got shape {list(shape)}, expected [{sizes}] by config.json (Paddle's layout)"
         )
 
 
 def expected_shape(name: str, dims: int, model: ModelConfig) -> tuple[int | None, ...]:
-    """What the config says of a parameter's sizes in Paddle's orientation; None where it says
-    nothing.
-    """
+    """Returns a parameter's shape, in Paddle's layout, from the config; None for unknown dims."""
     if dims not in (1, 2) or is_adapter(name) or not model.has_hf_names:
         return (None,) * dims
     leaf, hidden, head_dim = _leaf(name), model.hidden, model.head_dim
@@ -265,7 +259,7 @@ def expected_shape(name: str, dims: int, model: ModelConfig) -> tuple[int | None
 
 
 def torch_name(name: str, model: ModelConfig) -> str:
-    """Hugging Face's name where the model is known, PEFT's of an adapter; else the name as it is."""
+    """Returns the Hugging Face name of a known model, PEFT's of an adapter, else the same name."""
     if not model.has_hf_names:
         return name
     hf_name = (
@@ -277,7 +271,7 @@ def torch_name(name: str, model: ModelConfig) -> str:
 
 
 def paddle_name(name: str, model: ModelConfig) -> str:
-    """The inverse of `torch_name`."""
+    """Returns the inverse of `torch_name`."""
     native_name = (
         name.removeprefix("base_model.model.").removesuffix(".weight") if ".lora_" in name else name
     )
@@ -291,8 +285,9 @@ def paddle_name(name: str, model: ModelConfig) -> str:
 def target_tensors(
     name: str, shape: tuple[int, ...], model: ModelConfig, *, transposed: bool, rename: bool
 ) -> list[TargetTensor]:
-    """The tensors of torch's that one of Paddle's holds: itself, or what it fuses. `rename`: into
-    Hugging Face's names.
+    """Returns the torch tensors that a Paddle tensor holds: itself, or those that it fuses.
+
+    `rename`: use Hugging Face names.
     """
     target_name = torch_name(name, model) if rename else name
     leaf = _leaf(name)
@@ -307,7 +302,7 @@ def target_tensors(
         ]
     rows = _qkv_ranges(name, shape[-1], model) if leaf == QKV else _gate_up_ranges(name, shape[-1])
     targets = []
-    for target_leaf, ranges in rows.items():  # ranges of Paddle's last axis, which is torch's first
+    for target_leaf, ranges in rows.items():  # of Paddle's last axis, which is torch's first
         total = sum(stop - start for start, stop in ranges)
         boxes, offset = [], 0
         for start, stop in ranges:
@@ -329,7 +324,7 @@ def target_tensors(
 
 def _gate_up_ranges(name: str, size: int) -> dict[str, list[tuple[int, int]]]:
     if size % 2:
-        raise FormatError(f"{name}: has {size} outputs; needed gates and ups, as many of each")
+        raise FormatError(f"{name}: got {size} outputs, expected an even number (gates and ups)")
     return {"gate_proj": [(0, size // 2)], "up_proj": [(size // 2, size)]}
 
 
@@ -343,7 +338,7 @@ def _qkv_ranges(name: str, size: int, model: ModelConfig) -> dict[str, list[tupl
         or size != (heads + 2 * groups) * head_dim
     ):
         raise FormatError(
-            f"{name}: has {size} outputs; needed a config.json whose heads and head_dim make up as many"
+            f"{name}: got {size} outputs, expected those of config.json's heads and head_dim"
         )
     queries = heads // groups * head_dim
     ranges: dict[str, list[tuple[int, int]]] = {"q_proj": [], "k_proj": [], "v_proj": []}

@@ -1,10 +1,10 @@
-"""Adam's moments as PaddleNLP compresses them (`ckpt_quant_stage`), back in float32, bit for bit as
-it does it.
+"""Dequantizes Adam moments that PaddleNLP compressed (`ckpt_quant_stage`) to float32.
 
-Instead of the second moment v it keeps 1 / (sqrt(v) + 1e-8). O1: 8 bits, scales for each column.
-O2: 4 bits and 4 bits in one byte under the second moment's name, scales for each 32 rows of a
-column. Source: `paddlenlp/quantization/checkpoint_quantization_utils.py`; Paddle divides by a
-constant as it multiplies with its float32 reciprocal.
+The result equals PaddleNLP's bit for bit. In place of the second moment v, it stores 1 /
+(sqrt(v) + 1e-8). O1 uses 8 bits, with scales per column. O2 packs 4 + 4 bits into one byte under
+the second moment's name, with scales per 32 rows of a column. Source:
+`paddlenlp/quantization/checkpoint_quantization_utils.py`. Paddle divides by a constant by
+multiplying with its float32 reciprocal.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.paddle.slices import StoredTensor
 
 SCALES, MIN_SCALES, MAX_SCALES = "@scales", "@min_scales", "@max_scales"
-GROUP_ROWS = 32  # rows
+GROUP_ROWS = 32
 _EPS = 1e-8
 
 
 def first_moment_o1(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """I8 [rows, columns], scales F32 [columns]; or a vector and one scale."""
+    """Dequantizes I8 [rows, columns] with scales F32 [columns], or a vector with one scale."""
     _check(stored, [scales], stored.shape[1:], torch.int8)
     return _dequantized(stored, partial(_load_first_o1, stored, scales))
 
@@ -31,13 +31,13 @@ def first_moment_o1(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
 def second_moment_o1(
     stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor
 ) -> StoredTensor:
-    """U8, as above."""
+    """Dequantizes U8 of the same shapes."""
     _check(stored, [min_scales, max_scales], stored.shape[1:], torch.uint8)
     return _dequantized(stored, partial(_load_second_o1, stored, min_scales, max_scales))
 
 
 def first_moment_o2(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """The high half of each byte of I8 [rows, columns], scales F32 [rows / 32, columns]."""
+    """Dequantizes the high half of I8 [rows, columns], with scales F32 [rows / 32, columns]."""
     _check_o2(stored, [scales])
     return _dequantized(stored, partial(_load_first_o2, stored, scales))
 
@@ -45,7 +45,7 @@ def first_moment_o2(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
 def second_moment_o2(
     stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor
 ) -> StoredTensor:
-    """The low half."""
+    """Dequantizes the low half of I8 [rows, columns]."""
     _check_o2(stored, [min_scales, max_scales])
     return _dequantized(stored, partial(_load_second_o2, stored, min_scales, max_scales))
 
@@ -85,7 +85,7 @@ def _column_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
 
 
 def _row_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
-    """The scales of each row of the box. [rows, columns]"""
+    """Returns the scales of each row of the box, [rows, columns]."""
     first_group, stop_group = (
         box.offsets[0] // GROUP_ROWS,
         -(-(box.offsets[0] + box.shape[0]) // GROUP_ROWS),
@@ -111,13 +111,15 @@ def _check(
     ):
         actual = ", ".join(f"{scale.dtype} {scale.shape}" for scale in scales)
         raise FormatError(
-            f"{stored.path}: is {stored.dtype} {stored.shape} with scales {actual}; needed {dtype} and float32 {shape}"
+            f"{stored.path}: got {stored.dtype} {stored.shape} with scales {actual}, expected "
+            f"{dtype} with scales float32 {shape}"
         )
 
 
 def _check_o2(stored: StoredTensor, scales: list[StoredTensor]) -> None:
     if len(stored.shape) != 2 or stored.shape[0] % GROUP_ROWS:
         raise FormatError(
-            f"{stored.path}: is {stored.shape}; needed two dims, the first a multiple of {GROUP_ROWS}"
+            f"{stored.path}: got shape {stored.shape}, expected two dims, the first a multiple of "
+            f"{GROUP_ROWS}"
         )
     _check(stored, scales, (stored.shape[0] // GROUP_ROWS, stored.shape[1]), torch.int8)

@@ -1,6 +1,4 @@
-"""Files that PaddleNLP's ranks left, by where the rank stood in the mesh:
-`optimizer.tp00_pp01_shard00.pdopt`. Names only.
-"""
+"""Parses mesh coordinates in rank file names, such as `optimizer.tp00_pp01_shard00.pdopt`."""
 
 from __future__ import annotations
 
@@ -18,25 +16,28 @@ _DIMS = ("tp", "pp", "shard", "moe")
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """`coordinates`: by dim of the mesh, those that the name has."""
+    """A rank's file. `coordinates` has the mesh dims that the name contains."""
 
     file: str
     coordinates: Mapping[str, int]
 
     def along(self, dims: Collection[str]) -> tuple[int, ...]:
+        """Returns the coordinates along `dims`; dims that the name lacks are 0."""
         return tuple(self.coordinates.get(dim, 0) for dim in dims)
 
 
 def is_sharded(files: Collection[RankFile]) -> bool:
-    """Whether ranks have the state of some parameters each (sharding): a file that is missing then
-    leaves no gap but in those.
+    """Returns whether each rank has the state of some parameters only.
+
+    A missing file then leaves no gap except in those parameters.
     """
     return any("shard" in rank_file.coordinates for rank_file in files)
 
 
 def rank_files(root: str, entries: Collection[str], stem: str, ending: str) -> list[RankFile]:
-    """The ranks' files of one kind, or the one file without a rank. IncompleteError naming those
-    that the others' numbers need.
+    """Returns the rank files of one kind, or the single file without coordinates.
+
+    Raises IncompleteError naming the files that are missing in the grid of coordinates.
     """
     pattern = re.compile(rf"{stem}((?:[._](?:{'|'.join(_DIMS)})\d+)*)\.{ending}")
     files = [

@@ -1,8 +1,8 @@
-"""Tensors in Paddle's orientation, whole or in the slices of tensor parallel ranks, as fragments of
-torch's tensors. Views of mapped files.
+"""Turns tensors in Paddle's layout, whole or split by tensor-parallel ranks, into torch shards.
 
-How wrong bytes could be read: a slice is joined on the wrong axis, or two copies of one tensor
-differ. Slices must make up the whole, and copies are compared where they are read.
+How wrong bytes could be read: slices are joined along the wrong axis, or replicas of one tensor
+differ. Slices must therefore fill the whole tensor, and replicas are compared when they are
+read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from unified_ckpt.runtime.torch_state.tensors import as_contiguous, as_int_bits
 from unified_ckpt.sources.paddle.names import TargetTensor
 from unified_ckpt.views.shards import TensorShard
 
-_SHARD_NBYTES = 64 << 20  # of what costs to load
+_SHARD_NBYTES = 64 << 20  # of tensors that are computed or transposed
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as a file has it. `load(box)` gives its elements there. `computed`: they are no
-    alias of the file. `start`: the byte of file
-    `path` from which they lie row-major."""
+    """A tensor in a file. `load(box)` returns the box's elements.
+
+    `computed`: `load` does not alias the file. `start`: the tensor lies row-major in `path` from
+    this byte.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -39,8 +41,9 @@ class StoredTensor:
     start: int | None = None
 
     def copy(self, box: Box) -> torch.Tensor:
-        """Its elements there in new memory, or as good as new. Read, not mapped: columns of mapped
-        rows fault in all pages of the file.
+        """Returns a box in new memory, or in memory that nothing else uses.
+
+        Reads instead of mapping: columns of a mapped tensor would fault in all pages of the file.
         """
         if self.start is None:
             return self.load(box)
@@ -56,24 +59,22 @@ class StoredTensor:
                     self.start + first * item,
                     self.path,
                 )
-        return (
-            torch.frombuffer(buffer, dtype=self.dtype).view(box.shape)
-            if buffer
-            else torch.empty(box.shape, dtype=self.dtype, device="cpu")
-        )
+        if not buffer:
+            return torch.empty(box.shape, dtype=self.dtype, device="cpu")
+        return torch.frombuffer(buffer, dtype=self.dtype).view(box.shape)
 
 
 def _read_exact(fd: int, view: memoryview, start: int, path: str) -> None:
     while view:
         count = os.preadv(fd, [view], start)
         if count == 0:
-            raise FormatError(f"{path}: ends at byte {start}; needed {start + len(view)}")
+            raise FormatError(f"{path}: got {start} bytes, expected at least {start + len(view)}")
         view, start = view[count:], start + count
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of a whole tensor: what `tensor` has from `offsets` on."""
+    """A box of a whole tensor: the elements of `tensor` from `offsets` on."""
 
     box: Box
     tensor: StoredTensor
@@ -81,22 +82,23 @@ class Slice:
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A view."""
+    """Returns the box of a tensor as a view."""
     return tensor[
         tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))
     ]
 
 
 def single_slice(tensor: StoredTensor) -> list[Slice]:
-    """A tensor that is whole in one place."""
+    """Returns a whole tensor as its only slice."""
     return [Slice(full_box(tensor.shape), tensor, (0,) * len(tensor.shape))]
 
 
 def concat_tp(
     name: str, slices: Sequence[StoredTensor], axis: int | None, *, sections: int
 ) -> list[Slice]:
-    """The slices of tensor parallel ranks, in their order. `sections`: of a layer that fuses so
-    many, each slice has a part of each.
+    """Joins the slices of tensor-parallel ranks, given in rank order; axis None means replicas.
+
+    `sections`: the layer fuses so many tensors, and each slice has a part of each of them.
     """
     first = slices[0]
     if len(slices) == 1:
@@ -109,8 +111,8 @@ def concat_tp(
         or len({tensor.dtype for tensor in slices}) > 1
         or any(tensor.shape[axis] % sections for tensor in slices)
     ):
-        has = ", ".join(f"{tensor.shape} in {tensor.path}" for tensor in slices)
-        raise FormatError(f"{name}: its slices do not fit together on axis {axis}: {has}")
+        shapes_text = ", ".join(f"{tensor.shape} in {tensor.path}" for tensor in slices)
+        raise FormatError(f"{name}: slices do not join along axis {axis}: got {shapes_text}")
     parts, start = [], 0
     for section in range(sections):
         for tensor in slices:
@@ -129,20 +131,22 @@ def concat_tp(
 
 
 def full_shape(slices: Sequence[Slice]) -> tuple[int, ...]:
-    """Of the whole tensor."""
-    return tuple(
-        max(low + count for low, count in dim)
-        for dim in zip(*(zip(part.box.offsets, part.box.shape, strict=True) for part in slices))  # noqa: B905
-    )
+    """Returns the shape of the whole tensor."""
+    ends = [
+        [low + count for low, count in zip(part.box.offsets, part.box.shape, strict=True)]
+        for part in slices
+    ]
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _compare_replicas(name: str, replicas: Sequence[StoredTensor]) -> StoredTensor:
-    """One tensor of several copies of it, which are compared where it is read."""
+    """Returns a tensor that compares its replicas whenever it is read."""
     first = replicas[0]
     for other in replicas[1:]:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
             raise FormatError(
-                f"{name}: is {first.dtype} {first.shape} in {first.path}, {other.dtype} {other.shape} in {other.path}"
+                f"{name}: got {first.dtype} {first.shape} in {first.path}, but {other.dtype} "
+                f"{other.shape} in {other.path}"
             )
     return StoredTensor(
         first.dtype,
@@ -154,18 +158,14 @@ def _compare_replicas(name: str, replicas: Sequence[StoredTensor]) -> StoredTens
 
 
 def merge_replicas(name: str, replicas: Sequence[Sequence[Slice]]) -> list[Slice]:
-    """One tensor, of several copies that may each lie in slices; their values are compared where
-    they are read.
-    """
-    return (
-        single_slice(_compare_replicas(name, [as_stored_tensor(slices) for slices in replicas]))
-        if len(replicas) > 1
-        else list(replicas[0])
-    )
+    """Returns one tensor for replicas that may each be split; their values are compared on read."""
+    if len(replicas) == 1:
+        return list(replicas[0])
+    return single_slice(_compare_replicas(name, [as_stored_tensor(slices) for slices in replicas]))
 
 
 def as_stored_tensor(slices: Sequence[Slice]) -> StoredTensor:
-    """What lies in slices as one tensor."""
+    """Returns slices as one tensor."""
     if len(slices) == 1:
         return slices[0].tensor
     return StoredTensor(
@@ -184,7 +184,8 @@ def _load_compared(name: str, replicas: Sequence[StoredTensor], box: Box) -> tor
             as_int_bits(values.contiguous()), as_int_bits(other.load(box).contiguous())
         ):
             raise IntegrityError(
-                f"{name}: has other values in {other.path} than in {replicas[0].path}; needed copies of one tensor"
+                f"{name}: values in {other.path} differ from those in {replicas[0].path}, expected "
+                "replicas of one tensor"
             )
     return values
 
@@ -201,26 +202,18 @@ def _load_slices(slices: Sequence[Slice], box: Box) -> torch.Tensor:
 
 
 def target_shards(slices: Sequence[Slice], target: TargetTensor) -> list[TensorShard]:
-    """Those of one of torch's tensors."""
+    """Returns the shards of one torch tensor."""
     shards = []
     for target_box, paddle_box in target.boxes:
+        origin = target_box.offsets[::-1] if target.transposed else target_box.offsets
         for part in slices:
             common = intersect(paddle_box, part.box)
-            for piece in (
-                _split_box(common, part.tensor, transposed=target.transposed)
-                if common is not None
-                else ()
-            ):
-                shifted = _shift_box(
-                    piece,
-                    paddle_box.offsets,
-                    target_box.offsets[::-1] if target.transposed else target_box.offsets,
-                )
-                box = (
-                    Box(shifted.offsets[::-1], shifted.shape[::-1])
-                    if target.transposed
-                    else shifted
-                )
+            if common is None:
+                continue
+            for piece in _split_box(common, part.tensor, transposed=target.transposed):
+                box = _shift_box(piece, paddle_box.offsets, origin)
+                if target.transposed:
+                    box = Box(box.offsets[::-1], box.shape[::-1])
                 load = partial(
                     _load, part.tensor, _box_in_tensor(part, piece), transposed=target.transposed
                 )
@@ -233,13 +226,13 @@ def target_shards(slices: Sequence[Slice], target: TargetTensor) -> list[TensorS
 
 
 def _split_box(box: Box, tensor: StoredTensor, *, transposed: bool) -> list[Box]:
-    """What costs to load, as what is turned does, is loaded in pieces, cut where torch's rows are."""
+    """Splits a box that is computed or transposed, along torch's rows, to bound memory."""
     axis = len(box.shape) - 1 if transposed else 0
-    row_nbytes = (
-        tensor.dtype.itemsize * prod(box.shape) // max(1, box.shape[axis]) if box.shape else 0
-    )
+    if not (tensor.computed or transposed) or not box.shape:
+        return [box]
+    row_nbytes = tensor.dtype.itemsize * prod(box.shape) // max(1, box.shape[axis])
     row_count = max(1, _SHARD_NBYTES // max(1, row_nbytes))
-    if not (tensor.computed or transposed) or not box.shape or box.shape[axis] <= row_count:
+    if box.shape[axis] <= row_count:
         return [box]
     return [
         Box(
@@ -251,9 +244,11 @@ def _split_box(box: Box, tensor: StoredTensor, *, transposed: bool) -> list[Box]
 
 
 def _load(tensor: StoredTensor, box: Box, *, transposed: bool) -> torch.Tensor:
-    return (
-        as_contiguous(as_contiguous(tensor.copy(box)).t()) if transposed else tensor.load(box)
-    )  # in two steps: torch is fast only from contiguous memory
+    if transposed:
+        return as_contiguous(
+            as_contiguous(tensor.copy(box)).t()
+        )  # torch transposes fast only what is contiguous
+    return tensor.load(box)
 
 
 def _box_in_tensor(part: Slice, box: Box) -> Box:
@@ -261,7 +256,7 @@ def _box_in_tensor(part: Slice, box: Box) -> Box:
 
 
 def _shift_box(box: Box, old_origin: Sequence[int], new_origin: Sequence[int]) -> Box:
-    """The box, from one origin to another."""
+    """Moves a box from one origin to another."""
     return Box(
         tuple(low - a + b for low, a, b in zip(box.offsets, old_origin, new_origin, strict=True)),
         box.shape,

@@ -1,10 +1,12 @@
-"""PaddleNLP's Unified Checkpoints: safetensors with indices, of the model or an adapter, master
-weights and the optimizer; merged or a file for each rank, compressed or not, with master weights,
-without, or with nothing else.
+"""Opens PaddleNLP Unified Checkpoints and older `.pdparams` folders as Sources.
 
-How wrong state could be read: a file or a slice is missing, compressed bytes are taken as they are,
-master weights for the model's. The indices, the headers and the numbers of ranks are compared
-before anything is read.
+A Unified Checkpoint has indexed safetensors of the model or an adapter, the master weights and the
+optimizer. The optimizer may be merged or one file per rank, and quantized or not; master weights or
+model weights may be left out.
+
+How wrong state could be read: a file or slice is missing, quantized bytes are used as they are, or
+master weights replace the model's. Indexes, headers and rank numbers are therefore compared before
+any tensor is read.
 """
 
 from __future__ import annotations
@@ -54,17 +56,16 @@ _HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def open_paddle(root: str, options: SourceOptions) -> ShardedSource:
-    """A Unified Checkpoint, or a folder of `.pdparams`. FormatError, or IncompleteError naming what
-    is missing.
-    """
+    """Opens a PaddleNLP folder. Raises FormatError, or IncompleteError naming what is missing."""
     entries = frozenset(os.listdir(root)) if os.path.isdir(root) else frozenset()
     config = read_optional_config(options.config or root)
     if options.config and config is None:
-        raise NotFoundError(f"{options.config}: is no config.json, nor a folder that has one")
+        raise NotFoundError(f"{options.config}: no such file, expected a config.json or its folder")
     model, trainer_state = parse_config(config or {}), read_trainer_state(root, entries)
     if options.names == "huggingface" and not model.has_hf_names:
         raise FormatError(
-            f"{root}: Hugging Face's names are not known for model_type {model.model_type!r}; needed a config.json, or names='own'"
+            f"{root}: no Hugging Face names are known for model_type {model.model_type!r}; pass a "
+            "config.json, or names='own'"
         )
     unified = not entries.isdisjoint(_INDICES)
     if unified:
@@ -76,7 +77,8 @@ def open_paddle(root: str, options: SourceOptions) -> ShardedSource:
         trainer_state = with_scheduler(trainer_state, pickled)
     else:
         raise NotFoundError(
-            f"{root}: has no index of PaddleNLP's and no model_state*.pdparams; needed one of {', '.join(_INDICES)}"
+            f"{root}: got no PaddleNLP index and no model_state*.pdparams, expected one of "
+            f"{', '.join(_INDICES)}"
         )
     torch_tensors = to_torch(
         root,
@@ -85,25 +87,14 @@ def open_paddle(root: str, options: SourceOptions) -> ShardedSource:
         rename=model.has_hf_names and options.names != "own",
         steps=trainer_state.step,
     )
-    betas_known = None not in torch_tensors.betas
-    groups = (
-        [
-            {
-                "names": torch_tensors.names,
-                "options": {
-                    **trainer_state.group_options,
-                    **({"betas": torch_tensors.betas} if betas_known else {}),
-                },
-            }
-        ]
-        if torch_tensors.names
-        else []
-    )
-    betas_extra = (
-        {BETAS: torch_tensors.betas} if torch_tensors.is_adam and not betas_known else {}
-    )  # for who writes Paddle's powers again
+    group_options, extra = dict(trainer_state.group_options), dict(trainer_state.extra)
+    if None not in torch_tensors.betas:
+        group_options["betas"] = torch_tensors.betas
+    elif torch_tensors.is_adam:
+        extra[BETAS] = torch_tensors.betas  # an export to Paddle needs them for its powers
+    group = {"names": torch_tensors.names, "options": group_options}
     metadata = SourceMetadata(
-        step=trainer_state.step, extra={**trainer_state.extra, **betas_extra} or None, groups=groups
+        step=trainer_state.step, extra=extra or None, groups=[group] if torch_tensors.names else []
     )
     return ShardedSource(
         root,
@@ -118,7 +109,7 @@ _INDICES = tuple(names.index_name(part) for part in (MODEL, PEFT, MASTER))
 
 
 def read_optional_config(path: str) -> Mapping[str, Any] | None:
-    """A model's config.json: a file, or in a folder; None where there is none."""
+    """Reads a model's config.json (a file, or its folder), or returns None if there is none."""
     folder, name = os.path.split(config_path(path))
     return _read_object(folder, name) if os.path.isfile(config_path(path)) else None
 
@@ -126,8 +117,9 @@ def read_optional_config(path: str) -> Mapping[str, Any] | None:
 def _check_written_by_paddle(
     root: str, entries: Collection[str], config: Mapping[str, Any], model: ModelConfig
 ) -> None:
-    """Names that Hugging Face's folders have too are no proof that weights are [in, out]: then the
-    config's sizes must show it.
+    """Requires proof that weights are [in, out] if all file names could also be Hugging Face's.
+
+    The sizes of the config are such a proof.
     """
     paddle_indexes = {names.index_name(OPTIMIZER), names.index_name(MASTER), names.index_name(PEFT)}
     if (
@@ -136,19 +128,20 @@ def _check_written_by_paddle(
         and not (model.has_hf_names and model.hidden and model.intermediate)
     ):
         raise FormatError(
-            f"{root}: nothing but headers says that PaddleNLP wrote it; needed its config.json, or --from huggingface if its weights are "
-            "[out, in]"
+            f"{root}: only headers show that PaddleNLP wrote it; add its config.json, or pass "
+            "--from huggingface if its weights are [out, in]"
         )
 
 
 def _check_indexed(root: str, entries: Collection[str]) -> None:
-    """Every part that has files has its index, without which none of them would be read; ranks'
-    master weights go by the optimizer's.
+    """Raises IncompleteError for parts with files but without an index, as those would not be read.
+
+    Master weights of ranks are covered by the optimizer's index.
     """
     indexed_parts = {
         part for part in (MODEL, PEFT, OPTIMIZER, MASTER) if names.index_name(part) in entries
     }
-    exempt = {MODEL} if PEFT in indexed_parts else set()  # the adapter's base, which is not read
+    exempt = {MODEL} if PEFT in indexed_parts else set()  # the adapter's base model is not read
     if OPTIMIZER in indexed_parts and "weight_map" not in _read_object(
         root, names.index_name(OPTIMIZER)
     ):
@@ -158,32 +151,22 @@ def _check_indexed(root: str, entries: Collection[str]) -> None:
         if files and part not in indexed_parts | exempt:
             raise IncompleteError(
                 format_list(
-                    f"{root}: {names.index_name(part)} is missing, which tells what these files hold",
-                    files,
+                    f"{root}: {names.index_name(part)} is missing, the index of these", files
                 )
             )
 
 
 def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> PaddleTensors:
-    optimizer_index = (
-        _read_object(root, names.index_name(OPTIMIZER))
-        if names.index_name(OPTIMIZER) in entries
-        else None
-    )
+    optimizer_index = None
+    if names.index_name(OPTIMIZER) in entries:
+        optimizer_index = _read_object(root, names.index_name(OPTIMIZER))
     is_adapter = names.index_name(PEFT) in entries
     if is_adapter and _read_object(root, names.index_name(PEFT)).get("type") != "lora":
         raise FormatError(
-            f"{root}: {names.index_name(PEFT)} is of another adapter than LoRA; needed type 'lora'"
+            f"{root}: {names.index_name(PEFT)} is not of a LoRA adapter, expected type 'lora'"
         )
-    weights, masters = (
-        {
-            name: single_slice(tensor)
-            for name, tensor in open_indexed(root, names.index_name(part)).items()
-        }
-        if names.index_name(part) in entries
-        else {}
-        for part in (PEFT if is_adapter else MODEL, MASTER)
-    )
+    weights = _whole_tensors(root, entries, PEFT if is_adapter else MODEL)
+    masters = _whole_tensors(root, entries, MASTER)
     states: Mapping[str, Mapping[str, Slices]] = {}
     if optimizer_index is not None and "weight_map" in optimizer_index:
         states = _merged_states(root, optimizer_index)
@@ -191,36 +174,39 @@ def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> Padd
         masters, states = _unmerged_states(root, entries, weights, model, optimizer_index)
     if optimizer_index is not None and optimizer_index.get("master_weights") and not masters:
         masters = weights
-        if any(slabs[0].tensor.dtype != torch.float32 for slabs in weights.values()):
+        if any(slices[0].tensor.dtype != torch.float32 for slices in weights.values()):
             raise IncompleteError(
-                f"{root}: {names.index_name(MASTER)} is missing, and the model's weights are not float32 in its place"
+                f"{root}: {names.index_name(MASTER)} is missing, and the model's weights are not "
+                "float32"
             )
-    if masters and (
-        not weights or masters is weights
-    ):  # `skip_save_model_weight`: the master weights stand for both
+    if masters and (not weights or masters is weights):
+        # `skip_save_model_weight`: the master weights stand for both.
+        weights = masters
         half_dtype = _HALF_DTYPES.get(model.dtype or "")
-        weights = (
-            {
-                name: single_slice(_cast(slabs[0].tensor, half_dtype))
-                for name, slabs in masters.items()
+        if half_dtype is not None:
+            weights = {
+                name: single_slice(_cast(slices[0].tensor, half_dtype))
+                for name, slices in masters.items()
             }
-            if half_dtype
-            else masters
-        )
+    is_unmerged = optimizer_index is not None and "weight_map" not in optimizer_index
     return PaddleTensors(
-        weights,
-        masters,
-        states,
-        is_sharded=optimizer_index is not None
-        and "weight_map" not in optimizer_index
-        and _is_sharded(root, entries),
+        weights, masters, states, is_sharded=is_unmerged and _is_sharded(root, entries)
     )
+
+
+def _whole_tensors(root: str, entries: Collection[str], part: str) -> dict[str, Slices]:
+    if names.index_name(part) not in entries:
+        return {}
+    tensors = open_indexed(root, names.index_name(part))
+    return {name: single_slice(tensor) for name, tensor in tensors.items()}
 
 
 def _read_object(root: str, name: str) -> Mapping[str, Any]:
     value = read_optional_json(root, name)
     if not isinstance(value, dict):
-        raise FormatError(f"{os.path.join(root, name)}: is no JSON object")
+        raise FormatError(
+            f"{os.path.join(root, name)}: got a JSON {type(value).__name__}, expected an object"
+        )
     return value
 
 
@@ -235,7 +221,7 @@ def _load_cast(tensor: StoredTensor, dtype: torch.dtype, box: Box) -> torch.Tens
 
 
 def _merged_states(root: str, optimizer_index: Mapping[str, Any]) -> dict[str, dict[str, Slices]]:
-    """By state, by parameter."""
+    """Returns the optimizer state by state name and parameter."""
     stage = _quant_stage(root, optimizer_index)
     tensors = open_indexed(
         root, names.index_name(OPTIMIZER), absent=(f"/{_FIRST_MOMENT}",) if stage == "O2" else ()
@@ -249,21 +235,21 @@ def _merged_states(root: str, optimizer_index: Mapping[str, Any]) -> dict[str, d
 def _quant_stage(root: str, optimizer_index: Mapping[str, Any]) -> str:
     stage = optimizer_index.get("ckpt_quant_stage", "O0")
     if stage not in ("O0", "O1", "O2"):
-        raise FormatError(f"{root}: ckpt_quant_stage is {stage!r}; needed O0, O1 or O2")
+        raise FormatError(f"{root}: got ckpt_quant_stage {stage!r}, expected O0, O1 or O2")
     return str(stage)
 
 
 def _group_by_state(
     root: str, tensors: Mapping[str, StoredTensor], stage: str
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Tensors of an optimizer's file or files by state and parameter, decompressed."""
+    """Groups the tensors of optimizer files by state name and parameter, dequantized."""
     values = {
         name: tensor for name, tensor in tensors.items() if "@" not in name.rpartition("/")[2]
     }
     malformed = sorted(name for name in values if name.count("/") != 1)
     if malformed:
         raise FormatError(
-            format_list(f"{root}: names of optimizer state that are no parameter/state", malformed)
+            format_list(f"{root}: names of optimizer state are not parameter/state", malformed)
         )
     by_state: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in values.items():
@@ -276,11 +262,12 @@ def _group_by_state(
                 )
         except KeyError as error:
             raise IncompleteError(
-                f"{root}: {name}: is compressed, and {error.args[0]} is in no file"
+                f"{root}: {name}: is quantized, but {error.args[0]} is in no file"
             ) from None
         if state_name in STATE_NAMES and by_state[state_name][owner].dtype != torch.float32:
             raise FormatError(
-                f"{tensor.path}: {name}: is {tensor.dtype} under ckpt_quant_stage {stage}; needed float32, or what that writes"
+                f"{tensor.path}: {name}: got {tensor.dtype} under ckpt_quant_stage {stage}, "
+                "expected float32 or a dtype of that stage"
             )
     return by_state
 
@@ -300,7 +287,7 @@ def _dequantize(
     return tensor
 
 
-# ---- a file for each rank (`ignore_merge_optimizer`)
+# ---- One file per rank (`ignore_merge_optimizer`)
 
 
 def _unmerged_states(
@@ -310,55 +297,50 @@ def _unmerged_states(
     model: ModelConfig,
     optimizer_index: Mapping[str, Any],
 ) -> tuple[dict[str, Slices], dict[str, dict[str, Slices]]]:
-    """Master weights and optimizer state from the ranks' files; the model's tensors, which are
-    merged, say how large they are.
+    """Returns master weights and optimizer state from rank files.
+
+    The model's weights, which are merged, give the full shapes.
     """
     files_by_part = {
         part: rank_files(root, entries, part, "safetensors") for part in (OPTIMIZER, MASTER)
     }
     if not files_by_part[OPTIMIZER]:
         raise IncompleteError(
-            f"{root}: {names.index_name(OPTIMIZER)} says that each rank has a file; found none of {OPTIMIZER}.*.safetensors"
+            f"{root}: {names.index_name(OPTIMIZER)} requires one file per rank, got no "
+            f"{OPTIMIZER}.*.safetensors"
         )
-    endings = {
-        tensor.file.removeprefix(part)
-        for part, rank_files_of_part in files_by_part.items()
-        for tensor in rank_files_of_part
+    suffixes = {
+        rank_file.file.removeprefix(part)
+        for part, part_files in files_by_part.items()
+        for rank_file in part_files
     }
-    absent = [
-        part + ending
-        for part, rank_files_of_part in files_by_part.items()
-        for ending in sorted(endings)
-        if rank_files_of_part and part + ending not in entries
+    missing = [
+        part + suffix
+        for part, part_files in files_by_part.items()
+        for suffix in sorted(suffixes)
+        if part_files and part + suffix not in entries
     ]
-    if absent:
-        raise IncompleteError(format_list(f"{root}: files of some ranks are missing", absent))
-    stage, pieces = (
-        _quant_stage(root, optimizer_index),
-        {part: dict[tuple[str, str], dict[int, list[StoredTensor]]]() for part in files_by_part},
-    )
-    for part, rank_files_of_part in files_by_part.items():
-        for rank_file in rank_files_of_part:
-            tensors = open_tensors(os.path.join(root, rank_file.file))
-            for state_name, by_name in (
-                _group_by_state(root, tensors, stage) if part == OPTIMIZER else {"": tensors}
-            ).items():
-                for name, tensor in by_name.items():
-                    pieces[part].setdefault((state_name, name), {}).setdefault(
-                        rank_file.coordinates.get("tp", 0), []
-                    ).append(tensor)
+    if missing:
+        raise IncompleteError(format_list(f"{root}: files of some ranks are missing", missing))
+    stage = _quant_stage(root, optimizer_index)
     degree = 1 + max(rank_file.coordinates.get("tp", 0) for rank_file in files_by_part[OPTIMIZER])
-    merged = {
-        part: {
-            key: _concat_ranks(root, key, by_rank, degree, weights, model)
-            for key, by_rank in pieces_by_key.items()
-        }
-        for part, pieces_by_key in pieces.items()
-    }
-    states: dict[str, dict[str, Slices]] = {}
-    for (state_name, name), slabs in merged[OPTIMIZER].items():
-        states.setdefault(state_name, {})[name] = slabs
-    return {name: slabs for (_, name), slabs in merged[MASTER].items()}, states
+    merged: dict[str, dict[str, dict[str, Slices]]] = {}
+    for part, part_files in files_by_part.items():
+        # (state name, parameter) -> tensor-parallel rank -> replicas
+        pieces: dict[tuple[str, str], dict[int, list[StoredTensor]]] = {}
+        for rank_file in part_files:
+            tensors = open_tensors(os.path.join(root, rank_file.file))
+            states = _group_by_state(root, tensors, stage) if part == OPTIMIZER else {"": tensors}
+            tp_rank = rank_file.coordinates.get("tp", 0)
+            for state_name, by_name in states.items():
+                for name, tensor in by_name.items():
+                    by_rank = pieces.setdefault((state_name, name), {})
+                    by_rank.setdefault(tp_rank, []).append(tensor)
+        merged[part] = {}
+        for (state_name, name), by_rank in pieces.items():
+            slices = _concat_ranks(root, (state_name, name), by_rank, degree, weights, model)
+            merged[part].setdefault(state_name, {})[name] = slices
+    return merged[MASTER].get("", {}), merged[OPTIMIZER]
 
 
 def _is_sharded(root: str, entries: Collection[str]) -> bool:
@@ -382,7 +364,8 @@ def _concat_ranks(
         )
     if len(by_rank) != degree:
         raise IncompleteError(
-            f"{root}: {name}: {state_name or MASTER} is in files of {len(by_rank)} tensor parallel ranks of {degree}"
+            f"{root}: {name}: got {state_name or MASTER} in files of {len(by_rank)} of {degree} "
+            "tensor-parallel ranks"
         )
     axis = split_axis(name, len(first_tensor.shape), layer_kind(name), tied=bool(model.tied))
     slices = [

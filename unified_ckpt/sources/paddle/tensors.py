@@ -1,8 +1,7 @@
-"""Paddle's parameters and optimizer state as torch's tensors: names, orientation, state names,
-ties. Knows no files.
+"""Converts Paddle's parameters and optimizer state to torch's names, layouts and ties.
 
-How state could be lost: a parameter's state is not whole, or belongs to no parameter. Both are
-errors here, before anything is read.
+Knows no files. How state could be lost: a parameter's state is incomplete, or belongs to no
+parameter. Both raise here, before any tensor is read.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from unified_ckpt.sources.paddle.slices import (
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 STATE_NAMES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
-BETAS = "betas"  # in `extra`, where one of them is not known
+BETAS = "betas"  # key in `extra` if one of them is unknown
 POWER_STATES = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 
 Slices = list[Slice]
@@ -50,9 +49,11 @@ Slices = list[Slice]
 
 @dataclass(frozen=True, slots=True)
 class PaddleTensors:
-    """A folder's tensors in Paddle's names and orientation. `optimizer`: by Paddle's name of the
-    state, by parameter. `internal_names`: parameter -> Paddle's own name of it, where it is known.
-    `is_sharded`: the files of each rank have the state of some parameters.
+    """A folder's tensors in Paddle's names and layouts.
+
+    `optimizer` is keyed by Paddle's state name, then by parameter. `internal_names` maps parameters
+    to Paddle's own names, where known. `is_sharded`: each rank's files have the state of some
+    parameters only.
     """
 
     model: Mapping[str, Slices]
@@ -64,8 +65,9 @@ class PaddleTensors:
 
 @dataclass(frozen=True, slots=True)
 class TorchTensors:
-    """`names`: of the optimizer's parameters, torch's. `betas`: of Adam, None where they are not
-    known; `is_adam`: whether it is Adam.
+    """A folder's tensors in torch's names and layouts.
+
+    `names` are those of the optimizer's parameters. `betas` are Adam's, None if unknown.
     """
 
     tensors: Mapping[Key, ShardedTensor]
@@ -78,20 +80,23 @@ class TorchTensors:
 def to_torch(
     root: str, state: PaddleTensors, model: ModelConfig, *, rename: bool, steps: int | None
 ) -> TorchTensors:
-    """`rename`: into Hugging Face's names. `steps`: the trainer's count. FormatError or
-    IncompleteError naming parameters.
+    """Converts all tensors. `rename`: use Hugging Face names. `steps`: the trainer's step count.
+
+    Raises FormatError or IncompleteError naming parameters.
     """
-    model = resolve_tie(model, {name: full_shape(slabs) for name, slabs in state.model.items()})
+    model = resolve_tie(model, {name: full_shape(slices) for name, slices in state.model.items()})
     ties = _tied_heads(state, model)
     weights, masters = _merge_tied(state.model, ties), _merge_tied(state.masters, ties)
-    states = {state_name: _merge_tied(slabs, ties) for state_name, slabs in state.optimizer.items()}
+    states = {
+        state_name: _merge_tied(slices, ties) for state_name, slices in state.optimizer.items()
+    }
     _check_complete(root, weights, masters, states, is_sharded=state.is_sharded)
     _check_layers(root, weights, model)
     targets = {
         name: _target_tensors(
-            root, name, full_shape(slabs), state.internal_names.get(name), model, rename=rename
+            root, name, full_shape(slices), state.internal_names.get(name), model, rename=rename
         )
-        for name, slabs in weights.items()
+        for name, slices in weights.items()
     }
     tensors: dict[Key, ShardedTensor] = {}
     moments = [
@@ -100,9 +105,9 @@ def to_torch(
         if state_name in states
     ]
     for part, state_name, by_name in ((MODEL, "", weights), (MASTER, "", masters), *moments):
-        for name, slabs in by_name.items():
+        for name, slices in by_name.items():
             for target in targets[name]:
-                tensors[part, target.name + state_name] = _tensor_shards(root, target, slabs)
+                tensors[part, target.name + state_name] = _tensor_shards(root, target, slices)
     adam_betas = _infer_betas(root, states, steps)
     if adam_betas is not None:
         for name in states[POWER_STATES[0]]:
@@ -136,7 +141,7 @@ def to_torch(
 
 
 def _tied_heads(state: PaddleTensors, model: ModelConfig) -> dict[str, str]:
-    """lm_head -> the embedding, of a model in which they are one."""
+    """Maps lm_head to the embedding, if the model ties them."""
     embedding = next((name for name in state.model if name.endswith("embed_tokens.weight")), None)
     heads = [
         name
@@ -148,10 +153,10 @@ def _tied_heads(state: PaddleTensors, model: ModelConfig) -> dict[str, str]:
 
 
 def _merge_tied(by_name: Mapping[str, Slices], ties: Mapping[str, str]) -> dict[str, Slices]:
-    """By the name of the one that is tied to; what is stored twice must be the same."""
+    """Keys tensors by the name that they are tied to; those stored twice must be equal."""
     replicas_by_name: dict[str, list[Slices]] = {}
-    for name, slabs in by_name.items():
-        replicas_by_name.setdefault(ties.get(name, name), []).append(slabs)
+    for name, slices in by_name.items():
+        replicas_by_name.setdefault(ties.get(name, name), []).append(slices)
     return {name: merge_replicas(name, replicas) for name, replicas in replicas_by_name.items()}
 
 
@@ -163,15 +168,15 @@ def _check_complete(
     *,
     is_sharded: bool,
 ) -> None:
-    """Every state has a parameter and its shape; a parameter that has some state has all of it.
+    """Checks that every state has a parameter of its shape, and that no state is partial.
 
-    `is_sharded`: all parameters need state, as those of a rank whose file is missing have none.
+    `is_sharded`: all parameters must have state, since those of a missing rank file have none.
     """
     unknown = sorted(set(states) - STATE_NAMES.keys() - set(POWER_STATES))
     if unknown:
         raise FormatError(
             format_list(
-                f"{root}: has optimizer state that is not read; needed AdamW's or Momentum's",
+                f"{root}: got unknown optimizer state, expected that of AdamW or Momentum",
                 unknown,
             )
         )
@@ -181,7 +186,7 @@ def _check_complete(
     if orphans:
         raise FormatError(
             format_list(
-                f"{root}: has state of parameters that the model has not", sorted(set(orphans))
+                f"{root}: has state of parameters that the model lacks", sorted(set(orphans))
             )
         )
     trained = (
@@ -199,21 +204,23 @@ def _check_complete(
     if missing:
         raise IncompleteError(format_list(f"{root}: optimizer state is missing", missing))
     for state_name, by_name in ((MASTER, masters), *states.items()):
-        for name, slabs in by_name.items():
-            actual, expected = full_shape(slabs), full_shape(weights[name])
+        for name, slices in by_name.items():
+            actual, expected = full_shape(slices), full_shape(weights[name])
             if actual != expected and state_name not in POWER_STATES:
                 raise IncompleteError(
-                    f"{root}: {name}: {state_name} has shape {actual} in {_file_list(slabs)}; needed the parameter's, {expected}"
+                    f"{root}: {name}: got {state_name} of shape {actual} in {_file_list(slices)}, "
+                    f"expected the parameter's shape {expected}"
                 )
             if state_name in POWER_STATES and actual not in ((), (1,)):
                 raise FormatError(
-                    f"{root}: {name}: {state_name} has shape {actual}; needed one element"
+                    f"{root}: {name}: got {state_name} of shape {actual}, expected one element"
                 )
 
 
 def _check_layers(root: str, weights: Mapping[str, Slices], model: ModelConfig) -> None:
-    """The config's number of layers: the files of a pipeline's last rank may be missing without a
-    gap in the others' numbers.
+    """Checks the config's number of layers.
+
+    A missing file of the last pipeline stage leaves no gap in the layer numbers.
     """
     present = {
         int(match[1]) for name in weights if (match := re.search(r"\.layers\.(\d+)\.", name))
@@ -221,12 +228,14 @@ def _check_layers(root: str, weights: Mapping[str, Slices], model: ModelConfig) 
     missing = [f"layer {number}" for number in range(model.layers or 0) if number not in present]
     if missing and model.has_hf_names and not any(is_adapter(name) for name in weights):
         raise IncompleteError(
-            format_list(f"{root}: config.json says {model.layers} layers; in no file are", missing)
+            format_list(
+                f"{root}: layers are missing, expected {model.layers} by config.json", missing
+            )
         )
 
 
-def _file_list(slabs: Slices) -> str:
-    return ", ".join(dict.fromkeys(part.tensor.path for part in slabs))
+def _file_list(slices: Slices) -> str:
+    return ", ".join(dict.fromkeys(part.tensor.path for part in slices))
 
 
 def _target_tensors(
@@ -248,9 +257,9 @@ def _target_tensors(
         raise type(error)(f"{root}: {error}") from error
 
 
-def _tensor_shards(root: str, target: TargetTensor, slabs: Slices) -> ShardedTensor:
+def _tensor_shards(root: str, target: TargetTensor, slices: Slices) -> ShardedTensor:
     try:
-        return sharded_tensor(slabs[0].tensor.dtype, target.shape, target_shards(slabs, target))
+        return sharded_tensor(slices[0].tensor.dtype, target.shape, target_shards(slices, target))
     except CheckpointError as error:
         raise type(error)(f"{root}: {target.name}: {error}") from error
 
@@ -258,13 +267,13 @@ def _tensor_shards(root: str, target: TargetTensor, slabs: Slices) -> ShardedTen
 def _infer_betas(
     root: str, states: Mapping[str, Mapping[str, Slices]], steps: int | None
 ) -> AdamBetas | None:
-    """From one parameter's powers, which are read; None for an optimizer without."""
+    """Infers the betas from the powers of one parameter; None if the optimizer has no powers."""
     first_name = next(iter(states.get(POWER_STATES[0], ())), None)
     if first_name is None:
         return None
     if POWER_STATES[1] not in states:
         raise IncompleteError(
-            f"{root}: has {POWER_STATES[0]} and no {POWER_STATES[1]}; needed both to tell Adam's steps"
+            f"{root}: got {POWER_STATES[0]} without {POWER_STATES[1]}, expected both"
         )
     try:
         return infer_betas(
@@ -294,7 +303,7 @@ def _step_tensor(
 def _aliases(
     tensors: Mapping[Key, ShardedTensor], ties: Mapping[str, str]
 ) -> dict[str, dict[str, str]]:
-    """Of every part, names of tied tensors -> the ones that are stored."""
+    """Maps the names of tied tensors to the stored ones, for each part."""
     aliases: dict[str, dict[str, str]] = {}
     for part, name in tensors:
         owner, slash, state_name = name.partition("/") if part == OPTIMIZER else (name, "", "")

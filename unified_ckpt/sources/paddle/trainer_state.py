@@ -1,5 +1,6 @@
-"""What lies beside the tensors of a PaddleNLP folder: the trainer's state, the learning rate, the
-loss scale. Of pickles, plain values.
+"""Reads the trainer's state in a PaddleNLP folder: step, learning rate, loss scale.
+
+Pickles are reduced to plain values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _PICKLED_FILES = {"scheduler": "scheduler.pdparams", "scaler": "scaler.pdparams"
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """`group_options`: of the optimizer's one param group."""
+    """The trainer's state. `group_options` are those of the optimizer's single param group."""
 
     step: int | None
     extra: Mapping[str, Any]
@@ -26,7 +27,7 @@ class TrainerState:
 
 
 def read_trainer_state(root: str, entries: Collection[str]) -> TrainerState:
-    """FormatError for a file that is damaged, or asks for classes."""
+    """Reads a folder's trainer state. Raises FormatError if a file is damaged or names classes."""
     extra = {
         name: to_plain(load_arrays(os.path.join(root, file)))
         for name, file in _PICKLED_FILES.items()
@@ -34,19 +35,19 @@ def read_trainer_state(root: str, entries: Collection[str]) -> TrainerState:
     }
     trainer = read_optional_json(root, "trainer_state.json")
     if trainer is not None and not isinstance(trainer, dict):
-        raise FormatError(f"{root}/trainer_state.json: is no JSON object")
+        raise FormatError(
+            f"{root}/trainer_state.json: got a JSON {type(trainer).__name__}, expected an object"
+        )
     step = (trainer or {}).get("global_step")
     step_count = step if isinstance(step, int) and not isinstance(step, bool) else None
-    return with_scheduler(
-        TrainerState(step_count, {"trainer_state": trainer} if trainer else {}, {}), extra
-    )
+    state = TrainerState(step_count, {"trainer_state": trainer} if trainer else {}, {})
+    return with_scheduler(state, extra)
 
 
 def with_scheduler(state: TrainerState, pickled: Mapping[str, Any]) -> TrainerState:
-    """With what else is there: a scheduler tells the learning rate."""
+    """Adds pickled state; the learning rate is that of the scheduler."""
     extra = {**pickled, **state.extra}
     scheduler = extra.get("scheduler")
     learning_rate = scheduler.get("last_lr") if isinstance(scheduler, dict) else None
-    return TrainerState(
-        state.step, extra, {"lr": learning_rate} if isinstance(learning_rate, float) else {}
-    )
+    group_options = {"lr": learning_rate} if isinstance(learning_rate, float) else {}
+    return TrainerState(state.step, extra, group_options)

@@ -1,9 +1,8 @@
-"""A tensor in a slice of a file that `torch.save` wrote into, as DCP has them: mapped where it
-lies, never copied.
+"""Maps tensors that `torch.save` wrote into slices of a file, as DCP does, without copying them.
 
-Source of the layout: a zip archive whose entries are stored, `<name>/data.pkl` with the tensor's
-pickle and `<name>/data/<key>` with its storage (torch/serialization.py). The pickle names a storage
-by a tuple ("storage", class, key, device, elements).
+Layout (torch/serialization.py): a zip archive of uncompressed entries. `<name>/data.pkl` has the
+pickled tensor, `<name>/data/<key>` its storage. The pickle refers to a storage by the tuple
+("storage", class, key, device, numel).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
 
-# Others are stored as bytes, their dtype beside them.
+# Other dtypes are stored as bytes, with the dtype next to them.
 STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -43,43 +42,38 @@ STORAGE_DTYPES = {
     "UntypedStorage": torch.uint8,
 }
 _NUMBER = re.compile(r"[-_]?\d+")
-LOCAL_HEADER = struct.Struct(
-    "<4s22xHH"
-)  # of a zip entry's local header: magic, name's length, extra's length
+LOCAL_HEADER = struct.Struct("<4s22xHH")  # magic, length of the name, length of the extra field
 
 
 def check_archive_name(path: str) -> None:
-    """Refuses a file of several that torch.save wrote under another number: rank 1's, copied or
-    renamed to rank 0's place.
+    """Raises FormatError if a numbered file was copied or renamed from another number.
 
-    torch.save calls the root folder of an archive as the file, without its suffix. Only a root that
-    differs from the file's name in its numbers alone is proof: written to a stream, an archive's
-    root is `archive`. A file whose name has no number may be renamed. Raises FormatError;
-    zipfile.BadZipFile where the archive is cut.
+    torch.save names an archive's root folder after the file, without its suffix. Only a root that
+    differs in its numbers alone is proof: archives written to a stream have the root `archive`, and
+    files without a number may be renamed. Raises zipfile.BadZipFile if the archive is truncated.
     """
     with open_binary(path) as file:
         if file.read(4) != b"PK\x03\x04":
-            return  # written without an archive
+            return  # torch's legacy format, without an archive
         with zipfile.ZipFile(file) as archive:
             root = next(iter(archive.namelist()), "").partition("/")[0]
     stem, suffix = os.path.splitext(os.path.split(path)[1])
     if root != stem and _NUMBER.search(stem) and _NUMBER.sub("", root) == _NUMBER.sub("", stem):
         raise FormatError(
-            f"{path}: was written as {root}{suffix}: files were swapped or copied; put each file back under its own name"
+            f"{path}: was written as {root}{suffix}, so files were swapped or copied; restore "
+            "each file's own name"
         )
 
 
 class MappedFile:
-    """A file mapped into memory when it is first read, privately: nobody's writes to its tensors
-    reach the file. It is not kept open.
-    """
+    """A file that is mapped on first use, copy-on-write; it is not kept open."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     @cached_property
     def _memory(self) -> memoryview:
-        with open_binary(self.path) as file:  # torch opens it by its path
+        with open_binary(self.path) as file:  # only for the size: torch opens it by path
             nbytes = os.fstat(file.fileno()).st_size
         if not nbytes:
             return memoryview(b"")
@@ -91,17 +85,19 @@ class MappedFile:
         )
 
     def bytes(self, start: int, length: int) -> memoryview:
-        """FormatError where the file ends before."""
+        """Returns bytes [start, start + length). Raises FormatError if the file is shorter."""
         data = self._memory[start : start + length]
         if len(data) != length:
             raise FormatError(
-                f"{self.path}: ends at byte {len(self._memory)}; needed {start + length}"
+                f"{self.path}: got {len(self._memory)} bytes, expected at least {start + length}"
             )
         return data
 
     def tensor(self, start: int, length: int) -> torch.Tensor:
-        """The tensor that `torch.save` wrote to bytes [start, start + length): an alias.
-        FormatError where it is none.
+        """Returns the tensor that `torch.save` wrote to bytes [start, start + length), as an
+        alias.
+
+        Raises FormatError if there is none.
         """
         data = self.bytes(start, length)
         try:
@@ -110,12 +106,13 @@ class MappedFile:
             raise FormatError(f"{self.path}: bytes [{start}, {start + length}): {error}") from error
         except Exception as error:  # a damaged archive may raise anything
             raise FormatError(
-                f"{self.path}: bytes [{start}, {start + length}) are damaged, or no tensor: {error}"
+                f"{self.path}: bytes [{start}, {start + length}) are damaged, or not a tensor: "
+                f"{error}"
             ) from error
 
 
 class _MemoryviewFile(io.RawIOBase):
-    """A memoryview as a file: `io.BytesIO` would copy it."""
+    """A memoryview as a file object; `io.BytesIO` would copy it."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory, self._position = memory, 0
@@ -151,25 +148,24 @@ def _load_tensor(memory: memoryview) -> torch.Tensor:
         ]
         if invalid:
             raise FormatError(
-                f"{invalid[0]}: is compressed, or larger than the archive; needed entries that are stored"
+                f"{invalid[0]}: is compressed or larger than the archive, expected uncompressed "
+                "entries"
             )
         byteorder_entry = entries.get("byteorder")
         if byteorder_entry is not None and archive.read(byteorder_entry).decode() != sys.byteorder:
             raise FormatError(
-                f"is of a machine whose byte order is {archive.read(byteorder_entry).decode()}; needed {sys.byteorder}"
+                f"got byte order {archive.read(byteorder_entry).decode()}, expected {sys.byteorder}"
             )
         pickled = archive.read(entries["data.pkl"])
         check_memo_bounds(pickled)
         tensor = _TensorUnpickler(io.BytesIO(pickled), memory, entries).load()
     if not isinstance(tensor, torch.Tensor):
-        raise FormatError(f"holds a {type(tensor).__name__}; needed a tensor")
+        raise FormatError(f"got a {type(tensor).__name__}, expected a tensor")
     return tensor
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """The pickle of one tensor: it may name how a tensor is rebuilt, storage classes, and nothing
-    else.
-    """
+    """Unpickles one tensor; allows only torch's rebuild functions, storage classes and dtypes."""
 
     def __init__(
         self, file: io.BytesIO, memory: memoryview, entries: dict[str, zipfile.ZipInfo]
@@ -186,27 +182,26 @@ class _TensorUnpickler(pickle.Unpickler):
             return name
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise FormatError(f"asks for {module}.{name}, which is not read from files")
+        raise FormatError(f"asks for {module}.{name}, which is not loaded from files")
 
     def persistent_load(self, persistent_id: Any, /) -> torch.Tensor:
-        """The storage, as a tensor of one dim."""
+        """Returns the storage as a one-dimensional tensor that aliases the file."""
         kind, storage_class, key, _, count = persistent_id
         if kind != "storage":
-            raise FormatError(f"asks for a {kind!r}; needed a storage")
+            raise FormatError(f"got a persistent id of {kind!r}, expected a storage")
         dtype = STORAGE_DTYPES[storage_class]
         info = self._entries[f"data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED:
-            raise FormatError("its storage is compressed; needed one that is stored")
+            raise FormatError("its storage is compressed, expected an uncompressed entry")
         magic, name_nbytes, extra_nbytes = LOCAL_HEADER.unpack_from(
             self._memory, info.header_offset
         )
         start = info.header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes
-        count = (
-            info.file_size if storage_class == "UntypedStorage" else count
-        )  # of some versions elements, of others bytes
+        if storage_class == "UntypedStorage":
+            count = info.file_size  # some versions count elements, others bytes
         if magic != b"PK\x03\x04" or info.file_size != count * dtype.itemsize:
             raise FormatError(
-                f"its storage has {info.file_size} bytes; needed {count * dtype.itemsize}"
+                f"its storage has {info.file_size} bytes, expected {count * dtype.itemsize}"
             )
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -220,14 +215,15 @@ def _rebuild_tensor(
     stride: Sequence[int],
     *rest: object,
 ) -> torch.Tensor:
-    """Source: `torch._utils._rebuild_tensor_v2(storage, storage_offset, size, stride,
-    requires_grad, backward_hooks)`; v3 has the dtype after these, and counts in its elements. Last
-    may come what of the values is not in the storage: {"conj": True, "neg": True}.
+    """Rebuilds a tensor as `torch._utils._rebuild_tensor_v2` and `_v3` do.
+
+    v2 has (storage, storage_offset, size, stride, requires_grad, backward_hooks). v3 appends the
+    dtype and counts in its elements. The last argument may be {"conj": True, "neg": True}.
     """
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
     tensor = storage.view(dtype).as_strided(tuple(shape), tuple(stride), storage_offset)
     flags = rest[-1] if len(rest) > 2 and isinstance(rest[-1], Mapping) else {}
     if not flags.keys() <= {"conj", "neg"}:
-        raise FormatError(f"says {sorted(flags)} of its tensor; needed conj and neg")
+        raise FormatError(f"got tensor flags {sorted(flags)}, expected only conj and neg")
     tensor = tensor.conj() if flags.get("conj") else tensor
     return torch._neg_view(tensor) if flags.get("neg") else tensor

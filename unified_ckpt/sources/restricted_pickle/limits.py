@@ -1,6 +1,7 @@
-"""What a pickle holds, as a tree. A pickle may name one object any number of times: thirty lists,
-each of the one before twice, are a gigabyte of branches from two hundred bytes, and whoever goes
-through them never ends.
+"""Limits the size and depth of unpickled values.
+
+A pickle may refer to one object any number of times. Thirty nested lists that each hold the
+previous one twice take 200 bytes, and have a billion branches to traverse.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ from typing import Any
 from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.restricted_pickle.stubs import Placeholder
 
-MAX_BRANCHES = 100_000_000  # branches; a list of 1,000 names that 16,384 ranks share is 16 million
-MAX_DEPTH = (
-    200  # levels; what goes through a tree calls itself at each, and Python ends at 1,000 calls
-)
+MAX_BRANCHES = 100_000_000  # a list of 1,000 names shared by 16,384 ranks has 16 million
+MAX_DEPTH = 200  # functions that traverse a tree are recursive, and Python stops at 1,000 calls
 
 
 def check_tree_size(value: Any) -> None:
-    """FormatError for what holds itself, or has more than `MAX_BRANCHES` branches or `MAX_DEPTH`
-    levels. It looks at each object once.
+    """Raises FormatError for a value with cycles, or over `MAX_BRANCHES` or `MAX_DEPTH`.
+
+    Visits each object once.
     """
-    measured: dict[int, tuple[int, int]] = {}  # branches and levels of those that are done
+    measured: dict[int, tuple[int, int]] = {}  # id -> (branches, levels) of finished nodes
     in_progress: set[int] = set()
     stack = [value]
     while stack:
@@ -34,7 +34,7 @@ def check_tree_size(value: Any) -> None:
             in_progress.add(id(node))
             stack += [child for child in containers if id(child) not in measured]
             if any(id(child) in in_progress for child in containers):
-                raise FormatError("has an object that holds itself; needed a tree")
+                raise FormatError("has an object that contains itself, expected a tree")
         else:
             in_progress.discard(id(node))
             branches = (
@@ -46,7 +46,8 @@ def check_tree_size(value: Any) -> None:
             levels = 1 + max((measured[id(child)][1] for child in containers), default=0)
             if branches > MAX_BRANCHES or levels > MAX_DEPTH:
                 raise FormatError(
-                    f"has {branches} branches on {levels} levels; needed at most {MAX_BRANCHES} on {MAX_DEPTH}"
+                    f"got {branches} branches on {levels} levels, expected at most {MAX_BRANCHES} "
+                    f"on {MAX_DEPTH}"
                 )
             measured[id(node)] = branches, levels
             stack.pop()

@@ -1,9 +1,8 @@
-"""Reading what others have pickled without running any of it: torch's own restricted reader, and
-one for raw pickles.
+"""Unpickles files of other frameworks without executing them.
 
-A class that a file names is never imported. The few that formats need are stood in for by stubs
-here, which hold what they are given. A file that names anything else is refused, with the list of
-what it asked for.
+Uses torch's restricted reader, or one of our own for raw pickles. Classes that a file names are
+never imported. Placeholders stand in for the few that formats need, and only hold their
+arguments. A file that names any other class is rejected, with the list of classes it asks for.
 """
 
 from __future__ import annotations
@@ -29,32 +28,29 @@ from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
 from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
 from unified_ckpt.sources.restricted_pickle.stubs import placeholder_class
 
-# What torch's reader lets in that is no tensor: plain values, and numpy's arrays, which hold bytes.
+# numpy arrays only hold bytes, so torch's reader may rebuild them.
 _NUMPY_GLOBALS = (
     "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct",
     "numpy.ndarray",
     "numpy.dtype",
 )
+_DISALLOWED = "asks for classes that are not loaded from files"
 _ZIP_MAGIC = b"PK\x03\x04"
-_TORCH_ADVICE = " In PyTorch 2.6"  # begins torch's advice to read a file without restrictions
-_PROGRAMS = {
-    "constants.pkl": "TorchScript",
-    "archive_format": "a program of torch.export",
-}  # by an entry of the archive
-_BYTEARRAY = b"\nbytearray\n"  # the end of the one opcode by which torch's reader takes a global
+_TORCH_ADVICE = " In PyTorch 2.6"  # starts torch's advice to disable the restrictions
+_PROGRAM_ENTRIES = {"constants.pkl": "TorchScript", "archive_format": "a torch.export program"}
+_BYTEARRAY = b"\nbytearray\n"  # ends the GLOBAL opcode, the only way torch's reader takes a global
 
 
 def load_torch(path: str, *, placeholders: Collection[str] = (), numbered: bool = False) -> Any:
-    """What `torch.save` wrote, on the CPU, its tensors mapped from the file where it is a zip
-    archive. `placeholders`: full names of classes that are stood in for. `numbered`: the file is
-    one of several, whose number says what it holds.
+    """Loads a `torch.save` file onto the CPU; tensors of zip archives are mapped from the file.
 
-    FormatError for a file that is damaged, names other classes (it lists them), or was written
-    under another number. NotFoundError where there is no file.
+    `placeholders` are qualified names of classes to replace by placeholders. `numbered`: the file
+    is one of several whose number says what it holds. Raises FormatError if the file is damaged,
+    names other classes, or was written under another number, and NotFoundError if there is no file.
     """
     if not os.path.isfile(path):
-        raise NotFoundError(f"{path}: there is no such file")
+        raise NotFoundError(f"{path}: no such file")
     value = _load_restricted(path, path, placeholders)
     if numbered:
         check_archive_name(path)
@@ -62,7 +58,7 @@ def load_torch(path: str, *, placeholders: Collection[str] = (), numbered: bool 
 
 
 def load_torch_bytes(buffer: Buffer, label: str, *, placeholders: Collection[str] = ()) -> Any:
-    """`load_torch` of what was written into a file among other things. `label`: for people."""
+    """Loads `torch.save` output that is embedded in another file. `label` names it in errors."""
     return _load_restricted(io.BytesIO(buffer), label, placeholders)
 
 
@@ -86,12 +82,13 @@ def _load_restricted(file: str | io.BytesIO, label: str, placeholders: Collectio
         ) from error
     except Exception as error:  # a damaged pickle may raise anything
         raise FormatError(
-            f"{label}: is damaged, or no file of torch.save: {str(error).partition(_TORCH_ADVICE)[0]}"
+            f"{label}: is damaged, or not a torch.save file: "
+            f"{str(error).partition(_TORCH_ADVICE)[0]}"
         ) from error
 
 
 def _unpickling_reason(error: pickle.UnpicklingError) -> str:
-    """What torch's reader met, without its advice to read the file without restrictions."""
+    """Returns the cause that torch reports, without its advice to disable the restrictions."""
     text = str(error)
     cause = (
         (text.partition("WeightsUnpickler error:")[2] or text.partition(_TORCH_ADVICE)[0])
@@ -99,41 +96,44 @@ def _unpickling_reason(error: pickle.UnpicklingError) -> str:
         .partition("\n")[0]
     )
     return (
-        f"is no file of torch.save, or has more in it than tensors and plain values ({cause}). Pickles can run code and are not read: "
-        "where it was written, save its tensors with torch.save or safetensors"
+        f"is not a torch.save file, or holds more than tensors and plain values ({cause}). "
+        "Pickles can run code and are not loaded: save its tensors with torch.save or safetensors "
+        "where it was written"
     )
 
 
 def _check_archive(file: str | io.BytesIO) -> bool:
-    """Whether torch can map it: an archive of this machine's byte order. torch swaps another where
-    it is mapped, and pages of a mapped file are given back once read.
+    """Returns whether torch may map the file: a zip archive in this machine's byte order.
 
-    FormatError for an archive that is compressed, whose bytes torch would map as the tensors'. A
-    damaged one may raise anything.
+    torch byte-swaps other archives in place, and pages of a mapped file can be dropped once read.
+    Raises FormatError if the archive is compressed, since torch would map compressed bytes as
+    tensors. A damaged archive may raise anything.
     """
     with open_binary(file) if isinstance(file, str) else nullcontext(file) as opened:
-        is_archive = opened.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC  # as torch tells
+        is_archive = opened.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC  # as torch detects it
         opened.seek(0)
-        mappable = is_archive and _check_entries(opened)
+        mappable = is_archive and _has_native_byte_order(opened)
         if not is_archive:
             _check_globals(opened)
         opened.seek(0)
     return mappable
 
 
-def _check_entries(opened: IO[bytes]) -> bool:
+def _has_native_byte_order(opened: IO[bytes]) -> bool:
+    """Checks the entries of an archive and its byte order; FormatError for code or compression."""
     byte_order: str = sys.byteorder
     with zipfile.ZipFile(opened) as archive:
         for info in archive.infolist():
-            program = _PROGRAMS.get(info.filename.partition("/")[2])
+            program = _PROGRAM_ENTRIES.get(info.filename.partition("/")[2])
             if program is not None:
                 raise FormatError(
-                    f"is {program}, with code in it, which is not read; load it in torch and save its state_dict()"
+                    f"is {program}, which contains code; load it in torch and save its state_dict()"
                 )
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
                 raise FormatError(
-                    f"{info.filename}: is compressed; needed an archive whose entries are stored, as torch.save writes them"
+                    f"{info.filename}: is compressed, expected uncompressed entries, as torch.save "
+                    "writes them"
                 )
             if info.filename.endswith("/data.pkl"):
                 _check_globals(io.BytesIO(_read_entry(opened, info)))
@@ -143,7 +143,7 @@ def _check_entries(opened: IO[bytes]) -> bool:
 
 
 def _read_entry(opened: IO[bytes], info: zipfile.ZipInfo) -> bytes:
-    """An entry's bytes, without their CRC, which torch can be told to leave out."""
+    """Returns a stored entry's bytes without checking its CRC, which torch can be told to omit."""
     opened.seek(info.header_offset)
     _, name_nbytes, extra_nbytes = LOCAL_HEADER.unpack(opened.read(LOCAL_HEADER.size))
     opened.seek(name_nbytes + extra_nbytes, os.SEEK_CUR)
@@ -151,26 +151,22 @@ def _read_entry(opened: IO[bytes], info: zipfile.ZipInfo) -> bytes:
 
 
 def _check_globals(pickled: IO[bytes]) -> None:
-    """FormatError for what names `bytearray`, which torch's reader lets in: given a number it fills
-    as many bytes of memory.
+    """Raises FormatError if the pickle names `bytearray`.
+
+    torch's reader allows it, and `bytearray(n)` allocates n bytes.
     """
     tail = b""
     while chunk := pickled.read(1 << 20):
         if _BYTEARRAY in tail + chunk:
-            raise FormatError(
-                format_list("asks for classes that are not read from files", ["builtins.bytearray"])
-            )
+            raise FormatError(format_list(_DISALLOWED, ["builtins.bytearray"]))
         tail = chunk[-len(_BYTEARRAY) :]
 
 
 def _numpy_global(name: str) -> Any:
     import numpy as np
 
-    by_name = {
-        "_reconstruct": np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
-        "ndarray": np.ndarray,
-        "dtype": np.dtype,
-    }
+    reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+    by_name = {"_reconstruct": reconstruct, "ndarray": np.ndarray, "dtype": np.dtype}
     return by_name[name.rpartition(".")[2]]
 
 
@@ -189,25 +185,26 @@ def _unsafe_globals_error(file: str | io.BytesIO, label: str) -> str:
         file.seek(0)
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # a file that is damaged as well: the caller has an error already
+    except Exception:  # the file is damaged as well; the caller has an error already
         return ""
-    message = format_list(
-        f"{label}: asks for classes that are not read from files", sorted(map(str, names))
-    )
-    return f"{message}\n  of a module or an object, save its state_dict()" if names else ""
+    if not names:
+        return ""
+    message = format_list(f"{label}: {_DISALLOWED}", sorted(map(str, names)))
+    return f"{message}\n  for a module or another object, save its state_dict()"
 
 
 def _check_memo_bounds(file: BinaryIO, path: str) -> None:
     try:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             check_memo_bounds(mapped)
-    except (ValueError, FormatError) as error:  # ValueError: of an empty file
-        raise FormatError(f"{path}: is damaged, or no pickle: {error}") from error
+    except (ValueError, FormatError) as error:  # mmap raises ValueError for an empty file
+        raise FormatError(f"{path}: is damaged, or not a pickle: {error}") from error
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """A raw pickle whose globals are those of `known` only, by "module.name". For any other it goes
-    on with a stub, and notes the name.
+    """An unpickler that resolves only the globals in `allowed`, by "module.name".
+
+    Any other becomes a placeholder, and its name is recorded in `disallowed`.
     """
 
     def __init__(self, file: BinaryIO, allowed: Mapping[str, Any], *, encoding: str) -> None:
@@ -223,8 +220,9 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def load_pickle(path: str, allowed: Mapping[str, Any], *, encoding: str = "ASCII") -> Any:
-    """A raw pickle's value. FormatError for one that is damaged or names other globals than
-    `allowed`; it lists them.
+    """Loads a raw pickle.
+
+    Raises FormatError if it is damaged, or names globals that are not in `allowed`.
     """
     with open_binary(path) as file:
         _check_memo_bounds(file, path)
@@ -234,13 +232,8 @@ def load_pickle(path: str, allowed: Mapping[str, Any], *, encoding: str = "ASCII
         except Exception as error:  # a damaged pickle may raise anything
             if not unpickler.disallowed:
                 raise FormatError(
-                    f"{path}: is damaged, or no pickle: {type(error).__name__}: {error}"
+                    f"{path}: is damaged, or not a pickle: {type(error).__name__}: {error}"
                 ) from error
     if unpickler.disallowed:
-        raise FormatError(
-            format_list(
-                f"{path}: asks for classes that are not read from files",
-                sorted(unpickler.disallowed),
-            )
-        )
+        raise FormatError(format_list(f"{path}: {_DISALLOWED}", sorted(unpickler.disallowed)))
     return value

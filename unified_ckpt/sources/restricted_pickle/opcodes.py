@@ -1,8 +1,7 @@
-"""The opcodes of a pickle, walked through without making anything, before C's reader gets it.
+"""Walks a pickle's opcodes and checks its memo indexes before the C unpickler runs.
 
-That reader makes room for as many objects as the highest number that a pickle gives to one: a
-flipped bit in a file of a few bytes takes all memory of the machine, and the operating system ends
-the job.
+The C unpickler allocates as many memo slots as the highest index in the file. One flipped bit in a
+tiny file can therefore exhaust the memory of the node, and the job is killed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ _COUNT_NBYTES |= {pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_A
 _TWO_LINES = (pickle.GLOBAL[0], pickle.INST[0])
 _STOP, _PUT, _LONG_BINPUT = pickle.STOP[0], pickle.PUT[0], pickle.LONG_BINPUT[0]
 _SPECIAL = -100
-# By opcode: so many bytes to pass over, one of pickletools' ways to tell how many, or special:
-# unknown, the end, a number.
+# By opcode: the argument's length in bytes, a pickletools code for a variable length, or _SPECIAL.
 _ARGUMENT_NBYTES = [_SPECIAL] * 256
 for _opcode in pickletools.opcodes:
     if ord(_opcode.code) not in (_STOP, _LONG_BINPUT):
@@ -29,13 +27,13 @@ for _opcode in pickletools.opcodes:
 
 
 def _opcode_pattern(nbytes: int) -> bytes:
-    """A pattern: one of those whose arguments have so many bytes, and its arguments."""
+    """Returns a pattern for one opcode with its argument of `nbytes` bytes."""
     codes = [re.escape(bytes([code])) for code in range(256) if _ARGUMENT_NBYTES[code] == nbytes]
     return b"[" + b"".join(codes) + b"]" + b"." * nbytes
 
 
-# As many as there are of a length that is known, passed over at once: most of all by far. A number
-# below 2^16 takes 1 MiB.
+# One regex match skips a run of fixed-length opcodes, by far the most common ones. Memo indexes
+# below 2**16 are included: they allocate at most 1 MiB.
 _FIXED_LENGTH_PATTERNS = [_opcode_pattern(nbytes) for nbytes in (0, 1, 2, 4, 8)] + [
     pickle.LONG_BINPUT + rb"..\0\0"
 ]
@@ -43,15 +41,13 @@ _FIXED_LENGTH_RUN = re.compile(b"(?:" + b"|".join(_FIXED_LENGTH_PATTERNS) + b")*
 
 
 def check_memo_bounds(pickled: bytes | mmap.mmap) -> None:
-    """FormatError for a pickle that ends early, has an opcode that there is not, or numbers an
-    object beyond the bytes that it has.
-    """
+    """Raises FormatError if a pickle is truncated or has an invalid opcode or memo index."""
     offset, size = 0, len(pickled)
     while (offset := _skip_fixed_length(pickled, offset)) < size:
         code = pickled[offset]
         offset += 1
         nbytes = _ARGUMENT_NBYTES[code]
-        if nbytes >= 0:  # it is cut short
+        if nbytes >= 0:  # truncated, else the run above had included it
             offset += nbytes
         elif nbytes == _LINE:
             offset = _skip_lines(pickled, code, offset)
@@ -64,10 +60,8 @@ def check_memo_bounds(pickled: bytes | mmap.mmap) -> None:
         elif code == _STOP:
             return
         else:
-            raise FormatError(
-                f"has {code:#x} at byte {offset - 1}, where an opcode of a pickle is needed"
-            )
-    raise FormatError(f"ends at byte {size}, before its end is told")
+            raise FormatError(f"byte {offset - 1}: got {code:#x}, expected a pickle opcode")
+    raise FormatError(f"ends at byte {size} without a STOP opcode")
 
 
 def _skip_fixed_length(pickled: bytes | mmap.mmap, offset: int) -> int:
@@ -76,9 +70,7 @@ def _skip_fixed_length(pickled: bytes | mmap.mmap, offset: int) -> int:
 
 
 def _skip_lines(pickled: bytes | mmap.mmap, code: int, offset: int) -> int:
-    """Where the line, or two, ends that is an opcode's argument; beyond the last byte where it does
-    not.
-    """
+    """Returns where an argument of one or two lines ends; past the end if it is truncated."""
     end = pickled.find(b"\n", offset)
     if end >= 0 and code in _TWO_LINES:
         end = pickled.find(b"\n", end + 1)
@@ -89,12 +81,12 @@ def _skip_lines(pickled: bytes | mmap.mmap, code: int, offset: int) -> int:
 
 def _parse_decimal(digits: bytes, offset: int) -> int:
     if len(digits) > 20 or not digits.isdigit():
-        raise FormatError(f"numbers an object {digits[:20]!r} at byte {offset}; needed a number")
+        raise FormatError(f"byte {offset}: got memo index {digits[:20]!r}, expected a number")
     return int(digits)
 
 
 def _check_memo_index(index: int, offset: int, size: int) -> None:
     if index > size:
         raise FormatError(
-            f"numbers an object {index} at byte {offset}; needed at most as many as the {size} bytes of the pickle"
+            f"byte {offset}: got memo index {index}, expected at most {size}, the pickle's length"
         )

@@ -1,4 +1,4 @@
-"""What stands in for objects of classes that are not imported, when a pickle is read."""
+"""Placeholders for pickled objects whose classes are not imported."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 
 class Placeholder:
-    """Stands in for an object of a class that is not imported: `args` it was made with, `state` it
-    was given.
-    """
+    """Stands in for an object: holds the `args` of its creation and its pickled `state`."""
 
     args: tuple[Any, ...]
     state: Any
@@ -20,24 +18,25 @@ class Placeholder:
         return instance
 
     def __init__(self, *args: Any) -> None:
-        """`__new__` has done it: some pickles call that only."""
+        """Does nothing: some pickles only call `__new__`, which sets everything."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 class FieldsPlaceholder:
-    """Stands in for a plain dataclass, of which there may be millions: C's reader makes it and
-    fills its `__dict__` by itself.
+    """Stands in for a plain dataclass.
+
+    The C unpickler creates it and fills its `__dict__`, as a file may have millions.
     """
 
 
 def placeholder_class(name: str, *, base: type = Placeholder) -> type:
-    """A class of its own for one name, as messages show it."""
+    """Creates a placeholder class with the name that messages should show."""
     return type(name.rpartition(".")[2], (base,), {})
 
 
-# Classes that only hold what they are given, which scripts put among their settings.
+# Classes that only hold their arguments; training scripts save them in their settings.
 NAMESPACE_CLASSES = (
     "argparse.Namespace",
     "types.SimpleNamespace",
@@ -50,7 +49,7 @@ NAMESPACE_CLASSES = (
 
 
 def to_plain(value: Any) -> Any:
-    """A tree with dicts for stubs of namespaces, and text for those of paths."""
+    """Converts a tree: namespaces become dicts, and paths become strings."""
     if isinstance(value, Placeholder):
         is_path = type(value).__name__.endswith("Path")
         return (

@@ -250,9 +250,7 @@ def test_verify_of_a_good_folder(
 ) -> None:
     assert "sizes and headers match (21 tensors, 7.2 KiB" in shown(capsys, "verify", folder)
     assert "all digests match (21 tensors" in shown(capsys, "verify", "--deep", folder)
-    assert "no digests to check bytes against" in shown(
-        capsys, "verify", "--deep", hugging_face
-    )
+    assert "no digests to check bytes against" in shown(capsys, "verify", "--deep", hugging_face)
     told = json.loads(shown(capsys, "verify", "--deep", "--json", folder))
     assert (told["ok"], told["digests"], told["problems"], told["tensors"], told["nbytes"]) == (
         True,

@@ -78,9 +78,9 @@ def test_prune_does_not_let_damaged_newer_ones_push_out_the_last_good_one(
     flip_header(tmp_path / "checkpoint-30" / "model.safetensors")
     text = shown(capsys, "prune", tmp_path, "--keep-latest", 1)
     assert steps_in(tmp_path) == [10, 20, 25, 30]
-    assert "stays checkpoint-20: damaged, and does not count: optimizer.safetensors: " in text
+    assert "kept checkpoint-20: damaged, and ignored by the rules: optimizer.safetensors: " in text
     assert (
-        "stays checkpoint-30: damaged, and does not count: model.safetensors: its header has CRC "
+        "kept checkpoint-30: damaged, and ignored by the rules: model.safetensors: its header has CRC "
         in text
     )
     with manager_of(None, tmp_path) as manager:
@@ -122,12 +122,9 @@ def test_list_tells_step_size_status_and_who_keeps_it(
     )
     assert "incomplete: it has no unified_checkpoint.json" in rows["checkpoint-50"]
     assert "Hugging Face Trainer: checkpoint-60" in rows["60"]
-    assert (
-        "incomplete: it is half-written: trainer_state.json, which comes last, is missing"
-        in rows["60"]
-    )
+    assert "incomplete: trainer_state.json, which is written last, is missing" in rows["60"]
     assert "  6 checkpoints, " in shown(capsys, "list", run)
-    assert ", 3 of them bad" in shown(capsys, "list", run)
+    assert ", 3 not complete" in shown(capsys, "list", run)
     after = lines[lines.index("  stale folders of interrupted saves:") + 1 :]
     assert after[0].startswith("    .replaced-ab-checkpoint-5  ")
     assert after[0].endswith("it is the only copy of a checkpoint: rename it back")
@@ -154,7 +151,7 @@ def test_list_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         {"loss": 0.75},
     )
     assert found["nbytes"] == sum(file.stat().st_size for file in (run / "checkpoint-30").iterdir())
-    assert [left["kind"] for left in one["leftovers"]] == ["replaced", "construction"]
+    assert [left["kind"] for left in one["stale"]] == ["replaced", "construction"]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +183,8 @@ def test_list_and_inspect_name_omitted_parts(
         == omitted
     )
     text = shown(capsys, "inspect", tmp_path / "checkpoint-3")
-    assert [line.split() for line in text.splitlines() if "left out" in line] == (
-        [["left", "out", *omitted]] if omitted else []
+    assert [line.split() for line in text.splitlines() if "omitted" in line] == (
+        [["omitted", *omitted]] if omitted else []
     )
     assert (
         json.loads(shown(capsys, "inspect", tmp_path / "checkpoint-3", "--json"))["omitted_parts"]
@@ -294,7 +291,7 @@ def test_list_leaves_out_a_folder_that_cannot_be_read_and_shows_the_others(
     assert "1 checkpoint" in captured.out
     assert (
         captured.err
-        == f"unified-ckpt list: {tmp_path / 'lost+found'} is left out: it cannot be read: Permission denied\n"
+        == f"unified-ckpt list: skipping {tmp_path / 'lost+found'}, which cannot be read: Permission denied\n"
     )
 
 
@@ -330,7 +327,7 @@ def test_prune_limit_1_with_the_best(tmp_path: Path, capsys: pytest.CaptureFixtu
         )
     )
     assert list(told["removed"]) == ["checkpoint-1", "checkpoint-3"]
-    assert (told["dry_run"], told["stayed"]) == (False, {})
+    assert (told["dry_run"], told["kept"]) == (False, {})
     assert steps_in(tmp_path) == [2, 4]
 
 
@@ -352,7 +349,7 @@ def test_an_empty_root_is_not_the_current_folder(
     assert main([verb, "", "--keep-latest", "1"]) == 2
     assert (
         capsys.readouterr().err
-        == f"unified-ckpt {verb}: ROOT is empty; needed a folder, as . for this one\n"
+        == f"unified-ckpt {verb}: ROOT is empty, expected a folder; pass . for the current one\n"
     )
     assert steps_in(tmp_path) == [1, 2]
 
@@ -363,17 +360,17 @@ def test_prune_incomplete_and_leftovers_only_when_old_and_ours(
     before = folders(run)
     text = shown(capsys, "prune", run, "--incomplete", "--stale")
     assert (
-        "stays checkpoint-50: incomplete: it has no unified_checkpoint.json; changed 0.0 h ago"
+        "kept checkpoint-50: incomplete: it has no unified_checkpoint.json; changed 0.0 h ago"
         in text
     )
-    assert "stays checkpoint-60: it is of another engine (Hugging Face Trainer)" in text
-    assert "stays .unified-ab-checkpoint-70: a save may be at work in it" in text
+    assert "kept checkpoint-60: written by another framework (Hugging Face Trainer)" in text
+    assert "kept .unified-ab-checkpoint-70: a save may be writing to it" in text
     assert folders(run) == before
     for folder in run.iterdir():
         age(folder)
     text = shown(capsys, "prune", run, "--incomplete", "--stale")
     assert set(before) - set(folders(run)) == {"checkpoint-50", ".unified-ab-checkpoint-70"}
-    assert "stays .replaced-ab-checkpoint-5: " in text
+    assert "kept .replaced-ab-checkpoint-5: " in text
     assert "only copy" in text
 
 
@@ -384,7 +381,7 @@ def test_prune_leaves_checkpoints_of_a_newer_format(
     edit_manifest(tmp_path / "checkpoint-2", lambda told: told.update(format_version="2.0"))
     age(tmp_path / "checkpoint-2")
     assert (
-        "stays checkpoint-2: it may be a checkpoint: unified_checkpoint.json: got format version 2."
+        "kept checkpoint-2: it may be a checkpoint: unified_checkpoint.json: got format version 2."
         in shown(capsys, "prune", tmp_path, "--incomplete")
     )
     assert steps_in(tmp_path) == [1, 2]
@@ -405,7 +402,7 @@ def test_prune_leaves_what_is_being_read(
 ) -> None:
     put(tmp_path, 1, 2)
     with shared_lock(str(tmp_path / "checkpoint-1")):
-        assert "stays checkpoint-1: it is being read" in shown(
+        assert "kept checkpoint-1: it is being read" in shown(
             capsys, "prune", tmp_path, "--keep-latest", 1, code=1
         )
     assert "removed checkpoint-1" in shown(capsys, "prune", tmp_path, "--keep-latest", 1)
@@ -453,7 +450,7 @@ def test_prune_leaves_a_checkpoint_whose_manifest_cannot_be_read_just_now(
     read = LocalStorage.read
     monkeypatch.setattr(LocalStorage, "read", stale)
     text = shown(capsys, "prune", tmp_path, "--incomplete")
-    assert "stays checkpoint-2: nobody knows whether it is a checkpoint: " in text
+    assert "kept checkpoint-2: it may be a checkpoint: " in text
     assert "read failed: Stale file handle" in text
     monkeypatch.undo()
     assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
@@ -473,7 +470,7 @@ def test_prune_leaves_a_step_that_a_run_has_replaced_with_a_good_one_since_it_lo
         return found
 
     monkeypatch.setattr(prune, "_age_seconds", slow)
-    assert "stays checkpoint-1: it has changed meanwhile" in shown(
+    assert "kept checkpoint-1: it has changed" in shown(
         capsys, "prune", tmp_path, "--incomplete", code=1
     )
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok

@@ -207,7 +207,7 @@ def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:
     uc.save(tmp_path / "less", model=some)
     with pytest.raises(
         uc.IncompleteError,
-        match=r"missing in the checkpoint(.|\n)*layers.2.mlp.up_proj.weight \(96, 64\)",
+        match=r"the checkpoint lacks(.|\n)*layers.2.mlp.up_proj.weight \(96, 64\)",
     ):
         view_of(tmp_path / "less", config)
     uc.save(tmp_path / "more", model={**state, "model.extra": torch.ones(2)})

@@ -173,7 +173,9 @@ def test_state_that_paddle_has_not_is_refused_before_anything_is_written(
 
 def test_what_cannot_be_named_or_turned_for_certain_is_refused(tmp_path: Path) -> None:
     uc.save(tmp_path / "ours", model={"mixer.weight": torch.zeros(4, 4)})
-    with pytest.raises(uc.FormatError, match=r"mixer.weight: got shape \(4, 4\) of an unknown layer"):
+    with pytest.raises(
+        uc.FormatError, match=r"mixer.weight: got shape \(4, 4\) of an unknown layer"
+    ):
         written(tmp_path / "ours", tmp_path / "theirs", FIXTURES / "single_bf16")
     with pytest.raises(uc.FormatError, match=r"set SourceOptions\(config="):
         write_paddle(

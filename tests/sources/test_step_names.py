@@ -328,10 +328,10 @@ def test_list_shows_an_engines_steps_and_prune_leaves_them(
     assert (
         listed[str(newer)]["format"],
         listed[str(newer)]["status"],
-        listed[str(newer)]["why"],
+        listed[str(newer)]["problem"],
     ) == (kind, "complete", "")
     assert listed[str(older)]["status"] == "incomplete"
-    assert listed[str(older)]["why"]
+    assert listed[str(older)]["problem"]
     sizes = [
         one.stat().st_size
         for one in ([newer] if newer.is_file() else newer.rglob("*"))
@@ -385,7 +385,7 @@ def test_restore_takes_what_the_engines_pointer_names(
         shutil.rmtree(named)
         caplog.clear()
         assert manager.restore(**targets) is not None
-    assert f"{named} is skipped: it is not there, and {pointer} names it" in caplog.text
+    assert f"{named} is skipped: {pointer} names it, but it does not exist" in caplog.text
     assert f"{newer} is of another format" in caplog.text
 
 

@@ -301,9 +301,7 @@ def read_step(
         return StepContents(entry.number, problem=_one_line(_unreadable_reason(entry), entry))
     last_file = _LAST_WRITTEN_FILE.get(entry.format)
     if last_file is not None and not os.path.isfile(os.path.join(entry.path, last_file)):
-        return StepContents(
-            entry.number, problem=f"incomplete: {last_file}, which is written last, is missing"
-        )
+        return StepContents(entry.number, problem=f"{last_file}, which is written last, is missing")
     try:
         with closing(open_source(entry.path, options)) as source:
             metadata, parts = source.metadata(), set(source.parts)
@@ -324,7 +322,7 @@ def _unreadable_reason(entry: StepEntry) -> str:
         return f"{entry.pointer} names it, but it does not exist"
     if entry.format == WEIGHTS:
         return (
-            "only weights found: incomplete, or saved without training state; "
+            "holds weights only: interrupted, or saved without training state; "
             "use load_parameters_path to read the weights"
         )
-    return open_error(entry.path) or "incomplete, damaged, or not the format that its name says"
+    return open_error(entry.path) or "damaged, or not the format that its name says"

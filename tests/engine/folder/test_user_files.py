@@ -482,10 +482,7 @@ def test_a_step_that_a_crash_left_under_its_kept_name(
         )
         manager.save(STEP, force=True, model=state(STEP)["model"])
         assert manager.restore(model={"w": torch.zeros(3)}) is not None
-    assert (
-        main(["prune", str(tmp_path), "--incomplete", "--stale", "--older-than-hours", "0"])
-        == 0
-    )
+    assert main(["prune", str(tmp_path), "--incomplete", "--stale", "--older-than-hours", "0"]) == 0
     assert (tmp_path / f"{NAME}-before-1" / "unified_checkpoint.json").exists()
 
 

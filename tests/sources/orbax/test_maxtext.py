@@ -262,7 +262,7 @@ def test_names_of_several_models_are_shown_as_stored(
     with uc.open(path, options=SourceOptions(names="own")) as source:
         assert torch.equal(target[query], source["model"][query][...])
     assert re.search(
-        r"several models(.|\n)*needed the model's config.json(.|\n)*its own names are shown",
+        r"several models(.|\n)*pass the model's config.json(.|\n)*using MaxText's own names",
         caplog.text,
     )
     assert main(["inspect", str(path)]) == 0
@@ -344,15 +344,15 @@ WRONG: list[tuple[str, dict[str, Any], type[uc.CheckpointError], str]] = [
         "llama3",
         {"model_type": "qwen2"},
         uc.IncompleteError,
-        r"as qwen2: the model has tensors that the checkpoint lacks(.|\n)*query.bias",
+        r"as qwen2: tensors of the model are missing in the checkpoint(.|\n)*query.bias",
     ),
     (
         "llama3",
         {"model_type": "opt"},
         uc.FormatError,
-        r"model_type 'opt' has no names of MaxText's here; known are llama",
+        r"got model_type 'opt' of a MaxText checkpoint, expected one of llama",
     ),
-    ("llama3", {"num_attention_heads": None}, uc.FormatError, "is no configuration of llama"),
+    ("llama3", {"num_attention_heads": None}, uc.FormatError, "is no valid llama configuration"),
     ("gemma2", {"num_hidden_layers": 5}, uc.FormatError, "odd num_hidden_layers"),
     (
         "mixtral",
@@ -382,7 +382,7 @@ def test_a_configuration_of_another_model(
 
 def test_a_configuration_that_is_none(written: Path, tmp_path: Path) -> None:
     where = written / "llama3-stacked-training"
-    with pytest.raises(uc.NotFoundError, match=r"config.json: there is no such file"):
+    with pytest.raises(uc.NotFoundError, match=r"config.json: no such file"):
         uc.open(where, options=SourceOptions(config=str(tmp_path)))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(uc.FormatError, match=r"config.json: not valid JSON"):

@@ -194,9 +194,7 @@ def test_a_tree_in_several_items(written: Path) -> None:
 
 
 def test_names_of_other_models_are_their_own(written: Path) -> None:
-    with pytest.raises(
-        uc.FormatError, match=r"has no MaxText names(.|\n)*names='own' or 'auto'"
-    ):
+    with pytest.raises(uc.FormatError, match=r"has no MaxText names(.|\n)*names='own' or 'auto'"):
         uc.open(written / "linen", options=SourceOptions(names="huggingface"))
 
 
@@ -221,7 +219,7 @@ def test_written_by_two_processes(tmp_path: Path) -> None:
         assert equal(source["model"]["wide"][...], WEIGHTS["wide"])
     shutil.rmtree(tmp_path / "c" / "7" / "items" / "ocdbt.process_1")
     with pytest.raises(
-        uc.IncompleteError, match=r"ocdbt.process_1/d/\w+ is missing; lost are params.wide/c/"
+        uc.IncompleteError, match=r"ocdbt.process_1/d/\w+ is missing, with params.wide/c/"
     ):
         uc.open(tmp_path / "c")
 
@@ -281,7 +279,7 @@ def test_one_that_was_not_finished_is_refused(folder: Path) -> None:
     folder.rename(unfinished)
     for path in (unfinished, unfinished / "items"):
         with pytest.raises(
-            uc.IncompleteError, match=r"was not finished: its name has .orbax-checkpoint-tmp"
+            uc.IncompleteError, match=r"is unfinished: its name has .orbax-checkpoint-tmp"
         ):
             uc.open(path)
 
@@ -290,7 +288,7 @@ def test_one_that_was_not_committed_is_refused(folder: Path) -> None:
     (folder / "commit_success.txt").unlink()
     for path in (folder, folder / "items"):
         with pytest.raises(
-            uc.IncompleteError, match=r"was not committed: commit_success.txt is in items"
+            uc.IncompleteError, match=r"is not committed: commit_success.txt is in items"
         ):
             uc.open(path)
 
@@ -304,7 +302,9 @@ def test_older_versions_wrote_no_commit_success(folder: Path) -> None:
 
 def test_an_item_that_is_missing_is_named(folder: Path) -> None:
     shutil.rmtree(folder / "meta")
-    with pytest.raises(uc.IncompleteError, match=r"items of _CHECKPOINT_METADATA are missing(.|\n)*meta"):
+    with pytest.raises(
+        uc.IncompleteError, match=r"items of _CHECKPOINT_METADATA are missing(.|\n)*meta"
+    ):
         uc.open(folder)
 
 
@@ -338,12 +338,12 @@ def test_a_cut_or_missing_file_is_named_with_what_was_in_it(written: Path, tmp_p
     largest, body = files[-1], files[-1].read_bytes()
     largest.write_bytes(body[:-10])
     with pytest.raises(
-        uc.IncompleteError, match=rf"{largest.name} ends early; lost are params.wide/c/"
+        uc.IncompleteError, match=rf"{largest.name} is truncated, with params.wide/c/"
     ):
         uc.load(tmp_path / "cut", model={"wide": torch.zeros(512, 512)})
     largest.unlink()
     with pytest.raises(
-        uc.IncompleteError, match=rf"{largest.name} is missing; lost are params.wide/c/"
+        uc.IncompleteError, match=rf"{largest.name} is missing, with params.wide/c/"
     ):
         uc.open(tmp_path / "cut")
 
@@ -372,7 +372,7 @@ def test_what_processes_wrote_and_nobody_put_together(folder: Path) -> None:
     (folder / "items" / "manifest.ocdbt").unlink()
     with pytest.raises(
         uc.IncompleteError,
-        match=r"manifest.ocdbt is missing; what processes wrote was not put together",
+        match=r"manifest.ocdbt is missing, so the files of the processes were never merged",
     ):
         uc.open(folder)
 
@@ -463,9 +463,7 @@ def test_a_dtype_that_safetensors_has_not(tmp_path: Path) -> None:
     tensorstore.open(spec, dtype="int4", shape=[4], create=True).result().write(
         np.zeros(4, ml_dtypes.int4)
     ).result()
-    with pytest.raises(
-        uc.FormatError, match=r"a: has dtype int4, which has no name in safetensors"
-    ):
+    with pytest.raises(uc.FormatError, match=r"a: dtype int4 does not exist in safetensors"):
         open_arrays(str(tmp_path), ["a"], zarr3=True, zeros_omitted=False)
 
 
@@ -490,7 +488,9 @@ def test_a_tree_of_many_nodes_is_walked(tmp_path: Path) -> None:
             store.write(RANDOM.standard_normal(128, np.float32)).result()
     seen = set()
     assert len(open_arrays(str(tmp_path), names, zarr3=False, zeros_omitted=False)) == 5
-    with pytest.raises(uc.IncompleteError, match=r"arrays are missing(.|\n)*params.other"):
+    with pytest.raises(
+        uc.IncompleteError, match=r"arrays of its tree are missing(.|\n)*params.other"
+    ):
         open_arrays(str(tmp_path), [*names, "params.other"], zarr3=False, zeros_omitted=False)
     for path in (
         tmp_path / "d"
@@ -529,7 +529,7 @@ def test_two_states_of_one_weight_are_refused() -> None:
             ("opt_state", name, "mu", "a"): (2,),
             ("opt_state", name, "nu", "a"): (2,),
         }
-    with pytest.raises(uc.FormatError, match=r"both are a/exp_avg of optimizer"):
+    with pytest.raises(uc.FormatError, match=r"both are optimizer:a/exp_avg"):
         classify_leaves(shapes)
 
 

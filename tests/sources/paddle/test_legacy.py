@@ -184,7 +184,11 @@ def test_a_missing_rank_is_named(tmp_path: Path, file: str, match: str) -> None:
 @pytest.mark.parametrize(
     ("lost", "error", "match"),
     [
-        ("*pp01*", uc.IncompleteError, r"config.json says 2 layers; in no file are(.|\n)*layer 1"),
+        (
+            "*pp01*",
+            uc.IncompleteError,
+            r"layers are missing, expected 2 by config.json(.|\n)*layer 1",
+        ),
         ("*tp01*", uc.FormatError, r"got shape .*by config.json"),
         ("*shard01*", uc.IncompleteError, "optimizer state is missing"),
     ],
@@ -243,16 +247,14 @@ def test_key_heads_that_every_rank_has_whole_are_not_joined(tmp_path: Path) -> N
         folder / "model_state.tp01.pdparams",
         {f"llama.layers.0.self_attn.{n}.weight": a for n, a in slices[1].items()},
     )
-    with pytest.raises(uc.IntegrityError, match=r"k_proj.weight: has other values in .*tp01"):
+    with pytest.raises(uc.IntegrityError, match=r"k_proj.weight: values in .*tp01.* differ"):
         everything(folder)
 
 
 def test_slices_without_a_config_are_refused_not_guessed(tmp_path: Path) -> None:
     folder = copied("fused_tp2", tmp_path / "c")
     (folder / "config.json").unlink()
-    with pytest.raises(
-        uc.FormatError, match=r"requires the model's sizes; add its config\.json"
-    ):
+    with pytest.raises(uc.FormatError, match=r"requires the model's sizes; add its config\.json"):
         uc.open(folder)
 
 
@@ -308,7 +310,7 @@ def test_an_array_in_parts_of_an_old_protocol_is_one(tmp_path: Path) -> None:
     assert same(held["w"].load(Box((3, 2), (5, 7))), torch.from_numpy(array[3:8, 2:9]))
     del told["w@@.1"]
     dump(path, told, 2)
-    with pytest.raises(uc.IncompleteError, match="w: has 2 of its 3 parts"):
+    with pytest.raises(uc.IncompleteError, match="w: got 2 of 3 parts"):
         map_arrays(str(path), load_arrays(str(path)))
 
 
@@ -379,7 +381,7 @@ def test_arrays_that_lie_about_their_size_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model_state.pdparams").write_bytes(
         whole.replace(b"K\x04K\x06\x86", b"K\x04K\x07\x86")
     )
-    with pytest.raises(uc.FormatError, match=r"shape \(4, 7\) .* does not have 112 bytes"):
+    with pytest.raises(uc.FormatError, match=r"shape \(4, 7\) .* is not 112 bytes"):
         uc.open(tmp_path)
 
 
@@ -420,23 +422,23 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "told", "match"),
     [
-        ("model_state.pdparams", [1], "holds a list; needed arrays by name"),
+        ("model_state.pdparams", [1], "got list, expected a dict of arrays"),
         ("model_state.pdparams", {"w": 1}, r"entries that are not arrays(.|\n)*w"),
         ("model_state.pdparams", {}, "or no arrays"),
         (
             "model_state.pdparams",
             {"w": np.ones(3, "f4"), "StructuredToParameterName@@": 3},
-            "StructuredToParameterName@@ is a int; needed a dict",
+            "StructuredToParameterName@@: got int, expected a dict",
         ),
         (
             "model_state.pdparams",
             {"w": np.ones(3, "f4"), "UnpackBigParamInfor@@": {"v": 3}},
-            "v is a int; needed a dict",
+            "v: got int, expected a dict",
         ),
         ("model_state.pdparams", {"w": np.ones(3, ">f4")}, "little-endian"),
         ("model_state.pdparams", {"w": np.array([None, "x"])}, "expected little-endian"),
-        ("optimizer.pdopt", {"master_weights": [1]}, "master_weights is a list; needed a dict"),
-        ("optimizer.pdopt", 3, "holds a int; needed arrays by name"),
+        ("optimizer.pdopt", {"master_weights": [1]}, "master_weights: got list, expected a dict"),
+        ("optimizer.pdopt", 3, "got int, expected a dict of arrays"),
     ],
 )
 def test_pickles_of_other_things_are_refused(

@@ -124,7 +124,7 @@ def _encode(text: Any, encoding: Any) -> Any:
     """Stands in for `_codecs.encode(text, "latin1")`, with which protocol 2 pickles bytes."""
     if encoding != "latin1" or not isinstance(text, str | FileBytes):
         raise FormatError(
-            f"got a {type(text).__name__} encoded as {encoding!r}, expected text as 'latin1'"
+            f"got {type(text).__name__} encoded as {encoding!r}, expected text as 'latin1'"
         )
     return text if isinstance(text, FileBytes) else text.encode("latin1")
 
@@ -264,7 +264,7 @@ def dict_entry(path: str, content: Mapping[Any, Any], name: str) -> dict[Any, An
     """Returns the dict under a name, or {} if none. Raises FormatError for other values."""
     value = content.get(name, {})
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: {name}: got a {type(value).__name__}, expected a dict")
+        raise FormatError(f"{path}: {name}: got {type(value).__name__}, expected a dict")
     return value
 
 
@@ -349,4 +349,4 @@ def to_plain(value: Any) -> Any:
         return type(value)(to_plain(item) for item in value)
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
-    raise FormatError(f"got a {type(value).__name__}, expected plain values")
+    raise FormatError(f"got {type(value).__name__}, expected plain values")

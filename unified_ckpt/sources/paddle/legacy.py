@@ -94,7 +94,7 @@ def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[s
     """Collects a rank's slices; returns a map of Paddle's internal names to the model's names."""
     content = load_arrays(path)
     if not isinstance(content, dict):
-        raise FormatError(f"{path}: got a {type(content).__name__}, expected a dict of arrays")
+        raise FormatError(f"{path}: got {type(content).__name__}, expected a dict of arrays")
     name_map = dict_entry(path, content, _NAMES)
     tensors = map_arrays(path, content)
     # "@@" marks Paddle's own entries.
@@ -120,7 +120,7 @@ def _read_optimizer(
 ) -> None:
     content = load_arrays(path)
     if not isinstance(content, dict):
-        raise FormatError(f"{path}: got a {type(content).__name__}, expected a dict of arrays")
+        raise FormatError(f"{path}: got {type(content).__name__}, expected a dict of arrays")
     collected.scheduler = collected.scheduler or to_plain(content.pop(_SCHEDULER, None))
     masters = dict_entry(path, content, _MASTERS)
     tp, unknown = rank_file.coordinates.get("tp", 0), []

@@ -160,7 +160,7 @@ def _load_tensor(memory: memoryview) -> torch.Tensor:
         check_memo_bounds(pickled)
         tensor = _TensorUnpickler(io.BytesIO(pickled), memory, entries).load()
     if not isinstance(tensor, torch.Tensor):
-        raise FormatError(f"got a {type(tensor).__name__}, expected a tensor")
+        raise FormatError(f"got {type(tensor).__name__}, expected a tensor")
     return tensor
 
 

@@ -39,6 +39,7 @@ from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime.comm import comm as comms
+from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.topology import node_id
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent
@@ -319,12 +320,8 @@ class Checkpointer:
         if comm.world == 1:
             return None
         if storage.root not in self._topologies:
-            collective = comm.begin_collective(
-                f"save to {storage.path(name)}",
-                cached=False,
-                timeout_seconds=timeout,
-                arguments={"first to this folder": True},
-            )
+            call = Call(f"save to {storage.path(name)}", {"first to this folder": True})
+            collective = comm.begin_collective(call, timeout_seconds=timeout)
             with collective.step("probe-topology"):
                 if isinstance(request, Exception):
                     raise request

@@ -19,6 +19,7 @@ from unified_ckpt.errors import (
     MismatchError,
     RankError,
 )
+from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.comm import Comm, from_torch, single_process
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.error_spread import Spread, mark, spread_of
@@ -106,22 +107,17 @@ Connect = Callable[[int], list[Comm]]
 def test_begin_collective_compares_calls_and_arguments(
     connected: Connect, calls: list[tuple[str, dict[str, int] | None]], text: str | None
 ) -> None:
-    """A rank that failed before it knew its terms is not compared. All of them meet again after an
-    error.
-    """
+    """A rank that failed before it knew its arguments is not compared. The next collective works."""
     ours = connected(3)
 
     def act(rank: int) -> str | None:
-        what, terms = calls[rank]
-        found = None
+        error = None
         try:
-            ours[rank].begin_collective(
-                what, cached=False, timeout_seconds=SECONDS, arguments=terms
-            )
-        except RankError as error:
-            found = str(error)
-        ours[rank].begin_collective("again", cached=False, timeout_seconds=SECONDS)
-        return found
+            ours[rank].begin_collective(Call(*calls[rank]), timeout_seconds=SECONDS)
+        except RankError as raised:
+            error = str(raised)
+        ours[rank].begin_collective("again", timeout_seconds=SECONDS)
+        return error
 
     (found,) = set(in_threads(3, act))
     assert (found is None) if text is None else (found or "").startswith(text)
@@ -154,7 +150,7 @@ def test_put_accepts_any_bytes(connected: Connect) -> None:
         2,
         lambda r: (
             ours[r]
-            .begin_collective("x", cached=False, timeout_seconds=SECONDS)
+            .begin_collective("x", timeout_seconds=SECONDS)
             .broadcast("v", value if r == 0 else None)
         ),
     )
@@ -166,7 +162,7 @@ def test_missing_rank_is_named_on_every_other_rank(connected: Connect) -> None:
 
     def act(rank: int) -> None:
         if rank not in (1, 3, 4):
-            ours[rank].begin_collective("save to /ckpt", cached=False, timeout_seconds=SOON)
+            ours[rank].begin_collective("save to /ckpt", timeout_seconds=SOON)
 
     results = in_threads(5, act)
     text = r"^save to /ckpt: rank\(s\) 1, 3-4 did not arrive within 0.5 s; expected the same call on all 5 ranks$"
@@ -178,7 +174,7 @@ def test_missing_rank_is_named_on_every_other_rank(connected: Connect) -> None:
 def test_group_errors_name_global_ranks() -> None:
     ours = comms(3, ranks=(4, 7, 9))
     with pytest.raises(RankError, match=r"rank\(s\) 7, 9 did not arrive"):
-        ours[0].begin_collective("save", cached=False, timeout_seconds=SOON)
+        ours[0].begin_collective("save", timeout_seconds=SOON)
 
 
 @pytest.mark.parametrize("step", ["agree", "collect"])
@@ -186,7 +182,7 @@ def test_step_errors_name_global_ranks(step: str) -> None:
     ours = comms(2, ranks=(4, 7))
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SOON)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=SOON)
         if rank == 0:
             meeting.finish_step("written") if step == "agree" else meeting.collect(
                 "sizes", b"1", dst=0, ranks=range(2)
@@ -200,7 +196,7 @@ def test_error_of_one_rank_is_raised_on_all(connected: Connect) -> None:
     ours = connected(4)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
         meeting.finish_step("planned")
         if rank == 2:
             time.sleep(0.05)
@@ -216,7 +212,7 @@ def test_foreign_error_becomes_rank_error() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
-        ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS).finish_step(
+        ours[rank].begin_collective("save", timeout_seconds=SECONDS).finish_step(
             "written", ZeroDivisionError("oh") if rank == 1 else None
         )
 
@@ -234,7 +230,7 @@ def test_mismatch_lists_reach_every_rank() -> None:
     error = MismatchError("bad", missing=["a"], unexpected=["b", "c"], wrong=["d: shape"])
 
     def act(rank: int) -> None:
-        ours[rank].begin_collective("load", cached=False, timeout_seconds=SECONDS).finish_step(
+        ours[rank].begin_collective("load", timeout_seconds=SECONDS).finish_step(
             "matched", error if rank == 0 else None
         )
 
@@ -252,7 +248,7 @@ def test_all_ranks_raise_the_same_of_two_errors() -> None:
     ours = comms(4)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
         meeting.finish_step("written", LayoutError(f"from {rank}") if rank in (1, 2) else None)
 
     assert len({(type(error), str(error)) for error in in_threads(4, act)}) == 1
@@ -262,7 +258,7 @@ def test_failing_rank_does_not_wait_for_slow_ranks() -> None:
     ours, left = comms(2), threading.Event()
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
         if rank == 1:
             assert left.wait(SECONDS), "rank 0 waits for rank 1"
             meeting.finish_step("written")
@@ -281,7 +277,7 @@ def test_waiting_ranks_receive_an_error_at_once(connected: Connect, way: str) ->
     ours = connected(3)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=600)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=600)
         with meeting.step("write"):
             if rank == 0:
                 time.sleep(0.1)
@@ -305,7 +301,7 @@ def test_step_that_all_ranks_finish() -> None:
 
     def act(rank: int) -> list[str]:
         meeting, seen = (
-            ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS),
+            ours[rank].begin_collective("save", timeout_seconds=SECONDS),
             [],
         )
         for name in ("plan", "write"):
@@ -320,7 +316,7 @@ def test_shared_error_is_published_once() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
         with meeting.step("outer"), meeting.step("inner"):
             if rank == 1:
                 raise LayoutError("oh")
@@ -335,7 +331,7 @@ def test_secondary_error_waits_for_its_cause() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
         error: CheckpointError = (
             RankError("rank 1 gave up") if rank == 0 else IntegrityError("the disk is full")
         )
@@ -360,14 +356,12 @@ def test_collective_ends_when_its_parent_fails(where: str) -> None:
         numbers = list[int | str]()
         inner = ours[rank].subgroup("some", [0, 1, 2])
         for turn in range(4):
-            outer = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+            outer = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
             try:
                 with outer.step("part"):
                     if turn == 1 and rank == 2 and where == "roll call":
                         raise LayoutError("oh")
-                    part = inner.begin_collective(
-                        "part", cached=False, timeout_seconds=SECONDS, parent=outer
-                    )
+                    part = inner.begin_collective("part", timeout_seconds=SECONDS, parent=outer)
                     if turn == 1 and rank == 2:
                         raise LayoutError("oh")
                     if where == "key":
@@ -389,7 +383,7 @@ def test_rank_stuck_in_a_step_is_named(connected: Connect) -> None:
     ours, over = connected(3), threading.Event()
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SOON)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=SOON)
         if rank == 2:
             over.wait(SECONDS)
         try:
@@ -409,7 +403,7 @@ def test_wait_lasts_as_long_as_heartbeats(connected: Connect, way: str, alive: b
     ours, over = connected(3), threading.Event()
 
     def act(rank: int) -> object:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=0.4)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=0.4)
         if rank == 1:
             for _ in range(200):
                 if alive:
@@ -456,7 +450,7 @@ def test_wait_ends_after_the_last_heartbeat() -> None:
     ours, over = comms(2), threading.Event()
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=0.3)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=0.3)
         if rank == 1:
             for _ in range(60):
                 meeting.heartbeat()
@@ -481,9 +475,7 @@ def test_heartbeats_are_rare() -> None:
     counting: Any = Paced(
         store, lambda name, arguments: adds.append(arguments[0]) if name == "add" else None
     )
-    meeting = Comm(counting, rank=0, ranks=(0,)).begin_collective(
-        "save", cached=False, timeout_seconds=2
-    )
+    meeting = Comm(counting, rank=0, ranks=(0,)).begin_collective("save", timeout_seconds=2)
     adds.clear()
     deadline = time.monotonic() + 0.45
     while time.monotonic() < deadline:
@@ -497,14 +489,14 @@ def test_background_collective_keeps_keys_until_all_finish(
     ours, turn = connected(2), threading.Barrier(2)
 
     def act(rank: int) -> None:
-        background = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        background = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
         background.move_to_background()
         background.put(f"said/{rank}", b"1")
 
         def meet_others(there: bool) -> None:
             turn.wait(SECONDS)
             for _ in range(2):
-                ours[rank].begin_collective("idle", cached=False, timeout_seconds=SECONDS)
+                ours[rank].begin_collective("idle", timeout_seconds=SECONDS)
             turn.wait(SECONDS)
             assert [background.has(f"said/{r}") for r in range(2)] == [there, there]
 
@@ -524,9 +516,7 @@ def test_any_busy_is_true_on_all_ranks() -> None:
 
     def act(rank: int) -> list[bool]:
         meetings = [
-            ours[rank].begin_collective(
-                "idle", cached=False, timeout_seconds=SECONDS, busy=rank in who
-            )
+            ours[rank].begin_collective("idle", timeout_seconds=SECONDS, busy=rank in who)
             for who in ((), (1,), (0, 2), ())
         ]
         return [meeting.any_busy for meeting in meetings]
@@ -537,14 +527,14 @@ def test_any_busy_is_true_on_all_ranks() -> None:
 def test_get_of_an_unset_key_is_an_error() -> None:
     (one,) = comms(1)
     with pytest.raises(RankError, match=r"rank 0 waited 0.5 s for 'window/0', which no rank set"):
-        one.begin_collective("save", cached=False, timeout_seconds=SOON).get("window/0")
+        one.begin_collective("save", timeout_seconds=SOON).get("window/0")
 
 
 def test_collect_names_missing_ranks() -> None:
     ours = comms(3)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SOON)
+        meeting = ours[rank].begin_collective("save", timeout_seconds=SOON)
         if rank != 1:
             meeting.collect("sizes", b"1", dst=0, ranks=range(3))
 
@@ -669,8 +659,8 @@ def test_two_ranks_timing_out_close_one_collective() -> None:
             time.sleep(0.2)
         else:
             with pytest.raises(RankError, match=r"rank\(s\) 2 did not arrive"):
-                ours[rank].begin_collective("first", cached=False, timeout_seconds=SOON)
-        return ours[rank].begin_collective("second", cached=False, timeout_seconds=3).number
+                ours[rank].begin_collective("first", timeout_seconds=SOON)
+        return ours[rank].begin_collective("second", timeout_seconds=3).number
 
     assert in_threads(3, act) == [1, 1, 1]
 
@@ -694,10 +684,10 @@ def test_fast_rank_joins_the_next_collective() -> None:
     ours = [Comm(paced[rank], rank=rank, ranks=range(2)) for rank in range(2)]
 
     def act(rank: int) -> int:
-        meeting = ours[rank].begin_collective("first", cached=False, timeout_seconds=3)
+        meeting = ours[rank].begin_collective("first", timeout_seconds=3)
         with pytest.raises(LayoutError, match="rank 0: oh"):
             meeting.finish_step("planned", LayoutError("oh") if rank == 0 else None)
-        return ours[rank].begin_collective("second", cached=False, timeout_seconds=3).number
+        return ours[rank].begin_collective("second", timeout_seconds=3).number
 
     assert in_threads(2, act) == [1, 1]
 
@@ -811,16 +801,14 @@ def test_from_torch_with_a_group_of_one_rank() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         comm = from_torch(None)
-        comm.begin_collective("save", cached=False, timeout_seconds=SECONDS).finish_step("written")
+        comm.begin_collective("save", timeout_seconds=SECONDS).finish_step("written")
         assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1)
         again = from_torch(dist.group.WORLD)
-        assert again.begin_collective("save", cached=False, timeout_seconds=SECONDS).number == 0, (
+        assert again.begin_collective("save", timeout_seconds=SECONDS).number == 0, (
             "alone over the group's store: the first one there"
         )
         assert (
-            from_torch(dist.group.WORLD)
-            .begin_collective("save", cached=False, timeout_seconds=SECONDS)
-            .number
+            from_torch(dist.group.WORLD).begin_collective("save", timeout_seconds=SECONDS).number
             == 1
         ), "the same ranks, the same meetings"
     finally:

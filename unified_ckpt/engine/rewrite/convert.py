@@ -44,6 +44,7 @@ from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageE
 from unified_ckpt.format import digests
 from unified_ckpt.format.manifest import ConvertedFrom, Manifest
 from unified_ckpt.format.names import check_part_name
+from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -121,7 +122,7 @@ def convert(
         "fsync": request.fsync,
     }
     collective = comm.begin_collective(
-        operation, cached=False, timeout_seconds=request.timeout_seconds, arguments=common_args
+        Call(operation, common_args), timeout_seconds=request.timeout_seconds
     )
     with storage, collective.propagating_errors():
         with collective.step("open"):

@@ -33,6 +33,7 @@ from unified_ckpt.engine.save.snapshot import (
     record_events,
     wait_events,
 )
+from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.flatten import step_only_keys
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
@@ -162,11 +163,10 @@ def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
             **options.model_dump(mode="json"),
         }
     collective = call.comm.begin_collective(
-        f"save to {call.path}",
+        Call(f"save to {call.path}", arguments),
         cached=cached,
         timeout_seconds=call.timeout_seconds,
         delete_stale=not background,
-        arguments=arguments,
     )
     return collective, plan_key
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
@@ -17,11 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import CheckpointError, RankError
-from unified_ckpt.runtime.comm.call_terms import Call, differences
+from unified_ckpt.runtime.comm.call import Call, differences
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.stale_keys import StaleKeys
-
-_NO_ARGUMENTS: Mapping[str, object] = {}
 
 
 @contextmanager
@@ -96,24 +94,22 @@ class Comm:
 
     def begin_collective(
         self,
-        description: str,
+        operation: Call | str,
         *,
-        cached: bool,
         timeout_seconds: float,
+        cached: bool = False,
         busy: bool = False,
         delete_stale: bool = True,
         parent: Collective | None = None,
-        arguments: Mapping[str, object] | None = _NO_ARGUMENTS,
     ) -> Collective:
-        """Starts a collective: waits until every rank has called this with the same arguments.
+        """Starts a collective: waits until every rank has called this for the same operation.
 
-        `description`: the call in words; the first word is its name. `arguments`: what must be
-        equal on all ranks, as JSON; None on a rank that failed before it knew them. RankError names
-        the ranks where the call or the arguments differ.
+        `operation`: its description, whose first word is its name, or a `Call` with arguments too.
+        RankError names the ranks where the name or the arguments differ.
 
-        `cached`, `busy`: this rank's flags; `Collective.all_cached` is true if every rank set the
-        first, `any_busy` if any rank set the second: an earlier background collective of it is
-        unfinished. `delete_stale=False` leaves `delete_stale_keys` to the caller.
+        `cached`: this rank has cached its plan; `Collective.all_cached` is true if every rank has.
+        `busy`: this rank has an unfinished background collective; `any_busy` is true if any has.
+        `delete_stale=False` leaves `delete_stale_keys` to the caller.
 
         `parent`: a collective of more ranks that this one belongs to. Raises its error if it fails
         meanwhile, or RankError naming the ranks that did not arrive in time.
@@ -134,7 +130,7 @@ class Comm:
             collective.add("cached")
         if busy:
             collective.add("busy")
-        call = Call(description, arguments)
+        call = Call(operation, {}) if isinstance(operation, str) else operation
         collective.add(f"call/{call.digest}")
         if collective.add("arrived") == self.world:
             outcome = "cached" if collective.add("cached", 0) == self.world else "new"
@@ -154,7 +150,7 @@ class Comm:
             missing = collective.missing_ranks([f"arrived/{r}" for r in range(self.world)])
             self._close_arrivals(
                 collective,
-                f"late: {description}: rank(s) {missing} did not arrive within "
+                f"late: {call.description}: rank(s) {missing} did not arrive within "
                 f"{timeout_seconds:g} s; expected the same call on all {self.world} ranks",
             )
         outcome = collective.get("begin").decode()

@@ -16,10 +16,10 @@ from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.error_spread import Spread, mark, spread_of
 
-_SECONDARY_WAIT_SECONDS = 10.0
-_STOP_SECONDS = 10.0  # for the other ranks to stop writing before what has failed is cleared away
-_SHORT_WAIT_SECONDS = 0.1  # most waits are over before, and look at one meeting only
-_HEARTBEATS_PER_TIMEOUT = 20  # signs of life in the time that silence is allowed to last
+_SECONDARY_WAIT_SECONDS = 10.0  # for the rank that failed first to publish its error
+_STOP_SECONDS = 10.0  # for other ranks to stop writing before a failed save is deleted
+_SHORT_WAIT_SECONDS = 0.1  # most waits end before; only longer ones check the parent too
+_HEARTBEATS_PER_TIMEOUT = 20
 
 
 class Store(Protocol):
@@ -74,9 +74,8 @@ class Collective:
     def move_to_background(self) -> None:
         """Lets this rank join later collectives before it calls `finish` on this one."""
         self._in_background = self.in_progress = True
-        self.add(
-            "finished", 0
-        )  # set from the start: if absent, all have finished and it is deleted
+        # Set from the start: once all ranks have finished, the counter is deleted.
+        self.add("finished", 0)
 
     def finish(self) -> None:
         """Marks a background collective as finished on this rank."""

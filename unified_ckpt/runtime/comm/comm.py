@@ -43,7 +43,7 @@ class KeyStore:
     def set(self, key: str, value: str | bytes, /) -> None:
         """Sets a key."""
         with _store_errors():
-            # the stub says str; bytes are taken
+            # The stub says str, but bytes are accepted.
             self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str, /) -> bytes:

@@ -99,7 +99,7 @@ class TileBuffer:
         try:
             self._memory.close()
         except BufferError:
-            pass  # a view is still held by a caller; the memory goes with it
+            pass  # a view still exists; the memory is released with it
 
 
 class RemoteTileBuffer:

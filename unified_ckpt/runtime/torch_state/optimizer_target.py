@@ -114,7 +114,7 @@ class OptimizerTarget:
         elif rule is not None and STEP in rule.required and state:
             number = state.get(STEP, self.param_steps.get(fqn))
             if not isinstance(number, torch.Tensor) and number is not None:
-                # torch's step would keep a Python number forever.
+                # torch's step would keep a Python number as it is.
                 state[STEP] = torch.tensor(float(number), device=_counter_device(param, group))
         if state:
             optimizer.state[param] = state

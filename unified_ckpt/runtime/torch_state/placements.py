@@ -16,7 +16,8 @@ from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.comm import Comm
 
-_REPLICATED = Sharding()  # of all plain tensors: what is one object is compared and encoded once
+# Shared by all plain tensors, so that it is compared and encoded once.
+_REPLICATED = Sharding()
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
 def test_files_are_bounded_and_tensors_are_written_in_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paddle_write, "_TILE_NBYTES", 700)  # not a multiple of any row
+    monkeypatch.setattr(paddle_write, "_CHUNK_NBYTES", 700)  # not a multiple of any row
     made = written(
         FIXTURES / "single_bf16",
         tmp_path / "theirs",

@@ -19,8 +19,7 @@ from unified_ckpt.engine.folder.commit import read_manifest_at
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.engine.nodes.discover import gather_node_numbers
-from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest
-from unified_ckpt.engine.rewrite.convert import convert as write_anew
+from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
 from unified_ckpt.engine.rewrite.tensors import tensor_sizes
 from unified_ckpt.engine.rewrite.weights_check import compare_masters
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
@@ -53,11 +52,7 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 _LOG = logging.getLogger("unified_ckpt")
-# tensors, indexes and side files only
-_WITHOUT_MANIFEST = (
-    "huggingface",
-    "maxtext",
-)
+_WITHOUT_MANIFEST = ("huggingface", "maxtext")  # tensors, indexes and side files only
 _EXPORTED = ("torch", "dcp", "paddle")
 FORMATS = ("unified", *_WITHOUT_MANIFEST, *_EXPORTED)
 
@@ -83,7 +78,6 @@ def convert(
     """
     convert_options = ConvertOptions(**options)
     _check_options(convert_options, os.fspath(dst))
-    without_manifest = convert_options.to in _WITHOUT_MANIFEST
     comm = comms.from_torch(group)
     sources = [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
@@ -95,20 +89,11 @@ def convert(
     storage = LocalStorage(parent, write_policy=BULK)
     for path in paths:
         _check_disjoint(path, storage.path(target_name))
-    parts = (
-        convert_options.parts
-        if convert_options.parts is not None
-        else ((MODEL,) if convert_options.to == "huggingface" else None)
-    )
-    timeout = convert_options.timeout_seconds
+    operation, timeout = f"conversion of {source_names}", convert_options.timeout_seconds
     with ExitStack() as resources:
-        nodes = (
-            gather_node_numbers(
-                comm, f"conversion of {source_names}", node_id(), timeout_seconds=timeout
-            )
-            if comm.world > 1
-            else [0]
-        )
+        nodes = [0]
+        if comm.world > 1:
+            nodes = gather_node_numbers(comm, operation, node_id(), timeout_seconds=timeout)
         source = open_on_all_ranks(
             comm,
             source_names,
@@ -118,57 +103,58 @@ def convert(
             LoadOptions(source=convert_options.source, timeout_seconds=timeout),
         )
         source = _with_model(source, convert_options)
-        request = ConvertRequest(
-            source_path=", ".join(paths),
-            recorded_options=convert_options.model_dump(
-                mode="json",
-                exclude_defaults=True,
-                exclude={"timeout_seconds", "fsync", "if_exists"},
-            ),
-            max_file_bytes=convert_options.max_file_bytes,
-            if_exists=convert_options.if_exists,
-            fsync=convert_options.fsync,
-            timeout_seconds=timeout,
-            without_manifest=without_manifest,
-            compare_masters=convert_options.to == "unified" and _compares_masters(convert_options),
-            uncast_source=None
-            if isinstance(source, Exception) or convert_options.to != "unified"
-            else source,
-            progress=progress or (lambda *_: None),
-        )
+        request = _convert_request(convert_options, paths, source)
+        request = replace(request, progress=progress or request.progress)
         source = _verify_first(comm, source, convert_options, paths)
-        source = _select_parts(source, parts, convert_options, main_path)
-        source, beside, dtype = _with_side_files(
-            source, convert_options, main_path, weights_only=without_manifest
+        source = _select_parts(source, convert_options, main_path)
+        source, files, dtype = _with_side_files(
+            source, convert_options, main_path, weights_only=request.without_manifest
         )
         if convert_options.to in _EXPORTED:
             report = _export(
                 comm, source, convert_options, storage.path(target_name), request, main_path
             )
-            beside = _side_files_of_export(beside, convert_options.to)
+            files = _side_files_of_export(files, convert_options.to)
         else:
             request = replace(
                 request,
                 attach=partial(
                     copy_side_files,
                     source=main_path,
-                    copied=beside.copied,
+                    copied=files.copied,
                     config=convert_options.source.config,
                     dtype=dtype,
                 ),
             )
-            report = write_anew(comm, source, storage, target_name, request, nodes=nodes)
-    if report.existed or not beside.left_out:
+            report = convert_source(comm, source, storage, target_name, request, nodes=nodes)
+    if report.existed or not files.left_out:
         return report
     if comm.rank == 0:
-        _LOG.warning(
-            format_list(
-                f"conversion of {source_names}: these entries of the source were neither read nor "
-                "copied",
-                beside.left_out,
-            )
-        )
-    return replace(report, left_out=beside.left_out)
+        title = f"{operation}: these entries of the source were neither read nor copied"
+        _LOG.warning(format_list(title, files.left_out))
+    return replace(report, left_out=files.left_out)
+
+
+def _convert_request(
+    options: ConvertOptions, paths: Sequence[str], source: Source | Exception
+) -> ConvertRequest:
+    """Return the engine's arguments. `source` is the one before parts are selected and cast."""
+    to_unified = options.to == "unified"
+    return ConvertRequest(
+        source_path=", ".join(paths),
+        recorded_options=options.model_dump(
+            mode="json",
+            exclude_defaults=True,
+            exclude={"timeout_seconds", "fsync", "if_exists"},
+        ),
+        max_file_bytes=options.max_file_bytes,
+        if_exists=options.if_exists,
+        fsync=options.fsync,
+        timeout_seconds=options.timeout_seconds,
+        without_manifest=options.to in _WITHOUT_MANIFEST,
+        compare_masters=to_unified and _compares_masters(options),
+        uncast_source=source if to_unified and not isinstance(source, Exception) else None,
+    )
 
 
 def _check_options(options: ConvertOptions, target_path: str) -> None:
@@ -346,31 +332,27 @@ def _config(options: ConvertOptions, main_path: str) -> str | None:
 
 
 def _select_parts(
-    source: Source | Exception,
-    parts: Collection[str] | None,
-    options: ConvertOptions,
-    main_path: str,
+    source: Source | Exception, options: ConvertOptions, main_path: str
 ) -> Source | Exception:
     """Return the source as it is to be written."""
+    if isinstance(source, Exception):
+        return source
+    parts: Collection[str] | None = options.parts
+    if parts is None and options.to == "huggingface":
+        parts = (MODEL,)
     try:
-        if not isinstance(source, Exception) and source.metadata().pads:
+        if source.metadata().pads:
             raise FormatError(
                 "rename: `pad` has no effect in a conversion, which has no existing target; use "
                 "the rule when loading"
             )
-        if not isinstance(source, Exception) and options.to == "unified" and parts is not None:
+        if options.to == "unified" and parts is not None:
             source, parts = without_model(source, parts)
-        if not isinstance(source, Exception) and (
-            parts is not None or options.model_dtype is not None
-        ):
-            source = SelectedSource(
-                source,
-                parts=parts,
-                model_dtype=DTYPE_NAMES[getattr(torch, options.model_dtype)]
-                if options.model_dtype
-                else None,
-            )
-        if not isinstance(source, Exception) and options.to == "maxtext":
+        if parts is not None or options.model_dtype is not None:
+            dtype = options.model_dtype
+            model_dtype = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
+            source = SelectedSource(source, parts=parts, model_dtype=model_dtype)
+        if options.to == "maxtext":
             config = _config(options, main_path)
             if config is None:
                 raise FormatError(
@@ -378,6 +360,6 @@ def _select_parts(
                     "or put it into the source"
                 )
             source = maxtext_view(source, read_config(config))
-        return source
     except Exception as error:  # every rank raises it in the conversion
         return error
+    return source

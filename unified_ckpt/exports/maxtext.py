@@ -5,7 +5,7 @@ Reads nothing early.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -197,6 +197,7 @@ def _maxtext_tensor(
     nbytes = CACHE_NBYTES // 2 // len(links_by_name)
     shards = []
     for name, link in links_by_name.items():
+        read = partial(_read_box, source, part, name, dtype=dtype)
         transform = transform_for(link.transform, state)
         for box in chunk_boxes(
             transform.maxtext_shape,
@@ -205,7 +206,7 @@ def _maxtext_tensor(
             axes=split_axes(transform)[::-1],
             nbytes=nbytes,
         ):
-            load = partial(_load_box, source, part, name, link, state, box, dtype)
+            load = partial(_load_box, read, link, state, box)
             shards.append(
                 TensorShard(stacked_box(box, link.indices), load, f"{part}:{name}", cache=True)
             )
@@ -216,19 +217,12 @@ def _maxtext_tensor(
 
 
 def _load_box(
-    source: Source,
-    part: str,
-    name: str,
-    link: TensorLink,
-    state: str | None,
-    maxtext_box: Box,
-    dtype: torch.dtype,
+    read: Callable[[Box], torch.Tensor], link: TensorLink, state: str | None, maxtext_box: Box
 ) -> torch.Tensor:
     transform = transform_for(link.transform, state)
-    source_box = hf_box(transform, maxtext_box)
-    return to_maxtext(
-        _read_box(source, part, name, source_box, dtype), transform, maxtext_box.shape
-    ).reshape(stacked_box(maxtext_box, link.indices).shape)
+    tensor = read(hf_box(transform, maxtext_box))
+    transformed = to_maxtext(tensor, transform, maxtext_box.shape)
+    return transformed.reshape(stacked_box(maxtext_box, link.indices).shape)
 
 
 def _read_box(source: Source, part: str, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:

@@ -50,9 +50,9 @@ from unified_ckpt.sources.paddle.names import (
 from unified_ckpt.sources.paddle.source import open_paddle, read_optional_config
 from unified_ckpt.sources.paddle.tensors import BETAS, POWER_STATES, STATE_NAMES
 
-_TILE_NBYTES = 32 << 20
+_CHUNK_NBYTES = 32 << 20
 _DTYPES = {"BF16": BFLOAT16_AS_UINT16, "F16": "F16", "F32": "F32"}
-_PADDLE_STATES = {theirs: ours for ours, theirs in STATE_NAMES.items()}
+_PADDLE_STATES = {torch_state: paddle_state for paddle_state, torch_state in STATE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,8 @@ def _plan_part(source: Source, part: str, model: ModelConfig) -> list[_OutputTen
     outputs: list[_OutputTensor] = []
     problems = (
         [
-            f"{name}: has {', '.join(stored_name)} that is not a tensor"
-            for name, stored_name in metadata.scalars.items()
+            f"{name}: has non-tensor state {', '.join(states)}"
+            for name, states in metadata.scalars.items()
         ]
         if part == OPTIMIZER
         else []
@@ -291,7 +291,7 @@ def _row_chunks(source: Source, output: _OutputTensor) -> Iterator[memoryview]:
     spec = source.specs(output.stored[0], [output.stored[1]])[output.stored[1]]
     shape = output.spec.shape
     row_nbytes = itemsize(spec.dtype) * prod(shape[1:])
-    rows_per_chunk = max(1, _TILE_NBYTES // max(1, row_nbytes))
+    rows_per_chunk = max(1, _CHUNK_NBYTES // max(1, row_nbytes))
     for first_row in range(0, shape[0] if shape else 1, rows_per_chunk):
         rows = (
             Box(

@@ -246,18 +246,15 @@ class ShardStorage:
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Read any byte range. Elements that it splits at either end are read whole and trimmed."""
-        tensor, view = self._tensors[name], memoryview(into).cast("B")
-        element_nbytes = itemsize(tensor.spec.dtype)
+        view = memoryview(into).cast("B")
+        element_nbytes = itemsize(self._tensors[name].spec.dtype)
         first, stop = start // element_nbytes, -(-(start + len(view)) // element_nbytes)
-        shard_index = self._indexes.get(name)
-        if shard_index is None:
-            shard_index = self._indexes[name] = _ShardIndex(tensor.shards)
         if start % element_nbytes or (start + len(view)) % element_nbytes:
             aligned = bytearray((stop - first) * element_nbytes)
-            _fill(tensor, first, stop, memoryview(aligned), name, shard_index, self._cache)
+            self._read_elements(name, first, stop, memoryview(aligned))
             view[:] = memoryview(aligned)[start - first * element_nbytes :][: len(view)]
         else:
-            _fill(tensor, first, stop, view, name, shard_index, self._cache)
+            self._read_elements(name, first, stop, view)
 
     def read(self, name: str) -> bytes:
         """Return a whole tensor's bytes."""
@@ -275,6 +272,38 @@ class ShardStorage:
 
     def close(self) -> None:
         """Do nothing: the source owns the files."""
+
+    def _read_elements(self, name: str, first: int, stop: int, view: memoryview) -> None:
+        """Copy elements [first, stop) of a tensor, row-major, into `view`."""
+        if first >= stop:
+            return
+        tensor = self._tensors[name]
+        shard_index = self._indexes.get(name)
+        if shard_index is None:
+            shard_index = self._indexes[name] = _ShardIndex(tensor.shards)
+        dtype = TORCH_DTYPES[tensor.spec.dtype]
+        flat_view, position = torch.frombuffer(view, dtype=dtype), 0  # [stop - first]
+        for block in range_to_boxes(tensor.box_shape, first, stop):
+            block_view = flat_view[position : position + block.numel].view(block.shape)
+            position += block.numel
+            for number in shard_index.candidates(block):
+                shard = tensor.shards[number]
+                common = intersect(block, shard.box)
+                if common is not None:
+                    elements = self._load(shard, dtype, name)[_slices(common, shard.box)]
+                    copy_single_threaded(block_view[_slices(common, block)], elements)
+                    # a cached shard may be a caller's mapping with changes that must not be dropped
+                    if not shard.cache:
+                        self._cache.pages.mark_read(elements)
+
+    def _load(self, shard: TensorShard, dtype: torch.dtype, name: str) -> torch.Tensor:
+        loaded = self._cache.load(shard) if shard.cache else shard.load()
+        if tuple(loaded.shape) != shard.box.shape or loaded.dtype != dtype:
+            raise FormatError(
+                f"{shard.file}: got a shard of {name} with shape {tuple(loaded.shape)} and "
+                f"{loaded.dtype}, expected {shard.box.shape} and {dtype}"
+            )
+        return loaded
 
 
 class _ShardIndex:
@@ -299,47 +328,6 @@ class _ShardIndex:
 
 def _row_span(box: Box) -> tuple[int, int]:
     return (box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else (0, 1)
-
-
-def _fill(
-    tensor: ShardedTensor,
-    first: int,
-    stop: int,
-    view: memoryview,
-    name: str,
-    shard_index: _ShardIndex,
-    cache: ShardCache,
-) -> None:
-    """Copy elements [first, stop) of a tensor, row-major, into `view`."""
-    if first >= stop:
-        return
-    dtype = TORCH_DTYPES[tensor.spec.dtype]
-    flat_view, position = torch.frombuffer(view, dtype=dtype), 0  # [stop - first]
-    for block in range_to_boxes(tensor.box_shape, first, stop):
-        block_view = flat_view[position : position + block.numel].view(block.shape)
-        position += block.numel
-        for number in shard_index.candidates(block):
-            shard = tensor.shards[number]
-            common = intersect(block, shard.box)
-            if common is not None:
-                elements = _load_checked(shard, dtype, name, cache)[_slices(common, shard.box)]
-                copy_single_threaded(block_view[_slices(common, block)], elements)
-                # a cached shard may be a caller's mapping with changes that must not be dropped
-                if not shard.cache:
-                    cache.pages.mark_read(elements)
-
-
-def _load_checked(
-    shard: TensorShard, dtype: torch.dtype, name: str, cache: ShardCache
-) -> torch.Tensor:
-    loaded = cache.load(shard) if shard.cache else shard.load()
-    if tuple(loaded.shape) != shard.box.shape or loaded.dtype != dtype:
-        description = f"shape {tuple(loaded.shape)} and {loaded.dtype}"
-        raise FormatError(
-            f"{shard.file}: got a shard of {name} with {description}, expected {shard.box.shape} "
-            f"and {dtype}"
-        )
-    return loaded
 
 
 def _slices(box: Box, outer: Box) -> tuple[slice, ...]:

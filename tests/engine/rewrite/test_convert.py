@@ -24,8 +24,7 @@ from tests.support.paddles import FIXTURES, llama
 from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest
-from unified_ckpt.engine.rewrite.convert import convert as write_anew
+from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import collective
@@ -154,7 +153,7 @@ def convert_by(
         found = sources(comm.rank) if sources is not None else open_source(str(source))
         storage = storages(comm.rank) if storages is not None else LocalStorage(str(root))
         try:
-            return write_anew(
+            return convert_source(
                 comm,
                 found,
                 storage,

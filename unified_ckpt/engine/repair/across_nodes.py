@@ -49,19 +49,19 @@ def repair_across_nodes(
                 if is_leader:
                     marker = _create_marker(root, marker_scope) if len(node_leaders) > 1 else ""
                     collective.put(
-                        f"serves/{node}", _serve(root, marker, resources, timeout_seconds)
+                        f"server/{node}", _serve(root, marker, resources, timeout_seconds)
                     )
                 served = [
-                    json.loads(collective.get(f"serves/{other_node}"))
+                    json.loads(collective.get(f"server/{other_node}"))
                     for other_node in range(len(node_leaders))
                 ]
                 if not any(served):
                     raise NotFoundError(f"{root}: does not exist on any node")
-            with collective.step("look"):
+            with collective.step("choose_repairers"):
                 if is_leader:
-                    collective.put(f"mender/{node}", str(_repairer(root, served, node)).encode())
+                    collective.put(f"repairer/{node}", str(_repairer(root, served, node)).encode())
                 repairers = [
-                    int(collective.get(f"mender/{other_node}"))
+                    int(collective.get(f"repairer/{other_node}"))
                     for other_node in range(len(node_leaders))
                 ]
         with collective.step("repair"):

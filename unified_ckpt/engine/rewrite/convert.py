@@ -72,7 +72,7 @@ class ConvertRequest:
     # compared in place of the source, whose model may be cast from its masters
     uncast_source: Source | None = None
     attach: Callable[[str], object] = lambda _: None
-    progress: Callable[[int, int], object] = lambda _, of: None  # noqa: ARG005
+    progress: Callable[[int, int], object] = lambda *_: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class ConvertReport:
     existed: bool = False
 
 
-def convert(
+def convert_source(
     comm: Comm,
     source: Source | Exception,
     storage: LocalStorage,
@@ -165,9 +165,8 @@ def convert(
         except BaseException as error:
             commit.abort_collectively(collective, storage, staging, error, leader=0)
             raise
-    log = source.catalog(
-        ()
-    ).verification_log  # several folders of one save: damage that other copies made up for
+    # of several folders of one save: damage that other copies made up for
+    log = source.catalog(()).verification_log
     damage = log.damage if log is not None else ()
     return ConvertReport(
         path=path,
@@ -193,11 +192,9 @@ def _check_same_tensors(collective: Collective, source: Source, path: str) -> di
         raise FormatError(f"{path}: got a checkpoint without tensors, expected at least one tensor")
     for part in source.parts:
         check_part_name(part)
-    fingerprint = f"{_tensor_fingerprint(source, sizes):016x}"
+    fingerprint = f"{_tensor_fingerprint(source, sizes):016x}".encode()
     if (
-        collective.broadcast(
-            "seen", fingerprint.encode() if collective.rank == 0 else None
-        ).decode()
+        collective.broadcast("fingerprint", fingerprint if collective.rank == 0 else None)
         != fingerprint
     ):
         raise RankError(
@@ -230,7 +227,7 @@ def _write_and_publish(
         request.progress(nbytes, rank_nbytes)
 
     output = Output(storage, staging.folder, fsync=request.fsync, on_progress=on_write)
-    with collective.step("room"):
+    with collective.step("check_free_space"):
         if collective.rank == 0:
             check_free_space(rewrite)
         master_check = (
@@ -247,7 +244,7 @@ def _write_and_publish(
             if master_check is not None
             else 0
         )
-    with collective.step("complete"):
+    with collective.step("finalize"):
         if written is not None:
             record = _conversion_record(rewrite, request, written, compared)
             _finalize(rewrite, request, output, written, record, start_time)
@@ -265,7 +262,7 @@ def _check_masters(collective: Collective, master_check: MasterCheck, source_pat
     Collective. IntegrityError for a mismatch.
     """
     encoded_by_rank = collective.collect(
-        "copies", master_check.encode(), dst=0, ranks=range(collective.world)
+        "master_check", master_check.encode(), dst=0, ranks=range(collective.world)
     )
     if collective.rank:
         return 0

@@ -182,7 +182,7 @@ def _locate_tensors(
     The leader is the first rank of the node that has the first folder.
     """
     keys, node_leaders = sorted(tensor_sizes(source)), first_ranks(nodes)
-    with collective.step("survey"):
+    with collective.step("locate_tensors"):
         if collective.rank in node_leaders:
             group_numbers = [
                 folder.manifest.node_group.number
@@ -190,29 +190,36 @@ def _locate_tensors(
                 else 0
                 for folder in source.local_folders
             ]
-            collective.put(f"first/{collective.rank}", str(min(group_numbers, default=-1)).encode())
+            collective.put(
+                f"lowest_group/{collective.rank}", str(min(group_numbers, default=-1)).encode()
+            )
             local_nbytes = [
                 (key_index, nbytes)
                 for key_index, key in enumerate(keys)
                 if (nbytes := source.local_nbytes(*key))
             ]
             collective.put(
-                f"here/{collective.rank}", zlib.compress(json.dumps(local_nbytes).encode(), 1)
+                f"local_nbytes/{collective.rank}",
+                zlib.compress(json.dumps(local_nbytes).encode(), 1),
             )
         if collective.rank == 0:
-            lowest_group = {rank: int(collective.get(f"first/{rank}")) for rank in node_leaders}
+            lowest_group = {
+                rank: int(collective.get(f"lowest_group/{rank}")) for rank in node_leaders
+            }
             collective.put(
-                "lead",
+                "leader",
                 str(
                     min((number, rank) for rank, number in lowest_group.items() if number >= 0)[1]
                 ).encode(),
             )
-    leader = int(collective.get("lead"))
+    leader = int(collective.get("leader"))
     if collective.rank != leader:
         return leader, {}
     nbytes_by_node: dict[Key, dict[int, int]] = {}
     for rank in node_leaders:
-        for key_index, nbytes in json.loads(zlib.decompress(collective.get(f"here/{rank}"))):
+        for key_index, nbytes in json.loads(
+            zlib.decompress(collective.get(f"local_nbytes/{rank}"))
+        ):
             nbytes_by_node.setdefault(keys[key_index], {})[nodes[rank]] = nbytes
     return leader, nbytes_by_node
 
@@ -249,12 +256,12 @@ def _write_and_publish(
         options.on_progress(nbytes)
 
     output = Output(storage, staging.folder, fsync=options.fsync, on_progress=on_write)
-    with collective.step("room"):
+    with collective.step("check_free_space"):
         if collective.rank == rewrite.leader:
             check_free_space(rewrite)
     with collective.step("write"):
         written = write_tensors(rewrite, output)
-    with collective.step("complete"):
+    with collective.step("finalize"):
         if written is not None:
             _finalize(source, output, written)
     with collective.step("publish"):

@@ -135,8 +135,8 @@ def inventory_of(
         ] + [f"{part}.safetensors.index.json"]
     return Inventory(
         root="/local/run/checkpoint-1000", node=machine, folder_id="", save_id="0" * 16, created="2026-01-01T00:00:00+00:00",
-        group_count=machines, group_number=machine, ranks=tuple(range(machine * TP, (machine + 1) * TP)), files=tuple(files), listing=listing,
-        spans=spans, lost=(), world_size=machines * TP, totals=totals, rank_extras=machines * TP,
+        group_count=machines, group_number=machine, ranks=tuple(range(machine * TP, (machine + 1) * TP)), files=tuple(files), tensor_list=listing,
+        spans=spans, problems=(), world_size=machines * TP, totals=totals, rank_extras=machines * TP,
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def experts(machines: int, layers: int) -> tuple[int, list[bytes], dict[str, byt
         listings[tensor_list_name(body)] = zlib.compress(body)
     turns = [(machine, *made[machine % EXPERT_GROUPS]) for machine in range(machines)]
     told = [
-        inventory_of(m, machines, listing, spans, totals).encode(tensor_list=name)
+        inventory_of(m, machines, listing, spans, totals).encode(list_name=name)
         for m, listing, spans, name in turns
     ]
     return len(tensors), told, listings
@@ -187,9 +187,7 @@ def fleet(machines: int, rows: Sequence[TensorDecl]) -> tuple[list[bytes], dict[
             made[short] = listing, tensor_list_name(body)
             listings[tensor_list_name(body)] = zlib.compress(body)
         listing, name = made[short]
-        told.append(
-            inventory_of(machine, machines, listing, spans, totals).encode(tensor_list=name)
-        )
+        told.append(inventory_of(machine, machines, listing, spans, totals).encode(list_name=name))
     return told, listings
 
 
@@ -205,7 +203,7 @@ def list_folder(machine: int, machines: int, rows: Sequence[TensorDecl]) -> Call
         body = listing.encode()
         zlib.compress(body)
         return inventory_of(machine, machines, listing, spans, {}).encode(
-            tensor_list=tensor_list_name(body)
+            list_name=tensor_list_name(body)
         )
 
     return call

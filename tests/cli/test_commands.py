@@ -310,14 +310,14 @@ def test_verify_of_a_damaged_index_and_of_damaged_digests(
     edit_index(folder, "ema", lambda index: index["weight_map"].pop("model.embed.weight"))
     text = shown(capsys, "verify", "--deep", folder, code=1)
     assert (
-        "ema-00001-of-00002.safetensors: only its header names 'model.embed.weight'; needed the same tensors in both"
+        "ema-00001-of-00002.safetensors: only its header lists 'model.embed.weight', expected the same tensors in both"
         in text
     )
     assert "ema:lm_head.weight: is tied to model.embed.weight" in text
     os.truncate(folder / "ema.safetensors.index.json", 20)
     text = shown(capsys, "verify", folder, code=1)
     assert "ema.safetensors.index.json: has CRC " in text
-    assert "`unified-ckpt verify --repair` makes it anew" in text
+    assert "`unified-ckpt verify --repair` rebuilds it" in text
 
 
 def test_what_is_no_checkpoint(

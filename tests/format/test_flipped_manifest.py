@@ -307,13 +307,13 @@ def test_a_load_and_a_deep_verify_without_digests_say_so(folder: Path) -> None:
     assert (
         uc.verify(folder, deep=True)
         .problems[0]
-        .startswith("digests.safetensors: is there, and the manifest names no digests")
+        .startswith("digests.safetensors: exists, but the manifest has no digests")
     )
     (folder / names.DIGESTS).unlink()
     report = uc.verify(folder, deep=True)
     assert (report.ok, report.notes) == (
         True,
-        ("there are no digests: sizes and headers are all that was compared",),
+        ("there are no digests: only sizes and headers were checked",),
     )
     assert uc.verify(folder).notes == ()
     for how, said in (("read", True), ("full", True), ("off", False)):
@@ -323,7 +323,7 @@ def test_a_load_and_a_deep_verify_without_digests_say_so(folder: Path) -> None:
         ).notes
         assert bool(notes) is said
         assert not said or notes == (
-            f'verify="{how}": the checkpoint has no digests; sizes and headers are all that was compared',
+            f'verify="{how}": the checkpoint has no digests; only sizes and headers were checked',
         )
 
 

@@ -40,7 +40,8 @@ def test_a_run_that_saves_master_weights_in_place_of_the_model_is_found_again(
         assert manager.restore(**found).step == 20  # type: ignore[union-attr]
         del found["master_weights"]
         with pytest.raises(
-            uc.MismatchError, match="master_weights: w: the checkpoint's are more precise"
+            uc.MismatchError,
+            match="master_weights: w: the checkpoint's master weights are more precise",
         ):
             manager.restore(**found)
         without = uc.LoadOptions(parts=("model", "optimizer"))

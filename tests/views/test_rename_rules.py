@@ -884,7 +884,7 @@ def test_what_no_pad_rule_allows_is_refused(
     [
         (
             torch.optim.Adafactor,
-            r"0.weight/col_var: has shape \(1, 4\), and its parameter grows.*'match': '0.weight/\*'",
+            r"0.weight/col_var: has shape \(1, 4\), but its parameter is padded.*'match': '0.weight/\*'",
         ),
         (
             torch.optim.Rprop,
@@ -933,7 +933,7 @@ def test_rules_in_python_are_those_of_a_file(tmp_path: Path) -> None:
         report = padded_load(path, form, model=target)
         assert target["a.v"].tolist() == [1, 1, 0]
         assert report.notes == (
-            "padded, and the target keeps what the checkpoint lacks: model:a.v (2,) -> (3,)",
+            "padded; the target keeps its values beyond the stored shape: model:a.v (2,) -> (3,)",
         )
         with pytest.raises(FormatError, match="`pad` has no effect in a conversion"):
             uc.convert(path, tmp_path / "d", source=SourceOptions(rename=form), fsync=False)

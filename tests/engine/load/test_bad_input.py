@@ -330,22 +330,22 @@ DAMAGED: list[tuple[Callable[[Path], None], type[uc.CheckpointError], str]] = [
     (
         index_of_a_stranger,
         uc.IntegrityError,
-        r"index\.json: .*safetensors is in one of manifest and index only",
+        r"index\.json: .*safetensors is only in the manifest or only in the index",
     ),
     (
         index_of_a_missing_file,
         uc.IntegrityError,
-        r"index\.json: .*safetensors is in one of manifest and index only",
+        r"index\.json: .*safetensors is only in the manifest or only in the index",
     ),
     (
         index_without_a_file,
         uc.IntegrityError,
-        r"index\.json: .*safetensors is in one of manifest and index only",
+        r"index\.json: .*safetensors is only in the manifest or only in the index",
     ),
     (
         index_of_the_wrong_file,
         uc.IntegrityError,
-        r"safetensors: only (its header|the index of model) names '(embed|heads)'",
+        r"safetensors: only (its header|the index of model) lists '(embed|heads)'",
     ),
     (
         index_with_a_key_twice,
@@ -443,11 +443,11 @@ def test_verify_finds_the_damage(
     [
         (
             lambda of: of.pop("b"),
-            r"model\.safetensors: only its header names 'b'; needed the same tensors in both",
+            r"model\.safetensors: only its header lists 'b', expected the same tensors in both",
         ),
         (
             lambda of: of.update(c=of["a"]),
-            r"model\.safetensors: only the index of model names 'c'; needed the same tensors in both",
+            r"model\.safetensors: only the index of model lists 'c', expected the same tensors in both",
         ),
     ],
 )
@@ -485,7 +485,7 @@ def test_a_newer_minor_version_passes(folder: Path) -> None:
 @both_ways
 def test_a_turned_bit_is_found_in_mid_load(folder: Path, world: int) -> None:
     flip(file_of(folder, "heads"), -1000)
-    text = r"model:heads: block 0 \(from byte 0 of the tensor, in model-\d+-of-\d+\.safetensors\) has CRC \w{16}; needed \w{16}"
+    text = r"model:heads: block 0 \(from byte 0 of the tensor, in model-\d+-of-\d+\.safetensors\) has CRC \w{16}, expected \w{16}"
     load_fails(
         folder,
         uc.IntegrityError,
@@ -515,7 +515,7 @@ def test_a_slice_is_as_checked_as_a_load(tmp_path: Path) -> None:
         folder / "model.safetensors",
         (folder / "model.safetensors").stat().st_size - full["w"].nbytes + 1_500_000,
     )  # row 750, block 1
-    wrong = r"model:w: bytes read are not .*\n  block 1 \(from byte 1048576 of the tensor, in model\.safetensors\) has CRC \w{16}; needed"
+    wrong = r"model:w: bytes read are not .*\n  block 1 \(from byte 1048576 of the tensor, in model\.safetensors\) has CRC \w{16}, expected"
     with (
         uc.open(folder) as source,
         uc.open(folder, options=uc.SourceOptions(rename=str(rules))) as renamed,
@@ -711,24 +711,24 @@ def test_an_index_with_a_file_name_that_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "value", "match"),
     [
-        (("optimizer", "scalars"), "x", "optimizer is no dict of values by name; needed one"),
-        (("optimizer", "scalars"), [1], "optimizer is no dict of values by name; needed one"),
+        (("optimizer", "scalars"), "x", "optimizer is not a dict with string keys"),
+        (("optimizer", "scalars"), [1], "optimizer is not a dict with string keys"),
         (
             ("optimizer", "scalars"),
             {"weight": 3},
-            "optimizer: the state of weight is a int; needed a dict",
+            "optimizer: the state of weight is a int; expected a dict",
         ),
         (
             ("optimizer", "groups", 0, "options"),
             [1],
-            "param_groups_0 is no dict of values by name; needed one",
+            "param_groups_0 is not a dict with string keys",
         ),
         (
             ("optimizer", "groups", 0, "options"),
             5,
-            "param_groups_0 is no dict of values by name; needed one",
+            "param_groups_0 is not a dict with string keys",
         ),
-        (("modules",), [1], "modules is no dict of values by name; needed one"),
+        (("modules",), [1], "modules is not a dict with string keys"),
     ],
 )
 def test_a_manifest_whose_trees_are_of_another_kind(
@@ -779,7 +779,7 @@ def test_an_index_whose_file_lacks_the_tensor(tmp_path: Path) -> None:
     )
     with pytest.raises(
         uc.IntegrityError,
-        match=r"model\.safetensors: has no tensor 'b', which the index of model puts there",
+        match=r"model\.safetensors: has no tensor 'b', but the index of model lists it there",
     ):
         uc.load(tmp_path, model={"a": torch.zeros(2), "b": torch.zeros(2)})
 
@@ -791,8 +791,8 @@ def test_an_index_whose_file_lacks_the_tensor(tmp_path: Path) -> None:
     ("make", "match"),
     [
         (lambda path: None, r"there is no such folder"),
-        (lambda path: path.mkdir(), r"holds no checkpoint: neither unified_checkpoint\.json nor"),
-        (lambda path: path.write_bytes(b"x"), r"is a file; needed a checkpoint folder"),
+        (lambda path: path.mkdir(), r"holds no checkpoint: expected unified_checkpoint\.json"),
+        (lambda path: path.write_bytes(b"x"), r"is a file, expected a checkpoint folder"),
     ],
 )
 @both_ways
@@ -831,7 +831,7 @@ def test_a_folder_under_construction_is_refused(folder: Path) -> None:
     for call in (lambda: uc.load(left, model={}), lambda: uc.open(left), lambda: uc.verify(left)):
         with pytest.raises(
             uc.FormatError,
-            match=r"is an unfinished save: it has no unified_checkpoint\.json; needed a committed checkpoint",
+            match=r"is an unfinished save: it has no unified_checkpoint\.json; expected a committed checkpoint",
         ):
             call()
 
@@ -907,7 +907,7 @@ def test_no_path_at_all(world: int) -> None:
         make_checkpointer(comm).load([], model={"w": torch.zeros(4)})
 
     found = try_ranks(world, act, timeout_seconds=HARD)
-    same_error(found, uc.NotFoundError, "no path is given; needed that of a checkpoint")
+    same_error(found, uc.NotFoundError, "got no path, expected a checkpoint's")
 
 
 # targets that do not fit
@@ -937,14 +937,14 @@ def test_everything_that_does_not_match_is_listed(sound: Path, world: int) -> No
     assert error.missing == ("model:lm_head",)
     assert error.unexpected == ("model:embed",)
     assert error.wrong == (
-        "model:heads: checkpoint has dtype F32, target has F16; LoadOptions(cast=True) casts",
+        "model:heads: checkpoint has dtype F32, target has F16; pass LoadOptions(cast=True) to cast",
         "model:norm: checkpoint has shape (257,), target has (258,); "
-        "SourceOptions(rename=[{'match': 'norm', 'pad': 0}]) keeps what the target has beyond that",
+        "to keep the target's values beyond that, pass SourceOptions(rename=[{'match': 'norm', 'pad': 0}])",
     )
     for text in (
         *error.wrong,
         "model:lm_head: is not in the checkpoint",
-        "model:embed: is in the checkpoint, wanted by no rank",
+        "model:embed: is in the checkpoint, requested by no rank",
         "strict=False",
     ):
         assert text in str(error)

@@ -91,7 +91,7 @@ def test_ranks_that_see_two_saves_under_one_name(tmp_path: Path) -> None:
     same_error(
         try_ranks(2, load),
         uc.StorageError,
-        r"several checkpoints: rank\(s\) 0 save \w+; rank\(s\) 1 save \w+; needed one",
+        r"different checkpoints: rank\(s\) 0 save \w+; rank\(s\) 1 save \w+; expected one",
     )
     assert [values(target) for target in targets] == [[-1.0]] * 2
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_takes_the_name_between_two_ranks(tmp_path: Path) -> N
             swapped.wait(60)
             made.load(source, model=targets[comm.rank], options=LOAD)
 
-    same_error(try_ranks(2, load), uc.StorageError, "the ranks read several checkpoints")
+    same_error(try_ranks(2, load), uc.StorageError, "the ranks opened different checkpoints")
     assert [values(target) for target in targets] == [[-1.0]] * 2
 
 
@@ -241,6 +241,6 @@ def test_a_folder_that_is_swapped_after_its_machine_told_of_it(
     same_error(
         found,
         uc.StorageError,
-        r"rank 1: .*checkpoint-1: another save took its place while the ranks opened it; needed save \w+",
+        r"rank 1: .*checkpoint-1: was replaced by another save while the ranks opened it, expected save \w+",
     )
     assert [values(target) for target in targets] == [[-1.0]] * 2

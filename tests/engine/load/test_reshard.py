@@ -242,7 +242,9 @@ def test_a_pad_rule_fills_the_corner_of_larger_tensors(
         case,
         replace(
             wanted,
-            held=tuple(corner_of(one, case.arrays[one.decl.key].shape) for one in wanted.tensors),
+            tensors=tuple(
+                corner_of(one, case.arrays[one.decl.key].shape) for one in wanted.tensors
+            ),
         ),
         reports,
     )

@@ -60,7 +60,7 @@ def test_options_that_are_not_the_same_on_all_ranks(
                 **{"options": LOAD, **how},
             )
 
-    found = f"{name} is not the same on all ranks of this load: rank\\(s\\) 0 {values[0]!r}; rank\\(s\\) 1 {values[1]!r}; needed one value"
+    found = f"{name} is not the same on all ranks of this load: rank\\(s\\) 0 {values[0]!r}; rank\\(s\\) 1 {values[1]!r}; pass one value"
     same_error(try_ranks(2, load), uc.LayoutError, found)
     assert not any(tensor.any() for target in targets for tensor in target.values())
 
@@ -70,7 +70,8 @@ def test_many_ranks_are_told_in_few_words() -> None:
         shared_settings("ab"[rank in (1, 5)], strict=True, options=LOAD) for rank in range(2048)
     ]
     with pytest.raises(
-        uc.StorageError, match=r"rank\(s\) 0, 2-4, 6-2047 save a; rank\(s\) 1, 5 save b; needed one"
+        uc.StorageError,
+        match=r"rank\(s\) 0, 2-4, 6-2047 save a; rank\(s\) 1, 5 save b; expected one",
     ):
         check_same_on_all_ranks(told)
 

@@ -134,7 +134,7 @@ def test_a_reader_that_finds_damage_is_no_end(saved: Path, monkeypatch: pytest.M
     body = bytearray(file.read_bytes())
     body[-1] ^= 1
     file.write_bytes(body)
-    with pytest.raises(uc.IntegrityError, match="no machine has these bytes undamaged"):
+    with pytest.raises(uc.IntegrityError, match="no node has these bytes intact"):
         load(saved, [0, 1])
 
 

@@ -49,8 +49,8 @@ def saves(draw: st.DrawFn) -> list[Held]:
 def same(one: ClusterIndex, other: ClusterIndex) -> bool:
     families = zip(one.layouts, other.layouts, strict=True)
     return (
-        (one.folders, one.specs, one.layout_numbers, one.rank_extras, one.lost)
-        == (other.folders, other.specs, other.layout_numbers, other.rank_extras, other.lost)
+        (one.folders, one.specs, one.layout_numbers, one.rank_extras, one.problems)
+        == (other.folders, other.specs, other.layout_numbers, other.rank_extras, other.problems)
     ) and all(a.shape == b.shape and np.array_equal(a.boxes, b.boxes) for a, b in families)
 
 
@@ -73,7 +73,7 @@ def test_against_a_mask_of_each_tensor(save: list[Held], data: st.DataObject | N
         for held in save:
             for box in held.get(key, ()):
                 mask[where(box)] = True
-        some = [text for text in told if text.startswith(f"{key[0]}:{key[1]}: nobody has [")]
+        some = [text for text in told if text.startswith(f"{key[0]}:{key[1]}: no node has [")]
         assert len(some) == (not mask.all()), key
         holders = {
             (box, i, box.shape != spec.shape)
@@ -137,7 +137,7 @@ def test_the_first_folder_is_right_about_dtype_and_shape() -> None:
     for other in ({"w@3:6/6,0:4/4": TensorSpec("BF16", (3, 4))}, {"w@3:6/9,0:4/4": half}):
         found = build_index([one, inventory({"model_shards": other}, number=1, count=2)])
         assert found.specs == {("model", "w"): TensorSpec("F32", (6, 4))}
-        assert missing_boxes(found) == ["model:w: nobody has [3:6, 0:4]"]
+        assert missing_boxes(found) == ["model:w: no node has [3:6, 0:4]"]
         assert found.keys_in_folder(1) == []
 
 
@@ -160,18 +160,18 @@ def test_the_newest_that_is_complete() -> None:
     assert [one.root for one in select_save([*old, *new], label="x").folders] == ["/1", "/0"]
     found = select_save([*old, *new[:1]], label="x")
     assert [one.root for one in found.folders] == ["/0", "/1"]
-    assert found.lost == ("machine 0: 0: is bad", "machine 1: 1: is bad")
+    assert found.problems == ("node 0: 0: is bad", "node 1: 1: is bad")
 
 
 def test_none_is_complete() -> None:
     """Every save is told of, what it lacks, why, and who had it."""
     old, new = save_of("a" * 16, "2025", [0]), save_of("b" * 16, "2026", [1])
-    with pytest.raises(uc.IncompleteError, match=r"x: save b{16} is not complete") as caught:
+    with pytest.raises(uc.IncompleteError, match=r"x: save b{16} is incomplete") as caught:
         select_save([*old, *new], label="x")
     first, second = str(caught.value).split("x: save ")[1:]
-    assert "folder(s) 0 of 2 are on no machine here; rank(s) 0-1 of the save wrote them" in first
-    assert "machine 1: 1: is bad" in first
-    assert "model:w: nobody has [0:3, 0:4]" in first
-    assert "model:w: nobody has [3:6, 0:4]" in second
-    with pytest.raises(uc.IncompleteError, match="no machine has a checkpoint there"):
+    assert "folder(s) 0 of 2 are on no node present; rank(s) 0-1 of the save wrote them" in first
+    assert "node 1: 1: is bad" in first
+    assert "model:w: no node has [0:3, 0:4]" in first
+    assert "model:w: no node has [3:6, 0:4]" in second
+    with pytest.raises(uc.IncompleteError, match="no node has a checkpoint there"):
         select_save([], label="x")

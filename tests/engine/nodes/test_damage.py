@@ -168,7 +168,7 @@ def test_an_index_that_names_what_is_not_there(twice: Path) -> None:
         "model",
         lambda index: index["weight_map"].update(x=index["weight_map"].pop("w")),
     )
-    assert "only its header names 'w'" in notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
+    assert "only its header lists 'w'" in notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -177,12 +177,14 @@ def test_without_another_copy_the_error_names_it(once: Path, how: str) -> None:
     HOW[how](file)
     found = load(once, [0, 0, 1, 1])
     if how == "flipped":
-        text = str(same_error(found, uc.IntegrityError, "no machine has these bytes undamaged"))
+        text = str(same_error(found, uc.IntegrityError, "no node has these bytes intact"))
         assert f"{file}: block " in text
         assert "has CRC" in text
         assert "the target holds a mix of old and new bytes and is unusable" in text
     else:
-        text = str(same_error(found, uc.IncompleteError, r"model:w: nobody has \[675:900, 0:400\]"))
+        text = str(
+            same_error(found, uc.IncompleteError, r"model:w: no node has \[675:900, 0:400\]")
+        )
         assert file.name in text
 
 
@@ -199,10 +201,10 @@ def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(
     shorten(folder_of(once, 1) / file)
     text = str(
         same_error(
-            load(once, [0, 0, 1, 1]), uc.IncompleteError, "is not complete among the machines"
+            load(once, [0, 0, 1, 1]), uc.IncompleteError, "is incomplete on the nodes present"
         )
     )
-    assert f"machine 1: {folder_of(once, 1) / file}: {why}" in text
+    assert f"node 1: {folder_of(once, 1) / file}: {why}" in text
 
 
 def test_both_copies_are_damaged_at_different_places(twice: Path) -> None:
@@ -219,7 +221,7 @@ def test_both_copies_are_damaged_at_different_places(twice: Path) -> None:
     same_error(
         load(twice, [0, 0, 1, 1], copies=2),
         uc.IntegrityError,
-        r"no machine has these bytes undamaged \(2\)",
+        r"no node has these bytes intact \(2\)",
     )
 
 
@@ -236,7 +238,7 @@ def test_fragments_stand_in_for_a_whole_copy_that_is_damaged(tmp_path: Path) -> 
     same_error(
         load(tmp_path, [0, 0, 1, 2], copies=2),
         uc.IntegrityError,
-        r"no machine has these bytes undamaged \(2\)",
+        r"no node has these bytes intact \(2\)",
     )
 
 
@@ -292,14 +294,14 @@ def test_a_folder_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
     shutil.copytree(folder_of(tmp_path / "other", 1), folder_of(tmp_path / "run", 1))
     text = str(
         same_error(
-            load(tmp_path / "run", [0, 1]), uc.IncompleteError, "is not complete among the machines"
+            load(tmp_path / "run", [0, 1]), uc.IncompleteError, "is incomplete on the nodes present"
         )
     )
     ids = [
         json.loads((folder_of(tmp_path / run, n) / names.MANIFEST).read_text())["save_id"]
         for run, n in (("run", 0), ("other", 1))
     ]
-    assert all(f"save {save_id} is not complete among the machines" in text for save_id in ids)
+    assert all(f"save {save_id} is incomplete on the nodes present" in text for save_id in ids)
 
 
 def test_an_older_save_that_is_complete_is_taken(tmp_path: Path) -> None:
@@ -379,7 +381,7 @@ def test_rank_extra_of_a_machine_that_is_away(twice: Path) -> None:
     reports = fine(load(twice, [0, 0, 1, 1], copies=2))
     assert [report.rank_extra for report in reports] == ["rank 0 at 0", "rank 1 at 0", None, None]
     assert [bool(report.notes) for report in reports] == [False, False, True, True]
-    assert "rank_extra of rank 2 is not given back" in notes(reports)
+    assert "rank_extra of rank 2 is not restored" in notes(reports)
 
 
 def test_nobody_left_a_rank_extra(tmp_path: Path) -> None:
@@ -412,9 +414,9 @@ def test_a_hugging_face_folder_on_one_machine_only(tmp_path: Path) -> None:
             made.load(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=LOAD)
 
     text = str(
-        same_error(try_ranks(2, act), uc.IncompleteError, "machine 1: .* there is no such folder")
+        same_error(try_ranks(2, act), uc.IncompleteError, "node 1: .* there is no such folder")
     )
-    assert "machine 0: has a folder without a manifest" in text
+    assert "node 0: has a folder without a manifest" in text
 
 
 class Own:
@@ -454,6 +456,6 @@ def test_objects_of_ranks_whose_machine_is_away_stay_as_they_are(twice: Path) ->
     assert [one.found for one in objects] == ["rank 0 at 0", "rank 1 at 0", "fresh", "fresh"]
     assert {report.kept for report in reports} == {("rank_extra",)}
     assert all(
-        "rank_extra: left as they are: saved on a machine that is not here" in "".join(report.notes)
+        "rank_extra: left unchanged: saved on a node that is missing" in "".join(report.notes)
         for report in reports
     )

@@ -151,7 +151,7 @@ def test_a_folder_that_holds_another_save_by_now(tmp_path: Path) -> None:
     storages = [LocalStorage(here.path)] * 2
     assert FolderCache(storages, save_id=here.id)[1].names("model") == {"w"}
     with pytest.raises(
-        uc.StorageError, match=f"checkpoint-1: holds save {here.id} by now; needed other"
+        uc.StorageError, match=f"checkpoint-1: now holds save {here.id}, expected other"
     ):
         FolderCache(storages, save_id="other")[0]
     storages[0].close()

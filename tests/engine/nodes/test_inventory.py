@@ -87,25 +87,25 @@ def test_all_that_a_folder_stores(stored: dict[str, dict[str, TensorSpec]]) -> N
 @given(folders(), st.integers(0, 3))
 def test_an_inventory_comes_back(stored: dict[str, dict[str, TensorSpec]], number: int) -> None:
     one = inventory(stored, number=number, count=4, lost=("model.safetensors: is missing",))
-    name = tensor_list_name(one.listing.encode())
-    found = decode_inventory(one.encode(tensor_list=name), {name: one.listing}.__getitem__)
+    name = tensor_list_name(one.tensor_list.encode())
+    found = decode_inventory(one.encode(list_name=name), {name: one.tensor_list}.__getitem__)
     assert np.array_equal(found.spans, one.spans)
     assert found.spans.dtype == np.int64
     for field in (
         "root",
-        "machine",
+        "node",
         "save_id",
-        "count",
-        "number",
+        "group_count",
+        "group_number",
         "ranks",
         "files",
-        "lost",
+        "problems",
         "world_size",
         "totals",
         "rank_extras",
     ):
         assert getattr(found, field) == getattr(one, field), field
-    assert found.listing is one.listing
+    assert found.tensor_list is one.tensor_list
 
 
 def rows_of_machine(machine: int, machines: int, layers: int) -> dict[str, dict[str, TensorSpec]]:
@@ -129,8 +129,8 @@ def test_machines_that_are_cut_alike_share_a_listing(machines: int) -> None:
         ((2 * machines, 5), True, 2)
     ]
     assert spans.tolist() == [2, 0, 1, 5, 3, 0, 1, 5]
-    short = inventory(rows_of_machine(1, machines, layers=1)).encode(tensor_list="x")
-    assert len(inventory(rows_of_machine(1, machines, layers=300)).encode(tensor_list="x")) == len(
+    short = inventory(rows_of_machine(1, machines, layers=1)).encode(list_name="x")
+    assert len(inventory(rows_of_machine(1, machines, layers=300)).encode(list_name="x")) == len(
         short
     )
 

@@ -111,13 +111,13 @@ def check_load(
     if len(away) == len(set(machines)):
         same_error(found, uc.NotFoundError, "no such folder")
         return False
-    text = str(same_error(found, uc.IncompleteError, "is not complete among the machines"))
+    text = str(same_error(found, uc.IncompleteError, "is incomplete on the nodes present"))
     for part, fqn in parts[:10]:
-        assert f"{part}:{fqn}: nobody has [" in text
+        assert f"{part}:{fqn}: no node has [" in text
     for part in {part for part, _ in unknown}:
-        assert f"{part}: nobody names {sum(one == part for one, _ in unknown)} of " in text
+        assert f"{part}: missing {sum(one == part for one, _ in unknown)} of " in text
     wrote = format_ranks(rank for rank, machine in enumerate(machines) if machine in away)
-    assert f"are on no machine here; rank(s) {wrote} of the save wrote them\n" in text
+    assert f"are on no node present; rank(s) {wrote} of the save wrote them\n" in text
     return False
 
 
@@ -179,10 +179,12 @@ def test_a_slice_that_nobody_has(tmp_path: Path) -> None:
     found = load_case(
         case, arranged("columns over machines", 2, 2), places(2, 2), dealt(tmp_path, [0, 2], 2)
     )
-    text = str(same_error(found, uc.IncompleteError, r"model:big: nobody has \[200:400, 0:450\]\n"))
-    assert "folder(s) 1 of 3 are on no machine here; rank(s) 2-3 of the save wrote them" in text
+    text = str(
+        same_error(found, uc.IncompleteError, r"model:big: no node has \[200:400, 0:450\]\n")
+    )
+    assert "folder(s) 1 of 3 are on no node present; rank(s) 2-3 of the save wrote them" in text
     for part, fqn in KEYS:
-        assert (f"{part}:{fqn}: nobody has" in text) == (spec_of(fqn).shape not in ((), (0, 4))), (
+        assert (f"{part}:{fqn}: no node has" in text) == (spec_of(fqn).shape not in ((), (0, 4))), (
             fqn
         )
 

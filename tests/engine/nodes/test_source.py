@@ -57,7 +57,7 @@ def joint_of(root: Path) -> Iterator[ClusterSource]:
         paths = [str(folder_of(root, machine)) for machine in range(WORLD)]
         opened = open_folders(paths, owned, lock=False)
         found = open_cluster_source(
-            single_process(), "read", paths, opened, [0], owned, timeout_seconds=30
+            single_process(), "read", opened, [0], owned, timeout_seconds=30
         )
         assert isinstance(found, ClusterSource)
         yield found

@@ -409,9 +409,9 @@ def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Pat
     if to != "dcp":
         assert {"config.json", "tokenizer"} <= set(os.listdir(tmp_path / "new"))
         assert not any(SHARD_SUFFIX in entry for entry in os.listdir(tmp_path / "new"))
-    with pytest.raises(uc.IncompleteError, match=r"nobody|no machine"):
+    with pytest.raises(uc.IncompleteError, match=r"no node|missing"):
         uc.convert(folders[:1], tmp_path / "half", to=to)
-    with pytest.raises(uc.NotFoundError, match="no path is given"):
+    with pytest.raises(uc.NotFoundError, match="got no path"):
         uc.convert([], tmp_path / "half", to=to)
     assert not (tmp_path / "half").exists()
 
@@ -550,7 +550,7 @@ def test_damage_without_another_copy_is_an_error_and_nothing_is_there(
     same_error(
         merge_all(tmp_path / "root", MACHINES, own_folders(once)),
         kind,
-        "no machine has these bytes|nobody has|nobody names",
+        "no node has these bytes|no node has|missing",
     )
     assert os.listdir(tmp_path / "root") == []
 
@@ -626,7 +626,7 @@ def test_a_folder_of_another_save_is_not_mixed_in(once: Path, tmp_path: Path) ->
     same_error(
         merge_all(tmp_path / "root", MACHINES, own_folders(once)),
         uc.IncompleteError,
-        "is not complete among the machines",
+        "is incomplete on the nodes present",
     )
     assert os.listdir(tmp_path / "root") == []
 

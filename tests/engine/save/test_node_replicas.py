@@ -143,8 +143,8 @@ def test_one_loss_more_is_said(tmp_path: Path) -> None:
     case, machines = case_of("rows over machines", 3, 1), places(3, 1)
     save_each(case, tmp_path, machines, twice())
     found = load_case(case, case.saved, machines, lost(tmp_path, machines, [0, 1]))
-    text = str(same_error(found, uc.IncompleteError, "model:big: nobody has"))
-    assert "folder(s) 0-1 of 3 are on no machine here; rank(s) 0-1 of the save wrote them" in text
+    text = str(same_error(found, uc.IncompleteError, "model:big: no node has"))
+    assert "folder(s) 0-1 of 3 are on no node present; rank(s) 0-1 of the save wrote them" in text
     shutil.rmtree(folder_of(tmp_path, 1) / names.REPLICAS)
     same_error(
         load_case(case, case.saved, machines, lost(tmp_path, machines, [0])),
@@ -374,7 +374,7 @@ def test_copies_that_verify_misses_or_finds_strange(tmp_path: Path) -> None:
     assert problem.startswith("replicas/0: cannot be read:")
     shutil.copytree(folder_of(tmp_path, 2) / names.REPLICAS / "1", place / "0")
     assert (
-        "replicas/0: is not what machine 0 wrote of this save"
+        "replicas/0: is not node group 0's folder of this save"
         in uc.verify(folder_of(tmp_path, 1)).problems
     )
     reports = loads_without(case, tmp_path, machines, [])
@@ -391,7 +391,7 @@ def test_a_copy_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
     same_error(
         load_case(case, case.saved, machines, lost(tmp_path / "new", machines, [0])),
         uc.IncompleteError,
-        "nobody has",
+        "no node has",
     )
 
 

@@ -130,7 +130,7 @@ def test_parts_and_names_that_are_asked_for(tmp_path: Path) -> None:
     assert [
         one.name for one in report_of(tmp_path, first, second, match="model:[wn]").differences
     ] == ["n", "w"]
-    with pytest.raises(uc.NotFoundError, match="neither checkpoint has it; they have model"):
+    with pytest.raises(uc.NotFoundError, match="is in neither checkpoint; expected one of model"):
         report_of(tmp_path, first, second, parts=["optimizer"])
 
 

@@ -191,7 +191,10 @@ def test_containers_keep_their_types(tmp_path: Path) -> None:
     [
         ({"a": [object()]}, r"extra\.a\[0\]: found an object"),
         ({"a": Counter}, r"extra\.a: found a type"),
-        ({"a": Counter(None)}, r"extra\.a: Counter\.state_dict\(\) gave None; needed the state"),
+        (
+            {"a": Counter(None)},
+            r"extra\.a: Counter\.state_dict\(\) returned None, expected the state",
+        ),
         ({"a": Counter({"x": [print]})}, r"extra\.a\.x\[0\]: found a builtin_function_or_method"),
         (
             {"a": type("Bad", (Counter,), {"state_dict": lambda self: 1 / 0})()},
@@ -225,12 +228,14 @@ def test_a_sharded_module_belongs_into_parts(tmp_path: Path) -> None:
             distribute_tensor(module.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
         )
         with pytest.raises(
-            uc.FormatError, match=r"extra\.ema: a module with sharded parameters; needed `parts`"
+            uc.FormatError,
+            match=r"extra\.ema: is a module with sharded parameters; save it with `parts`",
         ):
             uc.save(tmp_path / "c", model=W, extra={"ema": module})
         uc.save(tmp_path / "c", model=W, parts={"ema": module})
         with pytest.raises(
-            uc.FormatError, match=r"extra\.ema: a module with sharded parameters; needed `parts`"
+            uc.FormatError,
+            match=r"extra\.ema: is a module with sharded parameters; save it with `parts`",
         ):
             uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, extra={"ema": module})
     finally:
@@ -285,7 +290,7 @@ def test_an_object_that_does_not_take_its_state_is_told_on_every_rank(tmp_path: 
         make_checkpointer(comm).save(tmp_path / "c", model=W, extra=one)
         return make_checkpointer(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, extra=one)
 
-    match = r"rank 1: extra\.b: Broken did not take its state: KeyError: 'momentum'; the tensors are loaded, extra\.c not"
+    match = r"rank 1: extra\.b: Broken could not load its state: KeyError: 'momentum'; the tensors are loaded, but extra\.c are not"
     same_error(try_ranks(2, act), uc.CheckpointError, match)
 
 
@@ -298,7 +303,7 @@ def test_a_damaged_state_of_another_rank_is_one_of_integrity(tmp_path: Path) -> 
     file.write_bytes(body)
     with pytest.raises(
         uc.IntegrityError,
-        match=r"rank_extra\.elastic: Elastic did not take its state: .* entry 2 has CRC",
+        match=r"rank_extra\.elastic: Elastic could not load its state: .* entry 2 has CRC",
     ):
         uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"elastic": Elastic()})
 
@@ -339,7 +344,7 @@ def test_another_number_of_ranks(
         assert objects["elastic"].of == (saving, saving - 1, rank, loading)
         assert objects["deep"][0].of == (saving, 1 - saving, rank, loading)
         assert (objects["loader"].state, objects["elastic"].loads) == ({"as": "it was"}, 0)
-    match = f"rank_extra.loader: left as they are: saved by {saving} rank\\(s\\), loaded by {loading}; needed a load_from_ranks"
+    match = f"rank_extra.loader: left unchanged: saved by {saving} rank\\(s\\), loaded by {loading}; give them a load_from_ranks"
     for report in reports:
         assert (report.kept, report.missing, report.rank_extra) == (
             ("rank_extra.loader",),

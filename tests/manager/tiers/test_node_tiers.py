@@ -296,7 +296,7 @@ def test_fewer_machines_and_one_machine(tmp_path: Path) -> None:
         )
     with pytest.raises(
         uc.IncompleteError,
-        match=r"has steps, and none can be used \(1\):\n  .*checkpoint-13: .*nobody has",
+        match=r"has steps, and none can be used \(1\):\n  .*checkpoint-13: .*no node has",
     ):
         Job(tmp_path, (0, 0)).restored()
     assert Job(tmp_path, (0, 0)).restored(allow_fresh=True) is None
@@ -592,7 +592,7 @@ def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -
     (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
     assert life(range(0), MACHINES) == 4
     shutil.rmtree(job.disks[0])
-    with pytest.raises(uc.IncompleteError, match=r"checkpoint-4: .*nobody has"):
+    with pytest.raises(uc.IncompleteError, match=r"checkpoint-4: .*no node has"):
         life(range(0), MACHINES)
     assert life(range(1, 3), MACHINES, allow_fresh=True) is None, "half of each is nothing"
     assert job.local_steps()[0] == [1, 2]

@@ -314,7 +314,7 @@ def test_failed_load_leaves_no_threads_or_files(tmp_path: Path) -> None:
 
     held: list[Held] = []
     for _ in range(6):
-        same_error(try_ranks(2, act), uc.IntegrityError, "no machine has these bytes undamaged")
+        same_error(try_ranks(2, act), uc.IntegrityError, "no node has these bytes intact")
         held.append(Held())
     held[0].no_more()
 

@@ -1,6 +1,4 @@
-"""Whether what a manifest says is there, by the names and sizes of files alone. Starts without
-torch.
-"""
+"""Check whether a checkpoint is complete, by file names and sizes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
-    """The parts that are there, and in words what of the others is not. A part may be deleted, all
-    of its files and its index.
+    """Return the parts that are on disk, and what is missing of the others, as text.
+
+    A part may be deleted if all its files and its index are.
     """
     parts, problems = [], []
     expected: dict[str, int] = {}
@@ -42,33 +41,33 @@ def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[s
 def is_complete(
     storage: LocalStorage, name: str, manifest: Manifest, parts: Collection[str]
 ) -> bool:
-    """Whether the checkpoint `name` is complete and has these parts."""
+    """Return whether a checkpoint is complete and has these parts."""
     sizes = {
         file: nbytes
         for file in manifest.files()
         if (nbytes := storage.size(f"{name}/{file}")) is not None
     }
-    parts_on_disk, problem = present_parts(manifest, sizes)
-    return not problem and {part.removesuffix(SHARD_SUFFIX) for part in parts_on_disk}.issuperset(
-        parts
-    )
+    stored_parts, problem = present_parts(manifest, sizes)
+    base_parts = {part.removesuffix(SHARD_SUFFIX) for part in stored_parts}
+    return not problem and base_parts.issuperset(parts)
 
 
 def header_mismatch(storage: LocalStorage, name: str, manifest: Manifest) -> str:
-    """Of a complete checkpoint: the first index or header that is not the one that was saved, in
-    words; empty where there is none.
+    """Describe the first index or header that differs from the saved one, or return "".
+
+    Expects a complete checkpoint.
     """
     for file, index_record in manifest.indexes().items():
         try:
             crc = f"{digests.crc(storage.read(f'{name}/{file}')):016x}"
-        except NotFoundError:  # of a part that was deleted
+        except NotFoundError:  # the part was deleted
             continue
         if crc != index_record.crc:
             return f"{file}: has CRC {crc}; the manifest says {index_record.crc}"
     for part in manifest.parts.values():
         for file, record in part.files.items():
             path = f"{name}/{file}"
-            if storage.size(path) is None:  # a part that was deleted
+            if storage.size(path) is None:  # the part was deleted
                 continue
             prefix = bytearray(min(header.PREFIX_NBYTES, record.nbytes))
             storage.read_at(path, 0, memoryview(prefix))

@@ -1,9 +1,7 @@
-"""A committed checkpoint, copied to another root as a commit of its own: the same save, proved byte
-by byte on the way.
+"""Copy a committed checkpoint to another root, and verify every byte on the way.
 
-What is written is what was checked: each range is read once, compared with the manifest's digests,
-and that very memory is written. Knows one whole folder and one target; not when to copy, and
-nothing of ranks.
+Each range is read once, compared with the manifest's digests, and written from that memory.
+Knows one complete folder and one target; decides nothing about when to copy and knows no ranks.
 """
 
 from __future__ import annotations
@@ -23,17 +21,16 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 ProgressCallback = Callable[
     [int], object
-]  # called with the bytes of each range that was written; what it raises ends the copy
+]  # called with the bytes of each range written; an exception ends the copy
 
-_FLUSH_NBYTES = (
-    32 << 20
-)  # of a file, after which the kernel is asked to begin writing them to the disk
+_FLUSH_NBYTES = 32 << 20  # start writeback after so many bytes of a file
 
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """`nbytes` written; 0 where the name holds a checkpoint already, which stays: `save_id` is that
-    one's, `is_other_save`: of another save.
+    """The result of a copy. `nbytes`: bytes written, 0 if an existing checkpoint was kept.
+
+    `save_id` is that of the checkpoint at the target; `is_other_save`: it is not the source's.
     """
 
     save_id: str
@@ -50,23 +47,22 @@ def copy_checkpoint(
     fsync: bool,
     on_progress: ProgressCallback,
 ) -> CopyResult:
-    """Copies the checkpoint folder `source` to `name` under the storage's root, in a few MiB of
-    memory. Any rank, any thread.
+    """Copy the checkpoint folder `source` to `name` below the storage's root.
 
-    Every file of the folder goes with it, a link to a file as that file, a link to a folder not;
-    nor what is added after it has begun. Where the same save is committed there, nothing is done;
-    `if_exists` is for another one. Nobody who asks removes the source meanwhile.
+    Uses a few MiB of memory; any rank and thread may call it. Copies all files, and links to files
+    as files; skips links to folders and files added later. If the same save is committed at the
+    target, nothing is done; `if_exists` applies to another save. The source cannot be removed
+    meanwhile.
 
-    IntegrityError or IncompleteError where the source is not whole: it is never committed then.
-    NotFoundError where it is gone, StorageError where it cannot be read or written. What was at
-    `name` is as it was after any error, and nothing is left beside it.
+    Raises IntegrityError or IncompleteError if the source is damaged, NotFoundError if it is gone
+    and StorageError if it cannot be read or written. Any error leaves `name` unchanged.
     """
     folder = open_path(source, lock=True)
     try:
         manifest, manifest_bytes = _check_source(folder)
         target = commit.PublishTarget(
             name, if_exists, manifest.parts, is_step_path=True
-        )  # only a manager copies
+        )  # only the manager copies
         present = commit.check_existing_entries(storage, target)
         existing = commit.resolve_copy_if_exists(storage, target, save_id=manifest.save_id)
         if existing is not None:
@@ -75,7 +71,7 @@ def copy_checkpoint(
             )
         staging = commit.create(
             storage, name, save_id=None, existing_entries=present
-        )  # an id of its own: a copy that was cut off may lie there
+        )  # its own id: an interrupted copy may be there
         try:
             commit.check_free_space(storage, staging, sum(_file_sizes(source)))
             nbytes = _copy_files(
@@ -94,23 +90,21 @@ def copy_checkpoint(
 
 
 def _check_source(folder: Folder) -> tuple[Manifest, bytes]:
-    """The manifest and its bytes, of a folder that is whole as far as sizes, headers and names
-    tell.
-    """
+    """Return the manifest and its bytes, after checking sizes, headers and names."""
     root = folder.storage.root
     manifest_bytes = folder.storage.read(names.MANIFEST)
     manifest = parse_manifest(manifest_bytes, file=f"{root}/{names.MANIFEST}")
     if folder.manifest is None or manifest != folder.manifest:
-        raise IntegrityError(f"{root}: changed while it was opened; needed a committed checkpoint")
+        raise IntegrityError(f"{root}: changed while it was opened; copy again")
     if manifest.node_group is not None:
         raise IncompleteError(
-            f"{root}: holds what one machine wrote of {manifest.node_group.count}; needed a folder with all of the save"
+            f"{root}: holds one of {manifest.node_group.count} node groups, expected a folder "
+            "with the complete save"
         )
     problems = verify_folder(folder, deep=False).problems
     if problems:
-        raise IntegrityError(
-            f"{root}: is not copied: {problems[0]}{f' (and {len(problems) - 1} more)' if len(problems) > 1 else ''}"
-        )
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise IntegrityError(f"{root}: cannot be copied: {problems[0]}{more}")
     return manifest, manifest_bytes
 
 
@@ -123,7 +117,7 @@ def _copy_files(
     fsync: bool,
     on_progress: ProgressCallback,
 ) -> int:
-    """Writes everything but the manifest; returns the bytes."""
+    """Copy everything but the manifest; return the number of bytes."""
     copier = FolderCopier(folder, storage, target_folder, fsync, on_progress)
     for auxiliary in manifest.auxiliary_files():
         copier.copy_auxiliary(auxiliary.file, auxiliary.nbytes, auxiliary.crc)
@@ -138,9 +132,7 @@ def _copy_files(
 
 
 class FolderCopier:
-    """Of one folder to another, file by file. Holds one buffer of a block. `beat`: called for each
-    block that is written.
-    """
+    """Copies one folder to another, file by file, with a buffer of one block."""
 
     def __init__(
         self,
@@ -150,31 +142,25 @@ class FolderCopier:
         fsync: bool,
         on_progress: ProgressCallback,
     ) -> None:
-        self._folder, self._source, self._storage, self._target_folder = (
-            folder,
-            folder.storage,
-            storage,
-            target_folder,
-        )
+        self._folder, self._source = folder, folder.storage
+        self._storage, self._target_folder = storage, target_folder
         self._fsync, self._on_progress = fsync, on_progress
         self._buffer = memoryview(bytearray(digests.BLOCK_NBYTES))
         self.nbytes = 0
 
     def copy_auxiliary(self, file: str, nbytes: int, expected_crc: str) -> None:
-        """A file that has one CRC of all its bytes."""
+        """Copy a file that has one CRC of all its bytes."""
         crc = 0
         for start, stop in _block_ranges(0, nbytes):
             crc = digests.crc(self._copy_range(file, start, stop), crc)
         if f"{crc:016x}" != expected_crc:
             raise IntegrityError(
-                f"{self._path(file)}: has CRC {crc:016x}; needed {expected_crc}: it is not copied"
+                f"{self._path(file)}: has CRC {crc:016x}, expected {expected_crc}: it is not copied"
             )
         self._finish_file(file)
 
     def copy_part_file(self, part: str, file: str, header_crc: str) -> None:
-        """A file of a part: its header by its CRC, its tensors by those of their blocks. Together
-        they are all of its bytes.
-        """
+        """Copy a file of a part, verifying its header and every block of its tensors."""
         entries = self._folder.header(file)
         digests_by_key = self._folder.block_digests([(part, name) for name in entries])
         data_start = min(
@@ -185,20 +171,21 @@ class FolderCopier:
             crc = digests.crc(self._copy_range(file, start, stop), crc)
         if f"{crc:016x}" != header_crc:
             raise IntegrityError(
-                f"{self._path(file)}: its header has CRC {crc:016x}; needed {header_crc}: it is not copied"
+                f"{self._path(file)}: its header has CRC {crc:016x}, expected {header_crc}: "
+                "it is not copied"
             )
         for name, entry in entries.items():
             expected = digests_by_key[part, name]
             if expected is None or len(expected) != digests.block_count(entry.stop - entry.start):
                 raise IntegrityError(
-                    f"{self._path(file)}: {part}:{name} has no digests to check it by; needed those of every block"
+                    f"{self._path(file)}: {part}:{name} has no digests, expected one for each block"
                 )
             for block, (start, stop) in enumerate(_block_ranges(entry.start, entry.stop)):
                 actual = digests.crc(self._copy_range(file, start, stop))
                 if actual != expected[block]:
                     raise IntegrityError(
-                        f"{self._path(file)}: block {block} of {part}:{name} has CRC {actual:016x}; needed {expected[block]:016x}: "
-                        "it is not copied"
+                        f"{self._path(file)}: block {block} of {part}:{name} has CRC "
+                        f"{actual:016x}, expected {expected[block]:016x}: it is not copied"
                     )
                 if stop - flushed >= _FLUSH_NBYTES:
                     self._storage.start_flush(
@@ -208,13 +195,14 @@ class FolderCopier:
         self._finish_file(file)
 
     def copy_extra_files(self, subfolder: str, copied: set[str]) -> None:
-        """What a trainer or a person has added, which nothing proves."""
+        """Copy files that a trainer or a user added, which have no digests."""
         for name, path, is_folder in _scan_folder(
             os.path.join(self._source.root, subfolder), subfolder
         ):
-            if name in copied or (
+            is_interrupted_repair = (
                 not subfolder and not is_folder and name.startswith(names.REPAIR_TMP)
-            ):  # the latter: of a repair that was cut off
+            )
+            if name in copied or is_interrupted_repair:
                 continue
             if is_folder:
                 self._storage.make_folder(f"{self._target_folder}/{name}")
@@ -230,8 +218,9 @@ class FolderCopier:
             self._finish_file(name)
 
     def _copy_range(self, file: str, start: int, stop: int) -> memoryview:
-        """Reads a range and writes it; returns it, until the next one. A damaged one is written
-        too, and never published.
+        """Read a range, write it and return it; valid until the next call.
+
+        A damaged range is written as well, but never published.
         """
         view = self._buffer[: stop - start]
         self._source.read_at(file, start, view)
@@ -244,7 +233,7 @@ class FolderCopier:
         self._on_progress(len(view))
 
     def _finish_file(self, file: str) -> None:
-        self._source.close()  # one file is open at a time
+        self._source.close()  # keep one file open at a time
         if self._fsync:
             self._storage.sync(f"{self._target_folder}/{file}")
             self._on_progress(0)
@@ -254,15 +243,13 @@ class FolderCopier:
 
 
 def _block_ranges(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Block by block, from `start`: a tensor's blocks begin at its first byte."""
+    """Split [start, stop) into blocks; a tensor's blocks begin at its first byte."""
     for low in range(start, stop, digests.BLOCK_NBYTES):
         yield low, min(low + digests.BLOCK_NBYTES, stop)
 
 
 def _scan_folder(folder: str, subfolder: str) -> Iterator[tuple[str, str, bool]]:
-    """(name below the checkpoint, path, whether a folder) of files, and of links to files, and of
-    folders. Sockets and the like are not.
-    """
+    """Yield (name below the checkpoint, path, is folder) of files, links to files, and folders."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda item: item.name):
             is_folder = entry.is_dir(follow_symlinks=False)

@@ -1,6 +1,4 @@
-"""The index of a part of a unified folder, compared with its digest in the manifest before a name
-of it is believed.
-"""
+"""Read a part's index after comparing it with its digest in the manifest."""
 
 from __future__ import annotations
 
@@ -11,14 +9,13 @@ from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.manifest import Part
 from unified_ckpt.runtime.storage.storage import Reader
 
-_REPAIR_HINT = "`unified-ckpt verify --repair` makes it anew from the headers"
+_REPAIR_HINT = "`unified-ckpt verify --repair` rebuilds it from the headers"
 
 
 def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str] | None:
-    """Tensor name -> file name. None for a part that was deleted, index and files.
+    """Return {tensor name: file name}, or None for a part whose index and files were deleted.
 
-    IncompleteError where only the index is missing, IntegrityError where it is not the one that was
-    written.
+    Raises IncompleteError if only the index is missing, IntegrityError if it was changed.
     """
     if record.index is None:
         return {}
@@ -30,16 +27,18 @@ def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str] | 
         if all(storage.size(file) is None for file in record.files):
             return None
         raise IncompleteError(
-            f"{location}: is missing; needed the index of part {part}; {_REPAIR_HINT}"
+            f"{location}: is missing, expected the index of part {part}; {_REPAIR_HINT}"
         ) from error
     if f"{digests.crc(body):016x}" != record.index.crc:
         raise IntegrityError(
-            f"{location}: has CRC {digests.crc(body):016x}; the manifest says {record.index.crc}; {_REPAIR_HINT}"
+            f"{location}: has CRC {digests.crc(body):016x}; the manifest says "
+            f"{record.index.crc}; {_REPAIR_HINT}"
         )
     weight_map = index.parse_index(body, file=location).weight_map
     differing_files = sorted(set(weight_map.values()) ^ record.files.keys())
     if differing_files:
         raise IntegrityError(
-            f"{location}: {differing_files[0]} is in one of manifest and index only; needed the same files in both"
+            f"{location}: {differing_files[0]} is only in the manifest or only in the "
+            "index, expected the same files in both"
         )
     return weight_map

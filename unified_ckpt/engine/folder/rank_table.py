@@ -1,5 +1,6 @@
-"""The table of `rank_extra.safetensors`: where each entry lies, and its CRC. The manifest proves
-the table, which proves the entries.
+"""The table of `rank_extra.safetensors`: offset and CRC of each entry.
+
+The manifest verifies the table, and the table verifies the entries.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from unified_ckpt.runtime.storage.storage import Reader
 
 
 def check_table(storage: Reader, record: RankExtraFile, entries: Mapping[str, Entry]) -> None:
-    """IntegrityError where all that comes before the entries is not what was written: a file of
-    another save has entries that are whole.
+    """Raise IntegrityError if the bytes before the entries are not those that were written.
+
+    A file of another save may hold entries that are intact.
     """
     table = bytearray(entries["blobs"].start)
     storage.read_at(record.file, 0, memoryview(table))
@@ -24,18 +26,20 @@ def check_table(storage: Reader, record: RankExtraFile, entries: Mapping[str, En
     if crc != record.table_crc:
         location = f"{storage.root}/{record.file}"
         raise IntegrityError(
-            f"{location}: its table has CRC {crc}; the manifest says {record.table_crc}: it is damaged, or another save's"
+            f"{location}: its table has CRC {crc}; the manifest says {record.table_crc}: it "
+            "is damaged or of another save"
         )
 
 
 def read_uint64s(
     storage: Reader, file: str, entry: Entry, first: int, count: int
 ) -> tuple[int, ...]:
-    """Some of the 64-bit words of a tensor."""
+    """Read `count` 64-bit words of a tensor, starting with word `first`."""
     start = entry.start + 8 * first
     if start + 8 * count > entry.stop:
         raise IntegrityError(
-            f"{storage.root}/{file}: a table ends at byte {entry.stop}; needed {start + 8 * count}"
+            f"{storage.root}/{file}: a table ends at byte {entry.stop}, expected "
+            f"{start + 8 * count}"
         )
     buffer = bytearray(8 * count)
     storage.read_at(file, start, memoryview(buffer))

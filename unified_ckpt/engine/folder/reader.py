@@ -1,5 +1,6 @@
-"""The unified folder, and a plain Hugging Face model folder, as a Source: manifest, indexes and
-headers, each read once when needed.
+"""Read a unified folder, or a plain Hugging Face model folder, as a Source.
+
+Manifest, indexes and headers are read once, on first use.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, absolute_path, open_reader
 
 _MODEL = "model"
-_DIGEST_GAP_NBYTES = 64 << 10  # read over rather than left out: less than a request costs anywhere
+_DIGEST_GAP_NBYTES = 64 << 10  # reading a gap this small is cheaper than another request
 
 
 class Folder:
-    """A folder of whole tensors in safetensors files. `manifest` is None for a Hugging Face folder,
-    which has weights only.
+    """A folder of whole tensors in safetensors files.
+
+    `manifest` is None for a Hugging Face folder, which has weights only. `resources` are released
+    by `close`.
     """
 
     def __init__(
@@ -59,29 +62,34 @@ class Folder:
         self._headers: dict[str, dict[str, Entry]] = {}
         self._tensors_by_file: dict[str, dict[str, set[str]]] = {}
         self._checked_tables: set[str] = set()
-        self.resources = ExitStack()  # until `close`
+        self.resources = ExitStack()  # released by `close`
 
     @property
     def format(self) -> str:
+        """The format's name: "unified" or "huggingface"."""
         return "unified" if self.manifest is not None else "huggingface"
 
     @property
     def parts(self) -> Sequence[str]:
+        """The parts in the folder, sorted."""
         return sorted(self._weight_maps)
 
     def names(self, part: str) -> Collection[str]:
+        """Return the stored tensors of a part."""
         return self._weight_maps.get(part, {}).keys()
 
     def aliases(self, part: str) -> Mapping[str, str]:
+        """Return other names of tied tensors."""
         if self.manifest is None or part not in self.manifest.parts:
             return {}
         return self.manifest.parts[part].aliases
 
     def file_of(self, part: str, name: str) -> str:
+        """Return the file that holds a tensor."""
         return self._weight_maps[part][name]
 
     def tensors_by_file(self, part: str) -> Mapping[str, Collection[str]]:
-        """The tensors of each file of a part, as its index says."""
+        """Return the tensors of each file of a part, as its index says."""
         if part not in self._tensors_by_file:
             names_by_file: dict[str, set[str]] = {}
             for name, file in self._weight_maps.get(part, {}).items():
@@ -90,11 +98,12 @@ class Folder:
         return self._tensors_by_file[part]
 
     def header(self, file: str) -> Mapping[str, Entry]:
-        """What a file holds. Same errors as `check_files`."""
+        """Return the entries of a file's header. Raises the same errors as `check_files`."""
         self.check_files([file])
         return self._headers[file]
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        """Return dtype and shape of some tensors. Raises the same errors as `check_files`."""
         self.check_files({self._weight_maps[part][name] for name in names})
         specs = {}
         for name in names:
@@ -103,6 +112,7 @@ class Folder:
         return specs
 
     def catalog(self, keys: Collection[tuple[str, str]]) -> Catalog:
+        """Return where some tensors lie. Raises the same errors as `check_files`."""
         self.check_files({self._weight_maps[part][name] for part, name in keys})
         return Catalog(
             self.storage,
@@ -110,30 +120,21 @@ class Folder:
         )
 
     def read(self, part: str, name: str, box: Box) -> bytes:
+        """Return a box of a tensor. Blocks that are read completely are verified."""
         file, spec = self._weight_maps[part][name], self.specs(part, [name])[name]
         buffer = bytearray(box.numel * itemsize(spec.dtype))
-        read_box_into(
-            self.storage,
-            Location(file, self._entry(part, name).start),
-            spec,
-            box,
-            memoryview(buffer),
-        )
-        saved_digests = (
-            self.block_digests([(part, name)])[part, name] if has_whole_blocks(spec, box) else None
-        )
+        location, key = Location(file, self._entry(part, name).start), (part, name)
+        read_box_into(self.storage, location, spec, box, memoryview(buffer))
+        saved_digests = self.block_digests([key])[key] if has_whole_blocks(spec, box) else None
         if saved_digests is not None:
-            check_blocks(
-                (part, name), spec, box, memoryview(buffer), saved_digests, location=f", in {file}"
-            )
+            check_blocks(key, spec, box, memoryview(buffer), saved_digests, location=f", in {file}")
         return bytes(buffer)
 
     def check_files(self, files: Collection[str]) -> None:
-        """Every byte of these files is there, and their headers say what the manifest and the index
-        say.
+        """Check that files are complete and that headers match the manifest and the index.
 
-        IncompleteError naming files and tensors, IntegrityError or FormatError for a file that is
-        not the one that was written.
+        Raises IncompleteError naming files and tensors, and IntegrityError or FormatError for a
+        file that was changed.
         """
         sizes = {file: self.storage.size(file) for file in files if file not in self._headers}
         missing = [file for file, size in sizes.items() if size is None]
@@ -149,8 +150,9 @@ class Folder:
             self._headers[file] = self._read_header(file, size or 0)
 
     def digest_record(self) -> DigestFile | None:
-        """The record of its digests, None where it has none. FormatError for digests of another
-        kind: they must not count as none.
+        """Return the manifest's record of digests, or None. FormatError for an unknown kind.
+
+        Unknown digests must not count as none.
         """
         record = self.manifest.digests if self.manifest is not None else None
         if record is not None:
@@ -160,6 +162,7 @@ class Folder:
     def block_digests(
         self, keys: Collection[tuple[str, str]]
     ) -> Mapping[tuple[str, str], Sequence[int] | None]:
+        """Return the digests of some tensors' blocks, or None for each if the folder has none."""
         record = self.digest_record()
         if record is None:
             return dict.fromkeys(keys)
@@ -172,7 +175,8 @@ class Folder:
             entry = self._headers[record.file].get(f"{part}:{name}")
             if entry is None:
                 raise IntegrityError(
-                    f"{self.storage.root}/{record.file}: has no digests of {part}:{name}; needed those of every tensor"
+                    f"{self.storage.root}/{record.file}: has no digests of {part}:{name}, "
+                    "expected those of every tensor"
                 )
             entries[part, name] = entry
         digests_by_key: dict[tuple[str, str], Sequence[int] | None] = {}
@@ -190,6 +194,7 @@ class Folder:
         return digests_by_key
 
     def metadata(self) -> SourceMetadata:
+        """Return what the manifest and its extra file hold besides tensors."""
         manifest = self.manifest
         if manifest is None:
             return SourceMetadata()
@@ -207,7 +212,8 @@ class Folder:
         for name, state in scalars.items():
             if not isinstance(state, dict):
                 raise FormatError(
-                    f"{self.storage.root}/{names.MANIFEST}: optimizer: the state of {name} is a {type(state).__name__}; needed a dict"
+                    f"{self.storage.root}/{names.MANIFEST}: optimizer: the state of {name} "
+                    f"is a {type(state).__name__}, expected a dict"
                 )
         return SourceMetadata(
             save_id=manifest.save_id,
@@ -224,13 +230,13 @@ class Folder:
         )
 
     def _decode_dict(self, tree: Any, blobs: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """A tree of values by name; FormatError where it is something else. None is an empty one."""
+        """Decode a dict with string keys; FormatError for anything else. None is an empty dict."""
         decoded = codec.decode(tree, blobs, path=path)
         if decoded is not None and not (
             isinstance(decoded, dict) and all(isinstance(name, str) for name in decoded)
         ):
             raise FormatError(
-                f"{self.storage.root}/{names.MANIFEST}: {path} is no dict of values by name; needed one"
+                f"{self.storage.root}/{names.MANIFEST}: {path} is not a dict with string keys"
             )
         return decoded or {}
 
@@ -242,13 +248,14 @@ class Folder:
         body = self.storage.read(record.file)
         if f"{digests.crc(body):016x}" != record.crc:
             raise IntegrityError(
-                f"{self.storage.root}/{record.file}: is not the file that was written; needed CRC {record.crc}"
+                f"{self.storage.root}/{record.file}: is not the file that was written; "
+                f"expected CRC {record.crc}"
             )
         entries = header.parse_header(body, file_size=len(body), file=record.file)
         return {name: memoryview(body)[entry.start : entry.stop] for name, entry in entries.items()}
 
     def rank_extra(self, rank: int) -> Any:
-        """What rank `rank` of the save gave. Reads that entry only."""
+        """Return the `rank_extra` of one saving rank. Reads that entry only."""
         record = self.manifest.rank_extra if self.manifest is not None else None
         if record is None:
             return None
@@ -256,27 +263,24 @@ class Folder:
             raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
         entries = self._rank_extra_entries(record)
         location = f"{self.storage.root}/{record.file}"
-        (crc,), (low, high) = (
-            read_uint64s(self.storage, record.file, entries["crcs"], rank, 1),
-            read_uint64s(self.storage, record.file, entries["offsets"], rank, 2),
-        )
+        (crc,) = read_uint64s(self.storage, record.file, entries["crcs"], rank, 1)
+        low, high = read_uint64s(self.storage, record.file, entries["offsets"], rank, 2)
         blobs = entries["blobs"]
         if not low <= high <= blobs.stop - blobs.start:
             raise IntegrityError(
-                f"{location}: entry {rank} is bytes [{low}, {high}); needed a range of its blobs"
+                f"{location}: entry {rank} is bytes [{low}, {high}), expected a range "
+                "within its blobs"
             )
         buffer = bytearray(high - low)
         self.storage.read_at(record.file, blobs.start + low, memoryview(buffer))
         if digests.crc(buffer) != crc:
             raise IntegrityError(
-                f"{location}: entry {rank} has CRC {digests.crc(buffer):016x}; needed {crc:016x}"
+                f"{location}: entry {rank} has CRC {digests.crc(buffer):016x}, expected {crc:016x}"
             )
         return codec.unpack(bytes(buffer), "rank_extra") if buffer else None
 
     def check_rank_extra(self) -> None:
-        """Raises what is wrong with the file of the ranks' extra state, as far as its size and its
-        header tell.
-        """
+        """Check size, header and table of the rank-extra file."""
         if self.manifest is not None and self.manifest.rank_extra is not None:
             self._rank_extra_entries(self.manifest.rank_extra)
 
@@ -289,7 +293,8 @@ class Folder:
         entries = self._headers[record.file]
         if not {"crcs", "offsets", "blobs"} <= entries.keys():
             raise FormatError(
-                f"{self.storage.root}/{record.file}: holds {', '.join(entries)}; needed crcs, offsets and blobs"
+                f"{self.storage.root}/{record.file}: holds {', '.join(entries)}, expected "
+                "crcs, offsets and blobs"
             )
         if record.file not in self._checked_tables:
             check_table(self.storage, record, entries)
@@ -297,12 +302,11 @@ class Folder:
         return entries
 
     def drop_headers(self) -> None:
-        """Gives up the headers that were read, which are most of what it holds. They are read again
-        when they are wanted.
-        """
+        """Free the parsed headers, most of this object's memory. They are read again on demand."""
         self._headers = {}
 
     def close(self) -> None:
+        """Close the storage and release `resources`."""
         self.storage.close()
         self.resources.close()
 
@@ -313,7 +317,8 @@ class Folder:
         entry = self._headers[file].get(name)
         if entry is None:
             raise IntegrityError(
-                f"{self.storage.root}/{file}: has no tensor {name!r}, which the index of {part} puts there"
+                f"{self.storage.root}/{file}: has no tensor {name!r}, but the index of "
+                f"{part} lists it there"
             )
         return entry
 
@@ -323,7 +328,8 @@ class Folder:
             for part in self._weight_maps
             for name in sorted(self.tensors_by_file(part).get(file, ()))
         ]
-        return f"{file} with {len(tensors)} tensor(s): {', '.join(tensors[:3])}{' …' if len(tensors) > 3 else ''}"
+        more = " …" if len(tensors) > 3 else ""
+        return f"{file} with {len(tensors)} tensor(s): {', '.join(tensors[:3])}{more}"
 
     def _read_header(self, file: str, size: int) -> dict[str, Entry]:
         if self.manifest is None:
@@ -339,7 +345,8 @@ class Folder:
         if differ:
             which = "its header" if differ[0] in entries else f"the index of {part}"
             raise IntegrityError(
-                f"{self.storage.root}/{file}: only {which} names {differ[0]!r}; needed the same tensors in both"
+                f"{self.storage.root}/{file}: only {which} lists {differ[0]!r}, expected "
+                "the same tensors in both"
             )
         return entries
 
@@ -361,16 +368,17 @@ class Folder:
         self.storage.read_at(file, 0, memoryview(head))
         if crc is not None and f"{digests.crc(head):016x}" != crc:
             raise IntegrityError(
-                f"{location}: its header has CRC {digests.crc(head):016x}; the manifest says {crc}: it is another file's"
+                f"{location}: its header has CRC {digests.crc(head):016x}; the manifest says "
+                f"{crc}: it belongs to another file"
             )
         return header.parse_header(bytes(head), file_size=size, file=location)
 
 
 def open_path(path: str, *, lock: bool) -> Folder:
-    """The checkpoint at a local path or an fsspec URL; whatever takes its place later, this one is
-    read. NotFoundError says what is there instead.
+    """Open the checkpoint at a local path or an fsspec URL.
 
-    `lock`: nobody who asks removes it until it is closed; one rank of a job is enough.
+    A folder that is replaced later is still read from the old one. `lock`: prevent its removal
+    until it is closed; one rank of a job is enough. NotFoundError describes what was found instead.
     """
     storage = open_reader(absolute_path(path))
     if isinstance(storage, LocalStorage):
@@ -381,7 +389,7 @@ def open_path(path: str, *, lock: bool) -> Folder:
                 f"{storage.root}: there is no such folder{_backup_hint(LocalStorage(parent), name)}"
             )
         if kind == "file":
-            raise NotFoundError(f"{storage.root}: is a file; needed a checkpoint folder")
+            raise NotFoundError(f"{storage.root}: is a file, expected a checkpoint folder")
     with ExitStack() as resources:
         resources.callback(storage.close)
         if isinstance(storage, LocalStorage):
@@ -391,16 +399,16 @@ def open_path(path: str, *, lock: bool) -> Folder:
                 resources.enter_context(shared_lock(storage.root, directory=storage.directory))
         folder = open_folder(storage)
         if folder.manifest is None:
-            _check_not_replaced(
-                storage
-            )  # of what is removed the manifest goes first, and what is left looks like weights
+            # A removal deletes the manifest first; what is left looks like plain weights.
+            _check_not_replaced(storage)
         folder.resources = resources.pop_all()
     return folder
 
 
 def open_folder(storage: Reader) -> Folder:
-    """The checkpoint in a folder. NotFoundError where there is none, FormatError for an unfinished
-    save.
+    """Open the checkpoint in a folder.
+
+    Raises NotFoundError if there is none, FormatError if the save is unfinished.
     """
     if storage.size(names.MANIFEST) is not None:
         manifest = parse_manifest(
@@ -409,20 +417,16 @@ def open_folder(storage: Reader) -> Folder:
         weight_maps = {
             part: read_index(storage, part, record) for part, record in manifest.parts.items()
         }
-        return Folder(
-            storage,
-            manifest,
-            {
-                part: weight_map
-                for part, weight_map in weight_maps.items()
-                if weight_map is not None
-            },
-        )
+        existing = {
+            part: weight_map for part, weight_map in weight_maps.items() if weight_map is not None
+        }
+        return Folder(storage, manifest, existing)
     file_names = storage.names()
     folder_name = storage.root.rstrip("/").rsplit("/", 1)[-1]
     if names.is_staging(folder_name) or names.DIGESTS in file_names or MARKER in file_names:
         raise FormatError(
-            f"{storage.root}: is an unfinished save: it has no {names.MANIFEST}; needed a committed checkpoint"
+            f"{storage.root}: is an unfinished save: it has no {names.MANIFEST}, expected a "
+            "committed checkpoint"
         )
     single = names.file_name(_MODEL, number=1, count=1)
     if names.index_name(_MODEL) in file_names:
@@ -440,16 +444,18 @@ def open_folder(storage: Reader) -> Folder:
         return Folder(storage, None, {_MODEL: dict.fromkeys(folder._headers[single], single)})
     check_not_run_folder(storage)
     raise NotFoundError(
-        f"{storage.root}: holds no checkpoint: neither {names.MANIFEST} nor {names.index_name(_MODEL)} nor {single}"
+        f"{storage.root}: holds no checkpoint: expected {names.MANIFEST}, "
+        f"{names.index_name(_MODEL)} or {single}"
     )
 
 
 def _open_indexed(
     storage: Reader, weight_map: Mapping[str, str], file_names: Collection[str]
 ) -> Folder:
-    """Hugging Face's folder of several files: what these hold and the index lacks is of the model
-    too, as transformers and others take it. FormatError where a file has a tensor that is another
-    file's by the index.
+    """Open a Hugging Face folder of several files.
+
+    Tensors that a file holds and the index lacks are included, as transformers does. Raises
+    FormatError for a tensor that the index assigns to another file.
     """
     all_names = dict(weight_map)
     folder = Folder(storage, None, {_MODEL: all_names})
@@ -459,7 +465,10 @@ def _open_indexed(
         )
         if stale:
             raise FormatError(
-                format_list(f"{storage.root}/{file}: has tensors that are another file's", stale)
+                format_list(
+                    f"{storage.root}/{file}: has tensors that the index assigns to other files",
+                    stale,
+                )
             )
     return folder
 
@@ -467,12 +476,12 @@ def _open_indexed(
 def _check_not_replaced(storage: Reader) -> None:
     if isinstance(storage, LocalStorage) and storage.directory.was_replaced():
         raise NotFoundError(
-            f"{storage.root}: was removed or replaced while it was read; load again what is there now"
+            f"{storage.root}: was removed or replaced while it was read; load again"
         )
 
 
 def _backup_hint(parent: LocalStorage, name: str) -> str:
-    """A hint for an error: where an interrupted replacement left the checkpoint, if it did."""
+    """Return a hint for an error: the path where an interrupted replacement left the checkpoint."""
     try:
         backups = [entry for entry in parent.names() if names.is_replaced(entry, name)]
     except CheckpointError:

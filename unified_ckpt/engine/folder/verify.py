@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Verify a whole folder: files, sizes, headers and digests, without loading it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from unified_ckpt.format import digests, names
 from unified_ckpt.runtime.storage.storage import Reader, open_reader
 
 
-def _block_mismatch(part: str, name: str, file: str, block: int, actual: int, expected: int) -> str:
+def block_mismatch(part: str, name: str, file: str, block: int, actual: int, expected: int) -> str:
+    """Describe a block whose CRC is not the saved one."""
     start = block * digests.BLOCK_NBYTES
-    return f"{part}:{name}: block {block} (from byte {start} of the tensor, in {file}) has CRC {actual:016x}; needed {expected:016x}"
+    return (
+        f"{part}:{name}: block {block} (from byte {start} of the tensor, in {file}) has CRC "
+        f"{actual:016x}, expected {expected:016x}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check found. `problems`: one sentence each, empty when all is well; `tensors`,
-    `nbytes`: how much was looked at; `notes`: what could not be, in sentences.
+    """The result of a check. `tensors`, `nbytes`: how much was checked.
+
+    `problems`: one sentence each, empty if the folder is sound; `notes`: what could not be checked.
     """
 
     path: str
@@ -32,23 +37,21 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether no problem was found."""
         return not self.problems
 
 
 def unreadable_report(path: str, error: IntegrityError, *, deep: bool) -> VerifyReport:
-    """Of a checkpoint whose manifest or index is not the one that was written: nothing else can be
-    looked at.
-    """
+    """Return the report of a checkpoint whose manifest or index is damaged."""
     return VerifyReport(path, (str(error),), 0, 0, deep)
 
 
 def verify_folder(
     folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
-    """Checks files, sizes and headers against manifest and indexes; with `deep` every digest.
-    Collects problems, raises none.
+    """Check files, sizes and headers against manifest and indexes; with `deep`, every digest.
 
-    `progress` is called with the bytes of each tensor done.
+    Collects problems and raises none. `progress` is called with the bytes of each tensor checked.
     """
     problems: list[str] = []
     tensors = nbytes = 0
@@ -78,18 +81,14 @@ def verify_folder(
     has_no_digests = (
         deep and tensors and (folder.manifest is None or folder.manifest.digests is None)
     )
-    notes = (
-        ("there are no digests: sizes and headers are all that was compared",)
-        if has_no_digests
-        else ()
-    )
+    notes = ("there are no digests: only sizes and headers were checked",) if has_no_digests else ()
     return VerifyReport(folder.storage.root, tuple(problems), tensors, nbytes, deep, notes)
 
 
 def verify_with_replicas(
     folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
-    """`verify_folder`, also of what the folder keeps of other machines' folders."""
+    """Check a folder and its replicas of other nodes' folders, as `verify_folder` does."""
     report = verify_folder(folder, deep=deep, progress=progress)
     node_group = folder.manifest.node_group if folder.manifest is not None else None
     for group_number in node_group.replicas if node_group is not None else ():
@@ -113,22 +112,18 @@ def verify_with_replicas(
             notes = (*report.notes, *(f"{replica_name}: {text}" for text in replica_report.notes))
         finally:
             replica.close()
-        tensors, nbytes = (
-            report.tensors + replica_report.tensors,
-            report.nbytes + replica_report.nbytes,
-        )
         report = replace(
             report,
             problems=(*report.problems, *problems),
-            tensors=tensors,
-            nbytes=nbytes,
+            tensors=report.tensors + replica_report.tensors,
+            nbytes=report.nbytes + replica_report.nbytes,
             notes=notes,
         )
     return report
 
 
 def _check_replica(replica: Folder, folder: Folder, group_number: int) -> Iterator[str]:
-    """A copy that is of another save, or of another machine."""
+    """Report a replica of another save or of another node group."""
     replica_manifest, manifest = replica.manifest, folder.manifest
     if (
         replica_manifest is None
@@ -137,20 +132,21 @@ def _check_replica(replica: Folder, folder: Folder, group_number: int) -> Iterat
         or (replica_manifest.save_id, replica_manifest.node_group.number)
         != (manifest.save_id, group_number)
     ):
-        yield f"is not what machine {group_number} wrote of this save"
+        yield f"is not node group {group_number}'s folder of this save"
 
 
 def _check_aliases(folder: Folder) -> Iterator[str]:
-    """Tied names whose tensor no index names."""
+    """Report tied names whose tensor is in no index."""
     manifest = folder.manifest
-    if (
-        manifest is None or manifest.node_group is not None
-    ):  # in the latter case another node group may have it
+    if manifest is None or manifest.node_group is not None:  # another node group may have it
         return
     for part in folder.parts:
         for alias, stored_name in manifest.parts[part].aliases.items():
             if stored_name not in folder.names(part):
-                yield f"{part}:{alias}: is tied to {stored_name}, which {names.index_name(part)} does not name"
+                yield (
+                    f"{part}:{alias}: is tied to {stored_name}, which {names.index_name(part)} "
+                    "does not list"
+                )
 
 
 def _check_tensor(folder: Folder, part: str, name: str, *, deep: bool) -> tuple[list[str], int]:
@@ -161,7 +157,8 @@ def _check_tensor(folder: Folder, part: str, name: str, *, deep: bool) -> tuple[
             return [], spec.nbytes
         if len(saved) != digests.block_count(spec.nbytes):
             return [
-                f"{part}:{name}: has {len(saved)} digests; needed {digests.block_count(spec.nbytes)}"
+                f"{part}:{name}: got {len(saved)} digests, expected "
+                f"{digests.block_count(spec.nbytes)}"
             ], spec.nbytes
         problems = list(_mismatched_blocks(folder, part, name, spec.nbytes, saved))
     except CheckpointError as error:
@@ -176,18 +173,22 @@ def _mismatched_blocks(
     for block, expected in enumerate(saved):
         actual = read_block_crc(folder.storage, location, block, nbytes)
         if actual != expected:
-            yield _block_mismatch(part, name, location.file, block, actual, expected)
+            yield block_mismatch(part, name, location.file, block, actual, expected)
 
 
 def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
-    """Files of the manifest that are no part's. Digests are read whole in any case: without them
-    nothing is loaded, and they are small.
+    """Check the files that belong to no part.
+
+    Digests are always read completely: they are small, and nothing loads without them.
     """
     manifest = folder.manifest
     if manifest is None:
         return
     if manifest.digests is None and folder.storage.size(names.DIGESTS) is not None:
-        yield f"{names.DIGESTS}: is there, and the manifest names no digests; needed the manifest that was written with it"
+        yield (
+            f"{names.DIGESTS}: exists, but the manifest has no digests; expected the manifest "
+            "of the same save"
+        )
     if deep:
         try:
             folder.digest_record()
@@ -199,10 +200,16 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
         try:
             size = folder.storage.size(record.file)
             if size != record.nbytes:
-                yield f"{record.file}: {'is missing' if size is None else f'has {size} bytes'}; the manifest says {record.nbytes} bytes"
+                yield (
+                    f"{record.file}: {'is missing' if size is None else f'has {size} bytes'}; "
+                    f"the manifest says {record.nbytes} bytes"
+                )
             elif deep or record is manifest.digests:
                 if f"{digests.crc(folder.storage.read(record.file)):016x}" != record.crc:
-                    yield f"{record.file}: is not the file that was written; needed CRC {record.crc}"
+                    yield (
+                        f"{record.file}: is not the file that was written; expected CRC "
+                        f"{record.crc}"
+                    )
             else:
                 folder.check_rank_extra()
         except CheckpointError as error:
@@ -210,7 +217,7 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
 
 
 def read_block_crc(storage: Reader, location: Location, block: int, nbytes: int) -> int:
-    """CRC of one whole block of a tensor of `nbytes`."""
+    """Read one whole block of a tensor of `nbytes` and return its CRC."""
     start = block * digests.BLOCK_NBYTES
     buffer = bytearray(min(digests.BLOCK_NBYTES, nbytes - start))
     storage.read_at(location.file, location.start + start, memoryview(buffer))

@@ -1,6 +1,4 @@
-"""What a checkpoint and the targets of a load differ in, and what nobody takes of it: joined over
-all ranks, the same on each.
-"""
+"""Collect the mismatches of checkpoint and targets over all ranks, equally on each rank."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(slots=True)
 class Mismatches:
-    """The differences between checkpoint and targets, joined over all ranks: names or sentences, as
-    in `LoadReport`.
-    """
+    """The differences of all ranks, as names or sentences; the fields are those of `LoadReport`."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -44,18 +40,16 @@ def collect_mismatches(
     differences: Differences,
     stateful: StatefulRestore,
 ) -> Mismatches:
-    """Collective. What no rank can fill, what is wrong anywhere, and what no rank wants, joined
-    over all ranks.
-    """
+    """Merge the differences of all ranks, collectively."""
     check_layout_rules(collective, request.layout, request.matched_rules)
     summary = {
         "missing": differences.missing,
         "wrong": differences.wrong,
         "used": {part: sorted(names) for part, names in differences.used.items()},
-        "asked": sorted(request.state.requested),
+        "requested": sorted(request.state.requested),
         "kept": stateful.kept,
         "padded": sorted(differences.padded.values()),
-        "taken": [
+        "loaded": [
             *stateful.labels,
             *sorted({part for parts in differences.sources.values() for part in parts}),
         ],
@@ -63,7 +57,7 @@ def collect_mismatches(
         if is_resumed(request)
         else [],
         "masters_read": sorted(differences.masters_read) if is_resumed(request) else [],
-        "alike": shared_settings(
+        "settings": shared_settings(
             request.metadata.save_id, strict=request.strict, options=request.options
         ),
     }
@@ -72,14 +66,14 @@ def collect_mismatches(
     )
     if collective.rank == 0:
         summaries = {name: json.loads(body) for name, body in bodies.items()}
-        check_same_on_all_ranks([summaries[name]["alike"] for name in summary_names])
+        check_same_on_all_ranks([summaries[name]["settings"] for name in summary_names])
         joined = _join_summaries(list(summaries.values()), request)
-        collective.put("verdict", json.dumps(astuple(joined)).encode())
-    return Mismatches(*json.loads(collective.get("verdict")))
+        collective.put("mismatches", json.dumps(astuple(joined)).encode())
+    return Mismatches(*json.loads(collective.get("mismatches")))
 
 
 def is_resumed(request: LoadRequest) -> bool:
-    """Whether training goes on from the checkpoint, and the caller has not chosen its parts."""
+    """Return whether the load resumes training, with all parts requested by default."""
     return OPTIMIZER in request.state.requested and request.options.parts is None
 
 
@@ -91,10 +85,8 @@ def _join_summaries(summaries: Sequence[Mapping[str, Any]], request: LoadRequest
     for summary in summaries:
         for part, names in summary["used"].items():
             used.setdefault(part, set()).update(names)
-    requested = {part for summary in summaries for part in summary["asked"]}
-    if (
-        MODEL in requested and MODEL not in source.parts
-    ):  # the model is what these hold between them
+    requested = {part for summary in summaries for part in summary["requested"]}
+    if MODEL in requested and MODEL not in source.parts:  # their union is the model
         requested |= set(WEIGHTS)
     unexpected = [
         f"{p}:{n}"
@@ -115,7 +107,7 @@ def _join_summaries(summaries: Sequence[Mapping[str, Any]], request: LoadRequest
         *([OPTIMIZER] if request.metadata.groups and OPTIMIZER not in source.parts else []),
         *request.metadata.objects,
     ]
-    used_names = requested.union(*(summary["taken"] for summary in summaries))
+    used_names = requested.union(*(summary["loaded"] for summary in summaries))
     return Mismatches(
         missing,
         unexpected,
@@ -129,17 +121,20 @@ def _join_summaries(summaries: Sequence[Mapping[str, Any]], request: LoadRequest
 def _lost_masters_message(names: Sequence[str]) -> str:
     shown = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
     return (
-        f"{MASTER}: {shown}: the checkpoint's are more precise than the model, and the target has no place for them; pass "
-        'master_weights=, load a float32 model, or leave them out with LoadOptions(parts=("model", "optimizer"))'
+        f"{MASTER}: {shown}: the checkpoint's master weights are more precise than the model; pass "
+        "master_weights=, load a float32 model, or leave them out with "
+        'LoadOptions(parts=("model", "optimizer"))'
     )
 
 
 def raise_mismatches(request: LoadRequest, mismatches: Mismatches) -> None:
-    """One error with all of it, the same on every rank."""
+    """Raise one MismatchError with all mismatches, the same on every rank, if strict."""
     if not request.strict or not (mismatches.missing or mismatches.unexpected or mismatches.wrong):
         return
     lines = [f"{name}: is not in the checkpoint" for name in mismatches.missing]
-    lines += [f"{name}: is in the checkpoint, wanted by no rank" for name in mismatches.unexpected]
+    lines += [
+        f"{name}: is in the checkpoint, requested by no rank" for name in mismatches.unexpected
+    ]
     text = (
         format_list("checkpoint and target differ", [*mismatches.wrong, *lines])
         + "\n  pass strict=False to skip them"
@@ -151,14 +146,16 @@ def raise_mismatches(request: LoadRequest, mismatches: Mismatches) -> None:
 
 
 def warn_mismatches(label: str, mismatches: Mismatches) -> None:
-    """With strict=False: what stays as it was."""
+    """With strict=False, log what was left unchanged."""
     lines = [
         *mismatches.wrong,
         *(f"{name}: is not in the checkpoint" for name in mismatches.missing),
     ]
-    lines += [f"{name}: is in the checkpoint, wanted by no rank" for name in mismatches.unexpected]
+    lines += [
+        f"{name}: is in the checkpoint, requested by no rank" for name in mismatches.unexpected
+    ]
     if lines:
         _LOG.warning(
             "%s",
-            format_list(f"loaded {label} with strict=False, which left these as they were", lines),
+            format_list(f"loaded {label} with strict=False, which left these unchanged", lines),
         )

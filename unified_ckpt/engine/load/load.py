@@ -1,9 +1,8 @@
-"""A load, from a source into state of any shape: arrive, match, prove that the bytes are there,
-plan, read, verify, install.
+"""Load a Source into live state of any sharding: match, check, plan, read, verify, install.
 
-How a load could do harm: it writes into the target and then fails; it takes bytes that are not the
-ones that were saved; it leaves a tensor as it was and says nothing. So all names, shapes, files and
-headers are checked on every rank before the first byte is written.
+A load could do harm in three ways: fail after changing the target, accept bytes that were
+never saved, or leave a tensor unchanged without saying so. Every rank therefore checks all
+names, shapes, files and headers before the first byte is written.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.core.planning.load_plan import plan_reads
-from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.engine.load.differences import (
-    Mismatches,
     collect_mismatches,
     is_resumed,
     raise_mismatches,
@@ -32,6 +30,7 @@ from unified_ckpt.engine.load.match import (
 from unified_ckpt.engine.load.optimizer_check import state_mismatches
 from unified_ckpt.engine.load.read import (
     Destinations,
+    GroupRead,
     HeartbeatReader,
     ReadGroup,
     ReadStats,
@@ -49,7 +48,7 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
 )
 from unified_ckpt.engine.source.protocol import Catalog
-from unified_ckpt.engine.source.stateful import plan_restore
+from unified_ckpt.engine.source.stateful import StoredObjects, plan_restore
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
@@ -57,6 +56,7 @@ from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
 from unified_ckpt.runtime.exchange.windows import TileBuffers, exchange_number
 from unified_ckpt.runtime.gc_pause import gc_paused
+from unified_ckpt.runtime.storage.storage import Reader
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.optimizer_target import match_groups
 
@@ -65,16 +65,16 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did. `missing`, `unexpected`: names as "part:fqn"; `wrong`: sentences on shapes
-    and dtypes; all empty when strict, and skipped when not. `bytes_read`, `verified_bytes`: by this
-    rank.
+    """What a load did. Tensors are named "part:fqn"; byte counts are of this rank.
 
-    `rank_extra`: this rank's, where the world has as many ranks as at the save, else None.
-    `sources`: part -> the stored parts that fed it. `notes`: what else to know, in sentences.
-    `kept`: paths of objects in `rank_extra` that are as they were, on some rank, for another number
-    of ranks saved their state; `missing` has the paths of those for which the checkpoint has none.
-    `unused`: parts ("ema") and states of objects ("extra:scheduler") that the checkpoint holds and
-    no rank took; the same on every rank.
+    `missing`, `unexpected`: names that only the target or only the checkpoint has; `wrong`: one
+    sentence for each mismatch of shape, dtype or state. All three are empty when strict.
+    `rank_extra`: this rank's entry, or None if the checkpoint was saved by another world size.
+    `sources`: for each target part, the stored parts that were read for it.
+    `notes`: further remarks, one sentence each.
+    `kept`: paths in `rank_extra` of objects left unchanged because their state belongs to other
+    ranks. `unused`: stored parts and object states ("extra:scheduler") that no rank loaded.
+    `kept` and `unused` are the same on every rank.
     """
 
     step: int | None
@@ -96,72 +96,61 @@ def load(
     comm: Comm,
     label: str,
     request: LoadRequest | Exception,
-    windows: TileBuffers,
+    tile_buffers: TileBuffers,
     *,
     timeout_seconds: float,
     nodes: Sequence[int] | None = None,
 ) -> LoadReport:
-    """Collective. Fills the targets in place, or raises the same error on every rank before the
-    first byte is written.
+    """Fill the targets in place, collectively. Errors before the first byte are equal on all ranks.
 
-    `nodes`: the machine of each rank, None where they are on one: ranks of one machine read for
-    each other. `request` may be the error that this rank met while it made one. An IntegrityError
-    in mid-load leaves the target unusable and says so.
+    `nodes`: the node of each rank, or None if all ranks share one; the ranks of a node read for
+    each other. `request`: the load, or the error that this rank raised while preparing it.
+    An IntegrityError raised while reading leaves the target unusable and says so.
     """
     started = time.monotonic()
     collective = comm.begin_collective(
         f"load of {label}", cached=False, timeout_seconds=timeout_seconds
     )
     with collective.propagating_errors():
-        return _load(collective, comm, label, request, windows, nodes or [0] * comm.world, started)
+        nodes = nodes or [0] * collective.world
+        return _load(collective, label, request, tile_buffers, nodes, started)
 
 
 def _load(
     collective: Collective,
-    comm: Comm,
     label: str,
     request: LoadRequest | Exception,
-    windows: TileBuffers,
+    tile_buffers: TileBuffers,
     nodes: Sequence[int],
     started: float,
 ) -> LoadReport:
+    rank, world = collective.rank, collective.world
     with gc_paused, collective.step("target"):
         if isinstance(request, Exception):
             raise request
+        metadata, verify = request.metadata, request.options.verify
         matches, differences = match_targets(
             request.state.tensors,
             request.source,
             aliases=request.state.aliases,
             cast=request.options.cast,
-            pads=request.metadata.pads,
-            rank=comm.rank,
+            pads=metadata.pads,
+            rank=rank,
         )
-        matches = _check_tied(request, matches, differences, rank=comm.rank)
+        matches = _check_tied(request, matches, differences, rank=rank)
         if request.optimizer is not None and request.optimizer.loads_state:
             differences.missing += parameters_without_state(
                 set(request.optimizer.param_names()),
                 request.source,
-                request.metadata,
+                metadata,
                 request.state.aliases,
             )
         catalog = request.source.catalog({(match.part, match.name) for match in matches})
-        verify = (
-            request.options.verify if catalog.verification_log is None else "off"
-        )  # else the storage compares
-        if isinstance(catalog.storage, ShardedStorage) and request.options.verify == "off":
+        if isinstance(catalog.storage, ShardedStorage) and verify == "off":
             catalog.storage.skip_verify()
-        digests_by_key = (
-            read_saved_digests(request.source, matches) if request.options.verify != "off" else {}
-        )
-        stateful = plan_restore(
-            request.extra,
-            request.rank_extra,
-            request.source,
-            request.metadata,
-            catalog.verification_log,
-            rank=comm.rank,
-            world=comm.world,
-        )
+        digests_by_key = read_saved_digests(request.source, matches) if verify != "off" else {}
+        stored = StoredObjects(request.source, metadata, catalog.verification_log)
+        stateful = plan_restore(request.extra, request.rank_extra, stored, rank=rank, world=world)
         differences.missing += stateful.missing
         group_options = _saved_group_options(request)
         matches = _check_optimizer(request, matches, differences)
@@ -169,24 +158,20 @@ def _load(
     with gc_paused, collective.step("match"):
         mismatches = collect_mismatches(collective, request, differences, stateful)
     raise_mismatches(request, mismatches)
-    if collective.rank == 0:
+    if rank == 0:
         warn_mismatches(label, mismatches)
     with gc_paused, collective.step("plan"):
-        read_groups = _plan_reads(collective, request, by_decl, catalog, nodes)
+        groups = _plan_reads(collective, request, by_decl, catalog, nodes)
+    if catalog.verification_log is not None:  # then the storage verifies
+        verify = "off"
     try:
         with collective.step("read"):
-            read_stats = _read(
-                collective, read_groups, by_decl, catalog, windows, verify=verify != "off"
+            reads = _read(
+                collective, groups, by_decl, catalog.storage, tile_buffers, verify=verify != "off"
             )
             with gc_paused:
                 verified_nbytes = verify_read(
-                    collective,
-                    read_groups,
-                    read_stats,
-                    by_decl,
-                    digests_by_key,
-                    catalog,
-                    mode=verify,
+                    collective, reads, by_decl, digests_by_key, catalog.storage, mode=verify
                 )
     except CheckpointError as error:
         failure = type(error)(
@@ -196,22 +181,38 @@ def _load(
         raise failure from error
     with gc_paused, collective.step("install"):
         _install(request, group_options)
-        stateful.apply(rank=comm.rank, world=comm.world)
+        stateful.apply(rank=rank, world=world)
+    damage: Sequence[str] = ()
     if catalog.verification_log is not None:
         verified_nbytes += catalog.verification_log.verified_nbytes
-    damage = catalog.verification_log.damage if catalog.verification_log is not None else ()
-    return _report(
-        request,
-        comm,
-        read_stats,
-        verified_nbytes,
-        damage,
-        differences,
-        mismatches,
-        started,
-        label,
-        stateful.rank_extra,
+        damage = catalog.verification_log.damage
+    nbytes = sum(stats.nbytes for _, stats in reads)
+    notes = [
+        *damage,
+        *_kept_note(mismatches.kept, metadata.rank_extras, collective),
+        *_padded_note(mismatches.padded),
+        *_no_digests_note(request, nbytes),
+        *differences.notes,
+        *_rank_extra_note(metadata.rank_extras, world),
+    ]
+    report = LoadReport(
+        step=metadata.step,
+        extra=metadata.extra,
+        rank_extra=stateful.rank_extra,
+        missing=tuple(mismatches.missing),
+        unexpected=tuple(mismatches.unexpected),
+        wrong=tuple(mismatches.wrong),
+        bytes_read=nbytes,
+        verified_bytes=verified_nbytes,
+        sources={part: tuple(sorted(parts)) for part, parts in sorted(differences.sources.items())},
+        seconds=time.monotonic() - started,
+        notes=tuple(notes),
+        kept=tuple(mismatches.kept),
+        unused=tuple(mismatches.unused),
     )
+    if rank == 0:
+        _log_report(label, report, resumed=is_resumed(request))
+    return report
 
 
 def _plan_reads(
@@ -221,19 +222,20 @@ def _plan_reads(
     catalog: Catalog,
     nodes: Sequence[int],
 ) -> list[ReadGroup]:
-    """Collective. What this rank reads of each group of tensors that the same ranks of a machine
-    want.
+    """Return the reads of this rank, by group of tensors that the same ranks of a node need.
+
+    Collective.
     """
     decls = list(by_decl)
-    with collective.step("census"):
+    with collective.step("holders"):
         table, holders = gather_declarations(collective, decls)
         if holders is not None:
             if max(nodes) > 0:
-                collective.put("overlap", f"{read_redundancy(holders, nodes):.3f}".encode())
+                collective.put("redundancy", f"{read_redundancy(holders, nodes):.3f}".encode())
             publish_groups_by_node(collective, holders, nodes)
     if max(nodes) > 0:
         configure_shared_reads(
-            catalog, request.options.share_reads, float(collective.get("overlap"))
+            catalog, request.options.share_reads, float(collective.get("redundancy"))
         )
     read_groups = []
     members, _ = read_memberships(collective, table, decls, prefix=f"{nodes[collective.rank]}/")
@@ -253,11 +255,12 @@ def _read(
     collective: Collective,
     groups: Sequence[ReadGroup],
     by_decl: Mapping[TensorDecl, Match],
-    catalog: Catalog,
+    storage: Reader,
     tile_buffers: TileBuffers,
     *,
     verify: bool,
-) -> list[ReadStats]:
+) -> list[tuple[ReadGroup, ReadStats]]:
+    """Read all groups; return what was read of each. Collective."""
     open_buffers = tile_buffers.prepare(
         collective,
         tile_nbytes=max(
@@ -273,8 +276,8 @@ def _read(
         raise_if_failed=collective.raise_if_failed,
         progress=collective.progress,
     )
-    storage = HeartbeatReader(catalog.storage, collective.heartbeat)
-    read_stats = []
+    reader = HeartbeatReader(storage, collective.heartbeat)
+    stats_by_group = []
     with marking_failed(open_buffers.get(collective.rank)):
         for group in groups:
             destinations = Destinations(
@@ -282,62 +285,45 @@ def _read(
                 group.reads.rank_io,
                 rank=collective.rank,
             )
-            stats = ReadStats()
+            read = GroupRead(group, destinations, reader, collective.rank, verify)
             exchange = exchange_number(collective, group.index)
-            read_tiles(
-                group,
-                destinations,
-                storage,
-                open_buffers,
-                wait,
-                verify=verify,
-                rank=collective.rank,
-                exchange=exchange,
-                stats=stats,
-            )
-            read_extents(
-                group,
-                destinations,
-                storage,
-                verify=verify,
-                rank=collective.rank,
-                world=collective.world,
-                stats=stats,
-            )
-            read_stats.append(stats)
-    return read_stats
+            read_tiles(read, open_buffers, wait, exchange=exchange)
+            read_extents(read, world=collective.world)
+            stats_by_group.append((group, read.stats))
+    return stats_by_group
 
 
 def _check_tied(
     request: LoadRequest, matches: Sequence[Match], differences: Differences, *, rank: int
 ) -> list[Match]:
-    """Adds to the differences what the target ties and the checkpoint has as two that differ;
-    returns the other matches.
-    """
-    digests = request.options.verify != "off"
+    """Add tied targets whose stored tensors differ to `differences`; return the other matches."""
     differing, equal = compare_tied(
-        matches, differences.tied, request.source, rank=rank, use_digests=digests
+        matches,
+        differences.tied,
+        request.source,
+        rank=rank,
+        use_digests=request.options.verify != "off",
     )
     differences.wrong += differing.values()
     if equal:
         suffix = f", and {len(equal) - 3} more" if len(equal) > 3 else ""
         differences.notes.append(
-            f"tied in the target, and stored as tensors that are equal: {', '.join(equal[:3])}{suffix}"
+            f"tied in the target, stored as equal tensors: {', '.join(equal[:3])}{suffix}"
         )
-    return [
-        match
-        for match in matches
-        if (match.target.decl.part.partition("@")[0], match.target.decl.fqn) not in differing
-    ]
+    return [match for match in matches if _target_key(match) not in differing]
+
+
+def _target_key(match: Match) -> Key:
+    """Return the requested part and the name of the target."""
+    return match.target.decl.part.partition("@")[0], match.target.decl.fqn
 
 
 def _check_optimizer(
     request: LoadRequest, matches: Sequence[Match], differences: Differences
 ) -> list[Match]:
-    """Adds to the differences what the optimizer's next step could not go on from; returns the
-    matches that are to be read.
+    """Add optimizer state that the next step cannot use to `differences`; return what to read.
 
-    An optimizer's state of one parameter is loaded whole or left as it is.
+    The state of one parameter is loaded whole or left unchanged.
     """
     target = request.optimizer
     if target is None:
@@ -351,26 +337,24 @@ def _check_optimizer(
             request.state.aliases,
             keep_current=keep_current,
         )
-    keys = {(match.target.decl.part.partition("@")[0], match.target.decl.fqn) for match in matches}
-    for key in (part.decl.key for part in request.state.tensors if part.decl.key not in keys):
-        fqn = (
-            key[1]
-            if key[0] == MASTER
-            else key[1].rpartition("/")[0]
-            if key[0] == OPTIMIZER
-            else None
-        )
-        target.unchanged.update([fqn] if fqn is not None else [])
+    matched_keys = {_target_key(match) for match in matches}
+    for part, name in (tensor.decl.key for tensor in request.state.tensors):
+        if (part, name) in matched_keys:
+            continue
+        if part == MASTER:
+            target.unchanged.add(name)
+        elif part == OPTIMIZER:
+            target.unchanged.add(name.rpartition("/")[0])
     return [
-        candidate
-        for candidate in matches
-        if candidate.part != OPTIMIZER
-        or candidate.target.decl.fqn.rpartition("/")[0] not in target.unchanged
+        match
+        for match in matches
+        if match.part != OPTIMIZER
+        or match.target.decl.fqn.rpartition("/")[0] not in target.unchanged
     ]
 
 
 def _saved_group_options(request: LoadRequest) -> Sequence[Mapping[str, Any]] | None:
-    """The options for each param group of the target, None to leave them."""
+    """Return the saved options of each param group, or None to keep those of the target."""
     if (
         request.optimizer is None
         or not request.optimizer.loads_state
@@ -384,116 +368,76 @@ def _saved_group_options(request: LoadRequest) -> Sequence[Mapping[str, Any]] | 
 
 
 def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -> None:
-    """What is not tensors: optimizer state and hyperparameters, modules' own extra state."""
+    """Install what is not a tensor: optimizer state, hyperparameters, module extra state."""
     if request.optimizer is not None:
-        names = request.optimizer.param_names()
-        request.optimizer.install(
-            scalars={n: s for n, s in request.metadata.scalars.items() if n in names}, groups=groups
-        )
+        fqns = request.optimizer.param_names()
+        scalars = {fqn: state for fqn, state in request.metadata.scalars.items() if fqn in fqns}
+        request.optimizer.install(scalars=scalars, groups=groups)
     for name, module in request.state.model.extra_owners.items():
         if MODEL in request.state.requested and name in request.metadata.modules:
             module.set_extra_state(request.metadata.modules[name])
 
 
-def _report(
-    request: LoadRequest,
-    comm: Comm,
-    read_stats: Sequence[ReadStats],
-    verified_nbytes: int,
-    damage: Sequence[str],
-    differences: Differences,
-    mismatches: Mismatches,
-    started: float,
-    label: str,
-    rank_extra: Any,
-) -> LoadReport:
-    saved_world_size = request.metadata.rank_extras
-    notes = [
-        *damage,
-        *_kept_note(mismatches.kept, saved_world_size, comm),
-        *_padded_note(mismatches.padded),
-        *_no_digests_note(request, read_stats),
-        *differences.notes,
-    ]
-    if saved_world_size not in (0, comm.world):
-        notes.append(
-            f"rank_extra is not given back: {saved_world_size} ranks saved, {comm.world} load; `uc.open(path).rank_extra` has all of it"
-        )
-    nbytes, seconds = sum(stats.nbytes for stats in read_stats), time.monotonic() - started
-    if comm.rank == 0:
-        gb_per_second = nbytes / 1e9 / max(seconds, 1e-9)
-        _LOG.info(
-            "loaded %s: rank 0 read %.3f GB in %.2f s, %.2f GB/s%s",
-            label,
-            nbytes / 1e9,
-            seconds,
-            gb_per_second,
-            "; ".join(["", *notes]),
-        )
-        # a chosen part, or weights alone, is what the caller wanted; else a scheduler may be
-        # forgotten
-        if mismatches.unused:
-            level = logging.WARNING if is_resumed(request) else logging.INFO
-            _LOG.log(
-                level,
-                "%s: nothing took %s, which the checkpoint holds",
-                label,
-                ", ".join(mismatches.unused),
-            )
-    return LoadReport(
-        step=request.metadata.step,
-        extra=request.metadata.extra,
-        rank_extra=rank_extra,
-        missing=tuple(mismatches.missing),
-        unexpected=tuple(mismatches.unexpected),
-        wrong=tuple(mismatches.wrong),
-        bytes_read=nbytes,
-        verified_bytes=verified_nbytes,
-        sources={part: tuple(sorted(parts)) for part, parts in sorted(differences.sources.items())},
-        seconds=seconds,
-        notes=tuple(notes),
-        kept=tuple(mismatches.kept),
-        unused=tuple(mismatches.unused),
+def _log_report(label: str, report: LoadReport, *, resumed: bool) -> None:
+    """Log the load of rank 0, and what no rank loaded."""
+    _LOG.info(
+        "loaded %s: rank 0 read %.3f GB in %.2f s, %.2f GB/s%s",
+        label,
+        report.bytes_read / 1e9,
+        report.seconds,
+        report.bytes_read / 1e9 / max(report.seconds, 1e-9),
+        "; ".join(["", *report.notes]),
     )
+    if report.unused:  # a resumed run may have forgotten a scheduler; others chose their parts
+        level = logging.WARNING if resumed else logging.INFO
+        unused = ", ".join(report.unused)
+        _LOG.log(level, "%s: no rank loaded %s from the checkpoint", label, unused)
 
 
-def _no_digests_note(request: LoadRequest, read_stats: Sequence[ReadStats]) -> list[str]:
-    """Where there was nothing to compare. Formats of others have no digests: of those it is told
-    where more than the default was asked.
+def _no_digests_note(request: LoadRequest, nbytes: int) -> list[str]:
+    """Say that the `nbytes` read could not be verified.
+
+    Formats of other frameworks have no digests, so only an explicit verify="full" is answered.
     """
     verify, is_unified = request.options.verify, request.source.format == "unified"
-    if (
-        request.metadata.has_digests
-        or verify == "off"
-        or not (is_unified or verify == "full")
-        or not any(stats.nbytes for stats in read_stats)
-    ):
+    is_expected = verify == "full" or (is_unified and verify != "off")
+    if request.metadata.has_digests or not is_expected or not nbytes:
         return []
     return [
-        f'verify="{verify}": the checkpoint has no digests; sizes and headers are all that was compared'
+        f'verify="{verify}": the checkpoint has no digests; only sizes and headers were checked'
     ]
 
 
 def _padded_note(padded: Sequence[str]) -> list[str]:
-    """The sentence on tensors of which the checkpoint has a part."""
-    return (
-        [f"padded, and the target keeps what the checkpoint lacks: {', '.join(padded)}"]
-        if padded
-        else []
-    )
+    """Name the targets of which the checkpoint has only a part."""
+    if not padded:
+        return []
+    return [f"padded; the target keeps its values beyond the stored shape: {', '.join(padded)}"]
 
 
-def _kept_note(kept: Sequence[str], saved_world_size: int, comm: Comm) -> list[str]:
-    """The sentence on objects that keep what they are, which rank 0 also warns of."""
+def _rank_extra_note(saved_world_size: int, world: int) -> list[str]:
+    """Say that `rank_extra` is not restored by another number of ranks."""
+    if saved_world_size in (0, world):
+        return []
+    return [
+        f"rank_extra is not restored: saved by {saved_world_size} ranks, loaded by {world}; "
+        "read it from `uc.open(path).rank_extra`"
+    ]
+
+
+def _kept_note(kept: Sequence[str], saved_world_size: int, collective: Collective) -> list[str]:
+    """Name the objects whose state was left unchanged; rank 0 also logs a warning."""
     if not kept:
         return []
-    reason = (
-        f"saved by {saved_world_size} rank(s), loaded by {comm.world}"
-        if saved_world_size != comm.world
-        else "saved on a machine that is not here"
+    if saved_world_size != collective.world:
+        reason = f"saved by {saved_world_size} rank(s), loaded by {collective.world}"
+    else:
+        reason = "saved on a node that is missing"
+    message = (
+        f"{', '.join(kept)}: left unchanged: {reason}; give them a load_from_ranks, or restore "
+        "them from `uc.open(path).rank_extra`; for data positions, save a uc.ElasticSampler in "
+        "`extra`"
     )
-    remedy = "a load_from_ranks of theirs, or by hand from `uc.open(path).rank_extra`; for a place in the data uc.ElasticSampler in `extra`"
-    message = f"{', '.join(kept)}: left as they are: {reason}; needed {remedy}"
-    if comm.rank == 0:
+    if collective.rank == 0:
         _LOG.warning("%s", message)
     return [message]

@@ -1,5 +1,6 @@
-"""Which stored tensor feeds which target: names, aliases, dtypes and the choice between model and
-master weights. Reads no bytes.
+"""Match each target with the stored tensor to read: names, aliases, dtypes, master weights.
+
+Reads no tensor data.
 """
 
 from __future__ import annotations
@@ -22,17 +23,16 @@ from unified_ckpt.runtime.torch_state.flatten import (
 )
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
-Pads = Mapping[Key, Sequence[int]]  # see `Said`
-_SUBSTITUTES = {
-    MODEL: (WITHOUT_MASTERS, MASTER),
-    MASTER: (MODEL, WITHOUT_MASTERS),
-}  # what may feed a part beside itself
+Pads = Mapping[Key, Sequence[int]]  # see `SourceMetadata`
+# Stored parts to read in place of a part that the checkpoint lacks.
+_SUBSTITUTES = {MODEL: (WITHOUT_MASTERS, MASTER), MASTER: (MODEL, WITHOUT_MASTERS)}
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A target and the stored tensor that feeds it. The part's row has the stored dtype, and a part
-    name that tells the source.
+    """A target and the stored tensor to read into it.
+
+    The target's declaration has the stored dtype; its part is "part@stored_part" if they differ.
     """
 
     target: LocalTensor
@@ -42,12 +42,12 @@ class Match:
 
 @dataclass(slots=True)
 class Differences:
-    """What this rank cannot fill, as "part:fqn" or as sentences; and the stored names that it uses,
-    by part asked for.
+    """What this rank cannot load, as "part:fqn" or one sentence each, and the stored names it uses.
 
-    `padded`: targets that are larger than what is stored, with both shapes. `masters`: stored
-    masters that are more precise than the model's tensors here; `masters_read`: those that are read
-    at full precision. `tied`: by target, further stored names for it, in the part that feeds it.
+    `used`, `sources`: stored names and stored parts, by requested part.
+    `padded`: targets larger than the stored tensor, with both shapes.
+    `masters`: stored master weights more precise than this rank's model; `masters_read`: those
+    read at full precision. `tied`: for each target, other stored names in the part that is read.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ def match_targets(
     pads: Pads,
     rank: int,
 ) -> tuple[list[Match], Differences]:
-    """Finds each target's stored tensor. `aliases`: the target's own, by part."""
+    """Match each target with its stored tensor. `aliases`: those of the target, by part."""
     matches: list[Match] = []
     differences = Differences()
     names = TensorNames(source, aliases)
@@ -107,11 +107,13 @@ def match_targets(
             spec.shape, decl.spec.shape, pads.get((part, name), ())
         ):
             differences.wrong.append(
-                f"{decl.part}:{decl.fqn}: checkpoint has shape {spec.shape}, target has {decl.spec.shape}{_padding_hint(decl, spec)}"
+                f"{decl.part}:{decl.fqn}: checkpoint has shape {spec.shape}, target has "
+                f"{decl.spec.shape}{_padding_hint(decl, spec)}"
             )
         elif spec.dtype != decl.spec.dtype and not cast and not _is_substitute(decl.part, part):
             differences.wrong.append(
-                f"{decl.part}:{decl.fqn}: checkpoint has dtype {spec.dtype}, target has {decl.spec.dtype}; LoadOptions(cast=True) casts"
+                f"{decl.part}:{decl.fqn}: checkpoint has dtype {spec.dtype}, target has "
+                f"{decl.spec.dtype}; pass LoadOptions(cast=True) to cast"
             )
         else:
             differences.sources.setdefault(decl.part, set()).add(part)
@@ -123,18 +125,7 @@ def match_targets(
             ]
             if tied_names:
                 differences.tied[decl.key] = tied_names
-            is_identical = spec == decl.spec and label == decl.part
-            matches.append(
-                Match(
-                    target
-                    if is_identical
-                    else _stored_region(
-                        target, TensorDecl(label, decl.fqn, spec, decl.sharding), rank
-                    ),
-                    part,
-                    name,
-                )
-            )
+            matches.append(Match(_stored_region(target, label, spec, rank), part, name))
             if spec.shape != decl.spec.shape:
                 differences.padded[decl.key] = (
                     f"{decl.part}:{decl.fqn} {spec.shape} -> {decl.spec.shape}"
@@ -145,7 +136,7 @@ def match_targets(
 
 
 def _padding_hint(decl: TensorDecl, stored_spec: TensorSpec) -> str:
-    """The rule that makes a larger target right."""
+    """Return the SourceOptions rule that would accept a larger target."""
     padded_dims = [
         dim
         for dim, (stored_size, target_size) in enumerate(
@@ -155,16 +146,18 @@ def _padding_hint(decl: TensorDecl, stored_spec: TensorSpec) -> str:
     ]
     if not _shape_fits(stored_spec.shape, decl.spec.shape, padded_dims):
         return ""
-    name, dims = (
-        decl.fqn.rpartition("/")[0] if decl.part == OPTIMIZER else decl.fqn,
-        padded_dims[0] if len(padded_dims) == 1 else padded_dims,
+    name = decl.fqn.rpartition("/")[0] if decl.part == OPTIMIZER else decl.fqn
+    dims = padded_dims[0] if len(padded_dims) == 1 else padded_dims
+    return (
+        "; to keep the target's values beyond that, pass "
+        f"SourceOptions(rename=[{{'match': {name!r}, 'pad': {dims}}}])"
     )
-    return f"; SourceOptions(rename=[{{'match': {name!r}, 'pad': {dims}}}]) keeps what the target has beyond that"
 
 
 def _unpadded_state(targets: Sequence[LocalTensor], padded: Mapping[Key, str]) -> Iterator[str]:
-    """Optimizer state of another shape than its parameter, which grows: which of its elements are
-    new is not known.
+    """Report optimizer state whose shape differs from that of a parameter that is padded.
+
+    Which of its elements are new is unknown.
     """
     padded_fqns = {
         fqn if part in WEIGHTS else f"{part}.{fqn}" for part, fqn in padded if part != OPTIMIZER
@@ -178,13 +171,14 @@ def _unpadded_state(targets: Sequence[LocalTensor], padded: Mapping[Key, str]) -
             and prod(decl.spec.shape) != 1
         ):
             yield (
-                f"{decl.part}:{decl.fqn}: has shape {decl.spec.shape}, and its parameter grows: how the state follows is not known; "
-                f"drop all of its state by a rule before: {{'match': '{fqn}/*', 'parts': 'optimizer', 'drop': True}}"
+                f"{decl.part}:{decl.fqn}: has shape {decl.spec.shape}, but its parameter is "
+                "padded; drop its state by an earlier rule: "
+                f"{{'match': '{fqn}/*', 'parts': 'optimizer', 'drop': True}}"
             )
 
 
 def _shape_fits(stored: tuple[int, ...], shape: tuple[int, ...], pad_dims: Collection[int]) -> bool:
-    """Whether a target has the stored shape, or more along some of the dims."""
+    """Return whether the shapes are equal, or the target is larger only along `pad_dims`."""
     if len(stored) != len(shape):
         return False
     allowed = {dim % len(shape) for dim in pad_dims if -len(shape) <= dim < len(shape)}
@@ -194,21 +188,23 @@ def _shape_fits(stored: tuple[int, ...], shape: tuple[int, ...], pad_dims: Colle
     )
 
 
-def _stored_region(target: LocalTensor, stored_decl: TensorDecl, rank: int) -> LocalTensor:
-    """What the rank holds of the stored tensor, which lies at the origin of the target."""
-    if stored_decl.spec.shape == target.decl.spec.shape:
+def _stored_region(target: LocalTensor, part: str, spec: TensorSpec, rank: int) -> LocalTensor:
+    """Return the region of the target that a stored tensor of `spec` fills, from its origin."""
+    decl = target.decl
+    if spec == decl.spec and part == decl.part:
+        return target
+    stored_decl = TensorDecl(part, decl.fqn, spec, decl.sharding)
+    if spec.shape == decl.spec.shape:
         return LocalTensor(stored_decl, target.local)
-    sharding = target.decl.sharding.truncate(target.decl.spec.shape, stored_decl.spec.shape)
-    local = target.local[
-        tuple(slice(n) for n in sharding.local_shape(rank, stored_decl.spec.shape))
-    ]
+    sharding = decl.sharding.truncate(decl.spec.shape, spec.shape)
+    local = target.local[tuple(slice(n) for n in sharding.local_shape(rank, spec.shape))]
     return LocalTensor(replace(stored_decl, sharding=sharding), local)
 
 
 def _candidates(
     decl: TensorDecl, source: Source, tensor_names: TensorNames
 ) -> list[tuple[str, str]]:
-    """Stored tensors that could feed the row, its own part first, its own name first."""
+    """Return the stored tensors that could fill a target: own part first, then own name first."""
     fqn, slash, state_name = (
         decl.fqn.rpartition("/") if decl.part == OPTIMIZER else (decl.fqn, "", "")
     )
@@ -235,17 +231,15 @@ def _candidates(
 
 
 class TensorNames:
-    """What a target's tensor may be called in a part of the checkpoint: its own name, and those
-    that it is tied to on either side.
-    """
+    """Maps a target's name to its possible stored names, following ties on either side."""
 
     def __init__(self, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> None:
         self._source, self._aliases = source, aliases
-        self._alias_maps: dict[
-            tuple[str, str], tuple[dict[str, str], dict[str, list[str]]]
-        ] = {}  # by part of the target, and stored part
+        # By target part and stored part.
+        self._alias_maps: dict[tuple[str, str], tuple[dict[str, str], dict[str, list[str]]]] = {}
 
     def __call__(self, fqn: str, target_part: str, stored_part: str) -> list[str]:
+        """Return the names that `fqn` of a target part may have in a stored part, best first."""
         if (target_part, stored_part) not in self._alias_maps:
             self._alias_maps[target_part, stored_part] = self._build_alias_maps(
                 target_part, stored_part
@@ -268,7 +262,7 @@ class TensorNames:
     def _build_alias_maps(
         self, target_part: str, stored_part: str
     ) -> tuple[dict[str, str], dict[str, list[str]]]:
-        """Alias -> name of the checkpoint; name -> aliases of the target."""
+        """Return {stored alias: stored name} and {target name: target aliases}."""
         stored_aliases = {
             alias: name
             for weights_part in (*WEIGHTS, stored_part)
@@ -291,9 +285,10 @@ def saved_state(
     pads: Pads,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
-    """The stored optimizer state of parameters: "fqn/state" in the target's names -> (dtype, global
-    shape); and which of it grows to its parameter's shape, with that shape. `shapes`: of the
-    target's parameters.
+    """Return the stored optimizer state of some parameters, and the keys that need padding.
+
+    The first result maps "fqn/state", in the target's names, to (dtype, global shape). Padded
+    state has the shape of its parameter. `shapes`: those of the target's parameters.
     """
     keys_by_name: dict[str, list[str]] = {}
     for key in source.names(OPTIMIZER):
@@ -319,7 +314,7 @@ def saved_state(
 def saved_shapes(
     fqns: Collection[str], source: Source, aliases: Mapping[str, Mapping[str, str]]
 ) -> dict[str, tuple[int, ...]]:
-    """The stored shapes of some parameters of the model, in the target's names."""
+    """Return the stored shapes of some model parameters, by the target's names."""
     shapes: dict[str, tuple[int, ...]] = {}
     names_of = TensorNames(source, aliases)
     for part in WEIGHTS:
@@ -340,12 +335,11 @@ def parameters_without_state(
     metadata: SourceMetadata,
     aliases: Mapping[str, Mapping[str, str]],
 ) -> list[str]:
-    """Parameters of the target's optimizer that the checkpoint's did not have: all of them where it
-    had none.
+    """Return parameters of the target's optimizer that the saved optimizer did not have.
+
+    That is all of them if the checkpoint has no optimizer.
     """
-    if (
-        OPTIMIZER not in source.parts and not metadata.groups
-    ):  # with groups it is one without state, such as plain SGD
+    if OPTIMIZER not in source.parts and not metadata.groups:  # plain SGD has groups, no state
         return [f"{OPTIMIZER}:{fqn}" for fqn in sorted(fqns)]
     saved_fqns = {fqn for group in metadata.groups for fqn in group["names"]}
     if not saved_fqns:
@@ -361,12 +355,13 @@ def parameters_without_state(
 def _select_key(
     decl: TensorDecl, keys: Sequence[tuple[str, str]], specs: Mapping[tuple[str, str], TensorSpec]
 ) -> tuple[str, str]:
-    """The one whose dtype is the target's; its own part where none is, or both are."""
+    """Return the candidate with the target's dtype, else the first one."""
     return next((key for key in keys if specs[key].dtype == decl.spec.dtype), keys[0])
 
 
 def _is_substitute(target_part: str, stored_part: str) -> bool:
-    """Whether the part is read in place of the one asked for, which then is not in the checkpoint:
-    the cast is what that means.
+    """Return whether a stored part is read in place of one that the checkpoint lacks.
+
+    Casting is what such a load means.
     """
     return target_part != stored_part

@@ -1,8 +1,7 @@
-"""Whether saved optimizer state is what the target's next step reads. Reads step counts, no other
-bytes.
+"""Check that the target optimizer's next step can use the saved state.
 
-How state could be lost: another class's state lies beside what the step reads, and the step starts
-afresh, or raises.
+State could be lost if another optimizer class loads it: the next step would start afresh or
+raise. Reads step counts and no other data.
 """
 
 from __future__ import annotations
@@ -44,11 +43,10 @@ def state_mismatches(
     *,
     keep_current: bool,
 ) -> list[str]:
-    """A sentence for each param group whose saved state its next step cannot go on from;
-    `target.left` has its parameters.
+    """Return one sentence for each param group whose saved state the next step cannot use.
 
-    `keep_current`: the optimizer's own hyperparameters are kept. Moves step counts to where the
-    next step reads them.
+    Adds the group's parameters to `target.unchanged` and moves step counts to where the optimizer
+    reads them. `keep_current`: the optimizer keeps its own hyperparameters.
     """
     problems = []
     states: dict[str, set[str]] = {fqn: set(state) for fqn, state in metadata.scalars.items()}
@@ -83,9 +81,11 @@ def state_mismatches(
 
 @dataclass(frozen=True, slots=True)
 class _GroupState:
-    """A param group. `effective`: with the options that it will have; `saved_options`,
-    `saved_classes`: those saved, and the classes that they are of;
-    `states`: by parameter, the names of its saved state."""
+    """A param group and its saved state.
+
+    `effective`: the options after the load; `saved_options`, `saved_classes`: the saved ones and
+    the optimizer classes they belong to; `states`: names of saved state, by parameter.
+    """
 
     optimizer: Optimizer
     effective: Mapping[str, Any]
@@ -100,7 +100,10 @@ class _GroupState:
     @property
     def remedy(self) -> str:
         if self.saved_classes == [self.name]:
-            return "give it the saved hyperparameters, or leave the optimizer out with LoadOptions(parts=...)"
+            return (
+                "load the saved hyperparameters, or leave the optimizer out with "
+                "LoadOptions(parts=...)"
+            )
         saved = " or ".join(self.saved_classes) or "the class that was saved"
         return f"load into {saved}, or leave the optimizer out with LoadOptions(parts=...)"
 
@@ -112,8 +115,9 @@ class _GroupState:
         return any(rule is not None and rule.step_in_group for rule in rules)
 
     def rules(self) -> Iterator[tuple[str, StateRule]]:
-        """The rule for each parameter with saved state; of a class that is not known, what the
-        optimizer has now.
+        """Yield the state rule of each parameter with saved state.
+
+        For an unknown optimizer class, the rule is the state that the optimizer has now.
         """
         for (fqn, saved), param in zip(self.states.items(), self.effective["params"], strict=True):
             rule = state_rule(self.optimizer, param, self.effective)
@@ -128,7 +132,7 @@ class _GroupState:
 
 
 def _state_mismatch(group: _GroupState, steps: dict[str, float]) -> str:
-    """Fills `steps` with counts of the saved group that this class keeps by parameter."""
+    """Describe state that the optimizer needs or cannot use; fill `steps` from the saved group."""
     for fqn, rule in group.rules():
         saved = group.states[fqn]
         if STEP in rule.required - saved and STEP in group.saved_options:
@@ -136,34 +140,35 @@ def _state_mismatch(group: _GroupState, steps: dict[str, float]) -> str:
             saved = saved | {STEP}
         unused = saved - rule.required - rule.optional - ({STEP} if rule.step_in_group else set())
         if group.saved_classes == [group.name]:
-            unused = set()  # what a job keeps there itself
+            unused = set()  # the job's own additions
         if unused or rule.required - saved:
-            description = f"the checkpoint has {', '.join(sorted(saved))} of {' and '.join(group.saved_classes) or 'another optimizer'}"
+            description = (
+                f"the checkpoint has {', '.join(sorted(saved))} of "
+                f"{' and '.join(group.saved_classes) or 'another optimizer'}"
+            )
             read_names = sorted(rule.required or rule.optional - set(MASTER_KEYS))
-            return f"optimizer:{fqn}: {description}; {group.name} reads {', '.join(read_names)}; {group.remedy}"
+            return (
+                f"optimizer:{fqn}: {description}; {group.name} reads {', '.join(read_names)}; "
+                f"{group.remedy}"
+            )
     return ""
 
 
 def _class_mismatch(group: _GroupState, *, keep_current: bool) -> str:
-    """Where state names prove nothing: another class, whose state or hyperparameters the checkpoint
-    lacks.
-    """
+    """Describe another optimizer class whose needs the state names alone cannot show."""
     if group.saved_classes in ([], [group.name]):
         return ""
     rules = [rule for _, rule in group.rules()]
     class_names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(group.optimizer).__mro__}
-    same_basename = {cls.rpartition(".")[2] for cls in group.saved_classes} == {
-        type(group.optimizer).__name__
+    saved_basenames = {cls.rpartition(".")[2] for cls in group.saved_classes}
+    is_known = class_names.issuperset(group.saved_classes) or saved_basenames == {
+        type(group.optimizer).__name__  # the class moved to another module
     }
-    if (
-        any(group.states.values())
-        and not rules
-        and not same_basename
-        and not class_names.issuperset(group.saved_classes)
-    ):
+    if any(group.states.values()) and not rules and not is_known:
         return (
-            f"optimizer: the checkpoint's state is of {' and '.join(group.saved_classes)}, and what {group.name} reads is not known before its "
-            f"first step; {group.remedy}, or step it once before the load"
+            f"optimizer: the checkpoint's state is of {' and '.join(group.saved_classes)}; the "
+            f"state of {group.name} is unknown before its first step; {group.remedy}, or step it "
+            "once before the load"
         )
     if any(rule.required for rule in rules) or (keep_current and not any(group.states.values())):
         return ""
@@ -172,14 +177,18 @@ def _class_mismatch(group: _GroupState, *, keep_current: bool) -> str:
     )
     if not missing_options:
         return ""
-    return f"optimizer: the checkpoint's is {' and '.join(group.saved_classes)}, without {', '.join(missing_options)} of {group.name}; {group.remedy}"
+    return (
+        f"optimizer: the checkpoint's is {' and '.join(group.saved_classes)}, without "
+        f"{', '.join(missing_options)} of {group.name}; {group.remedy}"
+    )
 
 
 def _step_counts(
     group: _GroupState, source: Source, metadata: SourceMetadata, aliases: Aliases
 ) -> dict[int, str]:
-    """Step counts in the checkpoint, each with a parameter: by parameter, or of the saved group.
-    They are state, no hyperparameters.
+    """Return {step count: a parameter that has it}, from parameters or from the saved group.
+
+    Step counts are state, not hyperparameters.
     """
     counts: dict[int, str] = {}
     names_of = TensorNames(source, aliases)
@@ -191,9 +200,8 @@ def _step_counts(
             key = next(name for name in names if name in source.names(OPTIMIZER))
             spec = source.specs(OPTIMIZER, {key})[key]
             buffer = bytearray(source.read(OPTIMIZER, key, full_box(spec.shape)))
-            counts.setdefault(
-                int(torch.frombuffer(buffer, dtype=TORCH_DTYPES[spec.dtype]).max()), fqn
-            )
+            steps = torch.frombuffer(buffer, dtype=TORCH_DTYPES[spec.dtype])
+            counts.setdefault(int(steps.max()), fqn)
     if not counts and STEP in group.saved_options:
         counts[int(group.saved_options[STEP])] = next(iter(group.states), "")
     return counts
@@ -202,8 +210,14 @@ def _step_counts(
 def _step_count_mismatch(group: _GroupState, counts: Mapping[int, str]) -> str:
     stored_fqn = next((fqn for fqn, state in group.states.items() if state), None)
     if not counts and stored_fqn is not None:
-        return f"optimizer:{stored_fqn}: the checkpoint has no step count, which {group.name} reads; {group.remedy}"
+        return (
+            f"optimizer:{stored_fqn}: the checkpoint has no step count, which {group.name} "
+            f"reads; {group.remedy}"
+        )
     if len(counts) < 2:
         return ""
     (first_step, first_fqn), (second_step, second_fqn) = list(counts.items())[:2]
-    return f"optimizer: {first_fqn} is at step {first_step}, {second_fqn} at step {second_step}; {group.name} has one count for its group; {group.remedy}"
+    return (
+        f"optimizer: {first_fqn} is at step {first_step}, {second_fqn} at step {second_step}; "
+        f"{group.name} has one step count per group; {group.remedy}"
+    )

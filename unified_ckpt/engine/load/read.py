@@ -1,6 +1,4 @@
-"""Moves the bytes of one group out of files into tensors: what this rank reads alone, and tiles
-that one reads and several empty.
-"""
+"""Read the bytes of one group of tensors: extents for this rank, tiles for several ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ from unified_ckpt.runtime.torch_state.tensors import (
 
 @dataclass(frozen=True, slots=True)
 class ReadGroup:
-    """One group at a load, seen by a member. `locations`: by row."""
+    """One group of a load, as a member sees it. `locations` follow the order of `decls`."""
 
     index: int
     holders: tuple[int, ...]
@@ -48,83 +46,89 @@ class ReadGroup:
 
 @dataclass(slots=True)
 class ReadStats:
-    """What a rank read: CRCs of it where wanted, and how many bytes came from the storage."""
+    """What a rank read: CRCs, where they are needed, and the number of bytes."""
 
-    digested: BlockCrcs = field(default_factory=list)
+    block_crcs: BlockCrcs = field(default_factory=list)
     nbytes: int = 0
 
 
 class Destinations:
-    """The parts of a group as memory that bytes can be put into. One that needs a copy of its own
-    for that has it from the first extent or piece of a tile that goes there until the last is
-    `mark_filled`: all copies at once would be as much memory again as the model takes.
+    """The tensors of a group as contiguous memory to read into.
+
+    A target that is not contiguous has a staging copy, from the first extent or tile range that
+    arrives until the last is marked filled. Staging all targets at once would double memory.
     """
 
-    def __init__(self, parts: Sequence[LocalTensor], moves: RankIO, *, rank: int) -> None:
-        self._parts = parts
+    def __init__(self, targets: Sequence[LocalTensor], rank_io: RankIO, *, rank: int) -> None:
+        self._targets = targets
         self._staging: dict[int, LocalTensor] = {}
-        self._staged = {index for index, part in enumerate(parts) if not part.local.is_contiguous()}
+        self._staged = {i for i, target in enumerate(targets) if not target.local.is_contiguous()}
         self._remaining = Counter(
-            extent.decl_index for extent in moves.extents if extent.decl_index in self._staged
+            extent.decl_index for extent in rank_io.extents if extent.decl_index in self._staged
         )
         if self._staged:
-            pieces = (
-                piece
-                for tile in moves.member_tiles
-                for piece in tile.ranges
-                if rank in piece.members
-            )
             self._remaining.update(
-                piece.decl_index for piece in pieces if piece.decl_index in self._staged
+                tile_range.decl_index
+                for tile in rank_io.member_tiles
+                for tile_range in tile.ranges
+                if rank in tile_range.members and tile_range.decl_index in self._staged
             )
 
     def __getitem__(self, index: int) -> LocalTensor:
-        part = self._parts[index]
+        target = self._targets[index]
         if index not in self._staged:
-            return part
+            return target
         if index not in self._staging:
             self._staging[index] = LocalTensor(
-                part.decl, torch.empty_like(part.local, memory_format=torch.contiguous_format)
+                target.decl, torch.empty_like(target.local, memory_format=torch.contiguous_format)
             )
         return self._staging[index]
 
     def is_direct(self, index: int) -> bool:
-        """Whether the memory is the target's own, so that nothing needs to be `mark_filled`."""
+        """Return whether reads go into the target itself, without a staging copy."""
         return index not in self._staged
 
     def mark_filled(self, index: int) -> None:
-        """One extent of the row, or one piece of a tile, is in."""
+        """Note that one extent, or one range of a tile, has arrived."""
         if index not in self._staged:
             return
         self._remaining[index] -= 1
         if not self._remaining[index] and index in self._staging:
-            as_int_bits(self._parts[index].local).copy_(as_int_bits(self._staging.pop(index).local))
+            staged = self._staging.pop(index)
+            as_int_bits(self._targets[index].local).copy_(as_int_bits(staged.local))
 
 
 class HeartbeatReader:
-    """A storage that gives a sign of life with each read: the others may have long been through."""
+    """A reader that sends a heartbeat after each read, for ranks that finished long before."""
 
     def __init__(self, storage: Reader, heartbeat: Callable[[], None]) -> None:
         self._storage, self._heartbeat = storage, heartbeat
 
     def read_at(self, name: str, start: int, buffer: memoryview) -> None:
+        """Read `len(buffer)` bytes from offset `start` of a file."""
         self._storage.read_at(name, start, buffer)
         self._heartbeat()
 
 
-def read_extents(
-    group: ReadGroup,
-    destinations: Destinations,
-    storage: HeartbeatReader,
-    *,
-    verify: bool,
-    rank: int,
-    world: int,
-    stats: ReadStats,
-) -> None:
-    """Straight into the tensors where their memory is what the file holds; one chunk read ahead
-    while the last is digested.
+@dataclass(frozen=True, slots=True)
+class GroupRead:
+    """One group being read by `rank`: from where, to where, and what was read so far."""
+
+    group: ReadGroup
+    destinations: Destinations
+    storage: HeartbeatReader
+    rank: int
+    verify: bool
+    stats: ReadStats = field(default_factory=ReadStats)
+
+
+def read_extents(read: GroupRead, *, world: int) -> None:
+    """Read the extents that only this rank needs.
+
+    Bytes go straight into a tensor if its memory matches the file. One chunk is read ahead while
+    the previous one is digested.
     """
+    group, destinations = read.group, read.destinations
     extents = sorted(
         group.reads.rank_io.extents,
         key=lambda e: (
@@ -132,17 +136,16 @@ def read_extents(
             group.locations[e.decl_index].start + e.start,
         ),
     )
-    rotation = (
-        len(extents) * group.holders.index(rank) // len(group.holders)
-    )  # ranks meet in a file as little as may be
+    # Ranks begin at different extents, so they rarely read one file at once.
+    rotation = len(extents) * group.holders.index(read.rank) // len(group.holders)
     pending: list[tuple[Future[None], Extent, int, memoryview, torch.Tensor | None]] = []
-    buffers: list[torch.Tensor] = []  # buffers for parts that bytes cannot be read into
+    buffers: list[torch.Tensor] = []  # for targets that bytes cannot be read into
 
     def finish_oldest() -> None:
         future, extent, start, view, scratch = pending.pop(0)
         future.result()
-        if verify and extent.decl_index not in group.reads.sparse:
-            stats.digested.extend(
+        if read.verify and extent.decl_index not in group.reads.sparse:
+            read.stats.block_crcs.extend(
                 (extent.decl_index, block_crc)
                 for block_crc in digests.block_crcs(view, start=start)
             )
@@ -155,29 +158,29 @@ def read_extents(
 
     with IOThread(ranks=world) as io_thread:
         for extent in extents[rotation:] + extents[:rotation]:
-            part, location = destinations[extent.decl_index], group.locations[extent.decl_index]
-            stats.nbytes += extent.stop - extent.start
-            if part.is_stored_bytes and not verify:
-                view = as_bytes(part.local)[
+            target, location = destinations[extent.decl_index], group.locations[extent.decl_index]
+            read.stats.nbytes += extent.stop - extent.start
+            if target.is_stored_bytes and not read.verify:
+                view = as_bytes(target.local)[
                     extent.local_offset : extent.local_offset + extent.stop - extent.start
                 ]
-                storage.read_at(location.file, location.start + extent.start, view)
+                read.storage.read_at(location.file, location.start + extent.start, view)
                 destinations.mark_filled(extent.decl_index)
                 continue
             for start, stop in chunks(extent.start, extent.stop):
                 local = extent.local_offset + start - extent.start
                 scratch = (
                     None
-                    if part.is_stored_bytes
+                    if target.is_stored_bytes
                     else _next_buffer(buffers, io_thread.queue_depth)[: stop - start]
                 )
                 view = (
-                    as_bytes(part.local)[local : local + stop - start]
+                    as_bytes(target.local)[local : local + stop - start]
                     if scratch is None
                     else as_bytes(scratch)
                 )
                 pending_read = io_thread.submit(
-                    partial(storage.read_at, location.file, location.start + start, view)
+                    partial(read.storage.read_at, location.file, location.start + start, view)
                 )
                 pending.append((pending_read, extent, start, view, scratch))
                 if len(pending) > io_thread.queue_depth:
@@ -187,7 +190,7 @@ def read_extents(
 
 
 def _next_buffer(buffers: list[torch.Tensor], queue_depth: int) -> torch.Tensor:
-    """A buffer that no read is pending for."""
+    """Return a buffer with no pending read."""
     if len(buffers) <= queue_depth + 1:
         buffers.append(torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu"))
     else:
@@ -195,141 +198,117 @@ def _next_buffer(buffers: list[torch.Tensor], queue_depth: int) -> torch.Tensor:
     return buffers[-1]
 
 
-def _scatter(part: LocalTensor, start: int, scratch: torch.Tensor) -> None:
-    """Bytes as the file holds them, to byte `start` of the part, counted in the stored dtype."""
-    item = itemsize(part.decl.spec.dtype)
+def _scatter(target: LocalTensor, start: int, scratch: torch.Tensor) -> None:
+    """Copy bytes in file order to byte `start` of a tensor, counted in the stored dtype."""
+    item_nbytes = itemsize(target.decl.spec.dtype)
     copy_slabs_from_tile(
         scratch,
-        part,
+        target,
         SCALAR_BOXES,
-        outer_ndim=part.local.dim(),
-        first_slab=start // item,
-        count=len(scratch) // item,
+        outer_ndim=target.local.dim(),
+        first_slab=start // item_nbytes,
+        count=len(scratch) // item_nbytes,
     )
 
 
 def read_tiles(
-    group: ReadGroup,
-    destinations: Destinations,
-    storage: HeartbeatReader,
-    tile_buffers: Mapping[int, TileBuffer],
-    wait: PeerWait,
-    *,
-    verify: bool,
-    rank: int,
-    exchange: int,
-    stats: ReadStats,
+    read: GroupRead, tile_buffers: Mapping[int, TileBuffer], wait: PeerWait, *, exchange: int
 ) -> None:
-    """Reads this rank's tiles, and takes its own from everybody's, two in flight per rank."""
-    local_tiles = {tile.number: tile for tile in group.reads.rank_io.io_tiles}
+    """Read this rank's tiles, and copy from every rank's tiles; two are in flight per rank."""
+    rank, rank_io = read.rank, read.group.reads.rank_io
+    local_tiles = {tile.number: tile for tile in rank_io.io_tiles}
     local_buffer = tile_buffers.get(rank)
     if local_buffer is not None and local_tiles:
         local_buffer.open_for(exchange)
-    shared_tiles = tiles_by_number(group.reads.rank_io.member_tiles)
+    shared_tiles = tiles_by_number(rank_io.member_tiles)
     for number in sorted(shared_tiles.keys() | local_tiles.keys()):
         if number in local_tiles and local_buffer is not None:
             if number >= SLOTS:
                 wait.until_done(
                     local_buffer, local_tiles[number - SLOTS].members, number - SLOTS + 1
                 )
-            _read_tile(
-                local_buffer.tile(number),
-                local_tiles[number],
-                group,
-                storage,
-                verify=verify,
-                stats=stats,
-            )
+            _read_tile(read, local_buffer.tile(number), local_tiles[number])
             local_buffer.advance(number + 1)
         for tile in shared_tiles.get(number, ()):
             if tile.io_rank != rank:
                 wait.until_progress(tile.io_rank, exchange=exchange, tiles=number + 1)
-            _scatter_tile(tile_buffers[tile.io_rank].tile(number), tile, destinations, rank=rank)
+            _scatter_tile(read, tile_buffers[tile.io_rank].tile(number), tile)
             tile_buffers[tile.io_rank].set_done(rank, number + 1)
     for number in sorted(local_tiles)[-SLOTS:]:
         if local_buffer is not None:
             wait.until_done(local_buffer, local_tiles[number].members, number + 1)
 
 
-def _read_tile(
-    memory: torch.Tensor,
-    tile: Tile,
-    group: ReadGroup,
-    storage: HeartbeatReader,
-    *,
-    verify: bool,
-    stats: ReadStats,
-) -> None:
-    view = as_bytes(memory)
+def _read_tile(read: GroupRead, memory: torch.Tensor, tile: Tile) -> None:
+    """Read the ranges of a tile into `memory`."""
+    group, view = read.group, as_bytes(memory)
     with gc_paused:
         runs = list(_contiguous_runs(tile.ranges, group.locations))
     for run in runs:
         first, last = run[0], run[-1]
         location = group.locations[first.decl_index]
         for start, stop in chunks(first.tile_offset, last.tile_offset + last.stop - last.start):
-            storage.read_at(
+            read.storage.read_at(
                 location.file,
                 location.start + first.start + start - first.tile_offset,
                 view[start:stop],
             )
-        stats.nbytes += last.tile_offset + last.stop - last.start - first.tile_offset
+        read.stats.nbytes += last.tile_offset + last.stop - last.start - first.tile_offset
         with gc_paused:
-            for piece in run if verify else ():
-                if piece.decl_index not in group.reads.sparse:
-                    piece_bytes = view[
-                        piece.tile_offset : piece.tile_offset + piece.stop - piece.start
+            for tile_range in run if read.verify else ():
+                if tile_range.decl_index not in group.reads.sparse:
+                    range_bytes = view[
+                        tile_range.tile_offset : tile_range.tile_offset
+                        + tile_range.stop
+                        - tile_range.start
                     ]
-                    stats.digested += [
-                        (piece.decl_index, block_crc)
-                        for block_crc in digests.block_crcs(piece_bytes, start=piece.start)
+                    read.stats.block_crcs += [
+                        (tile_range.decl_index, block_crc)
+                        for block_crc in digests.block_crcs(range_bytes, start=tile_range.start)
                     ]
 
 
 def _contiguous_runs(
-    pieces: Sequence[TileRange], locations: Sequence[Location]
+    ranges: Sequence[TileRange], locations: Sequence[Location]
 ) -> Iterator[list[TileRange]]:
-    """Pieces that follow each other in a file as in the tile: read by one call, up to a chunk of
-    them.
-    """
+    """Group ranges that are adjacent both in a file and in the tile, up to one chunk."""
     run: list[TileRange] = []
-    file, offset = "", 0  # of the run: bytes from the tile to the file
-    for piece in pieces:
-        location = locations[piece.decl_index]
+    file, shift = "", 0  # of the run; shift: file offset minus tile offset
+    for tile_range in ranges:
+        location = locations[tile_range.decl_index]
+        range_shift = location.start + tile_range.start - tile_range.tile_offset
         if run:
             last = run[-1]
-            follows = piece.tile_offset == last.tile_offset + last.stop - last.start
             if (
-                not follows
-                or (location.file, location.start + piece.start - piece.tile_offset)
-                != (file, offset)
-                or piece.tile_offset - run[0].tile_offset >= CHUNK_NBYTES
+                tile_range.tile_offset != last.tile_offset + last.stop - last.start
+                or (location.file, range_shift) != (file, shift)
+                or tile_range.tile_offset - run[0].tile_offset >= CHUNK_NBYTES
             ):
                 yield run
                 run = []
-        file, offset = location.file, location.start + piece.start - piece.tile_offset
-        run.append(piece)
+        file, shift = location.file, range_shift
+        run.append(tile_range)
     if run:
         yield run
 
 
-def _scatter_tile(
-    memory: torch.Tensor, tile: Tile, destinations: Destinations, *, rank: int
-) -> None:
-    whole_tensors = WholeTensors(memory, copy_whole_from_tile)
-    for piece in tile.ranges:
-        if rank in piece.members:
-            part = destinations[piece.decl_index]
-            if destinations.is_direct(piece.decl_index) and whole_tensors.add(piece, part):
+def _scatter_tile(read: GroupRead, memory: torch.Tensor, tile: Tile) -> None:
+    """Copy this rank's elements of a tile into its targets."""
+    destinations, whole_tensors = read.destinations, WholeTensors(memory, copy_whole_from_tile)
+    for tile_range in tile.ranges:
+        if read.rank in tile_range.members:
+            target = destinations[tile_range.decl_index]
+            is_direct = destinations.is_direct(tile_range.decl_index)
+            if is_direct and whole_tensors.add(tile_range, target):
                 continue
-            piece_bytes = memory[piece.tile_offset : piece.tile_offset + piece.stop - piece.start]
-            boxes = boxes_in_slab(part, rank, piece.outer_ndim)
+            start = tile_range.tile_offset
             copy_slabs_from_tile(
-                piece_bytes,
-                part,
-                boxes,
-                outer_ndim=piece.outer_ndim,
-                first_slab=piece.first_local_slab,
-                count=piece.slab_count,
+                memory[start : start + tile_range.stop - tile_range.start],
+                target,
+                boxes_in_slab(target, read.rank, tile_range.outer_ndim),
+                outer_ndim=tile_range.outer_ndim,
+                first_slab=tile_range.first_local_slab,
+                count=tile_range.slab_count,
             )
-            destinations.mark_filled(piece.decl_index)
+            destinations.mark_filled(tile_range.decl_index)
     whole_tensors.flush()

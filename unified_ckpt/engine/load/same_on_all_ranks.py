@@ -1,9 +1,7 @@
-"""What every rank of a load must have alike, compared before the first byte is written: the save
-that it reads, and how it reads it.
+"""Check that all ranks of a load read the same save with the same options.
 
-A rank knows only of the folder that it opened. Two ranks with one path may have two saves before
-them: another mount, or a save that took the other's place between the two openings. And two that
-read otherwise wait for each other for what never comes.
+Two ranks may open different saves under one path: through different mounts, or because a save
+was replaced in between. Ranks with different options would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from unified_ckpt.options import LoadOptions
 def shared_settings(
     save_id: str | None, *, strict: bool, options: LoadOptions
 ) -> dict[str, object]:
-    """What a rank tells of itself, by name."""
+    """Return this rank's settings that must equal those of all other ranks, by name."""
     return {
         "save_id": save_id,
         "strict": strict,
@@ -28,8 +26,9 @@ def shared_settings(
 
 
 def check_same_on_all_ranks(settings_by_rank: Sequence[Mapping[str, object]]) -> None:
-    """`settings_by_rank`: by each rank. StorageError where they read several saves, LayoutError
-    where they read one in several ways.
+    """Raise StorageError if the ranks read several saves, LayoutError if other settings differ.
+
+    `settings_by_rank`: the result of `shared_settings` on each rank.
     """
     for name in settings_by_rank[0]:
         ranks: dict[object, list[int]] = {}
@@ -38,17 +37,18 @@ def check_same_on_all_ranks(settings_by_rank: Sequence[Mapping[str, object]]) ->
         if len(ranks) == 1:
             continue
         if name == "save_id":
-            values = "; ".join(
-                f"rank(s) {format_ranks(value_ranks)} {f'save {value}' if value else 'one without an id'}"
+            saves = "; ".join(
+                f"rank(s) {format_ranks(value_ranks)} "
+                f"{f'save {value}' if value else 'one without an id'}"
                 for value, value_ranks in ranks.items()
             )
             raise StorageError(
-                f"the ranks read several checkpoints: {values}; needed one: is the path the same folder for all of them, and does nobody "
-                "replace it meanwhile?"
+                f"the ranks opened different checkpoints: {saves}; expected one; pass a path to "
+                "the same folder on all ranks, and do not replace it during a load"
             )
         values = "; ".join(
             f"rank(s) {format_ranks(value_ranks)} {value!r}" for value, value_ranks in ranks.items()
         )
         raise LayoutError(
-            f"{name} is not the same on all ranks of this load: {values}; needed one value"
+            f"{name} is not the same on all ranks of this load: {values}; pass one value"
         )

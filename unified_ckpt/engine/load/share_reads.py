@@ -1,6 +1,4 @@
-"""Whether machines that see one folder read it for each other: worth while where they want the same
-bytes of it.
-"""
+"""Decide whether nodes that see one folder read it for each other."""
 
 from __future__ import annotations
 
@@ -13,12 +11,13 @@ from unified_ckpt.engine.nodes.storage import ShardedStorage
 from unified_ckpt.engine.plan.holders import Declarations, group_holders
 from unified_ckpt.engine.source.protocol import Catalog
 
-_MIN_REDUNDANCY = 1.5  # times what is wanted, that all machines together would read
+_MIN_REDUNDANCY = 1.5  # below this, sharing costs more than it saves
 
 
 def read_redundancy(holders: Declarations, nodes: Sequence[int]) -> float:
-    """Bytes that the machines want, each counted for itself, over bytes that any of them wants.
-    Parts count as if they were even.
+    """Return bytes to read, summed over nodes, divided by the distinct bytes among them.
+
+    Assumes shards of equal size.
     """
     distinct_nbytes = total_nbytes = 0.0
     for group in group_tables(holders.tables, holders.ranks_by_table):
@@ -39,8 +38,9 @@ def read_redundancy(holders: Declarations, nodes: Sequence[int]) -> float:
 
 
 def configure_shared_reads(catalog: Catalog, mode: str, redundancy: float) -> None:
-    """By the option and the overlap; the same on every rank. Only a checkpoint of several machines
-    can.
+    """Enable shared reads of a checkpoint in several folders, by option and measured redundancy.
+
+    Decides the same on every rank.
     """
     if isinstance(catalog.storage, ShardedStorage) and (
         mode == "always" or (mode == "auto" and redundancy >= _MIN_REDUNDANCY)

@@ -1,8 +1,6 @@
-"""Stored tensors that are two where the target ties them to one. Compares their digests, or their
-bytes where there are no digests.
+"""Compare stored tensors that the target ties to one, by digest or else by content.
 
-How a tensor could be lost: the target's one tensor takes the first of the two, and nothing says
-that the other was another.
+A tensor would be lost if the target took the first of two different ones silently.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from unified_ckpt.core.sharding.dtypes import nbytes
 from unified_ckpt.engine.load.match import Match
 from unified_ckpt.engine.source.protocol import Source
 
-_CHUNK_NBYTES = 16 << 20  # read at a time
+_CHUNK_NBYTES = 16 << 20  # per read
 
 
 def compare_tied(
@@ -26,11 +24,10 @@ def compare_tied(
     rank: int,
     use_digests: bool,
 ) -> tuple[dict[Key, str], list[str]]:
-    """Target tensors whose stored tensors differ, each with a sentence; and those whose stored
-    tensors are equal.
+    """Return {target: message} for tied targets whose stored tensors differ, and names of the rest.
 
-    `tied`: by target tensor, the other stored names for it, in the part that feeds it. Without
-    digests each rank compares what it holds.
+    `tied`: for each target, other stored names in the part that is read. Without digests, each
+    rank compares its own shard.
     """
     differing: dict[Key, str] = {}
     equal = []
@@ -47,9 +44,11 @@ def compare_tied(
             None,
         )
         if different is not None:
+            pattern = different.rpartition("/")[0] or different
             differing[key] = (
-                f"{key[0]}:{key[1]}: the target ties what the checkpoint has as {match.name} and {different}, which differ; untie them, or "
-                f"leave one out with SourceOptions(rename=[{{'match': {different.rpartition('/')[0] or different!r}, 'drop': True}}])"
+                f"{key[0]}:{key[1]}: the target ties {match.name} and {different}, which differ "
+                "in the checkpoint; untie them, or leave one out with "
+                f"SourceOptions(rename=[{{'match': {pattern!r}, 'drop': True}}])"
             )
         elif tied_names:
             equal.append(f"{key[0]}:{key[1]}")
@@ -57,6 +56,7 @@ def compare_tied(
 
 
 def _equal(match: Match, tied_name: str, source: Source, *, rank: int, use_digests: bool) -> bool:
+    """Return whether two stored tensors are equal, as far as this rank can tell."""
     spec = match.target.decl.spec
     if source.specs(match.part, [tied_name])[tied_name] != spec:
         return False
@@ -77,6 +77,7 @@ def _equal(match: Match, tied_name: str, source: Source, *, rank: int, use_diges
 
 
 def _chunks(box: Box, dtype: str) -> Iterator[Box]:
+    """Split a box along dim 0 into boxes of at most _CHUNK_NBYTES, or of one row."""
     if not box.shape:
         yield box
         return

@@ -1,4 +1,4 @@
-"""Digests against bytes: of what a load has read, and of a whole folder."""
+"""Compare the blocks that a load read with the saved digests, over all ranks of a group."""
 
 from __future__ import annotations
 
@@ -6,57 +6,52 @@ from collections.abc import Mapping, Sequence
 
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder.verify import _block_mismatch, read_block_crc
+from unified_ckpt.engine.folder.verify import block_mismatch, read_block_crc
 from unified_ckpt.engine.load.match import Match
 from unified_ckpt.engine.load.read import ReadGroup, ReadStats
-from unified_ckpt.engine.source.protocol import Catalog, Source
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.storage.storage import Reader
 
-DigestsByKey = Mapping[
-    tuple[str, str], Sequence[int] | None
-]  # (part, name) -> CRC of each block, None where the source has none
+DigestsByKey = Mapping[tuple[str, str], Sequence[int] | None]  # (part, name) -> CRC of each block
 
 
 def read_saved_digests(source: Source, matches: Sequence[Match]) -> DigestsByKey:
-    """The digests of the tensors that will be read. IntegrityError or FormatError where they are
-    not all there.
-    """
+    """Return the digests of the tensors to read. IntegrityError or FormatError if incomplete."""
     digests_by_key = source.block_digests({(match.part, match.name) for match in matches})
     for match in matches:
         saved = digests_by_key[match.part, match.name]
         expected_count = digests.block_count(match.target.decl.spec.nbytes)
         if saved is not None and len(saved) != expected_count:
             raise IntegrityError(
-                f"{match.part}:{match.name}: has {len(saved)} digests; needed {expected_count}"
+                f"{match.part}:{match.name}: got {len(saved)} digests, expected {expected_count}"
             )
     return digests_by_key
 
 
 def verify_read(
     collective: Collective,
-    groups: Sequence[ReadGroup],
-    read_stats: Sequence[ReadStats],
+    reads: Sequence[tuple[ReadGroup, ReadStats]],
     by_decl: Mapping[TensorDecl, Match],
     digests_by_key: DigestsByKey,
-    catalog: Catalog,
+    storage: Reader,
     *,
     mode: str,
 ) -> int:
-    """Collective. Compares digests of the blocks that the ranks have read whole between them;
-    returns the bytes that this rank proved.
+    """Compare digests of blocks that the ranks read completely; return the bytes verified here.
 
-    A block of which several ranks read pieces is joined by the group's first rank; with "full" it
-    also reads again, whole, the blocks that were read in part. Raises IntegrityError naming
+    Collective. A block that several ranks read in pieces is combined by the group's first rank.
+    With mode "full", blocks that were read in part are read again. Raises IntegrityError naming
     tensors, files and blocks.
     """
     if mode == "off":
         return 0
     mismatches: list[str] = []
     verified_nbytes = 0
-    for group, stats in zip(groups, read_stats, strict=True):
-        by_tensor = _group_by_tensor(stats.digested)
+    for group, stats in reads:
+        by_tensor = _group_by_tensor(stats.block_crcs)
         partial_crcs: list[tuple[int, digests.BlockCrc]] = []
         for index, pieces in by_tensor.items():
             complete, partial = digests.combine_blocks(
@@ -70,8 +65,7 @@ def verify_read(
             for index, blocks in _sparse_blocks(group).items():
                 location, nbytes = group.locations[index], group.decls[index].spec.nbytes
                 reread = {
-                    block: read_block_crc(catalog.storage, location, block, nbytes)
-                    for block in blocks
+                    block: read_block_crc(storage, location, block, nbytes) for block in blocks
                 }
                 verified_nbytes += _compare_blocks(
                     group, index, reread, by_decl, digests_by_key, mismatches
@@ -93,7 +87,7 @@ def verify_read(
             )
             if mode == "full":
                 complete |= {
-                    block: read_block_crc(catalog.storage, group.locations[index], block, nbytes)
+                    block: read_block_crc(storage, group.locations[index], block, nbytes)
                     for block in partial
                 }
             verified_nbytes += _compare_blocks(
@@ -107,7 +101,7 @@ def verify_read(
 
 
 def _sparse_blocks(group: ReadGroup) -> dict[int, list[int]]:
-    """The blocks of sparse tensors that this rank has read runs of, by row."""
+    """Return the blocks of sparse tensors that this rank read in part, by tensor."""
     blocks: dict[int, set[int]] = {}
     runs = [
         (extent.decl_index, extent.start, extent.stop) for extent in group.reads.rank_io.extents
@@ -142,7 +136,7 @@ def _compare_blocks(
     digests_by_key: DigestsByKey,
     mismatches: list[str],
 ) -> int:
-    """Bytes of the blocks whose digests are right; what is not goes to `mismatches`."""
+    """Return the number of verified bytes; append a sentence for each mismatch."""
     if not complete:
         return 0
     decl = group.decls[index]
@@ -158,7 +152,7 @@ def _compare_blocks(
             )
         else:
             mismatches.append(
-                _block_mismatch(
+                block_mismatch(
                     match.part, match.name, group.locations[index].file, block, crc, saved[block]
                 )
             )

@@ -1,9 +1,7 @@
-"""What the folders of one save hold between them, whether it is all there, and where each box of a
-tensor is. No effects.
+"""The cluster-wide index of one save: where each box of each tensor is, and what is missing.
 
-Rank 0 puts it together and tells it to all. It grows with the tensors, and with the machines once
-for each family of tensors that all machines hold alike, of which a model has a dozen: never with
-machines x tensors.
+Rank 0 builds it and broadcasts it. Its size grows with the number of tensors, and with nodes
+only once per layout, of which a model has about a dozen. No effects.
 """
 
 from __future__ import annotations
@@ -32,13 +30,14 @@ from unified_ckpt.engine.nodes.inventory import (
 )
 from unified_ckpt.errors import IncompleteError
 
-_SIZE_NBYTES = 8  # of a body: the length of its words
+_SIZE_NBYTES = 8  # length field of the header
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFolder:
-    """A folder of the save. `ranks`: that wrote it; `files`: that it has; `node`: where it is
-    now; `folder_id`: see `Inventory`.
+    """A folder of the save. `node`: where it is now; `folder_id`: see `Inventory`.
+
+    `ranks`: the ranks that wrote it; `files`: the files it has.
     """
 
     root: str
@@ -50,19 +49,17 @@ class NodeFolder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardLayout:
-    """Tensors of one shape of which every folder holds the same boxes.
+    """The boxes of tensors with one shape, of which every folder holds the same boxes.
 
-    `boxes`: a row for each box in each folder: which folder, 1 where it is a fragment there,
-    offsets, shape.
+    Each row of `boxes` has a folder number, 1 for a shard or 0 for a whole tensor, then the box's
+    offsets and shape.
     """
 
     shape: tuple[int, ...]
     boxes: Numbers  # [boxes, 2 + 2 * dims]
 
     def boxes_in_rows(self, low: int, high: int) -> list[tuple[Box, int, bool]]:
-        """The boxes with an element of rows [low, high) of dim 0, each with its folder and whether
-        it is a fragment.
-        """
+        """Return boxes with elements in rows [low, high) of dim 0, as (box, folder, is shard)."""
         dims, rows = len(self.shape), self.boxes
         if dims:
             rows = rows[
@@ -73,17 +70,18 @@ class ShardLayout:
         return self._decode_rows(rows)
 
     def boxes_in_folder(self, folder: int) -> list[tuple[Box, int, bool]]:
-        """The boxes in one folder, in the same way."""
+        """Return the boxes in one folder, as (box, folder, is shard)."""
         return self._decode_rows(self.boxes[self.boxes[:, 0] == folder])
 
     def edges(self) -> list[int]:
-        """Where boxes begin and end along dim 0, ascending, and the tensor too."""
+        """Return the boundaries of boxes and tensor along dim 0, ascending."""
         if not self.shape:
             return [0, 1]
         lows, sizes = self.boxes[:, 2].tolist(), self.boxes[:, 2 + len(self.shape)].tolist()
         return sorted({0, self.shape[0], *lows, *map(add, lows, sizes)})
 
     def distinct_boxes(self) -> list[Box]:
+        """Return the distinct boxes of all folders."""
         dims = len(self.shape)
         return [
             Box(tuple(row[:dims]), tuple(row[dims:]))
@@ -100,10 +98,10 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class ClusterIndex:
-    """The tensors of one save and its folders. `layout_numbers`: each tensor's family.
+    """The tensors of one save and the folders that hold them.
 
-    `rank_extras`: how many ranks of the save left one, 0 for none; `lost`: in sentences, what of
-    any machine is not there or damaged.
+    `layout_numbers`: the layout of each tensor, as an index into `layouts`. `rank_extras`: how
+    many ranks stored a `rank_extra`; `problems`: one sentence for each missing or damaged file.
     """
 
     folders: Sequence[NodeFolder]
@@ -111,14 +109,15 @@ class ClusterIndex:
     layout_numbers: Mapping[Key, int]
     layouts: Sequence[ShardLayout]
     rank_extras: int
-    lost: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     save_id: str = ""
 
     def layout(self, key: Key) -> ShardLayout:
+        """Return the layout of a tensor."""
         return self.layouts[self.layout_numbers[key]]
 
     def keys_in_folder(self, folder: int) -> list[Key]:
-        """All tensors of a folder, by its own parts and names."""
+        """Return all tensors of a folder by stored part and name."""
         boxes_by_layout = [layout.boxes_in_folder(folder) for layout in self.layouts]
         return [
             stored_key(key, box, spec.shape, is_shard=is_shard)
@@ -127,6 +126,7 @@ class ClusterIndex:
         ]
 
     def encode(self) -> bytes:
+        """Encode for transfer; `decode_cluster_index` is the inverse."""
         entries = [
             (part, fqn, spec.dtype, self.layout_numbers[part, fqn])
             for (part, fqn), spec in sorted(self.specs.items())
@@ -134,20 +134,26 @@ class ClusterIndex:
         header = json.dumps(
             {
                 "folders": [
-                    [item.root, item.node, item.folder_id, _deltas(item.ranks), item.files]
-                    for item in self.folders
+                    [
+                        folder.root,
+                        folder.node,
+                        folder.folder_id,
+                        _deltas(folder.ranks),
+                        folder.files,
+                    ]
+                    for folder in self.folders
                 ],
                 "tensors": to_columns(entries),
-                "families": [[item.shape, len(item.boxes)] for item in self.layouts],
+                "layouts": [[layout.shape, len(layout.boxes)] for layout in self.layouts],
                 "rank_extras": self.rank_extras,
-                "lost": self.lost,
+                "problems": self.problems,
                 "save_id": self.save_id,
             },
             separators=(",", ":"),
         ).encode()
         deltas = [
-            np.diff(item.boxes, axis=0, prepend=np.int64(0)).astype("<i8").tobytes()
-            for item in self.layouts
+            np.diff(layout.boxes, axis=0, prepend=np.int64(0)).astype("<i8").tobytes()
+            for layout in self.layouts
         ]
         return zlib.compress(
             b"".join([len(header).to_bytes(_SIZE_NBYTES, "little"), header, *deltas])
@@ -155,19 +161,17 @@ class ClusterIndex:
 
 
 def _deltas(ranks: Sequence[int]) -> list[int]:
-    """From each rank to the next: the same on most machines, so that they compress to next to
-    nothing. Likewise of boxes.
-    """
+    """Return differences of consecutive ranks, which are nearly constant and so compress well."""
     return [current - previous for previous, current in pairwise((0, *ranks))]
 
 
 def decode_cluster_index(body: bytes) -> ClusterIndex:
-    """The inverse of `Whole.encode`."""
+    """Decode the result of `ClusterIndex.encode`."""
     body = zlib.decompress(body)
     offset = _SIZE_NBYTES + int.from_bytes(body[:_SIZE_NBYTES], "little")
     header = json.loads(body[_SIZE_NBYTES:offset])
     layouts = []
-    for shape, count in header["families"]:
+    for shape, count in header["layouts"]:
         width = 2 + 2 * len(shape)
         deltas = np.frombuffer(body, "<i8", count * width, offset).reshape(count, width)
         layouts.append(ShardLayout(tuple(shape), np.cumsum(deltas, axis=0, dtype=np.int64)))
@@ -175,8 +179,8 @@ def decode_cluster_index(body: bytes) -> ClusterIndex:
     entries = from_columns(header["tensors"])
     return ClusterIndex(
         folders=[
-            NodeFolder(root, offset, folder_id, tuple(accumulate(deltas)), tuple(files))
-            for root, offset, folder_id, deltas, files in header["folders"]
+            NodeFolder(root, node, folder_id, tuple(accumulate(deltas)), tuple(files))
+            for root, node, folder_id, deltas, files in header["folders"]
         ],
         specs={
             (part, fqn): TensorSpec(dtype, layouts[number].shape)
@@ -185,15 +189,13 @@ def decode_cluster_index(body: bytes) -> ClusterIndex:
         layout_numbers={(part, fqn): number for part, fqn, _, number in entries},
         layouts=layouts,
         rank_extras=header["rank_extras"],
-        lost=tuple(header["lost"]),
+        problems=tuple(header["problems"]),
         save_id=header["save_id"],
     )
 
 
 def build_index(inventories: Sequence[Inventory]) -> ClusterIndex:
-    """What the folders of one save hold between them, complete or not. Where they differ on a dtype
-    or shape, the first is right.
-    """
+    """Build the index of one save, complete or not. The first folder's dtypes and shapes win."""
     index = merge_tensor_lists(
         [
             NodeFolder(
@@ -205,12 +207,12 @@ def build_index(inventories: Sequence[Inventory]) -> ClusterIndex:
             )
             for inventory in inventories
         ],
-        [(inventory.listing, inventory.spans) for inventory in inventories],
+        [(inventory.tensor_list, inventory.spans) for inventory in inventories],
         rank_extras=max(inventory.rank_extras for inventory in inventories),
-        lost=tuple(
-            f"machine {inventory.node}: {text}"
+        problems=tuple(
+            f"node {inventory.node}: {text}"
             for inventory in inventories
-            for text in inventory.lost
+            for text in inventory.problems
         ),
     )
     return replace(index, save_id=inventories[0].save_id)
@@ -221,19 +223,15 @@ def merge_tensor_lists(
     contents: Sequence[tuple[TensorList, Numbers]],
     *,
     rank_extras: int = 0,
-    lost: tuple[str, ...] = (),
+    problems: tuple[str, ...] = (),
 ) -> ClusterIndex:
-    """`build_index` of folders of which no more is known. `contents`: what each names, and where
-    its boxes are.
-    """
-    folders_by_list: dict[
-        int, tuple[TensorList, list[int]]
-    ] = {}  # a listing, and the folders that it is of
+    """Build an index from tensor lists alone. `contents`: tensor list and spans of each folder."""
+    folders_by_list: dict[int, tuple[TensorList, list[int]]] = {}  # with numbers of folders
     for number, (tensor_list, _) in enumerate(contents):
         folders_by_list.setdefault(id(tensor_list), (tensor_list, []))[1].append(number)
     tensor_lists = list(folders_by_list.values())
     specs: dict[Key, TensorSpec] = {}
-    layouts_by_key: dict[Key, list[tuple[int, int]]] = {}  # by tensor: listing and kind
+    layouts_by_key: dict[Key, list[tuple[int, int]]] = {}  # (tensor list, layout class) pairs
     for i, (tensor_list, _) in enumerate(tensor_lists):
         spec_cache: dict[tuple[str, int], TensorSpec] = {}
         for part, fqn, dtype, class_number in tensor_list.entries:
@@ -261,7 +259,7 @@ def merge_tensor_lists(
             for layout_classes in layout_ids
         ],
         rank_extras=rank_extras,
-        lost=lost,
+        problems=problems,
     )
 
 
@@ -270,17 +268,13 @@ def _merge_layout(
     tensor_lists: Sequence[tuple[TensorList, list[int]]],
     spans_by_list: Sequence[Numbers],
 ) -> ShardLayout:
-    """The boxes of some kinds of some listings. `spans_by_list`: of each listing, those of all its
-    folders [folders, numbers].
-    """
+    """Merge layout classes of several tensor lists. `spans_by_list`: [folders, numbers] each."""
     rows = []
     shape: tuple[int, ...] = ()
     for i, number in layout_classes:
         tensor_list, folders = tensor_lists[i]
-        layout_class, column = (
-            tensor_list.layout_classes[number],
-            sum(earlier.width for earlier in tensor_list.layout_classes[:number]),
-        )
+        layout_class = tensor_list.layout_classes[number]
+        column = sum(earlier.width for earlier in tensor_list.layout_classes[:number])
         class_spans = spans_by_list[i][:, column : column + layout_class.width].reshape(
             len(folders) * layout_class.count, 2 * len(layout_class.shape)
         )
@@ -296,7 +290,7 @@ def _merge_layout(
 
 
 def missing_boxes(index: ClusterIndex) -> list[str]:
-    """In sentences, what no folder has, by tensor. Proved once for a family."""
+    """Describe what no folder has, one sentence per tensor. Computed once per layout."""
     gaps_by_layout = [
         list(islice(coverage_gaps(layout.shape, layout.distinct_boxes()), 2))
         for layout in index.layouts
@@ -305,21 +299,22 @@ def missing_boxes(index: ClusterIndex) -> list[str]:
     for part, fqn in sorted(index.specs):
         layout_gaps = gaps_by_layout[index.layout_numbers[part, fqn]]
         if layout_gaps:
+            first = layout_gaps[0]
             spans = ", ".join(
-                f"{low}:{low + n}"
-                for low, n in zip(layout_gaps[0].offsets, layout_gaps[0].shape, strict=True)
+                f"{low}:{low + size}" for low, size in zip(first.offsets, first.shape, strict=True)
             )
-            messages.append(
-                f"{part}:{fqn}: nobody has [{spans}]{' and more' if len(layout_gaps) > 1 else ''}"
-            )
+            more = " and more" if len(layout_gaps) > 1 else ""
+            messages.append(f"{part}:{fqn}: no node has [{spans}]{more}")
     return messages
 
 
 def select_save(
     inventories: Sequence[Inventory], *, label: str, damaged: Sequence[str] = ()
 ) -> ClusterIndex:
-    """The newest save that is complete between the folders. IncompleteError, saying what is missing
-    and who had it. `damaged`: of folders that cannot be opened, why.
+    """Return the index of the newest save that is complete across the folders.
+
+    Raises IncompleteError saying what is missing and which ranks wrote it. `damaged`: why some
+    folders cannot be opened.
     """
     saves: dict[str, list[Inventory]] = {}
     for inventory in inventories:
@@ -333,29 +328,28 @@ def select_save(
         if not problems:
             return index
         errors.append(
-            format_list(f"{label}: save {save_id} is not complete among the machines", problems)
+            format_list(f"{label}: save {save_id} is incomplete on the nodes present", problems)
         )
     raise IncompleteError(
-        "\n".join([*errors, *damaged]) or f"{label}: no machine has a checkpoint there"
+        "\n".join([*errors, *damaged]) or f"{label}: no node has a checkpoint there"
     )
 
 
 def _completeness_problems(inventories: Sequence[Inventory], index: ClusterIndex) -> list[str]:
-    """Why a save is not complete; empty when it is. A folder that is away is no problem if the
-    others have all that it had.
-    """
+    """Return why a save is incomplete; empty if the remaining folders have everything."""
     problems, first = missing_boxes(index), inventories[0]
     present_groups = {
         inventory.group_number for inventory in inventories if not inventory.is_replica
     }
-    named_parts = {part for inventory in inventories for part in inventory.listing.parts}
+    named_parts = {part for inventory in inventories for part in inventory.tensor_list.parts}
     for part, (count, nbytes) in sorted(first.totals.items()):
         if part not in named_parts and len(present_groups) == first.group_count:
-            continue  # deleted on every machine, which is allowed
+            continue  # deleted on every node, which is allowed
         sizes = [spec.nbytes for (spec_part, _), spec in index.specs.items() if spec_part == part]
         if [len(sizes), sum(sizes)] != [count, nbytes]:
             problems.append(
-                f"{part}: nobody names {count - len(sizes)} of {count} tensors, {nbytes - sum(sizes)} of {nbytes} bytes"
+                f"{part}: missing {count - len(sizes)} of {count} tensors, "
+                f"{nbytes - sum(sizes)} of {nbytes} bytes"
             )
     if not problems:
         return []
@@ -369,10 +363,11 @@ def _completeness_problems(inventories: Sequence[Inventory], index: ClusterIndex
             for rank in inventory.ranks
         }
     )
-    causes = list(index.lost)
+    causes = list(index.problems)
     if absent_groups:
         causes.insert(
             0,
-            f"folder(s) {format_ranks(absent_groups)} of {first.group_count} are on no machine here; rank(s) {format_ranks(absent_ranks)} of the save wrote them",
+            f"folder(s) {format_ranks(absent_groups)} of {first.group_count} are on no node "
+            f"present; rank(s) {format_ranks(absent_ranks)} of the save wrote them",
         )
-    return [*causes, *problems]  # the cause first: the list may be cut off
+    return [*causes, *problems]  # causes first: the list may be truncated

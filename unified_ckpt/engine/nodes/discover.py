@@ -1,5 +1,6 @@
-"""Brings the folders of all machines together for a load: who has what, is it complete, who reads
-what from whom. Collective.
+"""Discover the folders of all nodes for a load: what they hold, and who reads from whom.
+
+Collective.
 """
 
 from __future__ import annotations
@@ -31,34 +32,41 @@ from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address, parse_address
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, is_url
 
-_PLAIN = b"plain"  # says a machine whose folder has no manifest
+# How the message of a node begins.
+_INVENTORIES = b"="  # its inventories follow
+_PLAIN = b"plain"  # its folder has no manifest
+_ABSENT = b"!-"  # there is no folder; an error follows
+_DAMAGED = b"!+"  # a folder cannot be opened; an error follows
 
 
 def gather_node_numbers(
     comm: Comm, operation: str, node_id: str, *, timeout_seconds: float
 ) -> list[int]:
-    """Collective. The machine of each rank, counted from 0 in the order of their first ranks."""
+    """Return the node of each rank, numbered by first rank. Collective."""
     collective = comm.begin_collective(operation, cached=False, timeout_seconds=timeout_seconds)
-    with collective.step("machines"):
-        return node_numbers(all_gather(collective, "machine", node_id))
+    with collective.step("nodes"):
+        return node_numbers(all_gather(collective, "node", node_id))
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedFolders:
-    """This rank's folders. `error`: why it has none; `problems`: in sentences, why it lacks some of
-    them.
+    """The folders that this rank opened. `error`: why there are none.
+
+    `problems`: why some of them are missing, one sentence each.
     """
 
+    paths: tuple[str, ...]
     folders: tuple[Folder, ...] = ()
     error: Exception | None = None
     problems: tuple[str, ...] = ()
 
 
 def open_folders(paths: Iterable[str], resources: ExitStack, *, lock: bool) -> OpenedFolders:
-    """What `open_cluster_source` tells to all: of a folder that cannot be opened the others may
-    have enough.
-    `lock`: on one rank of each machine.
+    """Open folders; `open_cluster_source` combines errors of all nodes, which may have enough.
+
+    `lock`: set on one rank of each node.
     """
+    paths = tuple(paths)
     folders: list[Folder] = []
     errors: list[CheckpointError] = []
     for path in paths:
@@ -67,20 +75,16 @@ def open_folders(paths: Iterable[str], resources: ExitStack, *, lock: bool) -> O
         except CheckpointError as error:
             errors.append(error)
         except Exception as error:
-            return OpenedFolders(error=error)
+            return OpenedFolders(paths, error=error)
         else:
             resources.callback(folders[-1].close)
     if not folders and not errors:
-        return OpenedFolders(error=NotFoundError("no path is given; needed that of a checkpoint"))
-    if errors and all(
-        folder.manifest is None for folder in folders
-    ):  # of weights without a manifest nothing tells what belongs to them
-        return OpenedFolders(
-            error=next(
-                (error for error in errors if not isinstance(error, NotFoundError)), errors[0]
-            )
-        )
-    return OpenedFolders(tuple(folders), problems=tuple(map(str, errors)))
+        return OpenedFolders(paths, error=NotFoundError("got no path, expected a checkpoint's"))
+    # Without a manifest, nothing says which folders belong together.
+    if errors and all(folder.manifest is None for folder in folders):
+        damage = [problem for problem in errors if not isinstance(problem, NotFoundError)]
+        return OpenedFolders(paths, error=(damage or errors)[0])
+    return OpenedFolders(paths, tuple(folders), problems=tuple(map(str, errors)))
 
 
 def open_source(
@@ -92,32 +96,24 @@ def open_source(
     *,
     timeout_seconds: float,
 ) -> Source | Exception:
-    """The checkpoint at some paths of this machine, or why this rank has none. Collective where it
-    may lie on several machines.
+    """Return the checkpoint at some paths of this node, or this rank's error.
 
-    `resources`: what is to be closed after all ranks have read.
+    Collective if the checkpoint may span several nodes. `resources`: closed after all ranks
+    have read.
     """
     opened = open_folders(paths, resources, lock=comm.rank in first_ranks(nodes))
-    if may_span_folders(paths, opened, nodes):
+    if may_span_folders(opened, nodes):
         return open_cluster_source(
-            comm,
-            f"load of {label}",
-            paths,
-            opened,
-            nodes,
-            resources,
-            timeout_seconds=timeout_seconds,
+            comm, f"load of {label}", opened, nodes, resources, timeout_seconds=timeout_seconds
         )
     return opened.error or opened.folders[0]
 
 
-def may_span_folders(paths: Sequence[str], opened: OpenedFolders, nodes: Sequence[int]) -> bool:
-    """Whether the checkpoint may lie in several folders: several machines or paths, or a folder
-    that says so of itself.
-    """
-    if any(is_url(path) for path in paths):
+def may_span_folders(opened: OpenedFolders, nodes: Sequence[int]) -> bool:
+    """Return whether a checkpoint may lie in several folders, by nodes, paths or manifest."""
+    if any(is_url(path) for path in opened.paths):
         return False
-    if max(nodes) > 0 or len(paths) > 1:
+    if max(nodes) > 0 or len(opened.paths) > 1:
         return True
     manifest = opened.folders[0].manifest if opened.folders else None
     return manifest is not None and manifest.node_group is not None
@@ -126,55 +122,44 @@ def may_span_folders(paths: Sequence[str], opened: OpenedFolders, nodes: Sequenc
 def open_cluster_source(
     comm: Comm,
     operation: str,
-    paths: Sequence[str],
     opened: OpenedFolders,
     nodes: Sequence[int],
     resources: ExitStack,
     *,
     timeout_seconds: float,
 ) -> Source:
-    """Collective. The checkpoint that the machines have between them. `resources`: what is to be
-    closed after all ranks have read.
+    """Return the checkpoint that all nodes hold together. Collective.
 
-    `opened`: this machine's folders. Raises IncompleteError, the same on every rank, where no
-    complete copy of the newest save that any machine has is there, naming what is missing;
-    NotFoundError where no machine has anything.
+    `opened`: this node's folders; `resources`: closed after all ranks have read. Raises
+    IncompleteError on every rank, naming what is missing, if no save is complete, and
+    NotFoundError if no node has any.
     """
     collective = comm.begin_collective(operation, cached=False, timeout_seconds=timeout_seconds)
     node, leaders = nodes[collective.rank], first_ranks(nodes)
     with collective.step("inventory"):
-        message = (
-            _describe_folders(collective, paths, opened, node)
-            if collective.rank in leaders
-            else b""
-        )
+        is_leader = collective.rank in leaders
+        message = _describe_folders(collective, opened, node) if is_leader else b""
         messages = collective.collect("inventory", message, dst=0, ranks=leaders)
-    with collective.step("choose"):
-        body = collective.broadcast(
-            "joint", _select_save(collective, messages, operation) if collective.rank == 0 else None
-        )
+    with collective.step("select"):
+        answer = _select_save(collective, messages, operation) if collective.rank == 0 else None
+        body = collective.broadcast("index", answer)
         if body == _PLAIN:
             if opened.error is not None:
                 raise opened.error
-            return opened.folders[0]  # a folder without a manifest: each machine reads its own
+            return opened.folders[0]  # each node reads its own
         index = decode_cluster_index(body)
     local = [number for number, folder in enumerate(index.folders) if folder.node == node]
     with collective.step("serve"):
         server = FolderServer(
-            [(index.folders[n].root, index.folders[n].files) for n in local],
+            [(index.folders[number].root, index.folders[number].files) for number in local],
             timeout_seconds=timeout_seconds,
         )
         resources.callback(server.close)
-        reused = _reuse_opened(
-            index, local, opened
-        )  # after the server has them, so that both have the same
+        reused = _reuse_opened(index, local, opened)  # the server opened them before
         servers = _assign_servers(collective, server.address, nodes)
     with collective.step("open"):
-        folders = FolderCache(
-            _open_storages(collective, index, servers, node, reused, resources),
-            reused,
-            save_id=index.save_id,
-        )
+        storages = _open_storages(collective, index, servers, node, reused, resources)
+        folders = FolderCache(storages, reused, save_id=index.save_id)
         resources.callback(folders.close)
     return ClusterSource(index, folders, local=local, rotation=collective.rank)
 
@@ -182,11 +167,9 @@ def open_cluster_source(
 def _reuse_opened(
     index: ClusterIndex, local: Sequence[int], opened: OpenedFolders
 ) -> dict[int, Folder]:
-    """Folders of the save that this rank has opened already, by number: their headers are parsed
-    once.
+    """Return folders of the save that this rank has opened, by number, to parse headers once.
 
-    StorageError where another save has taken the place of one since the first rank of the machine
-    told of it, or this rank opened it.
+    Raises StorageError if another save replaced one of them meanwhile.
     """
     roots = {index.folders[number].root: number for number in local}
     reused = {
@@ -200,16 +183,14 @@ def _reuse_opened(
             isinstance(folder.storage, LocalStorage) and folder.storage.directory.was_replaced()
         ):
             raise StorageError(
-                f"{folder.storage.root}: another save took its place while the ranks opened it; needed save {index.save_id}, of which the "
-                "first rank of this machine told; load again"
+                f"{folder.storage.root}: was replaced by another save while the ranks opened "
+                f"it, expected save {index.save_id}; load again"
             )
     return reused
 
 
 def _select_save(collective: Collective, messages: Sequence[bytes], operation: str) -> bytes:
-    """What rank 0 tells all: the save to read, where every box of it is; or that each machine reads
-    a folder of its own.
-    """
+    """Return rank 0's answer: the index of the save to read, or _PLAIN."""
     if all(message == _PLAIN for message in messages):
         return _PLAIN
     tensor_lists: dict[str, TensorList] = {}
@@ -217,7 +198,7 @@ def _select_save(collective: Collective, messages: Sequence[bytes], operation: s
     def tensor_list_of(name: str) -> TensorList:
         if name not in tensor_lists:
             tensor_lists[name] = decode_tensor_list(
-                zlib.decompress(collective.get(f"listing-of/{name}"))
+                zlib.decompress(collective.get(f"tensor-list/{name}"))
             )
         return tensor_lists[name]
 
@@ -227,84 +208,77 @@ def _select_save(collective: Collective, messages: Sequence[bytes], operation: s
         for body in _split_inventories(message)
     ]
     reasons = [
-        f"machine {node}: {message[2:].decode()}"
+        f"node {node}: {message[2:].decode()}"
         for node, message in enumerate(messages)
-        if message[:1] == b"!"
+        if message.startswith((_ABSENT, _DAMAGED))
     ]
     reasons += [
-        f"machine {node}: has a folder without a manifest"
+        f"node {node}: has a folder without a manifest"
         for node, message in enumerate(messages)
         if message == _PLAIN
     ]
     if not inventories:
-        raise (
-            NotFoundError if all(message[:2] == b"!-" for message in messages) else IncompleteError
-        )("; ".join(reasons))
+        is_absent = all(message.startswith(_ABSENT) for message in messages)
+        raise (NotFoundError if is_absent else IncompleteError)("; ".join(reasons))
     damaged = [
-        f"machine {node}: {message[2:].decode()}"
+        f"node {node}: {message[2:].decode()}"
         for node, message in enumerate(messages)
-        if message[:2] == b"!+"
+        if message.startswith(_DAMAGED)
     ]
     index = select_save(inventories, label=operation, damaged=damaged)
-    return replace(index, lost=(*index.lost, *damaged)).encode()
+    return replace(index, problems=(*index.problems, *damaged)).encode()
 
 
-def _describe_folders(
-    collective: Collective, paths: Sequence[str], opened: OpenedFolders, node: int
-) -> bytes:
-    """What the first rank of a machine says: its inventories, "plain", or why it has none: nothing
-    there ("!-"), or damage ("!+").
-    """
+def _describe_folders(collective: Collective, opened: OpenedFolders, node: int) -> bytes:
+    """Return this node's message: its inventories, _PLAIN, or why it has none."""
     error = opened.error
     if error is not None and not isinstance(error, CheckpointError):
         raise error
-    adjacent, problems = (
-        [folder for path in paths for folder in _adjacent_folders(path)],
-        list(opened.problems),
-    )
-    replicas = [folder for path in paths for folder in _replica_folders(path, problems)]
-    replicas += [
-        folder for item in adjacent for folder in _replica_folders(item.storage.root, [])
-    ]  # a crash may have cut them off
+    problems = list(opened.problems)
+    adjacent = [folder for path in opened.paths for folder in _adjacent_folders(path)]
+    replicas = [folder for path in opened.paths for folder in _replica_folders(path, problems)]
+    for folder in adjacent:  # a crash may have interrupted their replicas: no problem
+        replicas += _replica_folders(folder.storage.root, [])
     try:
         if error is not None:
             if not adjacent and not replicas:
-                return (b"!-" if isinstance(error, NotFoundError) else b"!+") + str(error).encode()
+                tag = _ABSENT if isinstance(error, NotFoundError) else _DAMAGED
+                return tag + str(error).encode()
             problems += [str(error)] if not isinstance(error, NotFoundError) else []
         elif all(folder.manifest is None for folder in opened.folders):
             return _PLAIN
         node_folders = (*opened.folders, *adjacent)
         inventories = [
-            read_inventory(item, node=node, is_replica=False)
-            for item in node_folders
-            if item.manifest is not None
+            read_inventory(folder, node=node, is_replica=False)
+            for folder in node_folders
+            if folder.manifest is not None
         ]
-        inventories += [read_inventory(item, node=node, is_replica=True) for item in replicas]
+        inventories += [read_inventory(folder, node=node, is_replica=True) for folder in replicas]
     finally:
         for folder in (*adjacent, *replicas):
             folder.close()
-    inventories[0] = replace(inventories[0], lost=(*problems, *inventories[0].lost))
+    first = inventories[0]
+    inventories[0] = replace(first, problems=(*problems, *first.problems))
     bodies = [
-        item.encode(tensor_list=_publish_tensor_list(collective, item.listing))
-        for item in inventories
+        inventory.encode(list_name=_publish_tensor_list(collective, inventory.tensor_list))
+        for inventory in inventories
     ]
-    return b"=" + b"".join(len(body).to_bytes(8, "little") + body for body in bodies)
+    return _INVENTORIES + b"".join(len(body).to_bytes(8, "little") + body for body in bodies)
 
 
 def _publish_tensor_list(collective: Collective, tensor_list: TensorList) -> str:
-    """The name by which rank 0 finds it. The first machine to have one tells it: the others' are
-    mostly the same.
-    """
+    """Publish a tensor list unless another node has, and return its name. Most nodes share one."""
     body = tensor_list.encode()
     name = tensor_list_name(body)
-    if collective.add(f"listing/{name}") == 1:
-        collective.put(f"listing-of/{name}", zlib.compress(body))
+    if collective.add(f"tensor-list-count/{name}") == 1:
+        collective.put(f"tensor-list/{name}", zlib.compress(body))
     return name
 
 
 def _adjacent_folders(path: str) -> list[Folder]:
-    """Folders beside the checkpoint that are complete but for their name, or had it before: of
-    saves that ended between the renames of several machines.
+    """Return complete folders next to the checkpoint, staged or replaced.
+
+    A save that stopped between the renames of several nodes leaves them.
     """
     parent, name = os.path.split(path)
     folders = []
@@ -323,9 +297,7 @@ def _adjacent_folders(path: str) -> list[Folder]:
 
 
 def _replica_folders(path: str, problems: list[str]) -> list[Folder]:
-    """What the folder keeps of other machines' folders. `problems`: gets, in sentences, what cannot
-    be read of it.
-    """
+    """Return replicas of other nodes' folders. Unreadable ones add to `problems`."""
     storage, folders = LocalStorage(os.path.join(path, names.REPLICAS)), []
     for entry in storage.names() if storage.kind("") == "folder" else []:
         try:
@@ -337,26 +309,28 @@ def _replica_folders(path: str, problems: list[str]) -> list[Folder]:
             folders.append(folder)
         else:
             problems.append(
-                f"{folder.storage.root}: has no {names.MANIFEST} of a machine's folder; needed a copy of one"
+                f"{folder.storage.root}: has no {names.MANIFEST} of a node's folder, "
+                "expected a replica of one"
             )
     return folders
 
 
 def _split_inventories(message: bytes) -> list[bytes]:
-    """The encoded inventories of a machine."""
-    bodies, position = [], 1
-    while message[:1] == b"=" and position < len(message):
-        size = int.from_bytes(message[position : position + 8], "little")
-        bodies.append(message[position + 8 : position + 8 + size])
-        position += 8 + size
+    """Return the encoded inventories of a node's message."""
+    bodies, position = [], len(_INVENTORIES)
+    while message.startswith(_INVENTORIES) and position < len(message):
+        nbytes = int.from_bytes(message[position : position + 8], "little")
+        bodies.append(message[position + 8 : position + 8 + nbytes])
+        position += 8 + nbytes
     return bodies
 
 
 def _assign_servers(
     collective: Collective, address: Address, nodes: Sequence[int]
 ) -> list[tuple[int, Address]]:
-    """Collective. Of each machine, the rank that this one is to ask, and where; the ranks of a
-    machine take turns in whom they ask.
+    """Return, for each node, the rank to read from and its address; a node's ranks take turns.
+
+    Collective.
     """
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -368,7 +342,7 @@ def _assign_servers(
         for turn in range(turn_count)
     ]
     addresses = collective.collect(
-        "serves", address.encode().encode(), dst=0, ranks=range(collective.world)
+        "addresses", address.encode().encode(), dst=0, ranks=range(collective.world)
     )
     if collective.rank == 0:
         for number, servers in enumerate(ranks_by_turn):
@@ -396,11 +370,12 @@ def _open_storages(
     reused: Mapping[int, Folder],
     resources: ExitStack,
 ) -> list[Reader]:
-    """Each folder itself on its own machine, else as one of that machine's ranks serves it.
-    StorageError where one of those does not.
+    """Return a reader for each folder: direct on this node, through a peer elsewhere.
+
+    Raises StorageError if a peer does not answer.
     """
     storages: list[Reader] = []
-    folders_by_node: dict[int, int] = {}  # folders so far, by machine
+    folders_by_node: dict[int, int] = {}  # folders so far
     for folder_number, folder in enumerate(index.folders):
         number = folders_by_node.get(folder.node, 0)
         folders_by_node[folder.node] = number + 1
@@ -422,9 +397,8 @@ def _open_storages(
                 timeout_seconds=collective.timeout_seconds,
             )
         )
-    # A rank opens few of the folders, and when it reads; that there is a way between machines has
-    # to be known before the first byte is
-    # written. So each asks one of them.
+    # Folders are opened while reading. A missing connection must show before the first byte is
+    # written, so ask one peer now.
     remote = [storage for storage in storages if isinstance(storage, PeerStorage)]
     if remote:
         remote[collective.rank % len(remote)].size(names.MANIFEST)

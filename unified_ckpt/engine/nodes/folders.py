@@ -1,6 +1,4 @@
-"""The folders of one save on several machines, each opened when something is first wanted of it: of
-thousands a rank reads few.
-"""
+"""A cache of open folders of one save: of thousands, a rank reads few."""
 
 from __future__ import annotations
 
@@ -13,15 +11,14 @@ from unified_ckpt.engine.folder.reader import Folder, open_folder
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.runtime.storage.storage import Reader
 
-_MAX_PARSED = 16  # of which all is kept that was parsed
+_MAX_PARSED = 16  # folders that keep their parsed headers
 
 
 class FolderCache:
-    """By number. Closes the storages. `opened`: those that are another's and open already, with
-    what was read of them. `save_id`: of all, where it matters.
+    """Folders by number, opened on first use. Closes the storages.
 
-    What was parsed of one is given up when enough others were wanted since, and read again if it is
-    wanted again.
+    `opened`: folders that are already open and owned elsewhere. `save_id`: required of every
+    folder, if set. Parsed headers of the least recently used folders are dropped.
     """
 
     def __init__(
@@ -32,15 +29,13 @@ class FolderCache:
         save_id: str | None = None,
     ) -> None:
         self._storages, self._opened, self._save_id = storages, opened, save_id
-        self._recent = OrderedDict(opened)  # wanted last, at the end
+        self._recent = OrderedDict(opened)  # most recently used last
         self._errors: dict[int, CheckpointError] = {}
         self._lock = threading.Lock()
         self._evict()
 
     def __getitem__(self, number: int) -> Folder:
-        """Raises the error that it met at first, again: nobody waits twice for a machine that does
-        not answer.
-        """
+        """Return a folder, open. Raises its first error again, without asking its node twice."""
         with self._lock:
             if number in self._errors:
                 raise type(self._errors[number])(str(self._errors[number]))
@@ -66,10 +61,12 @@ class FolderCache:
         actual_save_id = folder.manifest.save_id if folder.manifest is not None else None
         if self._save_id is not None and actual_save_id != self._save_id:
             raise StorageError(
-                f"{storage.root}: holds save {actual_save_id} by now; needed {self._save_id}, which was there when the load began"
+                f"{storage.root}: now holds save {actual_save_id}, expected "
+                f"{self._save_id}; load again"
             )
         return folder
 
     def close(self) -> None:
+        """Close all storages."""
         for storage in self._storages:
             storage.close()

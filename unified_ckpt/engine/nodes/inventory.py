@@ -1,8 +1,7 @@
-"""What one folder holds of a save, as its machine tells rank 0. Small, for most tensors of a model
-are cut alike: folders that name the same tensors share a `TensorList`, told once for all of them,
-and differ in a few numbers.
+"""What one folder holds of a save, as its node describes it to rank 0.
 
-Does not say where in its files a tensor lies: who reads from a folder reads its headers.
+Small, because most tensors are sharded alike: folders with the same tensors share one
+`TensorList`, sent once, and differ in a few numbers. Locations in files are not included.
 """
 
 from __future__ import annotations
@@ -23,21 +22,18 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.reader import Folder
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.names import MANIFEST
 from unified_ckpt.runtime.comm.topology import file_system_type
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Numbers = npt.NDArray[np.int64]
-TensorEntry = tuple[
-    str, str, str, int
-]  # of a table of tensors: part, fqn, dtype, number of its kind or family
+TensorEntry = tuple[str, str, str, int]  # part, fqn, dtype, number of layout class or layout
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutClass:
-    """Tensors of one shape, of which a folder has the same `count` boxes: as fragments, or as
-    tensors that are whole.
-    """
+    """Tensors of one shape of which a folder holds the same `count` boxes, as shards or whole."""
 
     shape: tuple[int, ...]
     are_shards: bool
@@ -45,21 +41,20 @@ class LayoutClass:
 
     @property
     def width(self) -> int:
-        """Numbers that say where the boxes are."""
+        """How many numbers describe the boxes."""
         return self.count * 2 * len(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorList:
-    """The tensors that a folder names, sorted, each with its kind. `parts`: also those without
-    tensors.
-    """
+    """The tensors in a folder, sorted, each with its layout class. `parts` includes empty ones."""
 
     parts: tuple[str, ...]
     layout_classes: tuple[LayoutClass, ...]
     entries: tuple[TensorEntry, ...]
 
     def encode(self) -> bytes:
+        """Encode as JSON; `decode_tensor_list` is the inverse."""
         class_rows = [
             [layout_class.shape, layout_class.are_shards, layout_class.count]
             for layout_class in self.layout_classes
@@ -71,13 +66,11 @@ class TensorList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inventory:
-    """What one folder holds, as its machine tells it. `spans`: offsets and shape of each box of
-    each kind of the listing, flat.
-    `folder_id`: the same where machines see one folder, empty where nobody can tell.
+    """What one folder holds. `spans`: offsets and shape of each box of each layout class, flat.
 
-    `lost`: what of it is not there or damaged, in sentences. `totals`: tensors and bytes of the
-    whole save, by part. `rank_extras`: how many ranks of the save left one, 0 where this folder has
-    none. `is_replica`: it is what another machine keeps of a folder.
+    `folder_id`: equal if nodes see one folder, empty if unknown. `totals`: tensors and bytes of
+    the whole save, by part. `rank_extras`: how many ranks stored one, 0 if this folder has none.
+    `is_replica`: the folder is another node's, kept as a replica.
     """
 
     root: str
@@ -89,41 +82,43 @@ class Inventory:
     group_number: int
     ranks: tuple[int, ...]
     files: tuple[str, ...]
-    listing: TensorList
+    tensor_list: TensorList
     spans: Numbers
-    lost: tuple[str, ...]
+    problems: tuple[str, ...]
     world_size: int
     totals: Mapping[str, Sequence[int]]
     rank_extras: int
     is_replica: bool = False
 
-    def encode(self, *, tensor_list: str) -> bytes:
-        """`tensor_list`: the name by which the listing is told."""
+    def encode(self, *, list_name: str) -> bytes:
+        """Encode for transfer. `list_name`: the name under which the tensor list is published."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return zlib.compress(
-            json.dumps({**values, "listing": tensor_list, "spans": self.spans.tolist()}).encode(), 1
+            json.dumps({**values, "tensor_list": list_name, "spans": self.spans.tolist()}).encode(),
+            1,
         )
 
 
 def decode_inventory(body: bytes, tensor_list_of: Callable[[str], TensorList]) -> Inventory:
-    """The inverse. `tensor_list_of`: what is told by a name."""
+    """Decode the result of `Inventory.encode`. `tensor_list_of`: returns a published list."""
     values = json.loads(zlib.decompress(body))
-    values.update({name: tuple(values[name]) for name in ("ranks", "files", "lost")})
+    values.update({name: tuple(values[name]) for name in ("ranks", "files", "problems")})
     return Inventory(
         **{
             **values,
-            "listing": tensor_list_of(values["listing"]),
+            "tensor_list": tensor_list_of(values["tensor_list"]),
             "spans": np.array(values["spans"], np.int64),
         }
     )
 
 
 def tensor_list_name(body: bytes) -> str:
-    """A name that equal listings share."""
+    """Return a name that equal tensor lists share."""
     return hashlib.sha256(body).hexdigest()[:32]
 
 
 def decode_tensor_list(body: bytes) -> TensorList:
+    """Decode the result of `TensorList.encode`."""
     parts, class_rows, columns = json.loads(body)
     return TensorList(
         tuple(parts),
@@ -135,7 +130,7 @@ def decode_tensor_list(body: bytes) -> TensorList:
 
 
 def to_columns(entries: Iterable[TensorEntry]) -> list[Any]:
-    """Lines for JSON: by part, the names, and of each the number of its dtype and its own."""
+    """Return entries as columns for JSON: by part, names, dtype numbers and layout numbers."""
     dtypes: dict[str, int] = {}
     by_part: dict[str, tuple[list[str], list[int], list[int]]] = {}
     for part, fqn, dtype, number in entries:
@@ -147,7 +142,7 @@ def to_columns(entries: Iterable[TensorEntry]) -> list[Any]:
 
 
 def from_columns(columns: Sequence[Any]) -> list[TensorEntry]:
-    """The inverse of `to_columns`, for lines sorted by part."""
+    """Return the entries of `to_columns`, which must be sorted by part."""
     dtypes, by_part = columns
     return [
         (part, fqn, dtypes[dtype], number)
@@ -157,14 +152,12 @@ def from_columns(columns: Sequence[Any]) -> list[TensorEntry]:
 
 
 def stored_key(key: Key, box: Box, shape: Sequence[int], *, is_shard: bool) -> Key:
-    """Part and name by which a folder stores a box of a tensor."""
+    """Return the part and name under which a folder stores a box of a tensor."""
     return (key[0] + SHARD_SUFFIX, shard_name(key[1], box, shape)) if is_shard else key
 
 
 def classify(stored: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[TensorList, Numbers]:
-    """What a folder stores, by its own parts and names, as tensors of the save; and where the boxes
-    of each kind are. Pure.
-    """
+    """Return what a folder stores as tensors of the save, and the boxes of each layout class."""
     boxes_by_tensor: dict[tuple[str, str, str, tuple[int, ...], bool], list[Box]] = {}
     for part, tensors in stored.items():
         for name, spec in tensors.items():
@@ -181,11 +174,8 @@ def classify(stored: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[TensorList
     for (part, fqn, dtype, shape, are_shards), boxes in sorted(
         boxes_by_tensor.items(), key=lambda item: item[0]
     ):
-        class_key = (
-            shape,
-            are_shards,
-            tuple(sorted(boxes, key=lambda box: (box.offsets, box.shape))),
-        )
+        sorted_boxes = tuple(sorted(boxes, key=lambda box: (box.offsets, box.shape)))
+        class_key = (shape, are_shards, sorted_boxes)
         entries.append((part, fqn, dtype, numbers.setdefault(class_key, len(numbers))))
     layout_classes = tuple(
         LayoutClass(shape, are_shards, len(boxes)) for shape, are_shards, boxes in numbers
@@ -198,13 +188,22 @@ def classify(stored: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[TensorList
 
 
 def read_inventory(folder: Folder, *, node: int, is_replica: bool) -> Inventory:
-    """Looks at every file's size and header; leaves out, and says, what cannot be read.
-    `is_replica`: of another machine's folder.
+    """Check every file's size and header, and describe what is readable.
+
+    `is_replica`: the folder is a replica of another node's.
     """
     manifest = folder.manifest
     if manifest is None:
-        raise AssertionError("a folder without a manifest is never joined with others")
-    node_group, record = manifest.node_group, manifest.rank_extra
+        raise AssertionError("a folder without a manifest cannot be one of several")
+    node_group = manifest.node_group
+    world_size = node_group.world_size if node_group else manifest.world_size
+    if node_group:
+        totals = node_group.totals
+    else:
+        totals = {
+            part: [len(folder.names(part)), manifest.parts[part].total_nbytes]
+            for part in folder.parts
+        }
     stored, problems = _readable_tensors(folder)
     tensor_list, spans = classify(stored)
     return Inventory(
@@ -217,41 +216,34 @@ def read_inventory(folder: Folder, *, node: int, is_replica: bool) -> Inventory:
         group_number=node_group.number if node_group else 0,
         ranks=tuple(node_group.ranks) if node_group else tuple(range(manifest.world_size)),
         files=(*manifest.files(), MANIFEST),
-        listing=tensor_list,
+        tensor_list=tensor_list,
         spans=spans,
-        lost=tuple(problems),
-        world_size=node_group.world_size if node_group else manifest.world_size,
-        totals=node_group.totals
-        if node_group
-        else {
-            part: [len(folder.names(part)), manifest.parts[part].total_nbytes]
-            for part in folder.parts
-        },
-        rank_extras=0
-        if record is None
-        else node_group.world_size
-        if node_group
-        else record.world_size,
+        problems=tuple(problems),
+        world_size=world_size,
+        totals=totals,
+        rank_extras=_saved_rank_extras(manifest),
         is_replica=is_replica,
     )
 
 
+def _saved_rank_extras(manifest: Manifest) -> int:
+    """Return how many ranks of the save stored a `rank_extra`, 0 if this folder has none."""
+    if manifest.rank_extra is None:
+        return 0
+    return (manifest.node_group or manifest.rank_extra).world_size
+
+
 def _folder_id(folder: Folder) -> str:
-    """The kind of the file system, and what tells the folder's manifest from a copy of it."""
-    token = (
-        folder.storage.version_token(MANIFEST) if isinstance(folder.storage, LocalStorage) else None
-    )
-    return (
-        f"{file_system_type(folder.storage.root)} {'-'.join(map(str, token))}"
-        if token is not None
-        else ""
-    )
+    """Return the type of the file system and a token that tells the manifest from a copy of it."""
+    storage = folder.storage
+    token = storage.version_token(MANIFEST) if isinstance(storage, LocalStorage) else None
+    if token is None:
+        return ""
+    return f"{file_system_type(storage.root)} {'-'.join(map(str, token))}"
 
 
 def _readable_tensors(folder: Folder) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]:
-    """The tensors by stored part and name that are there to the last byte; and in sentences, what
-    is not.
-    """
+    """Return the specs of readable tensors by stored part and name, and what is not readable."""
     problems, bad_files = [], set[str]()
     for file in sorted(file for part in folder.parts for file in folder.tensors_by_file(part)):
         try:
@@ -262,12 +254,12 @@ def _readable_tensors(folder: Folder) -> tuple[dict[str, dict[str, TensorSpec]],
     stored: dict[str, dict[str, TensorSpec]] = {}
     for part in folder.parts:
         if folder.manifest is not None and not folder.manifest.parts[part].files:
-            continue  # other folders may have it: who deletes it deletes it there
+            continue  # deleted here; other folders may have it
         names = [
             name
-            for file, members in folder.tensors_by_file(part).items()
+            for file, file_names in folder.tensors_by_file(part).items()
             if file not in bad_files
-            for name in members
+            for name in file_names
         ]
         stored[part] = dict(folder.specs(part, names))
     return stored, problems

@@ -1,8 +1,7 @@
-"""Where the tensors of one folder lie and what their digests are, in some 40 bytes for each.
+"""Locations and digests of one folder's tensors, in about 40 bytes per tensor.
 
-Of a save of thousands of machines a rank may read each tensor out of all their folders, tensor by
-tensor: what it knows of a folder has to stay until the last, and headers as they are parsed take
-more than a kilobyte for each tensor.
+A rank that loads a save of thousands of nodes may read every folder, tensor by tensor, so it
+keeps this until the end. Parsed headers would take more than a kilobyte per tensor.
 """
 
 from __future__ import annotations
@@ -26,35 +25,34 @@ class ShardFolder(Protocol):
     """What reading needs of a folder."""
 
     @property
-    def storage(self) -> Reader: ...
+    def storage(self) -> Reader:
+        """The storage that reads the folder's files."""
 
-    def file_of(self, part: str, name: str) -> str: ...
+    def file_of(self, part: str, name: str) -> str:
+        """Return the file that holds a tensor."""
 
-    def catalog(self, keys: Collection[Key]) -> Catalog: ...
+    def catalog(self, keys: Collection[Key]) -> Catalog:
+        """Return where some tensors lie."""
 
-    def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]: ...
+    def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        """Return the digests of some tensors' blocks."""
 
 
 class LocationTable:
-    """Of the tensors `keys`, by the folder's own parts and names. Keeps the folder's storage, and
-    nothing else of the folder.
-    """
+    """Locations of the tensors `keys`, by stored part and name. Keeps only the folder's storage."""
 
     def __init__(self, storage: Reader, keys: Collection[Key]) -> None:
         self.storage = storage
         distinct = set(keys)
         self._salt = 0
         while len(hashes := {self._hash(key) for key in distinct}) < len(distinct):
-            self._salt += 1  # no two may share a mark, which stands for the name
-        self._hashes = np.sort(
-            np.fromiter(hashes, np.uint64, len(hashes))
-        )  # [tensors], the order of all that follows
-        self._starts = np.full(len(hashes), -1, np.int64)  # -1: not looked up yet
+            self._salt += 1  # hashes replace the names, so they must be distinct
+        # [tensors]; the row order of all arrays.
+        self._hashes = np.sort(np.fromiter(hashes, np.uint64, len(hashes)))
+        self._starts = np.full(len(hashes), -1, np.int64)  # -1: not loaded
         self._files = np.zeros(len(hashes), np.int32)
         self._file_names: list[str] = []
-        self._incomplete_files: set[str] = (
-            set()
-        )  # files of which not all is there: looked up one by one
+        self._incomplete_files: set[str] = set()  # their tensors are located one by one
         self._digests: _DigestTable | CheckpointError | None = None
 
     def _hash(self, key: Key) -> int:
@@ -70,7 +68,7 @@ class LocationTable:
         return row
 
     def location(self, key: Key) -> Location | None:
-        """None where it has not been looked up yet."""
+        """Return a tensor's location, or None if it is not loaded yet."""
         row = self._row(key)
         start = int(self._starts[row])
         return Location(self._file_names[self._files[row]], start) if start >= 0 else None
@@ -78,20 +76,19 @@ class LocationTable:
     def load_locations(
         self, folder: ShardFolder, keys: Callable[[], Collection[Key]], key: Key
     ) -> Location:
-        """The same, and of all `keys` in that file, whose header is read. Raises what is wrong with
-        this one.
+        """Load and return a tensor's location, with those of all `keys` in the same file.
+
+        Raises only the error of the requested tensor.
         """
         file = folder.file_of(*key)
-        file_keys = (
-            [key]
-            if file in self._incomplete_files
-            else [file_key for file_key in keys() if folder.file_of(*file_key) == file]
-        )
+        file_keys = [key]
+        if file not in self._incomplete_files:
+            file_keys = [file_key for file_key in keys() if folder.file_of(*file_key) == file]
         try:
             locations = folder.catalog(file_keys).locations
         except CheckpointError:
             self._incomplete_files.add(file)
-            locations = folder.catalog([key]).locations  # another one may be what is not there
+            locations = folder.catalog([key]).locations  # perhaps another tensor is missing
         if file not in self._file_names:
             self._file_names.append(file)
         for file_key, location in locations.items():
@@ -101,11 +98,11 @@ class LocationTable:
 
     @property
     def digests_loaded(self) -> bool:
-        """Whether `load_digests` has been called."""
+        """Whether `load_digests` was called."""
         return self._digests is not None
 
     def load_digests(self, folder: ShardFolder, keys: Collection[Key]) -> None:
-        """Reads all digests at once: a request to a peer costs more than bytes do."""
+        """Read all digests at once: a request to a peer costs more than the bytes."""
         try:
             self._digests = _DigestTable(
                 folder.block_digests(keys), {key: self._row(key) for key in keys}
@@ -114,8 +111,9 @@ class LocationTable:
             self._digests = error
 
     def digests(self, key: Key) -> npt.NDArray[np.uint64] | None:
-        """Of each block, once `load_digests` has been called; None where the folder has none.
-        Raises the error that it met, each time.
+        """Return a tensor's digests, or None if the folder has none.
+
+        Call `load_digests` first; its error is raised here, each time.
         """
         if isinstance(self._digests, CheckpointError):
             raise type(self._digests)(str(self._digests))
@@ -123,12 +121,12 @@ class LocationTable:
 
 
 class _DigestTable:
-    """One after the other. `numbers`: which tensor is which, counted from 0."""
+    """Digests of all tensors in one array. `rows`: the row of each tensor."""
 
     def __init__(
         self, digests_by_key: Mapping[Key, Sequence[int] | None], rows: Mapping[Key, int]
     ) -> None:
-        self._counts = np.full(len(rows), -1, np.int64)  # -1: there are none
+        self._counts = np.full(len(rows), -1, np.int64)  # -1: no digests
         for key, row in rows.items():
             crcs = digests_by_key[key]
             self._counts[row] = -1 if crcs is None else len(crcs)

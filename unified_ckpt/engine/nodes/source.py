@@ -1,8 +1,8 @@
-"""The checkpoint that several machines have between them, read as if it were one folder.
+"""A checkpoint in the folders of several nodes, as one Source.
 
-How wrong bytes could be read: a folder of another save with the same name is mixed in; a file is
-there and damaged; a machine's folder is older than the others'. So only folders of one save id are
-joined, and every block that is read is compared with its digest.
+Wrong bytes could come from a folder of another save with the same name, from a damaged file or
+from an outdated folder. Only folders with one save id are joined, and every block that is read
+is verified.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from unified_ckpt.format.manifest import Manifest
 
 
 class ClusterSource:
-    """The folders of one save on several machines, as a Source. `found`: proved to be complete;
-    `own`: those that are on this machine.
+    """The folders of one save on several nodes, as a Source.
+
+    `index` is complete; `local`: the numbers of this node's folders.
     """
 
     def __init__(
@@ -39,37 +40,40 @@ class ClusterSource:
             range(count), key=lambda number: (number not in local, (number + rotation) % count)
         )
         self.storage = ShardedStorage(index, folders, local=local, rotation=rotation, complete=True)
-        self.storage.verification_log.damage.extend(index.lost)
+        self.storage.verification_log.damage.extend(index.problems)
         self._names: dict[str, dict[str, None]] = {}
         for part, name in index.specs:
             self._names.setdefault(part, {})[name] = None
 
     @property
     def format(self) -> str:
+        """Always "unified"."""
         return "unified"
 
     @property
     def parts(self) -> Sequence[str]:
+        """The parts of the save, sorted."""
         return sorted(self._names)
 
     def names(self, part: str) -> Collection[str]:
+        """Return the tensors of a part."""
         return self._names.get(part, {}).keys()
 
     def aliases(self, part: str) -> Mapping[str, str]:
+        """Return other names of tied tensors."""
         return self._any_folder.aliases(part)
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        """Return dtype and shape of some tensors."""
         return {name: self._index.specs[part, name] for name in names}
 
     def read(self, part: str, name: str, box: Box) -> bytes:
-        return read_box(
-            self.storage,
-            Location(virtual_file((part, name)), 0),
-            self._index.specs[part, name],
-            box,
-        )
+        """Return a box of a tensor, as row-major bytes."""
+        location = Location(virtual_file((part, name)), 0)
+        return read_box(self.storage, location, self._index.specs[part, name], box)
 
     def catalog(self, keys: Collection[Key]) -> Catalog:
+        """Return where some tensors lie, in files that `storage` assembles."""
         return Catalog(
             self.storage,
             {key: Location(virtual_file(key), 0) for key in keys},
@@ -77,11 +81,12 @@ class ClusterSource:
         )
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        """Return None for each tensor: `storage` verifies the shards."""
         self._any_folder.digest_record()
-        return dict.fromkeys(keys)  # `storage` compares those of the pieces
+        return dict.fromkeys(keys)
 
     def metadata(self) -> SourceMetadata:
-        """What the first folder says whose files are sound: all say the same of the whole."""
+        """Return the metadata of the first readable folder; all folders have the same."""
         errors: list[CheckpointError] = []
         for number in self._order:
             try:
@@ -94,6 +99,7 @@ class ClusterSource:
         raise errors[0]
 
     def rank_extra(self, rank: int) -> Any:
+        """Return the `rank_extra` of a saving rank, from a folder that has it."""
         errors: list[CheckpointError] = []
         for number in self._order:
             ranks = self._index.folders[number].ranks
@@ -109,17 +115,18 @@ class ClusterSource:
         if errors:
             raise errors[0]
         self.storage.verification_log.damage.append(
-            f"rank_extra of rank {rank} is not given back: the folder that has it is on no machine here"
+            f"rank_extra of rank {rank} is not restored: no node present has its folder"
         )
         return None
 
     @property
     def save_id(self) -> str:
+        """The id of the save."""
         return self._index.save_id
 
     @property
     def manifests(self) -> list[Manifest]:
-        """Of all folders, in the order of `local_folders`. Opens each."""
+        """The manifests of all folders, in the order of `local_folders`. Opens each folder."""
         folders = sorted(
             (self._folders[number] for number in range(len(self._index.folders))), key=_folder_order
         )
@@ -127,15 +134,11 @@ class ClusterSource:
 
     @property
     def local_folders(self) -> list[Folder]:
-        """The folders that lie on this machine, in the order of the islands that wrote them; copies
-        of others after all of them.
-        """
+        """This node's folders, in the order of node groups; replicas come last."""
         return sorted((self._folders[number] for number in self._local), key=_folder_order)
 
     def local_nbytes(self, part: str, name: str) -> int:
-        """About how many bytes of a tensor lie on this machine: a byte that it has in two boxes
-        counts twice.
-        """
+        """Estimate how many bytes of a tensor are on this node; overlaps count twice."""
         spec, layout = self._index.specs[part, name], self._index.layout((part, name))
         boxes = {box for number in self._local for box, _, _ in layout.boxes_in_folder(number)}
         return min(
@@ -144,11 +147,12 @@ class ClusterSource:
         )
 
     def close(self) -> None:
+        """Close all folders."""
         self._folders.close()
 
     @property
     def _any_folder(self) -> Folder:
-        """Any of them: they say the same of the whole."""
+        """Any folder: all have the same tensor-independent content."""
         return self._folders[self._order[0]]
 
 

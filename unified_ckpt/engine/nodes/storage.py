@@ -1,8 +1,7 @@
-"""Tensors put together out of pieces that lie in several folders, some with more than one copy:
-read as if they were whole.
+"""Read tensors that are split into shards in several folders as if they were whole.
 
-Knows nothing of machines but which folders are on this one. Every block that is read is compared
-with its digest, unless told otherwise.
+Knows of nodes only which folders are local. Every block that is read is verified unless
+verification is switched off.
 """
 
 from __future__ import annotations
@@ -43,29 +42,29 @@ from unified_ckpt.format import digests
 from unified_ckpt.runtime.storage.storage import Buffer
 
 _LOG = logging.getLogger("unified_ckpt")
-_MAX_BLOCKS = 256  # held at a time
-_CACHE_PROBES = 16  # at blocks that were held last
-_ROWS_NBYTES = 4 << 20  # of a piece, read at once to be put in their places
-_MAX_REGIONS = 1 << 16  # remembered
+_MAX_BLOCKS = 256  # cached at a time
+_CACHE_PROBES = 16  # recent blocks to search
+_ROWS_NBYTES = 4 << 20  # of a shard, read at once
+_MAX_REGIONS = 1 << 16  # cached at a time
 
 
 class ShardFolders(Protocol):
     """Folders by number."""
 
-    def __getitem__(self, number: int, /) -> ShardFolder: ...
+    def __getitem__(self, number: int, /) -> ShardFolder:
+        """Return a folder, open."""
 
 
 def virtual_file(key: Key) -> str:
-    """The file that `ShardedStorage` makes believe there is: the tensor's bytes, row-major."""
+    """Return the file name under which `ShardedStorage` presents a whole tensor."""
     return f"{key[0]}:{key[1]}"
 
 
 class ShardedStorage:
-    """Reads whole tensors out of the pieces of several folders: this machine's first, then the
-    others in turn; every block compared.
+    """Reads whole tensors from shards in several folders, local folders first.
 
-    Of a block that is damaged or cannot be read the bytes come from any other piece that has them.
-    `proved`: whether it is known that the folders have every element between them.
+    A damaged or unreadable block is read from another shard that contains it. `complete`: whether
+    the folders are known to hold every element.
     """
 
     def __init__(
@@ -77,37 +76,30 @@ class ShardedStorage:
         rotation: int,
         complete: bool,
     ) -> None:
-        self.root, self.verification_log = "the machines' folders", VerificationLog()
-        self._index, self._folders, self._rotation, self._is_complete = (
-            index,
-            folders,
-            rotation,
-            complete,
-        )
+        self.root, self.verification_log = "the nodes' folders", VerificationLog()
+        self._index, self._folders = index, folders
+        self._rotation, self._is_complete = rotation, complete
         self._keys = {virtual_file(key): key for key in index.specs}
         self._local = frozenset(local)
         self._verify = True
         self._locations: dict[int, LocationTable] = {}  # by folder
-        self._lock = threading.Lock()  # one thread reads ahead while its owner reads, too
-        self._edges: dict[int, list[int]] = {}  # by family
-        self._tilings: dict[
-            tuple[int, Box], list[Region]
-        ] = {}  # by family and window: most tensors have many of the same family
-        self._region_count = 0  # regions in them
-        self._tensor: Key | None = None  # that was read last
-        # Blocks of that tensor that were read for a part of them: a line takes a part of one in
-        # each region that it crosses.
+        self._lock = threading.Lock()  # a read-ahead thread and its owner both read
+        self._edges: dict[int, list[int]] = {}  # by layout
+        # By layout and window: most layouts have many tensors.
+        self._tilings: dict[tuple[int, Box], list[Region]] = {}
+        self._region_count = 0  # in `_tilings`
+        self._tensor: Key | None = None  # read last
+        # Blocks of that tensor of which a part was read: each row crosses several regions.
         self._blocks: OrderedDict[tuple[int, bool, Box, int], tuple[bytes, SlabRange | None]] = (
             OrderedDict()
         )
-        self._co_readers: dict[
-            int, list[int]
-        ] = {}  # folders that are one and the same, seen by several machines, which read it for each other
+        self._co_readers: dict[int, list[int]] = {}  # by folder: its numbers on several nodes
 
     def enable_shared_reads(self, *, slow_only: bool) -> None:
-        """From now on each block of a folder that several machines see is read by one of them, and
-        the others get it from there.
-        `slow_only`: not of file systems that serve many machines at once as fast as one."""
+        """Let one node read each block of a folder that several nodes see and serve the others.
+
+        `slow_only`: skip file systems that serve many nodes as fast as one.
+        """
         by_folder_id: dict[str, list[int]] = {}
         for number, folder in enumerate(self._index.folders):
             if folder.folder_id and (not slow_only or is_slow(folder.folder_id.split()[0])):
@@ -120,13 +112,13 @@ class ShardedStorage:
         }
 
     def skip_verify(self) -> None:
-        """From now on no block is compared with its digest, and no digests are read."""
+        """Stop verifying blocks and reading digests."""
         self._verify = False
 
     def _read_order(
         self, holders: Sequence[tuple[int, bool]], stored_key: Key, block: int
     ) -> Sequence[tuple[int, bool]]:
-        """The owners, the one in front that reads this block for all."""
+        """Return the holders, starting with the one that reads this block for all."""
         co_readers = self._co_readers.get(holders[0][0], ())
         sharing = sorted(holder for holder in holders if holder[0] in co_readers)
         if len(sharing) < 2:
@@ -135,9 +127,7 @@ class ShardedStorage:
         return [first, *(holder for holder in holders if holder != first)]
 
     def read_at(self, name: str, start: int, buffer: Buffer) -> None:
-        """Fills `buffer` with bytes from `start` of the tensor. IntegrityError where no folder has
-        them undamaged.
-        """
+        """Fill `buffer` from byte `start` of a tensor. IntegrityError if no folder has it intact."""
         with self._lock:
             key = self._keys[name]
             if self._tensor != key:
@@ -148,43 +138,45 @@ class ShardedStorage:
             filled_nbytes = self._read_tensor(key, start, buffer, frozenset(), [])
             if filled_nbytes != len(buffer):
                 raise IntegrityError(
-                    f"{name}: {filled_nbytes} of {len(buffer)} bytes from byte {start} are in the folders; needed all of them"
+                    f"{name}: {filled_nbytes} of {len(buffer)} bytes from byte {start} are "
+                    "in the folders, expected all of them"
                 )
 
     def read(self, name: str) -> bytes:
+        """Return all bytes of a tensor."""
         buffer = bytearray(self.size(name) or 0)
         self.read_at(name, 0, memoryview(buffer))
         return bytes(buffer)
 
     def size(self, name: str) -> int | None:
+        """Return the size of a tensor in bytes, or None if it is unknown."""
         return self._index.specs[self._keys[name]].nbytes if name in self._keys else None
 
     def names(self) -> list[str]:
+        """Return the file names of all tensors."""
         return sorted(self._keys)
 
     def close(self) -> None:
-        """The folders are another's."""
+        """Do nothing: the folders are closed by their owner."""
 
     def _regions(self, key: Key, window: Box, corrupt: frozenset[Box]) -> list[Region]:
-        """At least a window of the tensor, as far as the boxes that are not `corrupt` have it, in
-        disjoint regions.
+        """Return disjoint regions that cover a window, except what only `corrupt` boxes hold.
 
-        Boxes on this machine come first, then whole copies. Windows between the same edges of boxes
-        share the regions between those.
+        Local boxes come first, then larger ones. Windows between the same edges share regions.
         """
         number = self._index.layout_numbers[key]
         if number not in self._edges:
             self._edges[number] = self._index.layout(key).edges()
-        cached = number, (window := snap_to_edges(window, self._edges[number]))
-        if corrupt or cached not in self._tilings:
+        window = snap_to_edges(window, self._edges[number])
+        if corrupt or (number, window) not in self._tilings:
             tiling = self._tile_window(self._index.layout(key), window, corrupt)
             if corrupt:
                 return tiling
             self._region_count += len(tiling)
             if self._region_count > _MAX_REGIONS:
                 self._tilings, self._region_count = {}, len(tiling)
-            self._tilings[cached] = tiling
-        return self._tilings[cached]
+            self._tilings[number, window] = tiling
+        return self._tilings[number, window]
 
     def _tile_window(
         self, layout: ShardLayout, window: Box, corrupt: frozenset[Box]
@@ -200,11 +192,8 @@ class ShardedStorage:
         overlaps = {
             box: overlap for box in holders if (overlap := intersect(box, window)) is not None
         }
-        if (
-            self._is_complete
-            and not corrupt
-            and sum(overlap.numel for overlap in overlaps.values()) == window.numel
-        ):  # then no two overlap
+        covered = sum(overlap.numel for overlap in overlaps.values())
+        if self._is_complete and not corrupt and covered == window.numel:  # no two boxes overlap
             return [Region(overlap, box, holders[box]) for box, overlap in overlaps.items()]
         regions, remaining = [], [window]
         for box in sorted(
@@ -227,17 +216,15 @@ class ShardedStorage:
     def _read_tensor(
         self, key: Key, start: int, buffer: Buffer, corrupt: frozenset[Box], errors: list[str]
     ) -> int:
-        """Bytes from `start` of a tensor; returns how many the boxes have that are not spoilt.
-        `errors`: what was wrong with those.
+        """Fill `buffer` from byte `start` of a tensor, except from `corrupt` boxes.
+
+        Returns the number of bytes filled. `errors`: what was wrong with the corrupt boxes.
         """
         spec = self._index.specs[key]
         if not len(buffer):
             return 0
-        item_nbytes, stop, filled_nbytes = (
-            spec.nbytes // full_box(spec.shape).numel,
-            start + len(buffer),
-            0,
-        )
+        item_nbytes = spec.nbytes // full_box(spec.shape).numel
+        stop, filled_nbytes = start + len(buffer), 0
         window = enclosing_rows(spec, start, stop)
         regions = self._regions(key, window, corrupt)
         for region in regions:
@@ -253,19 +240,14 @@ class ShardedStorage:
             elif inner is not None:
                 outer = [overlap]
             for box in outer:
-                local = Box(
-                    tuple(
-                        a - b for a, b in zip(box.offsets, region.stored_box.offsets, strict=True)
-                    ),
-                    box.shape,
-                )
+                origin = region.stored_box.offsets
+                offsets = tuple(a - b for a, b in zip(box.offsets, origin, strict=True))
+                local = Box(offsets, box.shape)
                 for first, shard_offset, count in runs(
                     box, spec.shape, local=local, local_shape=region.stored_box.shape
                 ):
-                    low, high = (
-                        max(first * item_nbytes, start),
-                        min((first + count) * item_nbytes, stop),
-                    )
+                    low = max(first * item_nbytes, start)
+                    high = min((first + count) * item_nbytes, stop)
                     if low < high:
                         run = Run(low, (shard_offset - first) * item_nbytes + low, corrupt, errors)
                         self._read_run(
@@ -280,14 +262,10 @@ class ShardedStorage:
     def _read_rows(
         self, copies: ShardCopies, box: Box, start: int, buffer: Buffer, *, max_cached_blocks: int
     ) -> bool:
-        """Rows of a box, all of them in `buffer`: read as they lie in the piece, then put in their
-        place at once. False where a block of them is damaged everywhere.
-        """
+        """Read complete rows of a box and scatter them. False if no holder has a block intact."""
         spec, stored_box = copies.spec, copies.region.stored_box
-        item_nbytes, row_nbytes = (
-            spec.nbytes // full_box(spec.shape).numel,
-            spec.nbytes // spec.shape[0],
-        )
+        item_nbytes = spec.nbytes // full_box(spec.shape).numel
+        row_nbytes = spec.nbytes // spec.shape[0]
         stored_row_nbytes = copies.nbytes // stored_box.shape[0]
         target = np.frombuffer(buffer, dtype=np.uint8)
         max_rows = max(_ROWS_NBYTES // stored_row_nbytes, 1)
@@ -315,7 +293,7 @@ class ShardedStorage:
     def _read_shard_range(
         self, copies: ShardCopies, start: int, buffer: Buffer, *, max_cached_blocks: int
     ) -> bool:
-        """Bytes from `start` of a piece. False where some of them are right on no machine."""
+        """Read bytes from `start` of a shard. False if no holder has all of them intact."""
         for position, target in split_by_block(copies, start, buffer):
             errors: list[str] = []
             is_read = self._read_within_block(
@@ -329,9 +307,7 @@ class ShardedStorage:
     def _read_run(
         self, copies: ShardCopies, run: Run, buffer: Buffer, *, max_cached_blocks: int
     ) -> None:
-        """A run out of a region's box, block by block, each from the first owner whose bytes are
-        right.
-        """
+        """Read a run block by block, each from the first holder that has it intact."""
         for position, target in split_by_block(copies, run.shard_offset, buffer):
             errors: list[str] = []
             if not self._read_within_block(
@@ -351,14 +327,10 @@ class ShardedStorage:
         *,
         max_cached_blocks: int,
     ) -> bool:
-        """Bytes of one block of a piece, from the first owner whose bytes are right; False where
-        there is none.
-        """
+        """Read bytes of one block of a shard. False if no holder has it intact."""
         block = position // digests.BLOCK_NBYTES
-        low, high = (
-            block * digests.BLOCK_NBYTES,
-            min((block + 1) * digests.BLOCK_NBYTES, copies.nbytes),
-        )
+        low = block * digests.BLOCK_NBYTES
+        high = min((block + 1) * digests.BLOCK_NBYTES, copies.nbytes)
         if (position, position + len(buffer)) == (low, high):
             return self._read_block(copies, block, buffer, errors)
         block_bytes = self._cached_block(
@@ -371,15 +343,13 @@ class ShardedStorage:
     def _read_from_overlaps(
         self, copies: ShardCopies, run: Run, start: int, buffer: Buffer, errors: list[str]
     ) -> None:
-        """Bytes of a block that no copy of its box has undamaged, out of boxes that overlap it."""
+        """Read bytes of a block that is corrupt in every copy of its box from overlapping boxes."""
         corrupt, all_errors = run.corrupt | {copies.region.stored_box}, [*run.errors, *errors]
         if self._read_tensor(copies.key, start, buffer, corrupt, all_errors) != len(buffer):
-            raise IntegrityError(format_list("no machine has these bytes undamaged", all_errors))
+            raise IntegrityError(format_list("no node has these bytes intact", all_errors))
 
     def _read_from_cache(self, start: int, buffer: Buffer) -> bool:
-        """Bytes that lie in one of the blocks that were held last: they need no look at who has
-        what.
-        """
+        """Fill `buffer` from a recently cached block. False if none has the bytes."""
         for block_id, (block_bytes, slab_range) in islice(
             reversed(self._blocks.items()), _CACHE_PROBES
         ):
@@ -400,7 +370,7 @@ class ShardedStorage:
         *,
         max_cached_blocks: int,
     ) -> bytes | None:
-        """A whole block, of which only a part is wanted now, and more of it soon."""
+        """Return a whole block and cache it: the rest of it is usually needed soon."""
         block_id = (*copies.region.holders[0], copies.region.stored_box, block)
         if block_id not in self._blocks:
             buffer = bytearray(nbytes)
@@ -418,7 +388,7 @@ class ShardedStorage:
     def _read_block(
         self, copies: ShardCopies, block: int, buffer: Buffer, errors: list[str]
     ) -> bool:
-        """Whether an owner's bytes are right. `errors`: what was wrong with those before."""
+        """Read one block from the first holder that has it intact. Others add to `errors`."""
         first_key = copies.stored_key(is_shard=copies.region.holders[0][1])
         for number, is_shard in self._read_order(copies.region.holders, first_key, block):
             stored_key = copies.stored_key(is_shard=is_shard)
@@ -437,28 +407,31 @@ class ShardedStorage:
             if saved_digests is None or (
                 block < len(saved_digests) and int(saved_digests[block]) == digests.crc(buffer)
             ):
-                self.verification_log.verified_nbytes += (
-                    len(buffer) if saved_digests is not None else 0
-                )
+                if saved_digests is not None:
+                    self.verification_log.verified_nbytes += len(buffer)
                 return True
+            has_digest = block < len(saved_digests)
             expected = (
-                f"{int(saved_digests[block]):016x}"
-                if block < len(saved_digests)
-                else "one that is not in the digests"
+                f"{int(saved_digests[block]):016x}" if has_digest else "a block with a digest"
             )
-            label = f"{locations.storage.root}/{location.file}: block {block} of {virtual_file(stored_key)}"
-            errors.append(f"{label} has CRC {digests.crc(buffer):016x}; needed {expected}")
+            errors.append(
+                f"{locations.storage.root}/{location.file}: block {block} of "
+                f"{virtual_file(stored_key)} has CRC {digests.crc(buffer):016x}, "
+                f"expected {expected}"
+            )
         return False
 
     def _report(self, errors: Sequence[str]) -> None:
+        """Log each error once, and as a warning."""
         for text in errors:
             if text not in self.verification_log.damage:
                 self.verification_log.damage.append(text)
-                _LOG.warning("read from another machine: %s", text)
+                _LOG.warning("read from another node: %s", text)
 
     def _locations_in(self, number: int) -> LocationTable:
-        """With its digests, as far as they are wanted. The folder itself may be closed and opened
-        again: see `Folders`.
+        """Return the locations of a folder, with its digests if blocks are verified.
+
+        The folder itself may be evicted and opened again; see `FolderCache`.
         """
         if number not in self._locations:
             self._locations[number] = LocationTable(

@@ -1,6 +1,4 @@
-"""Windows of a tensor, and the stored boxes that their bytes come from: which rows, which runs,
-which blocks. No effects.
-"""
+"""Map a range of a tensor to the shards that hold it: regions, runs and blocks. No effects."""
 
 from __future__ import annotations
 
@@ -16,13 +14,14 @@ from unified_ckpt.engine.nodes.inventory import stored_key
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.storage.storage import Buffer
 
-LONG_RUN_NBYTES = 64 << 10  # copied one by one
+LONG_RUN_NBYTES = 64 << 10  # longer runs are read one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a tensor, and the stored box that it is read from: in these folders, the one to ask
-    first in front, as a fragment or not.
+    """A box to read and the stored box that contains it.
+
+    `holders`: (folder, is shard), preferred folder first.
     """
 
     box: Box
@@ -32,9 +31,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class SlabRange:
-    """A box as lines of its tensor, of `slab_nbytes` bytes each: of those from `first` up to
-    `last`, bytes [left, right).
-    """
+    """A box as slabs of its tensor: bytes [left, right) of slabs [first, last)."""
 
     slab_nbytes: int
     first: int
@@ -43,9 +40,7 @@ class SlabRange:
     right: int
 
     def position(self, start: int, nbytes: int) -> int | None:
-        """Where bytes of the tensor lie among the bytes of the box; None of those that are not in
-        one of its lines.
-        """
+        """Return the offset within the box of bytes of the tensor; None if they leave one slab."""
         number, slab_offset = divmod(start, self.slab_nbytes)
         if not (
             self.first <= number < self.last
@@ -57,7 +52,7 @@ class SlabRange:
 
 
 def slab_range_of(box: Box, spec: TensorSpec) -> SlabRange | None:
-    """None of a box that is cut along several dims other than dim 0, or has no element."""
+    """Return a box as slabs; None if it is empty or split along several dims besides dim 0."""
     if not box.numel:
         return None
     item_nbytes = spec.nbytes // full_box(spec.shape).numel
@@ -81,7 +76,7 @@ def slab_range_of(box: Box, spec: TensorSpec) -> SlabRange | None:
 
 @dataclass(frozen=True, slots=True)
 class ShardCopies:
-    """The copies of a region's box of one tensor. `nbytes`: of each."""
+    """The copies of a region's stored box. `nbytes`: the size of each."""
 
     key: Key
     spec: TensorSpec
@@ -89,13 +84,15 @@ class ShardCopies:
     nbytes: int
 
     def stored_key(self, *, is_shard: bool) -> Key:
+        """Return the part and name that a folder stores the box under."""
         return stored_key(self.key, self.region.stored_box, self.spec.shape, is_shard=is_shard)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes from `start` of a tensor, from `shard_offset` of a piece. `corrupt`: boxes that did not
-    have them, and `errors`.
+    """Contiguous bytes, from `start` of the tensor and `shard_offset` of a shard.
+
+    `corrupt`: boxes that did not have them intact; `errors`: why.
     """
 
     start: int
@@ -105,9 +102,7 @@ class Run:
 
 
 def split_by_block(copies: ShardCopies, start: int, buffer: Buffer) -> Iterator[tuple[int, Buffer]]:
-    """`buffer`, from byte `start` of a piece, cut where its blocks are: (first byte, what of it
-    lies in one block).
-    """
+    """Yield (offset, view) for each block that `buffer`, from byte `start` of a shard, touches."""
     position, stop = start, start + len(buffer)
     while position < stop:
         block_end = min(
@@ -120,8 +115,9 @@ def split_by_block(copies: ShardCopies, start: int, buffer: Buffer) -> Iterator[
 def split_whole_rows(
     box: Box, spec: TensorSpec, start: int, stop: int
 ) -> tuple[Box | None, list[Box]]:
-    """The rows of a box that lie in [start, stop) of the tensor as a whole, where it is worth while
-    to move them at once; and the rest.
+    """Return the rows of a box that lie in bytes [start, stop) completely, and the rest.
+
+    The first result is None if reading rows at once does not pay.
     """
     if len(spec.shape) < 2 or not box.numel:
         return None, [box]
@@ -129,10 +125,8 @@ def split_whole_rows(
         spec.nbytes // spec.shape[0],
         spec.nbytes // full_box(spec.shape).numel,
     )
-    low, high = (
-        max(box.offsets[0], -(-start // row_nbytes)),
-        min(box.offsets[0] + box.shape[0], stop // row_nbytes),
-    )
+    low = max(box.offsets[0], -(-start // row_nbytes))
+    high = min(box.offsets[0] + box.shape[0], stop // row_nbytes)
     if (
         high - low < 2
         or box.shape[-1] * item_nbytes >= LONG_RUN_NBYTES
@@ -148,7 +142,7 @@ def split_whole_rows(
 
 
 def snap_to_edges(window: Box, edges: Sequence[int]) -> Box:
-    """The window up to the edges around it, along dim 0."""
+    """Extend a window along dim 0 to the edges around it."""
     if not window.shape:
         return window
     low, high = window.offsets[0], window.offsets[0] + window.shape[0]
@@ -157,7 +151,7 @@ def snap_to_edges(window: Box, edges: Sequence[int]) -> Box:
 
 
 def enclosing_rows(spec: TensorSpec, start: int, stop: int) -> Box:
-    """The rows of a tensor that some of its bytes lie in."""
+    """Return the rows of a tensor that contain bytes [start, stop)."""
     if not spec.shape:
         return full_box(())
     row_nbytes = spec.nbytes // spec.shape[0]

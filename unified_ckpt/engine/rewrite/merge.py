@@ -104,7 +104,6 @@ def merge_paths(
         source = open_cluster_source(
             comm,
             operation,
-            paths,
             folders,
             nodes,
             resources,

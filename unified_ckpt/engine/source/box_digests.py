@@ -1,8 +1,6 @@
-"""Digests of a stored tensor against a box of it, as it is read: the one rule for slices of a
-checkpoint and for what views make of it.
+"""Compare a box that was read with the digests of its tensor.
 
-Blocks that lie whole in the box are compared. Of a block that is read in part nothing is known; a
-load with verify="read" does the same.
+Only blocks that lie completely in the box are verified, as in a load with verify="read".
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from unified_ckpt.format.digests import BLOCK_NBYTES, block_count, crc
 
 
 def has_whole_blocks(spec: TensorSpec, box: Box) -> bool:
-    """Whether a box may have all bytes of a block."""
+    """Return whether a box can contain a complete block."""
     return 0 < min(BLOCK_NBYTES, spec.nbytes) <= box.numel * itemsize(spec.dtype)
 
 
@@ -32,15 +30,18 @@ def check_blocks(
     *,
     location: str = "",
 ) -> None:
-    """`body`: the box's bytes, row-major; `saved_digests`: the digests of the tensor's blocks.
-    IntegrityError naming the tensor and its blocks.
+    """Raise IntegrityError naming tensor and blocks if a complete block does not match its digest.
+
+    `body`: the box's row-major bytes; `saved_digests`: one for each block of the tensor.
     """
     if len(saved_digests) != block_count(spec.nbytes):
         raise IntegrityError(
-            f"{key[0]}:{key[1]}: has {len(saved_digests)} digests; needed {block_count(spec.nbytes)}"
+            f"{key[0]}:{key[1]}: got {len(saved_digests)} digests, expected "
+            f"{block_count(spec.nbytes)}"
         )
     mismatches = [
-        f"block {block} (from byte {block * BLOCK_NBYTES} of the tensor{location}) has CRC {crc(block_bytes):016x}; needed {saved_digests[block]:016x}"
+        f"block {block} (from byte {block * BLOCK_NBYTES} of the tensor{location}) has CRC "
+        f"{crc(block_bytes):016x}, expected {saved_digests[block]:016x}"
         for block, block_bytes in _whole_blocks(spec, box, body)
         if crc(block_bytes) != saved_digests[block]
     ]
@@ -53,6 +54,7 @@ def check_blocks(
 
 
 def _whole_blocks(spec: TensorSpec, box: Box, body: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield the number and the bytes of each block that lies completely in the box."""
     item_nbytes = itemsize(spec.dtype)
     for first, local, count in runs(
         box, spec.shape, local=full_box(box.shape), local_shape=box.shape
@@ -61,7 +63,5 @@ def _whole_blocks(spec: TensorSpec, box: Box, body: memoryview) -> Iterator[tupl
         for block in range(-(-start // BLOCK_NBYTES), -(-stop // BLOCK_NBYTES)):
             low, high = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, spec.nbytes)
             if high <= stop:
-                yield (
-                    block,
-                    body[local * item_nbytes + low - start : local * item_nbytes + high - start],
-                )
+                offset = local * item_nbytes - start
+                yield block, body[offset + low : offset + high]

@@ -1,9 +1,8 @@
-"""Two checkpoints, tensor by tensor, whatever their formats and layouts. Reads in bounded memory,
-and nothing where digests say enough.
+"""Compare two checkpoints tensor by tensor, in bounded memory, across formats and shardings.
 
-How a difference could be missed: a tensor has another name on one side (both names of a tied one
-count); nan differs from itself (bytes are compared first); digests are of other bytes than the
-file's now (`deep` reads them all the same).
+A difference could be missed in three ways. A tensor may have another name on one side, so
+both names of a tied tensor count. nan differs from itself, so bytes are compared first.
+Digests may not match the file, so `deep` reads the data as well.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
-_CHUNK_ELEMENTS = 1 << 20  # of each side at a time
+_CHUNK_ELEMENTS = 1 << 20  # per side and read
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs of a tensor. `first`, `second`: None where that side lacks it. `elements`: that
-    differ, of `first`'s number.
+    """How one tensor differs. `first`, `second`: its specs, None if that side lacks it.
 
-    `max_abs`: the largest difference of two elements, None where shapes differ or it is one of nan,
-    or of no number.
+    `elements`: how many differ. `max_abs`: the largest absolute difference; None if shapes differ
+    or a value is not a number.
     """
 
     part: str
@@ -43,8 +41,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """`equal`: tensors that are bitwise equal, dtype and shape too; `bytes_read`: of both sides
-    together.
+    """The result of a comparison.
+
+    `equal`: tensors equal in dtype, shape and bits; `bytes_read`: from both sides together.
     """
 
     equal: int
@@ -61,16 +60,17 @@ def diff_sources(
     deep: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> DiffReport:
-    """`parts`: only these, NotFoundError for one that neither has; `match`: only names, or
-    part:name, that match this glob.
+    """Compare two Sources. `match`: only names, or "part:name", that match this glob.
 
-    Where dtypes differ the values are compared as float64. `deep`: reads also what equal digests
-    say is equal. `progress` is called with bytes of the first that are done with.
+    `parts`: only these; NotFoundError for one that neither side has. `deep`: read tensors even if
+    their digests are equal. Values of different dtypes are compared as float64. `progress` is
+    called with the bytes of the first side that are done.
     """
     unknown_parts = sorted(set(parts or ()) - {*first.parts, *second.parts})
     if unknown_parts:
         raise NotFoundError(
-            f"part {unknown_parts[0]!r}: neither checkpoint has it; they have {', '.join(sorted({*first.parts, *second.parts}))}"
+            f"part {unknown_parts[0]!r}: is in neither checkpoint; expected one of "
+            f"{', '.join(sorted({*first.parts, *second.parts}))}"
         )
     equal, differences, bytes_read = 0, list[Difference](), 0
     for part in sorted({*first.parts, *second.parts}) if parts is None else sorted(parts):
@@ -81,15 +81,17 @@ def diff_sources(
                 equal += 1
             else:
                 differences.append(difference)
-            spec = _stored_tensor(first, part, name)
-            if progress is not None and spec is not None:
-                progress(spec[1].nbytes)
+            first_tensor = _stored_tensor(first, part, name)
+            if progress is not None and first_tensor is not None:
+                progress(first_tensor[1].nbytes)
     return DiffReport(equal, tuple(differences), bytes_read)
 
 
 def _names_on_either_side(first: Source, second: Source, part: str, match: str | None) -> list[str]:
-    """Names of either side; one that is an alias on one side and stored on the other counts as
-    stored, and one of two tensors too.
+    """Return the stored names of either side.
+
+    An alias on one side that is stored on the other is included, and so is an alias of two
+    different tensors.
     """
     first_aliases, second_aliases = (
         source.aliases(part) if part in source.parts else {} for source in (first, second)
@@ -98,7 +100,7 @@ def _names_on_either_side(first: Source, second: Source, part: str, match: str |
         name
         for name in first_aliases.keys() & second_aliases.keys()
         if first_aliases[name] != second_aliases[name]
-    }  # tied to one tensor here, to another there
+    }
     names = sorted({*first.names(part), *second.names(part), *differently_tied})
     return [
         name
@@ -108,7 +110,7 @@ def _names_on_either_side(first: Source, second: Source, part: str, match: str |
 
 
 def _stored_tensor(source: Source, part: str, name: str) -> tuple[Key, TensorSpec] | None:
-    """Under which name a side stores a tensor, and what it is."""
+    """Return the stored key and spec of a tensor on one side, or None."""
     if part not in source.parts:
         return None
     names = source.names(part)
@@ -121,27 +123,21 @@ def _stored_tensor(source: Source, part: str, name: str) -> tuple[Key, TensorSpe
 def _diff_tensor(
     first: Source, second: Source, part: str, name: str, *, deep: bool
 ) -> tuple[Difference | None, int]:
-    first_tensor, second_tensor = (
-        _stored_tensor(first, part, name),
-        _stored_tensor(second, part, name),
-    )
-    if (
-        first_tensor is None
-        or second_tensor is None
-        or first_tensor[1].shape != second_tensor[1].shape
-    ):
-        return Difference(
-            part, name, first_tensor and first_tensor[1], second_tensor and second_tensor[1]
-        ), 0
-    if (
-        not deep
-        and first_tensor[1] == second_tensor[1]
-        and _same_digests(first, first_tensor[0], second, second_tensor[0])
-    ):
+    """Return how a tensor differs, or None, and the bytes read."""
+    first_tensor = _stored_tensor(first, part, name)
+    second_tensor = _stored_tensor(second, part, name)
+    if first_tensor is None or second_tensor is None:
+        first_spec, second_spec = (tensor and tensor[1] for tensor in (first_tensor, second_tensor))
+        return Difference(part, name, first_spec, second_spec), 0
+    (first_key, first_spec), (second_key, second_spec) = first_tensor, second_tensor
+    if first_spec.shape != second_spec.shape:
+        return Difference(part, name, first_spec, second_spec), 0
+    is_same_spec = first_spec == second_spec
+    if not deep and is_same_spec and _same_digests(first, first_key, second, second_key):
         return None, 0
     differing, largest, is_unknown = 0, 0.0, False
     for first_chunk, second_chunk in zip(
-        _chunks(first, *first_tensor), _chunks(second, *second_tensor), strict=True
+        _chunks(first, first_key, first_spec), _chunks(second, second_key, second_spec), strict=True
     ):
         if first_chunk.dtype == second_chunk.dtype and torch.equal(
             first_chunk.view(torch.uint8), second_chunk.view(torch.uint8)
@@ -151,28 +147,23 @@ def _diff_tensor(
         differing += count
         is_unknown |= chunk_max is None
         largest = max(largest, chunk_max or 0.0)
-    nbytes = first_tensor[1].nbytes + second_tensor[1].nbytes
-    if first_tensor[1] == second_tensor[1] and not differing:
+    nbytes = first_spec.nbytes + second_spec.nbytes
+    if is_same_spec and not differing:
         return None, nbytes
-    return Difference(
-        part, name, first_tensor[1], second_tensor[1], differing, None if is_unknown else largest
-    ), nbytes
+    max_abs = None if is_unknown else largest
+    return Difference(part, name, first_spec, second_spec, differing, max_abs), nbytes
 
 
 def _same_digests(first: Source, first_key: Key, second: Source, second_key: Key) -> bool:
-    first_digests, second_digests = (
-        first.block_digests([first_key])[first_key],
-        second.block_digests([second_key])[second_key],
-    )
-    return (
-        first_digests is not None
-        and second_digests is not None
-        and list(first_digests) == list(second_digests)
-    )
+    first_digests = first.block_digests([first_key])[first_key]
+    second_digests = second.block_digests([second_key])[second_key]
+    if first_digests is None or second_digests is None:
+        return False
+    return list(first_digests) == list(second_digests)
 
 
 def _chunks(source: Source, key: Key, spec: TensorSpec) -> Iterator[torch.Tensor]:
-    """The elements of a tensor, row-major, some at a time: [at most _CHUNK_ELEMENTS]."""
+    """Yield a tensor's elements in row-major order: [at most _CHUNK_ELEMENTS]."""
     catalog, item_nbytes = source.catalog([key]), itemsize(spec.dtype)
     location, total = catalog.locations[key], spec.nbytes // item_nbytes
     for low in range(0, total, _CHUNK_ELEMENTS):
@@ -184,21 +175,19 @@ def _chunks(source: Source, key: Key, spec: TensorSpec) -> Iterator[torch.Tensor
 
 
 def _chunk_difference(left: torch.Tensor, right: torch.Tensor) -> tuple[int, float | None]:
-    """How many elements differ, and by how much at most; None where one is nan or has no value as a
-    number.
-    """
+    """Return how many elements differ and the largest difference; None if it is not a number."""
     try:
         left_values, right_values = _numbers(left), _numbers(right)
-    except (RuntimeError, NotImplementedError):  # packed formats have no conversion
+    except (RuntimeError, NotImplementedError):  # packed dtypes have no conversion
         return int((left.view(torch.uint8) != right.view(torch.uint8)).sum()), None
     is_different = (left_values != right_values) & ~(left_values.isnan() & right_values.isnan())
-    if left.dtype == right.dtype:  # -0.0 and 0.0, or two nans: other bits
+    if left.dtype == right.dtype:  # -0.0 and 0.0, or two nans, differ in bits
         width = left.element_size()
         is_different |= (
             left.view(torch.uint8).view(-1, width) != right.view(torch.uint8).view(-1, width)
         ).any(1)
     distances = (left_values - right_values).abs()[is_different]
-    if distances.isnan().any():  # of nan and a number, or of two infinities that are one number
+    if distances.isnan().any():  # nan and a number, or two equal infinities
         return int(is_different.sum()), None
     return int(is_different.sum()), float(distances.max()) if distances.numel() else 0.0
 

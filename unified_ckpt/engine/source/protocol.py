@@ -1,6 +1,4 @@
-"""Source: the one protocol for reading. Anything that slices of named tensors can be read from; no
-torch.
-"""
+"""Source: the protocol for reading slices of named tensors from any format. Knows no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from unified_ckpt.runtime.storage.storage import Reader
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A tensor's row-major bytes: from byte `start` of a file."""
+    """Where a tensor's row-major bytes start: byte `start` of a file."""
 
     file: str
     start: int
@@ -24,8 +22,9 @@ class Location:
 
 @dataclass(slots=True)
 class VerificationLog:
-    """Of a storage that compares digests: bytes of blocks that were right, and what was wrong and
-    read from elsewhere, in sentences.
+    """The results of a storage that verifies blocks while reading.
+
+    `damage`: one sentence for each damaged block that was read from elsewhere.
     """
 
     verified_nbytes: int = 0
@@ -34,9 +33,10 @@ class VerificationLog:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Byte ranges of tensors, for sources whose tensors lie whole in files. `storage` reads them.
-    `verification_log`: where it compares digests itself, what came of that. `locality`: of tensors
-    that cost less where they are read one after another, a word that they share.
+    """Byte ranges of tensors that are contiguous in files, and the `storage` that reads them.
+
+    `verification_log`: set if the storage verifies digests itself. `locality`: tensors with the
+    same value are cheaper to read consecutively.
     """
 
     storage: Reader
@@ -46,7 +46,7 @@ class Catalog:
 
 
 def read_box(storage: Reader, location: Location, spec: TensorSpec, box: Box) -> bytes:
-    """The box's bytes, row-major, of a tensor that lies whole in a file."""
+    """Return a box of a contiguous tensor, as row-major bytes."""
     buffer = bytearray(box.numel * itemsize(spec.dtype))
     read_box_into(storage, location, spec, box, memoryview(buffer))
     return bytes(buffer)
@@ -55,7 +55,7 @@ def read_box(storage: Reader, location: Location, spec: TensorSpec, box: Box) ->
 def read_box_into(
     storage: Reader, location: Location, spec: TensorSpec, box: Box, buffer: memoryview
 ) -> None:
-    """`read_box`, into memory of the box's size."""
+    """Read a box of a contiguous tensor into a buffer of the box's size."""
     item_nbytes = itemsize(spec.dtype)
     for first, local, count in runs(
         box, spec.shape, local=full_box(box.shape), local_shape=box.shape
@@ -69,11 +69,13 @@ def read_box_into(
 
 @dataclass(frozen=True, slots=True)
 class SourceMetadata:
-    """What a source holds beside tensors. `groups`: param groups as {"names", "options"};
-    `scalars`: fqn -> optimizer state that is not one tensor; `rank_extras`: how many ranks left
-    one; `has_digests`: whether there are any of its tensors; `objects`: where
-    `extra` and `rank_extra` hold the state of an object, as "extra:scheduler". `pads`: tensors that
-    may be read into larger ones -> the dims along which those may be larger."""
+    """Everything a Source holds besides tensors.
+
+    `groups`: param groups as {"names", "options"}; `scalars`: optimizer state that is not a
+    tensor, by fqn; `rank_extras`: how many ranks stored one; `has_digests`: whether the tensors
+    have digests; `objects`: paths of stored object states, such as "extra:scheduler";
+    `pads`: tensors that may fill larger targets -> the dims that may be larger.
+    """
 
     save_id: str | None = None
     step: int | None = None
@@ -90,42 +92,47 @@ class SourceMetadata:
 
 
 class Source(Protocol):
-    """Named tensors by part. `format`: what it is, for people."""
+    """Named tensors by part. Every format and every view implements this."""
 
     @property
-    def format(self) -> str: ...
+    def format(self) -> str:
+        """The name of the format, for messages."""
 
     @property
-    def parts(self) -> Sequence[str]: ...
+    def parts(self) -> Sequence[str]:
+        """The names of the stored parts."""
 
     def names(self, part: str) -> Collection[str]:
-        """The stored tensors of a part."""
+        """Return the names of a part's stored tensors."""
 
     def aliases(self, part: str) -> Mapping[str, str]:
-        """Other names of tied tensors -> stored names."""
+        """Return other names of tied tensors -> stored names."""
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
-        """Dtype and shape of some tensors of a part. IncompleteError or IntegrityError where their
-        bytes are not there.
+        """Return dtype and shape of some tensors.
+
+        Raises IncompleteError or IntegrityError if their bytes are missing.
         """
 
     def read(self, part: str, name: str, box: Box) -> bytes:
-        """The box's bytes, row-major."""
+        """Return a box of a tensor, as row-major bytes."""
 
     def catalog(self, keys: Collection[tuple[str, str]]) -> Catalog:
-        """Where the wanted tensors lie. Same errors as `specs`."""
+        """Return where some tensors lie. Raises the same errors as `specs`."""
 
     def block_digests(
         self, keys: Collection[tuple[str, str]]
     ) -> Mapping[tuple[str, str], Sequence[int] | None]:
-        """CRC64NVME of each 1 MiB block of some tensors, by (part, name); None where the source has
-        none. FormatError for others.
+        """Return the CRC64NVME of each 1 MiB block, by (part, name); None if there are no digests.
+
+        Raises FormatError for digests of an unknown kind.
         """
 
     def metadata(self) -> SourceMetadata:
-        """What it holds beside tensors. IntegrityError or FormatError where that is damaged."""
+        """Return what is stored besides tensors. IntegrityError or FormatError if it is damaged."""
 
     def rank_extra(self, rank: int) -> Any:
-        """What rank `rank` left, None for nothing."""
+        """Return the `rank_extra` of saving rank `rank`, or None."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the files."""

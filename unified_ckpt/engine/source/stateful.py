@@ -1,9 +1,8 @@
-"""Objects that tell and take their own state, in what a caller gives as `extra` and `rank_extra`:
-schedulers, loaders, random states.
+"""Stateful objects in `extra` and `rank_extra`: schedulers, data loaders, random generators.
 
-How state could be lost: an object is named and the checkpoint has nothing for it; another number of
-ranks saved; a load ends half way and nobody says so. So what each object is to get is looked up on
-every rank before the first byte is written, and an error names its path.
+State could be lost if the checkpoint has none for an object, if another number of ranks saved
+it, or if a load stops half way. Every rank therefore looks up the state of each object before
+the first byte is written, and errors name the object's path.
 """
 
 from __future__ import annotations
@@ -33,29 +32,28 @@ from unified_ckpt.runtime.torch_state.rng import GeneratorState, RandomStates, i
 from unified_ckpt.runtime.torch_state.sampler import start_loader
 
 _MISSING = object()
-_READ_ERRORS = (IntegrityError, IncompleteError, StorageError)  # another checkpoint may do
+_READ_ERRORS = (IntegrityError, IncompleteError, StorageError)  # an older checkpoint may load
 
 
 @dataclass(frozen=True, slots=True)
 class NamedObject:
-    """An object, and where it stands."""
+    """A stateful object and its path in the tree."""
 
     path: Path
     target: Any
 
     @property
     def label(self) -> str:
-        """`("extra", "a", 0)` -> `"extra:a[0]"`."""
+        """The path as text: `("extra", "a", 0)` is "extra:a[0]"."""
         rest = path_text(("", *self.path[1:])).removeprefix(".")
         return f"{self.path[0]}:{rest}" if rest else str(self.path[0])
 
 
 def stateful_objects(value: Any, root: str) -> list[NamedObject]:
-    """The objects in a tree of dicts, lists and tuples, in the order in which they stand, but
-    random states last: others may draw.
+    """Return the stateful objects in a tree of dicts, lists and tuples, random states last.
 
-    Random generators are among them, each as a `GeneratorState`.
-    FormatError for a module with sharded parameters: its state is no one rank's.
+    Random generators are included as `GeneratorState`; they come last because other objects may
+    draw numbers. Raises FormatError for a module with sharded parameters.
     """
     objects = list(_iter_objects(value, (root,), set()))
     for named in objects:
@@ -63,7 +61,8 @@ def stateful_objects(value: Any, root: str) -> list[NamedObject]:
             isinstance(param, DTensor) for param in named.target.parameters()
         ):
             raise FormatError(
-                f"{path_text(named.path)}: a module with sharded parameters; needed `parts`, which stores them whole"
+                f"{path_text(named.path)}: is a module with sharded parameters; save it "
+                "with `parts` instead"
             )
     return sorted(objects, key=_is_random)
 
@@ -73,9 +72,7 @@ def _is_random(named: NamedObject) -> bool:
 
 
 def _iter_objects(value: Any, path: Path, ancestors: set[int]) -> Iterator[NamedObject]:
-    """`ancestors`: the containers that `value` is in; one that holds itself is the codec's to
-    refuse.
-    """
+    """Yield objects below `value`. `ancestors`: ids of enclosing containers, to end at cycles."""
     if _is_stateful(value):
         yield NamedObject(path, value)
     elif is_generator(value):
@@ -99,9 +96,7 @@ def _items(value: Any) -> Collection[tuple[Any, Any]]:
 
 
 def replace_with_states(value: Any, root: str) -> Any:
-    """The tree with each object's state in its place. The caller's own containers stay as they are;
-    states are not copied.
-    """
+    """Return the tree with each object replaced by its state. Containers are copied, states not."""
     return _replace_at_paths(
         value, root, {named.path: _state_of(named) for named in stateful_objects(value, root)}
     )
@@ -113,15 +108,17 @@ def _state_of(named: NamedObject) -> Any:
         state = named.target.state_dict()
     except Exception as error:
         raise FormatError(
-            f"{location}: {class_name}.state_dict() raised {type(error).__name__}: {error}; needed its state"
+            f"{location}: {class_name}.state_dict() raised {type(error).__name__}: {error}"
         ) from error
     if state is None:
-        raise FormatError(f"{location}: {class_name}.state_dict() gave None; needed the state")
+        raise FormatError(
+            f"{location}: {class_name}.state_dict() returned None, expected the state"
+        )
     return state
 
 
 def _replace_at_paths(value: Any, root: str, states: Mapping[Path, Any]) -> Any:
-    """The tree with these states at their paths; what is not on the way to one is the same object."""
+    """Return the tree with these states at their paths; unaffected subtrees are shared."""
     prefixes = {path[:length] for path in states for length in range(1, len(path))}
     return _replace_below(value, (root,), states, prefixes)
 
@@ -146,7 +143,7 @@ def _replace_below(
 
 @dataclass(frozen=True, slots=True)
 class _ObjectRestore:
-    """`state`: what the object gets; of all saving ranks, where `from_all_ranks`."""
+    """State to load into an object; of all saving ranks if `from_all_ranks`."""
 
     named: NamedObject
     state: Any
@@ -155,10 +152,10 @@ class _ObjectRestore:
 
 @dataclass(slots=True)
 class StatefulRestore:
-    """What a rank's objects get, and its own entry of `rank_extra`. `missing`: paths of objects for
-    which the checkpoint has nothing;
-    `kept`: of those that keep what they are, because the state that is there is not for them.
-    `labels`: of all objects.
+    """The state that a rank's objects will load, and this rank's own `rank_extra`.
+
+    `missing`: paths of objects without stored state; `kept`: paths of objects left unchanged
+    because the stored state is not theirs; `labels`: of all objects.
     """
 
     rank_extra: Any = None
@@ -168,35 +165,32 @@ class StatefulRestore:
     kept: list[str] = field(default_factory=list)
 
     def apply(self, *, rank: int, world: int) -> None:
-        """Gives each object its own copy. CheckpointError that names the object whose call fails;
-        an error of reading stays what it is.
-        """
+        """Load a copy of its state into each object. Errors name the object."""
         for number, restore in enumerate(self.restores):
             try:
                 if restore.from_all_ranks:
                     restore.named.target.load_from_ranks(restore.state, rank=rank, world=world)
                 else:
-                    restore.named.target.load_state_dict(
-                        copy.deepcopy(restore.state)
-                    )  # it may keep or change it; the report has the same
+                    # The object may change its state, and the report has the same one.
+                    restore.named.target.load_state_dict(copy.deepcopy(restore.state))
                     start_loader(restore.named.target)
             except Exception as error:
-                location, class_name = (
-                    path_text(restore.named.path),
-                    type(restore.named.target).__name__,
-                )
+                location = path_text(restore.named.path)
+                class_name = type(restore.named.target).__name__
                 not_restored = ", ".join(
                     path_text(later.named.path) for later in self.restores[number + 1 :]
                 )
-                consequence = f"the tensors are loaded{f', {not_restored} not' if not_restored else ''}: the target is unusable"
+                others = f", but {not_restored} are not" if not_restored else ""
+                consequence = f"the tensors are loaded{others}: the target is unusable"
                 error_class = type(error) if isinstance(error, _READ_ERRORS) else CheckpointError
                 raise error_class(
-                    f"{location}: {class_name} did not take its state: {type(error).__name__}: {error}; {consequence}"
+                    f"{location}: {class_name} could not load its state: "
+                    f"{type(error).__name__}: {error}; {consequence}"
                 ) from error
 
 
 class PerRankStates(Sequence[Any]):
-    """One object's state on each rank of the save, read when asked for; while the load lasts."""
+    """The state of one object on each saving rank, read on access. Valid during the load."""
 
     def __init__(self, entries: RankExtras, path: Path) -> None:
         self._entries, self._path = entries, path
@@ -207,7 +201,7 @@ class PerRankStates(Sequence[Any]):
         state = _value_at(self._entries[rank], self._path)
         if state is _MISSING:
             raise NotFoundError(
-                f"{path_text(self._path)}: rank {rank} of the {len(self)} that saved has left none"
+                f"{path_text(self._path)}: rank {rank} of {len(self)} stored no state for it"
             )
         return state
 
@@ -215,39 +209,39 @@ class PerRankStates(Sequence[Any]):
         return len(self._entries)
 
 
-def plan_restore(
-    extra: Any,
-    rank_extra: Any,
-    source: Source,
-    metadata: SourceMetadata,
-    verification_log: VerificationLog | None,
-    *,
-    rank: int,
-    world: int,
-) -> StatefulRestore:
-    """What is there for the objects in `extra` and `rank_extra`, trees of this rank's. Changes none
-    of them.
+@dataclass(frozen=True, slots=True)
+class StoredObjects:
+    """Where the stored states are. `verification_log`: that of a source in several folders."""
 
-    FormatError for what a save would refuse. Where another number of ranks has saved, one entry is
-    read, to see what is there.
+    source: Source
+    metadata: SourceMetadata
+    verification_log: VerificationLog | None
+
+    def rank_extra(self, rank: int) -> tuple[Any, bool]:
+        """Return the `rank_extra` of a saving rank, and whether it was lost with its node."""
+        log = self.verification_log
+        damage_count = len(log.damage) if log is not None else 0
+        entry = self.source.rank_extra(rank)
+        return entry, entry is None and log is not None and len(log.damage) > damage_count
+
+
+def plan_restore(
+    extra: Any, rank_extra: Any, stored: StoredObjects, *, rank: int, world: int
+) -> StatefulRestore:
+    """Look up the stored state of each object in `extra` and `rank_extra`. Changes no object.
+
+    Raises FormatError for trees that a save would refuse. If another number of ranks saved, one
+    entry is read to see which objects it has.
     """
-    plan, saved_world_size = StatefulRestore(), metadata.rank_extras
+    plan, saved_world_size = StatefulRestore(), stored.metadata.rank_extras
     for named in _checked_objects(extra, "extra"):
         plan.labels.append(named.label)
-        _add_restore(plan, named, _value_at(metadata.extra, named.path))
+        _add_restore(plan, named, _value_at(stored.metadata.extra, named.path))
     objects = _checked_objects(rank_extra, "rank_extra")
     plan.labels += [named.label for named in objects]
-    damage_count = len(verification_log.damage) if verification_log is not None else 0
-    entry = (
-        source.rank_extra(rank % saved_world_size)
-        if saved_world_size and (saved_world_size == world or objects)
-        else None
-    )
-    is_lost = (
-        entry is None
-        and verification_log is not None
-        and len(verification_log.damage) > damage_count
-    )  # with the machine that had it
+    entry, is_lost = None, False
+    if saved_world_size and (saved_world_size == world or objects):
+        entry, is_lost = stored.rank_extra(rank % saved_world_size)
     for named in objects:
         state = _value_at(entry, named.path)
         if is_lost:
@@ -255,22 +249,17 @@ def plan_restore(
         elif saved_world_size == world or state is _MISSING:
             _add_restore(plan, named, state)
         elif callable(getattr(named.target, "load_from_ranks", None)):
-            plan.restores.append(
-                _ObjectRestore(
-                    named,
-                    PerRankStates(RankExtras(source, saved_world_size), named.path),
-                    from_all_ranks=True,
-                )
-            )
+            states = PerRankStates(RankExtras(stored.source, saved_world_size), named.path)
+            plan.restores.append(_ObjectRestore(named, states, from_all_ranks=True))
         else:
             plan.kept.append(path_text(named.path))
-    plan.restores.sort(key=lambda restore: _is_random(restore.named))  # of both trees
+    plan.restores.sort(key=lambda restore: _is_random(restore.named))  # across both trees
     plan.rank_extra = entry if saved_world_size == world else None
     return plan
 
 
 def _checked_objects(value: Any, root: str) -> list[NamedObject]:
-    """The objects of a tree that could be saved as it is, but for their states."""
+    """Return the objects of a tree after checking that the rest of it can be encoded."""
     objects = stateful_objects(value, root)
     codec.encode(
         _replace_at_paths(value, root, dict.fromkeys(named.path for named in objects)), root
@@ -283,22 +272,20 @@ def _add_restore(plan: StatefulRestore, named: NamedObject, state: Any) -> None:
         plan.missing.append(path_text(named.path))
     elif isinstance(named.target, GeneratorState) and (problem := named.target.mismatch(state)):
         raise MismatchError(
-            f"{path_text(named.path)}: {problem}; needed the same kind of generator"
+            f"{path_text(named.path)}: {problem}; expected the same kind of generator"
         )
     else:
         plan.restores.append(_ObjectRestore(named, state))
 
 
 def _value_at(tree: Any, path: Path) -> Any:
-    """What stands at the path of a tree, without its root; None there counts as nothing."""
+    """Return the value at a path, without its root; None counts as missing."""
     for step in path[1:]:
-        valid_steps: Collection[Any] = (
-            range(len(tree))
-            if isinstance(tree, codec.SEQUENCES)
-            else tree
-            if isinstance(tree, dict)
-            else ()
-        )
+        valid_steps: Collection[Any] = ()
+        if isinstance(tree, codec.SEQUENCES):
+            valid_steps = range(len(tree))
+        elif isinstance(tree, dict):
+            valid_steps = tree
         if step not in valid_steps:
             return _MISSING
         tree = tree[step]

@@ -1,4 +1,4 @@
-"""What `uc.open` gives: a source seen through torch, lazily. No process group."""
+"""The result of `uc.open`: a lazy view of a Source as torch tensors. Needs no process group."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ Index = int | slice | EllipsisType
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A stored tensor. Indexing reads what is asked for, into new CPU memory: ints, slices of step
-    1, an ellipsis.
+    """A stored tensor. Indexing reads the selected elements into new CPU memory.
 
-    IntegrityError where a 1 MiB block that lies whole in what is read has not its digest; a tensor
-    of less is one block.
+    Indices are ints, slices with step 1 and an ellipsis. Raises IntegrityError if a 1 MiB block
+    that was read completely does not match its digest; a smaller tensor is one block.
     """
 
     _source: Source
@@ -35,20 +34,16 @@ class TensorView:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
         indices = index if isinstance(index, tuple) else (index,)
         if Ellipsis in indices:
-            ellipsis = indices.index(Ellipsis)
-            indices = (
-                *indices[:ellipsis],
-                *[slice(None)] * (len(self.shape) - len(indices) + 1),
-                *indices[ellipsis + 1 :],
-            )
+            position = indices.index(Ellipsis)
+            missing = [slice(None)] * (len(self.shape) - len(indices) + 1)
+            indices = (*indices[:position], *missing, *indices[position + 1 :])
         if len(indices) > len(self.shape):
             raise IndexError(
                 f"{self.part}:{self.name}: {len(indices)} indices for {len(self.shape)} dims"
             )
+        indices = (*indices, *[slice(None)] * (len(self.shape) - len(indices)))
         offsets, sizes, out_shape = [], [], []
-        for item, size in zip(
-            (*indices, *[slice(None)] * (len(self.shape) - len(indices))), self.shape, strict=True
-        ):
+        for item, size in zip(indices, self.shape, strict=True):
             low, high, keeps_dim = _index_range(item, size, f"{self.part}:{self.name}")
             offsets.append(low)
             sizes.append(high - low)
@@ -56,30 +51,27 @@ class TensorView:
         body = self._source.read(self.part, self.name, Box(tuple(offsets), tuple(sizes)))
         if not body:
             return torch.empty(out_shape, dtype=self.dtype, device="cpu")
-        return (
-            torch.frombuffer(bytearray(body), dtype=torch.uint8).view(self.dtype).reshape(out_shape)
-        )
+        values = torch.frombuffer(bytearray(body), dtype=torch.uint8).view(self.dtype)
+        return values.reshape(out_shape)
 
 
 def _index_range(index: object, size: int, label: str) -> tuple[int, int, bool]:
-    """Half-open range in one dim, and whether the dim stays."""
+    """Return the half-open range of one dim, and whether the dim is kept."""
     if isinstance(index, int):
         if not -size <= index < size:
-            raise IndexError(f"{label}: index {index} is out of range for a dim of {size}")
+            raise IndexError(f"{label}: index {index} is out of range for a dim of size {size}")
         return index % size, index % size + 1, False
     if isinstance(index, slice):
         low, high, step = index.indices(size)
         if step != 1:
-            raise IndexError(f"{label}: slice step {step}; needed 1")
+            raise IndexError(f"{label}: got slice step {step}, expected 1")
         return low, max(low, high), True
-    raise IndexError(f"{label}: index {index!r}; needed an int, a slice or an ellipsis")
+    raise IndexError(f"{label}: got index {index!r}, expected an int, a slice or an ellipsis")
 
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is not there yet: `load` gives it, of this dtype and shape, whenever it is
-    read. For a `conversion_fn`.
-    """
+    """A tensor of known dtype and shape that `load` reads on demand. For a `conversion_fn`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -88,17 +80,15 @@ class LazyTensor:
 
 @dataclass(frozen=True, slots=True)
 class PartView(Mapping[str, TensorView]):
-    """The tensors of a part, by name; other names of tied tensors work too, and are not listed."""
+    """The tensors of a part by name. Aliases of tied tensors are accepted but not listed."""
 
     _source: Source
     part: str
 
     def __getitem__(self, name: str) -> TensorView:
-        stored_name = (
-            name
-            if name in self._source.names(self.part)
-            else self._source.aliases(self.part).get(name, name)
-        )
+        stored_name = name
+        if name not in self._source.names(self.part):
+            stored_name = self._source.aliases(self.part).get(name, name)
         if stored_name not in self._source.names(self.part):
             raise KeyError(f"{self.part}:{name}")
         spec = self._source.specs(self.part, [stored_name])[stored_name]
@@ -115,7 +105,7 @@ class PartView(Mapping[str, TensorView]):
 
 @dataclass(frozen=True, slots=True)
 class RankExtras(Sequence[Any]):
-    """What each rank of the save left, read when asked for."""
+    """The `rank_extra` of each saving rank, read on access."""
 
     _source: Source
     _count: int
@@ -132,8 +122,9 @@ class RankExtras(Sequence[Any]):
 
 
 class SourceView:
-    """An open checkpoint: `src["model"]["lm_head.weight"][0:1024]`. A context manager; reading
-    after `close` is an error.
+    """An open checkpoint: `src["model"]["lm_head.weight"][0:1024]`.
+
+    A context manager. Reading after `close` is an error.
     """
 
     def __init__(self, source: Source) -> None:
@@ -160,30 +151,36 @@ class SourceView:
 
     @property
     def source(self) -> Source:
-        """What it is a view of, without torch."""
+        """The Source behind this view, without torch."""
         return self._source
 
     @property
     def format(self) -> str:
+        """The name of the format, such as "unified"."""
         return self._source.format
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """The names of the stored parts."""
         return tuple(self._source.parts)
 
     @property
     def step(self) -> int | None:
+        """The training step of the save, or None."""
         return self._cached_metadata().step
 
     @property
     def extra(self) -> Any:
+        """The `extra` given at the save."""
         return self._cached_metadata().extra
 
     @property
     def rank_extra(self) -> RankExtras:
+        """The `rank_extra` of each saving rank."""
         return RankExtras(self._source, self._cached_metadata().rank_extras)
 
     def close(self) -> None:
+        """Close the files."""
         self._source.close()
 
     def _cached_metadata(self) -> SourceMetadata:

@@ -224,7 +224,6 @@ class ClusterScan:
             source = open_cluster_source(
                 self._comm,
                 f"restore of {name}",
-                paths,
                 opened,
                 nodes,
                 stack,

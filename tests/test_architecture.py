@@ -35,7 +35,13 @@ LAYERS = [
 ]
 # The same inside a package: a folder imports only what stands in an earlier row, and itself.
 INNER_LAYERS = {
-    "core": [["text.py"], ["sharding"], ["recipes.py"], ["planning", "nodes"], ["retention.py"]],
+    "core": [
+        ["text.py"],
+        ["sharding"],
+        ["recipes.py"],
+        ["planning", "nodes"],
+        ["recipe_coverage.py", "retention.py"],
+    ],
     "runtime": [["gc_pause.py"], ["comm", "torch_state"], ["storage"], ["exchange"]],
     "engine": [["source", "plan"], ["folder"], ["save", "nodes"], ["load"], ["rewrite", "repair"]],
     "sources": [

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isinf, prod
 
-from unified_ckpt.core.nodes.coverage import check_used_once
+from unified_ckpt.core.recipe_coverage import check_used_once
 from unified_ckpt.core.recipes import (
     Recipe,
     Stored,

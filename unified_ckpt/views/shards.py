@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.nodes.node_groups import coverage_gaps
+from unified_ckpt.core.nodes.coverage import coverage_gaps
 from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, is_inside, range_to_boxes
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize

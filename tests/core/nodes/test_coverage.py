@@ -1,64 +1,77 @@
-"""Which elements recipes take: against counting them one by one."""
+"""Gaps and differences of boxes, against a mask of elements."""
 
 from __future__ import annotations
 
-from math import prod
-
 import numpy as np
-import pytest
-import torch
-from hypothesis import assume, given, settings
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from tests.support.recipe_cases import Values, recipe
-from unified_ckpt.core import recipes
-from unified_ckpt.core.nodes.coverage import check_used_once
-from unified_ckpt.core.recipes import Recipe, Stored, leaves
-from unified_ckpt.core.sharding.boxes import full_box
-from unified_ckpt.errors import FormatError
-from unified_ckpt.views.materialize import materialize, slices
-
-W = Stored(("model", "w"), (12, 6))
+from tests.support.oracles import where
+from unified_ckpt.core.nodes.coverage import coverage_gaps, subtract_box
+from unified_ckpt.core.sharding.boxes import Box
 
 
-@settings(max_examples=150)
-@given(recipe(), recipe())
-def test_each_element_once_is_told_from_all_else(
-    one: tuple[Recipe, np.ndarray, Values], other: tuple[Recipe, np.ndarray, Values]
+def boxes_of(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
+    spans = [st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in shape]
+    return st.tuples(*spans).map(
+        lambda pairs: Box(tuple(low for low, _ in pairs), tuple(high - low for low, high in pairs))
+    )
+
+
+@st.composite
+def covers(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """Arbitrary boxes; or a tiling, sometimes with overlaps or without one of its boxes."""
+    shape = draw(st.sampled_from([(), (6,), (0,), (3, 0), (4, 5), (6, 1), (3, 4, 2)]))
+    drawn = draw(st.lists(boxes_of(shape), max_size=5))
+    if draw(st.booleans()):
+        tiling = [Box((0,) * len(shape), shape)]
+        for added in draw(st.lists(boxes_of(shape), max_size=3)):
+            tiling = [piece for box in tiling for piece in [*subtract_box(box, added)]] + [added]
+        drawn = [*tiling, *drawn[: draw(st.integers(0, 2))]]
+        if drawn and draw(st.booleans()):
+            drawn.pop(draw(st.integers(0, len(drawn) - 1)))
+    return shape, draw(st.permutations(drawn))
+
+
+@given(covers())
+@settings(max_examples=600)
+@example(
+    ((4,), [Box((0,), (3,)), Box((0,), (1,))])
+)  # as many elements as the tensor has, yet a gap
+@example(((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 2)), Box((1, 2), (2, 2))]))
+@example(((2,), [Box((0,), (1,)), Box((1,), (1,)), Box((1,), (0,))]))
+def test_gaps_cover_each_missing_element_once(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = drawn
+    mask = np.zeros(shape, dtype=bool)
+    for box in boxes:
+        mask[where(box)] = True
+    gaps = list(coverage_gaps(shape, iter(boxes)))
+    counted = np.zeros(shape, dtype=int)
+    for gap in gaps:
+        assert gap.numel > 0
+        counted[where(gap)] += 1
+    assert np.array_equal(counted, (~mask).astype(int)), "each missing element once"
+
+
+def test_gaps_of_missing_nodes_are_merged_and_lazy() -> None:
+    """Three missing nodes out of 2,048 are one gap, not one for each rank or row."""
+    boxes = [
+        Box((4 * m, 100 * t), (4, 100)) for m in range(2048) for t in range(8) if m not in (7, 8, 9)
+    ]
+    assert list(coverage_gaps((8192, 800), boxes)) == [Box((28, 0), (12, 800))]
+    assert next(
+        coverage_gaps((1 << 20, 4), [Box((2 * i, 0), (1, 4)) for i in range(1 << 12)])
+    ) == Box((1, 0), (1, 4))
+
+
+@given(st.data(), st.sampled_from([(), (5,), (4, 3), (3, 2, 4)]))
+def test_subtract_box_leaves_the_other_elements_once(
+    data: st.DataObject, shape: tuple[int, ...]
 ) -> None:
-    parts = [one[0], other[0]]
-    assume(not any(map(recipes.is_scaled, parts)) and not one[2].keys() & other[2].keys())
-    shapes = {
-        leaf.key: leaf.shape for part in parts for leaf in leaves(part) if isinstance(leaf, Stored)
-    }
-    counts = {key: np.zeros(shape, int) for key, shape in shapes.items()}
-    for part in parts:
-        numbers = {
-            key: torch.arange(prod(shape), dtype=torch.int64).reshape(shape)
-            for key, shape in shapes.items()
-        }
-        places = {key: number * 100 + place for place, (key, number) in enumerate(numbers.items())}
-        made = materialize(
-            part,
-            full_box(part.shape),
-            lambda key, box, of=places: of[key][slices(box)],
-            torch.int64,
-        )
-        for value in made.flatten().tolist():
-            counts[list(places)[value % 100]].flat[value // 100] += 1
-    once = all((count == 1).all() for count in counts.values())
-    if once:
-        check_used_once(parts)
-    else:
-        with pytest.raises(FormatError, match=r"leaves out box|more than once"):
-            check_used_once(parts)
-
-
-def test_more_than_can_be_counted_one_by_one_is_let_through() -> None:
-    """Every other element of a large tensor is a box of its own."""
-    large = Stored(("model", "w"), (4096, 64))
-    pairs = recipes.reshape(large, (4096, 32, 2))
-    check_used_once([recipes.select_index(pairs, 2, 0), recipes.select_index(pairs, 2, 1)])
-    small = recipes.reshape(W, (12, 3, 2))
-    check_used_once([recipes.select_index(small, 2, 0), recipes.select_index(small, 2, 1)])
-    with pytest.raises(FormatError, match=r"leaves out box"):
-        check_used_once([recipes.select_index(small, 2, 0), recipes.select_index(small, 2, 0)])
+    box, removed = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
+    counted, expected = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)
+    expected[where(box)] = 1
+    expected[where(removed)] = 0
+    for piece in subtract_box(box, removed):
+        counted[where(piece)] += 1
+    assert np.array_equal(counted, expected)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.node_folders import SPECS, Held, boxes_of, whole_of
 from tests.support.oracles import where
-from unified_ckpt.core.nodes.node_groups import subtract_box
+from unified_ckpt.core.nodes.coverage import subtract_box
 from unified_ckpt.core.sharding.boxes import Box, full_box, intersect
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec

@@ -1,85 +1,79 @@
-"""Checks that recipes together use each element of the stored tensors exactly once."""
+"""Coverage: the regions of a tensor that a set of boxes leaves out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from math import prod
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from unified_ckpt.core.nodes.node_groups import coverage_gaps
-from unified_ckpt.core.recipes import (
-    AllEqual,
-    Concatenated,
-    External,
-    Permuted,
-    Recipe,
-    Reshaped,
-    Scaled,
-    Sliced,
-    Stored,
-    shift_box,
-    split_by_operand,
-    unpermute_box,
-)
-from unified_ckpt.core.sharding.boxes import Box, full_box
-from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.reshape import copy_count, reshape_map
-from unified_ckpt.errors import FormatError
-
-_MAX_BOXES = 2048  # of one reshape; with more, the check is skipped
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect
 
 
-def check_used_once(recipes: Sequence[Recipe]) -> None:
-    """Raise FormatError if an element of their stored tensors is unused, or used twice.
+def coverage_gaps(shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[Box]:
+    """Yield the regions of a tensor that no box covers, as disjoint boxes.
 
-    Tensors without elements always pass.
+    They are computed lazily: the first gap does not wait for the others.
     """
-    boxes: dict[Key, list[Box]] = {}
-    shapes: dict[Key, tuple[int, ...]] = {}
-    countable = True
-    for recipe in recipes:
-        for use in _used_boxes(recipe, full_box(recipe.shape)) if prod(recipe.shape) else ():
-            if use is None:
-                countable = False
-                break
-            boxes.setdefault(use[0].key, []).append(use[1])
-            shapes[use[0].key] = use[0].shape
-    for key, used_boxes in boxes.items() if countable else ():
-        gap = next(coverage_gaps(shapes[key], used_boxes), None)
-        if gap is not None:
-            raise FormatError(
-                f"leaves out box {gap.offsets} + {gap.shape} "
-                f"of {':'.join(key)}, of shape {shapes[key]}"
-            )
-        if sum(box.numel for box in used_boxes) != prod(shapes[key]):
-            raise FormatError(
-                f"uses elements of {':'.join(key)}, of shape {shapes[key]}, more than once"
-            )
+    distinct = {box for box in boxes if box.numel}
+    tensor_box = full_box(shape)
+    if tensor_box in distinct or tensor_box.numel == 0:
+        return
+    for spans in _gap_spans(distinct, shape, 0):
+        yield Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
 
 
-def _used_boxes(recipe: Recipe, box: Box) -> Iterator[tuple[Stored, Box] | None]:
-    """Yield the boxes of stored tensors that `box` of a recipe uses; None if there are too many."""
-    match recipe:
-        case External():
-            return
-        case Stored():
-            yield recipe, box
-        case Permuted():
-            yield from _used_boxes(recipe.operand, unpermute_box(recipe, box))
-        case Sliced():
-            yield from _used_boxes(recipe.operand, shift_box(recipe, box))
-        case Scaled():
-            yield from _used_boxes(recipe.operand, box)
-        case AllEqual():
-            yield from chain.from_iterable(_used_boxes(operand, box) for operand in recipe.operands)
-        case Concatenated():
-            yield from chain.from_iterable(
-                _used_boxes(operand, part) for operand, part, _ in split_by_operand(recipe, box)
-            )
-        case Reshaped() if copy_count(recipe.operand.shape, recipe.shape, box) > _MAX_BOXES:
-            yield None
-        case Reshaped():
-            yield from chain.from_iterable(
-                _used_boxes(recipe.operand, piece.box)
-                for piece in reshape_map(recipe.operand.shape, recipe.shape, box)[1]
-            )
+def _gap_spans(
+    boxes: Collection[Box], shape: Sequence[int], dim: int
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield the gaps as spans of `dim` and the dims after it.
+
+    Sweeps along `dim`; between two edges of boxes, the later dims decide.
+    """
+    if not boxes:
+        yield tuple((0, n) for n in shape[dim:])
+    if not boxes or dim == len(shape):
+        return
+    pending = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
+    edges = {
+        0,
+        *(box.offsets[dim] for box in boxes),
+        *(box.offsets[dim] + box.shape[dim] for box in boxes),
+    } - {shape[dim]}
+    active: list[Box] = []
+    span_start = 0
+    open_spans = list[tuple[tuple[int, int], ...]]()  # gaps in the later dims since `span_start`
+    for edge in sorted(edges):
+        active = [box for box in active if box.offsets[dim] + box.shape[dim] > edge]
+        while pending and pending[-1].offsets[dim] == edge:
+            active.append(pending.pop())
+        inner_spans = (
+            []
+            if any(_is_full_after(box, shape, dim) for box in active)
+            else list(_gap_spans(active, shape, dim + 1))
+        )
+        if inner_spans != open_spans:
+            yield from (((span_start, edge), *rest) for rest in open_spans)
+            span_start, open_spans = edge, inner_spans
+    yield from (((span_start, shape[dim]), *rest) for rest in open_spans)
+
+
+def _is_full_after(box: Box, shape: Sequence[int], dim: int) -> bool:
+    return box.shape[dim + 1 :] == shape[dim + 1 :] and not any(box.offsets[dim + 1 :])
+
+
+def subtract_box(box: Box, removed: Box) -> list[Box]:
+    """Return `box` without the elements of `removed`, as disjoint boxes."""
+    shared = intersect(box, removed)
+    if shared is None:
+        return [box]
+    pieces: list[Box] = []
+    offsets, shape = list(box.offsets), list(box.shape)
+    for d in range(len(shape)):
+        shared_stop = shared.offsets[d] + shared.shape[d]
+        n_before = shared.offsets[d] - offsets[d]
+        n_after = offsets[d] + shape[d] - shared_stop
+        if n_before:
+            pieces.append(Box(tuple(offsets), (*shape[:d], n_before, *shape[d + 1 :])))
+        if n_after:
+            after_offsets = (*offsets[:d], shared_stop, *offsets[d + 1 :])
+            pieces.append(Box(after_offsets, (*shape[:d], n_after, *shape[d + 1 :])))
+        offsets[d], shape[d] = shared.offsets[d], shared.shape[d]
+    return pieces

@@ -15,7 +15,7 @@ from operator import add
 
 import numpy as np
 
-from unified_ckpt.core.nodes.node_groups import coverage_gaps
+from unified_ckpt.core.nodes.coverage import coverage_gaps
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec

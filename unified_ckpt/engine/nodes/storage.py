@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from unified_ckpt.core.nodes.node_groups import subtract_box
+from unified_ckpt.core.nodes.coverage import subtract_box
 from unified_ckpt.core.nodes.write_alignment import is_slow
 from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, runs
 from unified_ckpt.core.sharding.declarations import Key

@@ -1,0 +1,64 @@
+"""Which elements recipes take: against counting them one by one."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+
+from tests.support.recipe_cases import Values, recipe
+from unified_ckpt.core import recipes
+from unified_ckpt.core.recipe_coverage import check_used_once
+from unified_ckpt.core.recipes import Recipe, Stored, leaves
+from unified_ckpt.core.sharding.boxes import full_box
+from unified_ckpt.errors import FormatError
+from unified_ckpt.views.materialize import materialize, slices
+
+W = Stored(("model", "w"), (12, 6))
+
+
+@settings(max_examples=150)
+@given(recipe(), recipe())
+def test_each_element_once_is_told_from_all_else(
+    one: tuple[Recipe, np.ndarray, Values], other: tuple[Recipe, np.ndarray, Values]
+) -> None:
+    parts = [one[0], other[0]]
+    assume(not any(map(recipes.is_scaled, parts)) and not one[2].keys() & other[2].keys())
+    shapes = {
+        leaf.key: leaf.shape for part in parts for leaf in leaves(part) if isinstance(leaf, Stored)
+    }
+    counts = {key: np.zeros(shape, int) for key, shape in shapes.items()}
+    for part in parts:
+        numbers = {
+            key: torch.arange(prod(shape), dtype=torch.int64).reshape(shape)
+            for key, shape in shapes.items()
+        }
+        places = {key: number * 100 + place for place, (key, number) in enumerate(numbers.items())}
+        made = materialize(
+            part,
+            full_box(part.shape),
+            lambda key, box, of=places: of[key][slices(box)],
+            torch.int64,
+        )
+        for value in made.flatten().tolist():
+            counts[list(places)[value % 100]].flat[value // 100] += 1
+    once = all((count == 1).all() for count in counts.values())
+    if once:
+        check_used_once(parts)
+    else:
+        with pytest.raises(FormatError, match=r"leaves out box|more than once"):
+            check_used_once(parts)
+
+
+def test_more_than_can_be_counted_one_by_one_is_let_through() -> None:
+    """Every other element of a large tensor is a box of its own."""
+    large = Stored(("model", "w"), (4096, 64))
+    pairs = recipes.reshape(large, (4096, 32, 2))
+    check_used_once([recipes.select_index(pairs, 2, 0), recipes.select_index(pairs, 2, 1)])
+    small = recipes.reshape(W, (12, 3, 2))
+    check_used_once([recipes.select_index(small, 2, 0), recipes.select_index(small, 2, 1)])
+    with pytest.raises(FormatError, match=r"leaves out box"):
+        check_used_once([recipes.select_index(small, 2, 0), recipes.select_index(small, 2, 0)])

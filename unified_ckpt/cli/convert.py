@@ -19,7 +19,7 @@ from unified_ckpt.runtime.comm.comm import join_torchrun
 
 
 def run(arguments: Namespace) -> int:
-    """Converts `arguments.sources` to `arguments.target` and prints a report; returns 0."""
+    """Convert `arguments.sources` to `arguments.target` and print a report; return 0."""
     with ExitStack() as stack:
         is_first_rank = join_torchrun(stack)
         disable = None if is_first_rank else True  # None: show the bar on terminals only

@@ -51,7 +51,7 @@ class Run:
     pids: list[int] = field(default_factory=list)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yields the log entries that are new since the last call."""
+        """Yield the log entries that are new since the last call."""
         lines = self.log.read_bytes().split(b"\n")[:-1] if self.log.exists() else []
         for line in lines[self.lines_read :]:
             self.lines_read += 1
@@ -61,7 +61,7 @@ class Run:
             yield entry
 
     def kill(self) -> int:
-        """Sends SIGKILL to torchrun and every rank. Returns the number of ranks."""
+        """Send SIGKILL to torchrun and every rank. Return the number of ranks."""
         self.process.kill()
         for pid in self.pids:
             with suppress(ProcessLookupError):
@@ -82,14 +82,14 @@ class Demo:
     running: list[Run] = field(default_factory=list)
 
     def print_line(self, text: str = "") -> None:
-        """Prints a line, except with `--json`."""
+        """Print a line, except with `--json`."""
         if not self.quiet:
             print(text, flush=True)
 
     def launch(
         self, name: str, *, dp: int, tp: int, until: int, save_every: int, resume: Path | None
     ) -> Run:
-        """Starts a training job on dp * tp processes that trains until step `until`."""
+        """Start a training job on dp * tp processes that trains until step `until`."""
         arguments = [
             str(self.root),
             str(self.root / f"{name}.log"),
@@ -129,7 +129,7 @@ class Demo:
         return run
 
     def follow(self, run: Run, layout: str, *, killed: bool = False) -> Iterator[dict[str, Any]]:
-        """Yields a run's log entries as they appear and prints its steps, until the run ends."""
+        """Yield a run's log entries as they appear and print its steps, until the run ends."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
             ended = run.process.poll()
@@ -151,7 +151,7 @@ class Demo:
             raise DemoError(f"{run.name} ended with {ended}:\n{tail(run.output)}")
 
     def baseline_loss(self, step: int) -> float:
-        """Returns the baseline's loss at a step, waiting until it is there."""
+        """Return the baseline's loss at a step, waiting until it is there."""
         assert self.baseline is not None
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while step not in self.baseline_losses:
@@ -169,7 +169,7 @@ class Demo:
         return self.baseline_losses[step]
 
     def record_step(self, entry: dict[str, Any], layout: str) -> None:
-        """Records a step next to the baseline's loss, and prints some of them."""
+        """Record a step next to the baseline's loss, and print some of them."""
         step, loss = entry["step"], entry["loss"]
         baseline = self.baseline_loss(step)
         difference = abs(loss - baseline) / abs(baseline)
@@ -190,12 +190,12 @@ class Demo:
 
 
 def tail(output: Path) -> str:
-    """Returns the last part of a run's output, for errors."""
+    """Return the last part of a run's output, for errors."""
     return output.read_text(errors="replace")[-6000:]
 
 
 def write_corpus(path: Path) -> int:
-    """Writes the docstrings of the standard library, sorted by module. Returns their bytes."""
+    """Write the docstrings of the standard library, sorted by module. Return their bytes."""
     size = 0
     with path.open("wb") as file:
         for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -211,7 +211,7 @@ def write_corpus(path: Path) -> int:
 
 @contextmanager
 def work_folder(folder: str | None, *, keep: bool) -> Iterator[Path]:
-    """Yields the folder to work in; a temporary one is deleted afterwards unless `keep`."""
+    """Yield the folder to work in; a temporary one is deleted afterwards unless `keep`."""
     if folder is None:
         root = Path(tempfile.mkdtemp(prefix="unified-ckpt-demo-"))
     else:
@@ -227,12 +227,12 @@ def work_folder(folder: str | None, *, keep: bool) -> Iterator[Path]:
 
 
 def staging_folders(root: Path) -> set[Path]:
-    """Returns the staging folders, of running or interrupted saves."""
+    """Return the staging folders, of running or interrupted saves."""
     return {root / name for name in os.listdir(root) if name.startswith(".unified-")}
 
 
 def written_size(folder: Path) -> tuple[int, int]:
-    """Returns the number of files in a folder and the bytes on disk; (0, 0) if there is none."""
+    """Return the number of files in a folder and the bytes on disk; (0, 0) if there is none."""
     stats = []
     with suppress(FileNotFoundError):
         stats = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
@@ -240,7 +240,7 @@ def written_size(folder: Path) -> tuple[int, int]:
 
 
 def latest_verified(demo: Demo) -> Path:
-    """Returns the latest folder whose bytes all verify."""
+    """Return the latest folder whose bytes all verify."""
     from unified_ckpt import verify
 
     for folder in sorted(
@@ -260,9 +260,9 @@ def latest_verified(demo: Demo) -> Path:
 
 
 def train_until_killed(demo: Demo, resume: Path | None) -> bool:
-    """Trains on 4 processes, FSDP2 x TP, and kills the first save after `KILL_AFTER`.
+    """Train on 4 processes, FSDP2 x TP, and kill the first save after `KILL_AFTER`.
 
-    Returns whether that save was interrupted.
+    Return whether that save was interrupted.
     """
     layout = "4 ranks, FSDP2 dp2 x tp2"
     existing = staging_folders(demo.root)
@@ -310,7 +310,7 @@ def train_until_killed(demo: Demo, resume: Path | None) -> bool:
 
 
 def generate(demo: Demo, folder: Path) -> tuple[str, float]:
-    """Opens the folder with transformers. Returns its text, and its loss on the trainer's probe."""
+    """Open the folder with transformers. Return its text, and its loss on the trainer's probe."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -335,7 +335,7 @@ def generate(demo: Demo, folder: Path) -> tuple[str, float]:
 
 
 def run_demo(demo: Demo) -> dict[str, Any]:
-    """Runs the demo and returns what it measured. Raises `DemoError` if an event did not happen."""
+    """Run the demo and return what it measured. Raises `DemoError` if an event did not happen."""
     started = time.perf_counter()
     size = write_corpus(demo.root / "corpus.txt")
     python = sys.version.split()[0]
@@ -394,7 +394,7 @@ def run_demo(demo: Demo) -> dict[str, Any]:
 
 
 def evaluate(demo: Demo, measured: dict[str, Any]) -> dict[str, Any]:
-    """Adds to the measurements whether training continued as it should have."""
+    """Add to the measurements whether training continued as it should have."""
     by_step: dict[int, list[float]] = {}
     for row in demo.rows:
         by_step.setdefault(row["step"], []).append(row["loss"])
@@ -418,7 +418,7 @@ def evaluate(demo: Demo, measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_summary(demo: Demo, verdict: dict[str, Any]) -> None:
-    """Prints the last lines."""
+    """Print the last lines."""
     worst, twice = verdict["worst"], verdict["worst_of_those"]
     repeated, probe = verdict["steps_in_two_layouts"], verdict["probe"]
     demo.print_line(
@@ -437,7 +437,7 @@ def print_summary(demo: Demo, verdict: dict[str, Any]) -> None:
 
 
 def run(arguments: Any) -> int:
-    """Runs the demo; returns 0 if it passed.
+    """Run the demo; return 0 if it passed.
 
     `arguments` may lack any of `dir`, `keep` and `json`.
     """

@@ -43,7 +43,7 @@ class TrainingJob:
 
 
 def draw_batch(corpus: Tensor, step: int) -> Tensor:
-    """Returns the tokens of a step, [batch, tokens].
+    """Return the tokens of a step, [batch, tokens].
 
     They are drawn from the step number, so that the data order needs no state.
     """
@@ -53,7 +53,7 @@ def draw_batch(corpus: Tensor, step: int) -> Tensor:
 
 
 def build_job(dp: int, tp: int) -> TrainingJob:
-    """Builds the model, optimizer and scheduler; the initial weights are equal in every layout."""
+    """Build the model, optimizer and scheduler; the initial weights are equal in every layout."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -106,7 +106,7 @@ def build_job(dp: int, tp: int) -> TrainingJob:
 
 
 def byte_tokenizer() -> Any:
-    """Returns a tokenizer whose token i is byte i: GPT-2's printable stand-ins, and no merges."""
+    """Return a tokenizer whose token i is byte i: GPT-2's printable stand-ins, and no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -123,7 +123,7 @@ def byte_tokenizer() -> Any:
 
 
 def train_step(job: TrainingJob, tokens: Tensor) -> float:
-    """Trains on this global batch. Returns its mean loss before the update."""
+    """Train on this global batch. Return its mean loss before the update."""
     if job.mesh is not None:
         tokens = tokens.chunk(job.mesh["dp"].size())[job.mesh.get_local_rank("dp")]
     loss = job.model(input_ids=tokens, labels=tokens).loss
@@ -139,7 +139,7 @@ def train_step(job: TrainingJob, tokens: Tensor) -> float:
 
 
 def save(job: TrainingJob, folder: Path, step: int) -> dict[str, Any]:
-    """Saves a checkpoint, with config and tokenizer attached. Returns a log entry."""
+    """Save a checkpoint, with config and tokenizer attached. Return a log entry."""
 
     def attach(staging: str) -> None:
         job.model.config.save_pretrained(staging)
@@ -159,7 +159,7 @@ def save(job: TrainingJob, folder: Path, step: int) -> dict[str, Any]:
 
 
 def resume(job: TrainingJob, folder: Path) -> int:
-    """Loads a checkpoint into the job and returns its step."""
+    """Load a checkpoint into the job and return its step."""
     return (
         uc.load(
             folder, model=job.model, optimizer=job.optimizer, extra={"scheduler": job.scheduler}
@@ -169,7 +169,7 @@ def resume(job: TrainingJob, folder: Path) -> int:
 
 
 def main() -> None:
-    """Trains this rank until step `--until`, and logs every step and save."""
+    """Train this rank until step `--until`, and log every step and save."""
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path, help="where checkpoint-<step> folders go")
     parser.add_argument("log", type=Path, help="one JSON line per step or save")

@@ -18,7 +18,7 @@ from unified_ckpt.sources import open_source
 
 
 def run(arguments: Namespace) -> int:
-    """Compares `arguments.first` with `arguments.second`; returns 1 if they differ."""
+    """Compare `arguments.first` with `arguments.second`; return 1 if they differ."""
     parts = arguments.part or None
     with ExitStack() as stack:
         first = stack.enter_context(
@@ -70,7 +70,7 @@ def _sort_key(difference: Difference) -> tuple[object, ...]:
 
 
 def _describe(difference: Difference) -> str:
-    """Describes a difference: `BF16 [4] and F32 [4], 3 elements differ, by 0.5 at most`."""
+    """Describe a difference: `BF16 [4] and F32 [4], 3 elements differ, by 0.5 at most`."""
     first, second = difference.first, difference.second
     if first is None or second is None:
         present = [spec for spec in (first, second) if spec is not None]

@@ -65,7 +65,7 @@ class _PartListing:
 
 
 def run(arguments: Namespace) -> int:
-    """Prints what `arguments.path` holds; returns 0."""
+    """Print what `arguments.path` holds; return 0."""
     folder = open_source(arguments.path, source_options(arguments))
     try:
         parts, unreadable = _list_parts(folder, arguments.match)
@@ -94,7 +94,7 @@ def _sort_key(part: str) -> tuple[int, str]:
 
 
 def _list_parts(folder: Source, match: str | None) -> tuple[list[_PartListing], dict[str, str]]:
-    """Returns the parts, and why some parts of a foreign checkpoint cannot be read."""
+    """Return the parts, and why some parts of a foreign checkpoint cannot be read."""
     parts, unreadable = [], {}
     for part in sorted(folder.parts, key=_sort_key):
         try:
@@ -167,7 +167,7 @@ def _root(path: str, folder: Source) -> str:
 
 
 def _header_lines(path: str, folder: Source) -> list[str]:
-    """Returns the lines about the checkpoint as a whole."""
+    """Return the lines about the checkpoint as a whole."""
     if not isinstance(folder, Folder):
         rows = _source_rows(folder)
     elif folder.manifest is not None:
@@ -216,7 +216,7 @@ def _group_rows(groups: Iterable[tuple[int, Any]]) -> list[tuple[str, str]]:
 
 
 def _source_rows(source: Source) -> list[tuple[str, str]]:
-    """Returns what a foreign checkpoint's metadata says."""
+    """Return what a foreign checkpoint's metadata says."""
     metadata = source.metadata()
     extra = ", ".join(map(str, metadata.extra)) if isinstance(metadata.extra, dict) else "none"
     return [
@@ -228,7 +228,7 @@ def _source_rows(source: Source) -> list[tuple[str, str]]:
 
 
 def _mesh_text(manifest: Manifest) -> str:
-    """Describes the mesh, `4 ranks; dp 2 x tp 2`; shows unknown entries as JSON."""
+    """Describe the mesh, `4 ranks; dp 2 x tp 2`; show unknown entries as JSON."""
     texts = [count_text(manifest.world_size, "rank")]
     for key, value in manifest.mesh.items():
         match key, value:

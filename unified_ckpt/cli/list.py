@@ -53,12 +53,12 @@ class _RunListing:
     foreign_entries: dict[str, StepEntry] = field(default_factory=dict)
 
     def tier(self, path: str) -> str:
-        """Returns the tier of a path, "local" or "root"."""
+        """Return the tier of a path, "local" or "root"."""
         return "local" if self.local is not None and os.path.dirname(path) == self.local else "root"
 
 
 def run(arguments: Namespace) -> int:
-    """Lists the runs under `arguments.root`; returns 0, or 2 for wrong arguments."""
+    """List the runs under `arguments.root`; return 0, or 2 for wrong arguments."""
     if (error_text := usage_error(arguments)) is not None:
         print(f"unified-ckpt list: {error_text}", file=sys.stderr)
         return 2
@@ -90,7 +90,7 @@ def run(arguments: Namespace) -> int:
 def _run_folders(
     folder: str, depth: int, prefix: str, seen_paths: Collection[str]
 ) -> Iterator[str]:
-    """Yields the folder and the folders below it that may be runs, that is, are no steps.
+    """Yield the folder and the folders below it that may be runs, that is, are no steps.
 
     A folder that cannot be read, such as `lost+found`, is skipped with a warning.
     """
@@ -118,7 +118,7 @@ def _subfolders(folder: str) -> list[str]:
 
 
 def _list_run(path: str, prefix: str, rules: Rules, seen_paths: set[str]) -> _RunListing:
-    """Lists one run, without steps of other frameworks that a run above has in `seen_paths`."""
+    """List one run, without steps of other frameworks that a run above has in `seen_paths`."""
     scanned = scan(LocalStorage(path), prefix)
     entries = _foreign_entries(path, scanned, prefix)
     entries = {path: entry for path, entry in entries.items() if path not in seen_paths}
@@ -132,7 +132,7 @@ def _list_run(path: str, prefix: str, rules: Rules, seen_paths: set[str]) -> _Ru
 
 
 def _foreign_entries(root: str, scanned: Scan, prefix: str) -> dict[str, StepEntry]:
-    """Returns the steps of other frameworks, by path.
+    """Return the steps of other frameworks, by path.
 
     An entry with a unified name that cannot be read remains as the scan sees it; unified steps
     in subfolders belong to other runs.
@@ -148,7 +148,7 @@ def _foreign_entries(root: str, scanned: Scan, prefix: str) -> dict[str, StepEnt
 
 
 def _with_entries(scanned: Scan, entries: dict[str, StepEntry]) -> Scan:
-    """Adds the steps of other frameworks to the scan; each of them is opened."""
+    """Add the steps of other frameworks to the scan; each of them is opened."""
     steps = [
         *(record for record in scanned.steps if record.path not in entries),
         *map(_read_record, entries.values()),
@@ -247,7 +247,7 @@ def _tier_json(listing: _RunListing, record: StepRecord) -> dict[str, Any]:
 
 
 def _format_json(listing: _RunListing, record: StepRecord) -> dict[str, str]:
-    """Returns the format, and the framework's own file that names this step as its latest."""
+    """Return the format, and the framework's own file that names this step as its latest."""
     entry = listing.foreign_entries.get(record.path)
     if entry is None:
         return {"format": UNIFIED, "pointer": ""}
@@ -318,7 +318,7 @@ def _total_text(records: list[StepRecord] | tuple[StepRecord, ...]) -> str:
 
 
 def stale_text(stale: StaleFolder) -> str:
-    """Describes a stale folder: `12 MiB in 3 files, last changed 2.5 h ago`."""
+    """Describe a stale folder: `12 MiB in 3 files, last changed 2.5 h ago`."""
     size = f"{human_size(stale.nbytes)} in {count_text(stale.files, 'file')}"
     warning = "; it is the only copy of a checkpoint: rename it back" if stale.only_copy else ""
     return f"{size}, last changed {stale.age_seconds / 3600:.1f} h ago{warning}"

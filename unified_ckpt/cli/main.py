@@ -23,7 +23,7 @@ _PART_HELP = "only this part (repeatable)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns the exit code. Usage errors raise argparse's SystemExit(2)."""
+    """Run one verb and return the exit code. Usage errors raise argparse's SystemExit(2)."""
     parser = _build_parser()
     arguments = parser.parse_args(argv)
     if arguments.verb == "verify" and arguments.sources and not arguments.repair:

@@ -45,7 +45,7 @@ class _Decision:
 
 
 def run(arguments: Namespace) -> int:
-    """Prunes `arguments.root`; returns 1 if a removal failed, 2 for wrong arguments."""
+    """Prune `arguments.root`; return 1 if a removal failed, 2 for wrong arguments."""
     if (error_text := usage_error(arguments)) is not None:
         print(f"unified-ckpt prune: {error_text}", file=sys.stderr)
         return 2
@@ -79,7 +79,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _by_rules(storage: LocalStorage, scanned: Scan, rules: Rules) -> Iterator[_Decision]:
-    """Yields complete checkpoints that no rule keeps, and newer ones that are damaged."""
+    """Yield complete checkpoints that no rule keeps, and newer ones that are damaged."""
     problems = damaged_saves(storage, scanned)
     for record in removable(scanned, rules, protected=(), excluded=problems):
         yield _Decision(record.name, record.nbytes, True, "no rule keeps it", record.save_id)
@@ -92,7 +92,7 @@ def _by_rules(storage: LocalStorage, scanned: Scan, rules: Rules) -> Iterator[_D
 def _incomplete(
     storage: LocalStorage, scanned: Scan, prefix: str, min_age_seconds: float
 ) -> Iterator[_Decision]:
-    """Yields folders that are named like a step but are no complete checkpoint."""
+    """Yield folders that are named like a step but are no complete checkpoint."""
     entries = foreign_steps(scanned, list_steps(storage.root, prefix=prefix))
     formats = {entry.path: format_title(entry.format) for entry in entries if entry.readable}
     for record in scanned.steps:
@@ -139,7 +139,7 @@ def _stale_folders(scanned: Scan, min_age_seconds: float) -> Iterator[_Decision]
 def _remove(
     storage: LocalStorage, decisions: list[_Decision], *, prefix: str, dry_run: bool
 ) -> tuple[list[_Decision], dict[str, str]]:
-    """Returns what was removed, or would be, and why the rest could not be removed."""
+    """Return what was removed, or would be, and why the rest could not be removed."""
     removed: list[_Decision] = []
     failed: dict[str, str] = {}
     for decision in decisions:

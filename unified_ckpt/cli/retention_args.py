@@ -10,7 +10,7 @@ from unified_ckpt.options import ManagerOptions
 
 
 def add_retention_arguments(parser: ArgumentParser) -> None:
-    """Adds the arguments that `retention_rules` reads."""
+    """Add the arguments that `retention_rules` reads."""
     parser.add_argument(
         "--prefix",
         default="checkpoint-",
@@ -54,7 +54,7 @@ def add_retention_arguments(parser: ArgumentParser) -> None:
 
 
 def retention_rules(arguments: Namespace) -> Rules:
-    """Returns the rules that the arguments give."""
+    """Return the rules that the arguments give."""
     return when.retention_rules(
         ManagerOptions(
             keep_latest=arguments.keep_latest,
@@ -70,7 +70,7 @@ def retention_rules(arguments: Namespace) -> Rules:
 
 
 def usage_error(arguments: Namespace) -> str | None:
-    """Returns what is wrong with the root or the combination of rules, or None."""
+    """Return what is wrong with the root or the combination of rules, or None."""
     if not arguments.root:
         return "ROOT is empty, expected a folder; pass . for the current one"
     if arguments.keep_best is not None and arguments.metric is None:
@@ -79,14 +79,14 @@ def usage_error(arguments: Namespace) -> str | None:
 
 
 def positive_int(text: str) -> int:
-    """Parses an argument: an integer of 1 or more."""
+    """Parse an argument: an integer of 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"got {text!r}, expected an integer of 1 or more")
     return int(text)
 
 
 def byte_size(text: str) -> int:
-    """Parses an argument: bytes, such as 5000000000, 5GB or 5GiB."""
+    """Parse an argument: bytes, such as 5000000000, 5GB or 5GiB."""
     prefixes = list(enumerate("KMGT", 1))
     units: dict[str, int] = {f"{prefix}B": 1000**power for power, prefix in prefixes}
     units |= {f"{prefix}iB": 1024**power for power, prefix in prefixes}
@@ -98,12 +98,12 @@ def byte_size(text: str) -> int:
 
 
 def age_hours(text: str) -> float:
-    """Parses an argument: hours; 0 means any age."""
+    """Parse an argument: hours; 0 means any age."""
     return 0.0 if text == "0" else positive_number(text)
 
 
 def positive_number(text: str) -> float:
-    """Parses an argument: a finite number above 0."""
+    """Parse an argument: a finite number above 0."""
     try:
         value = float(text)
     except ValueError:

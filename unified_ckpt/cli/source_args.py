@@ -8,7 +8,7 @@ from unified_ckpt.options import SourceOptions
 
 
 def add_source_arguments(parser: ArgumentParser, *, argument: str) -> None:
-    """Adds the arguments that `source_options` reads. `argument` is the one that they apply to."""
+    """Add the arguments that `source_options` reads. `argument` is the one that they apply to."""
     group = parser.add_argument_group(f"how to read {argument}")
     group.add_argument(
         "--from", dest="format", metavar="FORMAT", help="its format, instead of detecting it"
@@ -47,7 +47,7 @@ def add_source_arguments(parser: ArgumentParser, *, argument: str) -> None:
 
 
 def source_options(arguments: Namespace) -> SourceOptions:
-    """Returns the options that the arguments give."""
+    """Return the options that the arguments give."""
     return SourceOptions(
         format=arguments.format,
         config=arguments.config,

@@ -30,7 +30,7 @@ class _Node:
 
 
 def collapse(specs: Mapping[str, TensorSpec]) -> list[Line]:
-    """Folds tensors, which come in the order of `natural_key`, into lines.
+    """Fold tensors, which come in the order of `natural_key`, into lines.
 
     Numbers between dots fold to `{0..31}`, the states of a parameter to `{exp_avg,exp_avg_sq}`.
     """
@@ -58,7 +58,7 @@ def collapse(specs: Mapping[str, TensorSpec]) -> list[Line]:
 
 
 def tree(lines: Iterable[Line]) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns rows to print: a branch with its label, and the columns to its right."""
+    """Return rows to print: a branch with its label, and the columns to its right."""
     root = _Node()
     for line in lines:
         node = root
@@ -71,7 +71,7 @@ def tree(lines: Iterable[Line]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def table(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[str]:
-    """Formats rows, with aligned columns."""
+    """Format rows, with aligned columns."""
     width = max((len(label) for label, cells in rows if cells), default=0)
     columns = [
         max(len(cell) for cell in column)
@@ -88,12 +88,12 @@ def table(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[str]:
 
 
 def spec_text(spec: TensorSpec) -> str:
-    """Describes a spec: `BF16 [4096, 4096]`."""
+    """Describe a spec: `BF16 [4096, 4096]`."""
     return f"{spec.dtype} {list(spec.shape)}"
 
 
 def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Returns a sort key that compares numbers between dots by value."""
+    """Return a sort key that compares numbers between dots by value."""
     numbers = ((_parse_number(step), step) for step in _split_name(name))
     return tuple(
         (True, 0, step) if number is None else (False, number, "") for number, step in numbers
@@ -101,13 +101,13 @@ def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def _split_name(name: str) -> list[str]:
-    """Splits a name at its dots and at its last slash."""
+    """Split a name at its dots and at its last slash."""
     fqn, slash, state = name.rpartition("/")
     return [*fqn.split("."), state] if slash else name.split(".")
 
 
 def _parse_number(step: str) -> int | None:
-    """Returns the integer that a component is, if it has no sign and no leading zeros."""
+    """Return the integer that a component is, if it has no sign and no leading zeros."""
     if (
         not step.isdigit()
         or not step.isascii()
@@ -119,7 +119,7 @@ def _parse_number(step: str) -> int | None:
 
 
 def _fold(indexes: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...], ...]]:
-    """Writes index tuples as products.
+    """Write index tuples as products.
 
     `[(0, 1), (0, 2), (3, 1), (3, 2)]` -> `[((0, 3), (1, 2))]`.
     """
@@ -135,7 +135,7 @@ def _fold(indexes: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...],
 
 
 def _set_text(values: Sequence[Index]) -> str:
-    """Describes a set: `7`, `{0..31}`, `{0,1,5..9}`."""
+    """Describe a set: `7`, `{0..31}`, `{0,1,5..9}`."""
     spans: list[list[Index]] = []
     for value in values:
         if spans and isinstance(value, int) and spans[-1][-1] == value - 1:
@@ -149,7 +149,7 @@ def _set_text(values: Sequence[Index]) -> str:
 
 
 def _tree_path(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a line's path in the tree; a module's name stays with that of its tensor."""
+    """Return a line's path in the tree; a module's name stays with that of its tensor."""
     if len(path) < 2 or path[-2].startswith("{") or _parse_number(path[-2]) is not None:
         return path
     return *path[:-2], f"{path[-2]}.{path[-1]}"

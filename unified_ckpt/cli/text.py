@@ -13,7 +13,7 @@ _SHOWN_ITEMS = 4
 
 
 def human_size(nbytes: int) -> str:
-    """Formats bytes with three digits: `32 MiB`, `13.5 GiB`."""
+    """Format bytes with three digits: `32 MiB`, `13.5 GiB`."""
     size, unit = float(nbytes), 0
     while size >= 999.5 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -21,17 +21,17 @@ def human_size(nbytes: int) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
-    """Formats a count with its noun: `1 rank`, `4 ranks`."""
+    """Format a count with its noun: `1 rank`, `4 ranks`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def printable(text: str) -> str:
-    """Escapes text, such as names from files, that a terminal could interpret."""
+    """Escape text, such as names from files, that a terminal could interpret."""
     return text if text.isprintable() else ascii(text)
 
 
 def extra_text(tree_of_extra: Any) -> str:
-    """Describes a tree of `format.codec`: `epoch=3, sampler=dict(2)`."""
+    """Describe a tree of `format.codec`: `epoch=3, sampler=dict(2)`."""
     items = _items(tree_of_extra)
     if items is None:
         return _value_text(tree_of_extra)
@@ -39,7 +39,7 @@ def extra_text(tree_of_extra: Any) -> str:
 
 
 def options_text(options: Any) -> str:
-    """Describes the hyperparameters that are set."""
+    """Describe the hyperparameters that are set."""
     return ", ".join(
         f"{key}={_value_text(value)}"
         for key, value in _items(options) or ()
@@ -48,7 +48,7 @@ def options_text(options: Any) -> str:
 
 
 def _items(node: Any) -> list[tuple[str, Any]] | None:
-    """Returns the items of a node that is a dict; None for any other."""
+    """Return the items of a node that is a dict; None for any other."""
     if not isinstance(node, dict):
         return None
     if "$type" not in node:
@@ -61,7 +61,7 @@ def _items(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def _value_text(node: Any) -> str:
-    """Describes a node of `format.codec`. It is not decoded, as that would import torch."""
+    """Describe a node of `format.codec`. It is not decoded, as that would import torch."""
     if isinstance(node, str):
         return node if len(node) <= _SHOWN_CHARS else f"{node[:_SHOWN_CHARS]}…"
     if isinstance(node, dict):

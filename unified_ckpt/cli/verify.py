@@ -20,7 +20,7 @@ from unified_ckpt.runtime.storage.storage import absolute_path
 
 
 def run(arguments: Namespace) -> int:
-    """Verifies or repairs `arguments.path`; returns 1 if a problem is left."""
+    """Verify or repair `arguments.path`; return 1 if a problem is left."""
     if arguments.repair:
         return _repair(arguments)
     started = time.monotonic()
@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
-    """Returns the report, and whether the folder has digests."""
+    """Return the report, and whether the folder has digests."""
     with closing(folder), _progress_bar(_total(folder)) as bar:
         report = verify_with_replicas(folder, deep=deep, progress=bar.update)
         return report, folder.manifest is not None and folder.manifest.digests is not None
@@ -87,7 +87,7 @@ def _repair_text(report: RepairReport, *, seconds: float) -> str:
 
 
 def _total(folder: Folder) -> int | None:
-    """Returns the tensor bytes to read; None if the folder does not say, or has replicas."""
+    """Return the tensor bytes to read; None if the folder does not say, or has replicas."""
     if folder.manifest is None or (
         folder.manifest.node_group is not None and folder.manifest.node_group.replicas
     ):

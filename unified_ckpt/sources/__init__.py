@@ -31,7 +31,7 @@ _DAMAGE_ERRORS = (
 
 
 def resolve_format(path: str, options: SourceOptions) -> Format | None:
-    """Returns the foreign format at a path, or None for unified, safetensors and unknown files.
+    """Return the foreign format at a path, or None for unified, safetensors and unknown files.
 
     If no reader matches, this is the unsupported format whose files were recognized; opening it
     raises.
@@ -48,7 +48,7 @@ def open_source(
     path: str,
     options: SourceOptions = SourceOptions(),  # noqa: B008  # frozen
 ) -> Source:
-    """Opens the checkpoint at a path, in any format; the caller closes it.
+    """Open the checkpoint at a path, in any format; the caller closes it.
 
     Raises NotFoundError, FormatError or IncompleteError if no readable checkpoint is there.
     """
@@ -65,7 +65,7 @@ def open_source(
 
 
 def open_error(path: str) -> str:
-    """Returns why a checkpoint cannot be opened, or an empty string if it can."""
+    """Return why a checkpoint cannot be opened, or an empty string if it can."""
     try:
         open_source(path).close()
     except CheckpointError as error:
@@ -75,7 +75,7 @@ def open_error(path: str) -> str:
 
 def _open_format(detected: Format, path: str, options: SourceOptions) -> Source:
     module, function = detected.open_function.split(":")
-    # Imported only now: our own folders are opened without torch.
+    # Imported only now: unified folders are opened without torch.
     open_function = getattr(import_module(f"{__name__}.{module}"), function)
     try:
         return cast("Source", open_function(absolute_path(path), options))
@@ -87,7 +87,7 @@ def _open_format(detected: Format, path: str, options: SourceOptions) -> Source:
 
 
 def apply_options(source: Source, options: SourceOptions) -> Source:
-    """Wraps a source in the views that the options ask for, if any."""
+    """Wrap a source in the views that the options ask for, if any."""
     if options.rename is None and options.layers is None and options.conversion_fn is None:
         return source
     views = import_module("unified_ckpt.views.apply_options")  # only now: it imports torch

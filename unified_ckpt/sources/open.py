@@ -22,7 +22,7 @@ def open_on_all_ranks(
     stack: ExitStack,
     options: LoadOptions,
 ) -> Source | Exception:
-    """Opens the checkpoint at `paths`, in any format, or returns the error that this rank met.
+    """Open the checkpoint at `paths`, in any format, or return the error that this rank met.
 
     Collective if the ranks are on several nodes; all of them must see the same format. `nodes` has
     the node of each rank, `label` names the checkpoint in errors. The source is closed with
@@ -58,7 +58,7 @@ def open_on_all_ranks(
 
 
 def try_apply_options(source: Source, options: SourceOptions) -> Source | Exception:
-    """Returns `apply_options(source, options)`, or this rank's error for the load to share."""
+    """Return `apply_options(source, options)`, or this rank's error for the load to share."""
     try:
         return apply_options(source, options)
     except Exception as error:

@@ -61,7 +61,7 @@ class StepNamePattern:
     unambiguous: bool = True
 
     def number(self, name: str) -> int | None:
-        """Returns the step number in a name, or None if it has none."""
+        """Return the step number in a name, or None if it has none."""
         match = self.pattern.fullmatch(name)
         return int(match[1]) if match is not None and match[1] is not None else None
 
@@ -108,14 +108,14 @@ class StepEntry:
 
     @property
     def readable(self) -> bool:
-        """Returns whether a run can resume from this format."""
+        """Return whether a run can resume from this format."""
         return self.format not in ("", WEIGHTS)
 
 
 def list_steps(root: str, *, prefix: str = "checkpoint-") -> list[StepEntry]:
-    """Returns the steps in a run's folder, with the one to resume from last.
+    """Return the steps in a run's folder, with the one to resume from last.
 
-    Searches the folder itself, its `checkpoints` or `checkpoint`, and `checkpoints` of
+    Search the folder itself, its `checkpoints` or `checkpoint`, and `checkpoints` of
     Lightning's latest `lightning_logs/version_<n>`. `prefix` starts the names of the run's own
     steps. Empty folders and unfinished saves are not listed. A missing folder has no steps.
     Raises StorageError if a folder cannot be listed.
@@ -130,7 +130,7 @@ def list_steps(root: str, *, prefix: str = "checkpoint-") -> list[StepEntry]:
 
 
 def newest_first(steps: list[StepEntry]) -> list[StepEntry]:
-    """Sorts steps in the order in which to try them: highest number first.
+    """Sort steps in the order in which to try them: highest number first.
 
     A step that a pointer file names comes before the others in its folder.
     """
@@ -155,7 +155,7 @@ def newest_first(steps: list[StepEntry]) -> list[StepEntry]:
 
 
 def _step_folders(root: str) -> Iterator[str]:
-    """Yields the folders that may hold steps, as paths below the root."""
+    """Yield the folders that may hold steps, as paths below the root."""
     yield ""
     for name in _SUBFOLDERS:
         if os.path.isdir(os.path.join(root, name)):
@@ -225,7 +225,7 @@ def _list_folder(root: str, folder: str, patterns: tuple[StepNamePattern, ...]) 
 
 
 def _read_pointers(folder: str, entries: list[str]) -> dict[str, str]:
-    """Maps the entries that pointer files in a folder name to those pointer files."""
+    """Map the entries that pointer files in a folder name to those pointer files."""
     pointers: dict[str, str] = {}
     for file in reversed([name for name in _POINTER_FILES if name in entries]):
         path = os.path.join(folder, file)
@@ -246,7 +246,7 @@ def _read_pointers(folder: str, entries: list[str]) -> dict[str, str]:
 def _detect_entry_format(
     path: str, name_pattern: StepNamePattern | None, *, is_step_by_name: bool
 ) -> str | None:
-    """Returns an entry's format; empty if it is broken or unknown, None if it is no step.
+    """Return an entry's format; empty if it is broken or unknown, None if it is no step.
 
     `is_step_by_name`: the name alone shows that it is a step.
     """
@@ -296,7 +296,7 @@ def read_step(
     entry: StepEntry,
     options: SourceOptions = SourceOptions(),  # noqa: B008  # frozen
 ) -> StepContents:
-    """Opens a step as a load would, without reading any tensor."""
+    """Open a step as a load would, without reading any tensor."""
     if not entry.readable:
         return StepContents(entry.number, problem=_one_line(_unreadable_reason(entry), entry))
     last_file = _LAST_WRITTEN_FILE.get(entry.format)
@@ -313,7 +313,7 @@ def read_step(
 
 
 def _one_line(problem: str, entry: StepEntry) -> str:
-    """Returns an error on one line without the path, which callers print themselves."""
+    """Return an error on one line without the path, which callers print themselves."""
     return " ".join(problem.split()).removeprefix(f"{entry.path}: ").removeprefix(f"{entry.path}/")
 
 

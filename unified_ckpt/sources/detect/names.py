@@ -15,7 +15,7 @@ from unified_ckpt.engine.folder.commit import MARKER
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
 from unified_ckpt.sources.detect.paddle import is_paddle
-from unified_ckpt.sources.detect.refused import UNSUPPORTED_FORMATS, UnsupportedFormat
+from unified_ckpt.sources.detect.unsupported import UNSUPPORTED_FORMATS, UnsupportedFormat
 
 DCP_METADATA = ".metadata"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -64,14 +64,14 @@ class Format:
 
 
 def has_safetensors(listing: PathListing) -> bool:
-    """Returns whether a folder holds Hugging Face safetensors."""
+    """Return whether a folder holds Hugging Face safetensors."""
     return bool(
         listing.entries & {names.index_name("model"), names.file_name("model", number=1, count=1)}
     )
 
 
 def _is_deepspeed(listing: PathListing) -> bool:
-    """Returns whether this is a step folder, or a root with `latest` and a step folder.
+    """Return whether this is a step folder, or a root with `latest` and a step folder.
 
     A root copied without its step folders, as on model hubs, may still be a model folder.
     """
@@ -92,12 +92,12 @@ def _is_deepspeed(listing: PathListing) -> bool:
 
 
 def list_orbax_items(path: str, entries: Collection[str]) -> list[str]:
-    """Returns the folders of an Orbax step that hold a tree of arrays."""
+    """Return the folders of an Orbax step that hold a tree of arrays."""
     return sorted(name for name in entries if os.path.isfile(os.path.join(path, name, ORBAX_TREE)))
 
 
 def is_orbax(listing: PathListing) -> bool:
-    """Returns whether this is an Orbax item, a step, or a root of steps."""
+    """Return whether this is an Orbax item, a step, or a root of steps."""
     if listing.entries & {ORBAX_TREE, ORBAX_STEP} or list_orbax_items(
         listing.path, [name for name in listing.entries if "." not in name]
     ):
@@ -116,7 +116,7 @@ def _is_orbax_step(path: str) -> bool:
 
 
 def _is_megatron(listing: PathListing) -> bool:
-    """Returns whether this is a root with a tracker, or a step of rank folders or torch_dist."""
+    """Return whether this is a root with a tracker, or a step of rank folders or torch_dist."""
     has_rank_folders = any(
         name.startswith("mp_rank_") and not name.endswith(".pt") for name in listing.entries
     )
@@ -203,11 +203,11 @@ FORMATS = (
 
 
 def _unsupported_format(unsupported: UnsupportedFormat) -> Format:
-    """Returns a format whose open function raises."""
+    """Return a format whose open function raises."""
     return Format(
         unsupported.name,
         unsupported.title,
-        "detect.refused:refuse",
+        "detect.unsupported:raise_unsupported",
         lambda listing: unsupported.matches(
             {os.path.split(listing.path)[1]} if listing.is_file else listing.entries
         ),
@@ -218,18 +218,18 @@ _UNSUPPORTED = tuple(map(_unsupported_format, UNSUPPORTED_FORMATS))
 
 
 def format_title(name: str) -> str:
-    """Returns a format's title for messages, or the name itself if it is unknown."""
+    """Return a format's title for messages, or the name itself if it is unknown."""
     return next((known_format.title for known_format in FORMATS if known_format.name == name), name)
 
 
 def list_path(path: str) -> PathListing:
-    """Lists a path without opening any file in it."""
+    """List a path without opening any file in it."""
     entries = os.listdir(path) if os.path.isdir(path) else ()
     return PathListing(path, os.path.isfile(path), frozenset(entries))
 
 
 def detect_format(path: str, *, format_name: str | None) -> Format | None:
-    """Returns the foreign format of a local path; None for unified, safetensors and unknown
+    """Return the foreign format of a local path; None for unified, safetensors and unknown
     files.
 
     `format_name` skips detection. Raises FormatError if it names no format.
@@ -248,7 +248,7 @@ def detect_format(path: str, *, format_name: str | None) -> Format | None:
 
 
 def match_format(listing: PathListing) -> Format | None:
-    """Returns the first format that matches a listing, or None as `detect_format` does."""
+    """Return the first format that matches a listing, or None as `detect_format` does."""
     folder_name = os.path.split(os.path.abspath(listing.path))[1]
     if listing.entries & _UNIFIED_FILES or names.is_staging(folder_name):
         return None
@@ -256,7 +256,7 @@ def match_format(listing: PathListing) -> Format | None:
 
 
 def detect_unsupported(path: str) -> Format | None:
-    """Returns the recognized but unsupported format of a path, if nothing readable is there.
+    """Return the recognized but unsupported format of a path, if nothing readable is there.
 
     Opening it raises an error that says what to do instead.
     """

@@ -25,17 +25,17 @@ _NUMPY_HEADER = b'{"__metadata__":{"format":"np"}'
 
 
 def part_file(part: str) -> re.Pattern[str]:
-    """Returns a pattern for a part's safetensors files: single, numbered, or one per rank."""
+    """Return a pattern for a part's safetensors files: single, numbered, or one per rank."""
     return re.compile(rf"{part}(-\d{{5}}-of-\d{{5}}|([._](tp|pp|shard|moe)\d+)*)\.safetensors")
 
 
 def is_legacy(entries: Collection[str]) -> bool:
-    """Returns whether a folder has pickled PaddleNLP weights."""
+    """Return whether a folder has pickled PaddleNLP weights."""
     return any(_LEGACY_MODEL.fullmatch(entry) for entry in entries)
 
 
 def is_paddle(path: str, entries: Collection[str]) -> bool:
-    """Returns whether a folder without a unified manifest is PaddleNLP's.
+    """Return whether a folder without a unified manifest is PaddleNLP's.
 
     Headers are read only if Hugging Face could have written all of the names.
     """
@@ -45,7 +45,7 @@ def is_paddle(path: str, entries: Collection[str]) -> bool:
 
 
 def _is_saved_by_numpy(path: str, entries: Collection[str]) -> bool:
-    """Returns whether headers show PaddleNLP: it writes "np" into each, Hugging Face writes "pt".
+    """Return whether headers show PaddleNLP: it writes "np" into each, Hugging Face writes "pt".
 
     A damaged header shows nothing. If an index has a PaddleNLP name, all headers are read, and if
     none is valid the name decides: read as Hugging Face, the rest of the folder would be transposed
@@ -66,7 +66,7 @@ def _is_saved_by_numpy(path: str, entries: Collection[str]) -> bool:
 
 
 def _has_numpy_header(path: str) -> bool | None:
-    """Returns whether a header says "np", or None if it is damaged."""
+    """Return whether a header says "np", or None if it is damaged."""
     try:
         with open_binary(path) as file:
             size = os.fstat(file.fileno()).st_size

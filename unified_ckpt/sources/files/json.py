@@ -13,7 +13,7 @@ CONFIG = "config.json"
 
 
 def read_json(path: str) -> Any:
-    """Parses a JSON file. NaN is allowed: the Trainer writes it for a loss.
+    """Parse a JSON file. NaN is allowed: the Trainer writes it for a loss.
 
     Raises FormatError if it is not JSON, or an object has a key twice.
     """
@@ -22,7 +22,7 @@ def read_json(path: str) -> Any:
 
 
 def read_json_object(path: str) -> dict[str, Any]:
-    """Parses a JSON file that holds an object. Raises FormatError otherwise."""
+    """Parse a JSON file that holds an object. Raises FormatError otherwise."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise FormatError(f"{path}: got a JSON {type(value).__name__}, expected an object")
@@ -30,12 +30,12 @@ def read_json_object(path: str) -> dict[str, Any]:
 
 
 def config_path(path: str) -> str:
-    """Returns a model's config file: `path` itself, or `config.json` in it if it is a folder."""
+    """Return a model's config file: `path` itself, or `config.json` in it if it is a folder."""
     return os.path.join(path, CONFIG) if os.path.isdir(path) else path
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Parses a Hugging Face `config.json`, given as a file or its folder.
+    """Parse a Hugging Face `config.json`, given as a file or its folder.
 
     Raises NotFoundError if it is missing, and FormatError if it is not a JSON object.
     """

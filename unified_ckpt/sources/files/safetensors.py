@@ -37,7 +37,7 @@ class TensorFile:
     mapped: MappedFile
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns a tensor's torch dtype. Raises FormatError if this torch lacks it."""
+        """Return a tensor's torch dtype. Raises FormatError if this torch lacks it."""
         dtype = TORCH_DTYPES.get(self.entries[name].dtype)
         if dtype is None:
             raise FormatError(
@@ -47,7 +47,7 @@ class TensorFile:
         return dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor that aliases the mapped file."""
+        """Return a tensor that aliases the mapped file."""
         entry, dtype = self.entries[name], self.dtype(name)
         data = self.mapped.bytes(entry.start, entry.stop - entry.start)
         if not data:
@@ -56,7 +56,7 @@ class TensorFile:
 
 
 def open_tensor_file(path: str) -> TensorFile:
-    """Opens one safetensors file and parses its header.
+    """Open one safetensors file and parse its header.
 
     Raises IncompleteError if it is missing, FormatError or IntegrityError if it is damaged or
     truncated.
@@ -72,7 +72,7 @@ def open_tensor_file(path: str) -> TensorFile:
 
 
 def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key, ShardedTensor]:
-    """Returns every tensor of these files under the name it has in a model that is not compiled.
+    """Return every tensor of these files under the name it has in a model that is not compiled.
 
     Each tensor must be whole in one file. Raises FormatError if two have one name.
     """
@@ -91,9 +91,9 @@ def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key
 
 
 def open_model_files(root: str, *, part: str = MODEL) -> list[TensorFile]:
-    """Opens the Hugging Face safetensors files of a part: a single file, or those of the index.
+    """Open the Hugging Face safetensors files of a part: a single file, or those of the index.
 
-    Returns [] if there are none. Raises IncompleteError naming missing files or tensors.
+    Return [] if there are none. Raises IncompleteError naming missing files or tensors.
     """
     entries = set(os.listdir(root))
     single = names.file_name(part, number=1, count=1)

@@ -44,11 +44,11 @@ class StoredArray:
 
     @property
     def read_nbytes(self) -> int:
-        """Returns how many bytes to read at once: at least a chunk, within the memory limit."""
+        """Return how many bytes to read at once: at least a chunk, within the memory limit."""
         return max(READ_NBYTES, min(prod(self.chunk) * self.dtype.itemsize, MAX_READ_NBYTES))
 
     def read(self, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Reads a box into new memory.
+        """Read a box into new memory.
 
         Raises FormatError if its chunks are damaged, IncompleteError if one is missing.
         """
@@ -62,7 +62,7 @@ class StoredArray:
 
 
 def _as_torch(values: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Converts through the raw bits: numpy has no bfloat16 and no 8-bit floats, torch has."""
+    """Convert through the raw bits: numpy has no bfloat16 and no 8-bit floats, torch has."""
     import numpy as np
 
     array = np.array(values, copy=None, order="C", subok=False)
@@ -77,7 +77,7 @@ def _as_torch(values: Any, dtype: torch.dtype) -> torch.Tensor:
 def open_arrays(
     root: str, names: Collection[str], *, zarr3: bool, zeros_omitted: bool
 ) -> dict[str, StoredArray]:
-    """Opens the arrays of a tree by name. `zeros_omitted`: chunks of zeros may be missing.
+    """Open the arrays of a tree by name. `zeros_omitted`: chunks of zeros may be missing.
 
     Raises FormatError for a damaged array and for a dtype that safetensors lacks, IncompleteError
     naming missing or truncated files and arrays.
@@ -184,7 +184,7 @@ def _check_chunks(
 
 
 def _chunk_key(index: Sequence[int], zarr_metadata: Mapping[str, Any]) -> str:
-    """Returns a chunk's key, as the zarr 2 and zarr 3 specifications define it."""
+    """Return a chunk's key, as the zarr 2 and zarr 3 specifications define it."""
     if zarr_metadata.get("zarr_format") == 3:
         encoding = zarr_metadata["chunk_key_encoding"]
         separator = encoding.get("configuration", {}).get("separator")
@@ -195,7 +195,7 @@ def _chunk_key(index: Sequence[int], zarr_metadata: Mapping[str, Any]) -> str:
 
 
 def _list_chunk_files(root: str, names: Collection[str]) -> dict[str, set[str]]:
-    """Lists each array's stored keys without OCDBT: an array is a folder, a chunk is a file."""
+    """List each array's stored keys without OCDBT: an array is a folder, a chunk is a file."""
     stored_keys: dict[str, set[str]] = {}
     for name in names:
         array_root = os.path.join(root, name)
@@ -208,7 +208,7 @@ def _list_chunk_files(root: str, names: Collection[str]) -> dict[str, set[str]]:
 
 
 def _list_ocdbt_keys(tensorstore: Any, root: str, names: Collection[str]) -> dict[str, set[str]]:
-    """Lists the stored keys of each array from the OCDBT tree.
+    """List the stored keys of each array from the OCDBT tree.
 
     Raises IncompleteError if nodes of the tree, or values that it points to, are not in the files.
     """
@@ -254,7 +254,7 @@ def _list_ocdbt_keys(tensorstore: Any, root: str, names: Collection[str]) -> dic
 
 
 def _split_key(key: str, names: Collection[str]) -> tuple[str, str]:
-    """Splits a key into the array's name, which may contain slashes, and the rest.
+    """Split a key into the array's name, which may contain slashes, and the rest.
 
     A key of no array is returned whole.
     """
@@ -272,7 +272,7 @@ def _dump_node(tensorstore: Any, store: Any, location: str | None, path: str) ->
 
 
 def _parse_location(location: str) -> tuple[str, int]:
-    """Returns file and end offset of an OCDBT location, "kind:folder/:file:start:length"."""
+    """Return file and end offset of an OCDBT location, "kind:folder/:file:start:length"."""
     rest, start, length = location.rsplit(":", 2)
     _, folder, file = rest.split(":")
     return unquote(folder + file), int(start) + int(length)
@@ -286,14 +286,14 @@ class _FileSizes:
         self._cache: dict[str, int | None] = {}
 
     def get(self, file: str) -> int | None:
-        """Returns a file's size, or None if it does not exist."""
+        """Return a file's size, or None if it does not exist."""
         if file not in self._cache:
             path = os.path.join(self._root, file)
             self._cache[file] = os.path.getsize(path) if os.path.isfile(path) else None
         return self._cache[file]
 
     def contains(self, location: str) -> bool:
-        """Returns whether a file has all bytes of an OCDBT location."""
+        """Return whether a file has all bytes of an OCDBT location."""
         file, stop = _parse_location(location)
         return (self.get(file) or 0) >= stop
 
@@ -302,7 +302,7 @@ class _FileSizes:
 def chunk_boxes(
     shape: Sequence[int], chunk: Sequence[int], itemsize: int, *, axes: Sequence[int], nbytes: int
 ) -> Iterator[Box]:
-    """Tiles a tensor of `shape` with boxes of up to `nbytes`, cut along `axes` only.
+    """Tile a tensor of `shape` with boxes of up to `nbytes`, cut along `axes` only.
 
     The first axis is cut first and joined last. Boxes are whole chunks where possible, so that few
     chunks are decoded twice.

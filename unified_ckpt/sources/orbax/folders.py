@@ -62,7 +62,7 @@ class OrbaxTree:
 
 
 def resolve_step(root: str) -> OrbaxStep:
-    """Returns the step at a path: an item's step, a step, or the latest complete step of a root.
+    """Return the step at a path: an item's step, a step, or the latest complete step of a root.
 
     Raises IncompleteError if it is unfinished, or lacks items or files of processes.
     """
@@ -84,7 +84,7 @@ def _basename(path: str) -> str:
 
 
 def _latest_complete_step(root: str) -> OrbaxStep:
-    """Returns the latest complete step of a root; IncompleteError says why none is complete."""
+    """Return the latest complete step of a root; IncompleteError says why none is complete."""
     names = sorted(os.listdir(root))
     numbered = {
         name: int(match[1])
@@ -168,7 +168,7 @@ def _read_step_metadata(path: str) -> dict[str, Any]:
 
 
 def _list_iterator_states(path: str) -> tuple[str, ...]:
-    """Lists the states of MaxText's data iterators, `iter/process_<i>-of-<n>.json`."""
+    """List the states of MaxText's data iterators, `iter/process_<i>-of-<n>.json`."""
     folder = os.path.join(path, "iter")
     matches = [
         match
@@ -192,7 +192,7 @@ def _list_iterator_states(path: str) -> tuple[str, ...]:
 
 
 def read_tree(root: str) -> OrbaxTree:
-    """Reads an item's `_METADATA`. Raises FormatError if it is damaged."""
+    """Read an item's `_METADATA`. Raises FormatError if it is damaged."""
     path = os.path.join(root, ORBAX_TREE)
     metadata = read_json(path)
     try:

@@ -46,20 +46,20 @@ _STACKED = re.compile(r"decoder\.layers\.")
 
 
 def is_maxtext(names: Iterable[str]) -> bool:
-    """Returns whether a model's tensor names are those of MaxText's decoder."""
+    """Return whether a model's tensor names are those of MaxText's decoder."""
     unique_names = set(names)
     return EMBEDDING in unique_names and any(name.startswith("decoder.") for name in unique_names)
 
 
 def is_model_known(shapes: Iterable[str]) -> bool:
-    """Returns whether MaxText's tensor names identify the model."""
+    """Return whether MaxText's tensor names identify the model."""
     return _model_type(shapes) is not None
 
 
 def resolve_config(
     path: str | None, shapes: Mapping[str, tuple[int, ...]], *, label: str
 ) -> dict[str, Any]:
-    """Returns the model's config: from `path`, or inferred from names and shapes.
+    """Return the model's config: from `path`, or inferred from names and shapes.
 
     Raises FormatError if those do not identify the model.
     """
@@ -72,7 +72,7 @@ def resolve_config(
 
 
 def _model_type(shapes: Iterable[str]) -> str | None:
-    """Returns the model type, or None: Llama, Mistral and Qwen share names but not rules."""
+    """Return the model type, or None: Llama, Mistral and Qwen share names but not rules."""
     leaf_names = {name.split(".")[-2] for name in shapes if "." in name}
     if any(".MoeBlock_0." in name for name in shapes):
         return "mixtral"
@@ -82,7 +82,7 @@ def _model_type(shapes: Iterable[str]) -> str | None:
 
 
 def _infer_config(model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Infers a config from shapes. It cannot know whether the vocabulary is padded."""
+    """Infer a config from shapes. It cannot know whether the vocabulary is padded."""
 
     def lookup_shape(suffix: str) -> tuple[int, ...]:
         name = next((name for name in sorted(shapes) if name.endswith(suffix)), "")
@@ -123,7 +123,7 @@ def _infer_config(model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> dic
 def to_huggingface(
     arrays: Mapping[Key, StoredArray], config: Mapping[str, Any], *, label: str
 ) -> tuple[dict[Key, ShardedTensor], dict[str, str], dict[str, list[str]]]:
-    """Returns the model and its moments under Hugging Face names, its aliases, and a map of names.
+    """Return the model and its moments under Hugging Face names, its aliases, and a map of names.
 
     The map gives the Hugging Face names of each MaxText weight. `arrays` are keyed by part and
     MaxText name. Raises IncompleteError for tensors that the checkpoint lacks, FormatError for

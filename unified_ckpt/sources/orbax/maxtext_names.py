@@ -16,7 +16,7 @@ from unified_ckpt.errors import FormatError
 
 LAYER_AXIS = 1  # MaxText's param_scan_axis
 _LOCAL_GLOBAL = ("_local", "_global")  # Gemma 2: one MaxText layer has two layers
-_GEMMA3_PATTERN = 6  # Gemma 3: as many layers are one of MaxText, where they are stacked
+_GEMMA3_PATTERN = 6  # Gemma 3: one stacked MaxText layer has this many layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Transform:
 
     @property
     def maxtext_shape(self) -> tuple[int, ...]:
-        """Returns the shape in MaxText, without layer and expert axes."""
+        """Return the shape in MaxText, without layer and expert axes."""
         return (*self.inputs, *self.outputs)
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Returns the shape in Hugging Face."""
+        """Return the shape in Hugging Face."""
         if self.keeps_layout:
             return self.maxtext_shape
         return (prod(self.outputs), prod(self.inputs)) if self.inputs else (prod(self.outputs),)
@@ -135,7 +135,7 @@ class ModelSizes:
 
 
 def parse_sizes(config: Mapping[str, Any], *, label: str) -> ModelSizes:
-    """Reads the sizes from a Hugging Face config.
+    """Read the sizes from a Hugging Face config.
 
     Raises FormatError for a model type without a name map, or a missing field.
     """
@@ -174,13 +174,13 @@ def parse_sizes(config: Mapping[str, Any], *, label: str) -> ModelSizes:
 
 
 def _rope_type(config: Mapping[str, Any]) -> str:
-    """Returns the type of rotary embedding; only Llama 3.1's reorders elements in MaxText."""
+    """Return the type of rotary embedding; only Llama 3.1's reorders elements in MaxText."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def tensor_links(sizes: ModelSizes, *, stacked: bool) -> list[TensorLink]:
-    """Returns the links of all tensors of a model, except a tied `lm_head.weight`.
+    """Return the links of all tensors of a model, except a tied `lm_head.weight`.
 
     MaxText's names are those below `params`.
     """
@@ -237,7 +237,7 @@ def _layer_links(
     transform: Transform,
     sizes: ModelSizes,
 ) -> Iterator[TensorLink]:
-    """Yields the links of one layer's tensor; an `hf_name` with "{}" has one link per expert."""
+    """Yield the links of one layer's tensor; an `hf_name` with "{}" has one link per expert."""
     layer_axis = {} if layer_index is None else {LAYER_AXIS: layer_index}
     stack_dims = () if layer_index is None else (layer_count,)
     if "{}" not in hf_name:
@@ -254,7 +254,7 @@ def _layer_links(
 def _layer_slot(
     sizes: ModelSizes, layer: int, *, stacked: bool
 ) -> tuple[str, str, int | None, int]:
-    """Returns where a layer is stored: name prefix and suffix, index in a stack, stack size."""
+    """Return where a layer is stored: name prefix and suffix, index in a stack, stack size."""
     if sizes.model_type == "gemma2":  # the count is even: `parse_sizes` checks it
         suffix, pairs = _LOCAL_GLOBAL[layer % 2], sizes.layers // 2
         if stacked:
@@ -279,7 +279,7 @@ def _with_suffix(maxtext_name: str, suffix: str) -> str:
 
 
 def _layer_tensors(sizes: ModelSizes, family: _Family) -> Iterator[tuple[str, str, Transform]]:
-    """Yields MaxText's name, Hugging Face's name and the transform of each tensor of a layer."""
+    """Yield MaxText's name, Hugging Face's name and the transform of each tensor of a layer."""
     hidden, mlp, head_dim = (sizes.hidden,), (sizes.mlp,), sizes.head_dim
     query_scale = sqrt(sizes.query_scalar) if family.scales_queries else 1.0
     for maxtext_name, hf_name in family.norms.items():
@@ -334,7 +334,7 @@ def _layer_tensors(sizes: ModelSizes, family: _Family) -> Iterator[tuple[str, st
 
 
 def _round_to_bfloat16(value: float) -> float:
-    """Rounds to nearest, ties to even."""
+    """Round to nearest, ties to even."""
     import struct
 
     bits = struct.unpack("<I", struct.pack("<f", value))[0]

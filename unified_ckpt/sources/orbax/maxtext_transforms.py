@@ -19,7 +19,7 @@ MOMENT_POWERS = {"exp_avg": 1, "exp_avg_sq": 2}  # each is an average of this po
 
 
 def transform_for(transform: Transform, state: str | None) -> Transform:
-    """Returns the transform of a weight, or of one of its moments.
+    """Return the transform of a weight, or of one of its moments.
 
     If a weight is s times another, its gradient is 1/s times the other's, so moments scale
     inversely.
@@ -32,14 +32,14 @@ def transform_for(transform: Transform, state: str | None) -> Transform:
 
 
 def split_axes(transform: Transform) -> tuple[int, ...]:
-    """Returns the axes along which MaxText's slice may be cut, Hugging Face's rows first."""
+    """Return the axes along which MaxText's slice may be cut, Hugging Face's rows first."""
     if transform.keeps_layout:
         return tuple(range(len(transform.maxtext_shape)))
     return (len(transform.inputs), 0) if transform.inputs else (0,)
 
 
 def hf_box(transform: Transform, piece: Box) -> Box:
-    """Returns the box of a piece in the Hugging Face tensor."""
+    """Return the box of a piece in the Hugging Face tensor."""
     if transform.keeps_layout:
         return piece
     head_axis = len(transform.inputs)
@@ -51,7 +51,7 @@ def hf_box(transform: Transform, piece: Box) -> Box:
 
 
 def stacked_box(piece: Box, indices: Mapping[int, int]) -> Box:
-    """Returns the box of a layer's piece in the stacked tensor.
+    """Return the box of a layer's piece in the stacked tensor.
 
     `indices` maps stacked axes to an index.
     """
@@ -64,7 +64,7 @@ def stacked_box(piece: Box, indices: Mapping[int, int]) -> Box:
 
 
 def to_hf(tensor: torch.Tensor, transform: Transform) -> torch.Tensor:
-    """Converts a piece of MaxText's slice to the box of the Hugging Face tensor."""
+    """Convert a piece of MaxText's slice to the box of the Hugging Face tensor."""
     if transform.interleaved:
         tensor = tensor.reshape(*tensor.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
     if transform.inputs and not transform.keeps_layout:
@@ -83,7 +83,7 @@ def to_hf(tensor: torch.Tensor, transform: Transform) -> torch.Tensor:
 
 
 def to_maxtext(tensor: torch.Tensor, transform: Transform, shape: Sequence[int]) -> torch.Tensor:
-    """Converts a box of the Hugging Face tensor to a piece, of `shape`, of MaxText's slice."""
+    """Convert a box of the Hugging Face tensor to a piece, of `shape`, of MaxText's slice."""
     if (transform.multiplier, transform.divisor, transform.addend) != (1.0, 1.0, 0.0):
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).sub(transform.addend)
         tensor = (
@@ -102,5 +102,5 @@ def to_maxtext(tensor: torch.Tensor, transform: Transform, shape: Sequence[int])
 
 
 def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Rounds to the dtype first, as MaxText does."""
+    """Round to the dtype first, as MaxText does."""
     return torch.tensor(value, dtype=like.dtype, device="cpu")

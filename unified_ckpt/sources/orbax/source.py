@@ -37,7 +37,7 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
-    """Opens an item, a step, or the latest complete step of a root.
+    """Open an item, a step, or the latest complete step of a root.
 
     If MaxText's model is unknown, its own names are shown with a warning, or FormatError is raised
     if Hugging Face names are required. Raises FormatError if the checkpoint is damaged,
@@ -90,7 +90,7 @@ def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
 
 
 def _open_leaves(step: OrbaxStep) -> tuple[dict[Path, StoredArray], dict[Path, str]]:
-    """Opens the leaves of all items; if there are several, paths start with the item's name."""
+    """Open the leaves of all items; if there are several, paths start with the item's name."""
     arrays: dict[Path, StoredArray] = {}
     strings: dict[Path, str] = {}
     for item, folder in step.items.items():
@@ -105,7 +105,7 @@ def _open_leaves(step: OrbaxStep) -> tuple[dict[Path, StoredArray], dict[Path, s
 
 
 def _as_stored(array: StoredArray) -> ShardedTensor:
-    """Returns an array without any transform."""
+    """Return an array without any transform."""
     shards = [
         TensorShard(box, partial(array.read, box.offsets, box.shape), array.label, cache=True)
         for box in chunk_boxes(
@@ -123,7 +123,7 @@ def _as_stored(array: StoredArray) -> ShardedTensor:
 
 
 def _step_count(array: StoredArray) -> ShardedTensor:
-    """Returns Adam's count as torch's AdamW stores it."""
+    """Return Adam's count as torch's AdamW stores it."""
     return sharded_tensor(
         torch.float32,
         (),
@@ -157,7 +157,7 @@ def _set_nested(tree: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def _iterator_state(step: OrbaxStep, rank: int) -> Any:
-    """Returns the state of a rank's MaxText data iterator."""
+    """Return the state of a rank's MaxText data iterator."""
     if rank >= len(step.iterator_states):
         return None
     return {"iter": read_json(step.iterator_states[rank])}

@@ -31,7 +31,7 @@ class LeafRoles:
 
 
 def params_prefix(paths: Collection[Path]) -> Path:
-    """Returns the path above the weights' own names; Flax nests a second `params`."""
+    """Return the path above the weights' own names; Flax nests a second `params`."""
     for top in _PARAMS_KEYS:
         below = [path[1:] for path in paths if path[0] == top]
         if any(below):
@@ -41,7 +41,7 @@ def params_prefix(paths: Collection[Path]) -> Path:
 
 
 def classify_leaves(shapes: Mapping[Path, tuple[int, ...]]) -> LeafRoles:
-    """Assigns a role to each array. Raises FormatError if two arrays would share a name."""
+    """Assign a role to each array. Raises FormatError if two arrays would share a name."""
     prefix = params_prefix(shapes)
     step = next(((name,) for name in _STEP_KEYS if shapes.get((name,)) == ()), None)
     moments, step_counts = _adam_state(shapes, prefix)
@@ -78,7 +78,7 @@ def _part_name(path: Path, prefix: Path) -> str:
 def _adam_state(
     shapes: Mapping[Path, tuple[int, ...]], prefix: Path
 ) -> tuple[dict[Path, Key], dict[Path, tuple[str, ...]]]:
-    """Finds optax's ScaleByAdamState anywhere in the tree.
+    """Find optax's ScaleByAdamState anywhere in the tree.
 
     It is a `count` next to `mu` and `nu`, two trees that mirror the weights or some of them.
     """

@@ -35,18 +35,18 @@ class AdamBetas:
 
 
 def beta_powers(beta: float, count: int) -> Any:
-    """Returns float32 [count]: beta, beta squared, ... by repeated multiplication."""
+    """Return float32 [count]: beta, beta squared, ... by repeated multiplication."""
     with np.errstate(under="ignore"):
         return np.multiply.accumulate(np.full(count, beta, dtype=np.float32))
 
 
 def beta_power(beta: float | None, steps: int) -> float:
-    """Returns Paddle's accumulator after `steps` steps; 0 if beta is None (underflowed)."""
+    """Return Paddle's accumulator after `steps` steps; 0 if beta is None (underflowed)."""
     return 0.0 if beta is None else float(beta_powers(beta, min(steps, _MAX_STEPS) + 1)[-1])
 
 
 def infer_betas(powers: Sequence[float], steps: int | None) -> AdamBetas:
-    """Infers the betas from one parameter's powers. Raises FormatError if no betas explain both."""
+    """Infer the betas from one parameter's powers. Raises FormatError if no betas explain both."""
     if steps is not None and steps >= 0:
         betas = [_infer_beta(power, steps) for power in powers]
         if all(
@@ -74,7 +74,7 @@ def infer_betas(powers: Sequence[float], steps: int | None) -> AdamBetas:
 
 
 def infer_steps(powers: Sequence[float], adam_betas: AdamBetas) -> int:
-    """Returns the steps of one parameter.
+    """Return the steps of one parameter.
 
     Raises FormatError if its powers disagree, or have underflowed without a trainer's step count.
     """
@@ -102,7 +102,7 @@ def _has_underflowed(power: float) -> bool:
 
 
 def _infer_beta(power: float, steps: int) -> float | None:
-    """Returns the shortest decimal whose power after `steps` steps this is."""
+    """Return the shortest decimal whose power after `steps` steps this is."""
     if not _MIN_POWER < power < 1:
         return None
     estimate = exp(log(power) / (steps + 1))
@@ -116,7 +116,7 @@ def _infer_beta(power: float, steps: int) -> float | None:
 
 
 def _infer_step(power: float, beta: float) -> int | None:
-    """Returns the number of steps after which the accumulator has this value, or None."""
+    """Return the number of steps after which the accumulator has this value, or None."""
     if not _MIN_POWER < power < 1:
         return None
     steps = max(0, round(log(power) / log(beta)) - 1)
@@ -127,5 +127,5 @@ def _infer_step(power: float, beta: float) -> int | None:
 
 
 def _is_power(power: float, expected: float, beta: float) -> bool:
-    """Allows a quarter of what one step changes: devices may multiply in another precision."""
+    """Allow a quarter of what one step changes: devices may multiply in another precision."""
     return expected > 0 and abs(power / expected - 1) < (1 - beta) / 4

@@ -28,7 +28,7 @@ _FIRST_READ = 64 << 10
 
 
 def read_optional_json(root: str, name: str) -> Any:
-    """Parses a JSON file, or returns None if there is none. Raises FormatError if it is damaged."""
+    """Parse a JSON file, or return None if there is none. Raises FormatError if it is damaged."""
     path = os.path.join(root, name)
     return read_json(path) if os.path.isfile(path) else None
 
@@ -36,7 +36,7 @@ def read_optional_json(root: str, name: str) -> Any:
 def open_indexed(
     root: str, index_file: str, *, absent: Collection[str] = ()
 ) -> dict[str, StoredTensor]:
-    """Opens the tensors that an index names, and the scales of quantized ones.
+    """Open the tensors that an index names, and the scales of quantized ones.
 
     `absent` are suffixes of names that may be missing. Raises IncompleteError naming missing files
     and tensors, FormatError for tensors that the index does not name.
@@ -74,7 +74,7 @@ def open_indexed(
 
 
 def open_tensors(path: str) -> dict[str, StoredTensor]:
-    """Opens the tensors of one file.
+    """Open the tensors of one file.
 
     Raises FormatError if it is damaged, IntegrityError if it is truncated.
     """
@@ -116,7 +116,7 @@ def map_box(
     shape: tuple[int, ...],
     box: Box,
 ) -> torch.Tensor:
-    """Returns a box of the row-major tensor at byte `start`, as an alias of the mapped file."""
+    """Return a box of the row-major tensor at byte `start`, as an alias of the mapped file."""
     count = prod(shape)
     if count == 0:
         return narrow(torch.empty(shape, dtype=dtype, device="cpu"), box)

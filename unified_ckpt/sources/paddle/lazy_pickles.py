@@ -203,7 +203,7 @@ _LazyUnpickler.dispatch |= {
 
 
 def load_arrays(path: str) -> Any:
-    """Unpickles a file; its arrays become `LazyArray`.
+    """Unpickle a file; its arrays become `LazyArray`.
 
     Raises FormatError if it is damaged or names classes, which the error lists, and IncompleteError
     if it is truncated.
@@ -230,7 +230,7 @@ def load_arrays(path: str) -> Any:
 
 
 def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, StoredTensor]:
-    """Returns the arrays of a dict as tensors of the mapped file; values may be (name, array).
+    """Return the arrays of a dict as tensors of the mapped file; values may be (name, array).
 
     Arrays that an old protocol split into parts of 1 GiB are joined.
     """
@@ -261,7 +261,7 @@ def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, StoredTensor]:
 
 
 def dict_entry(path: str, content: Mapping[Any, Any], name: str) -> dict[Any, Any]:
-    """Returns the dict under a name, or {} if none. Raises FormatError for other values."""
+    """Return the dict under a name, or {} if none. Raises FormatError for other values."""
     value = content.get(name, {})
     if not isinstance(value, dict):
         raise FormatError(f"{path}: {name}: got {type(value).__name__}, expected a dict")
@@ -323,7 +323,7 @@ def _shaped(array: LazyArray, memory: Any) -> torch.Tensor:
 
 
 def _concat_rows(parts: tuple[StoredTensor, ...], shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """Joins the flat parts that hold the box's rows, then narrows them to the box."""
+    """Join the flat parts that hold the box's rows, then narrow them to the box."""
     row_numel = prod(shape[1:])
     first, stop = box.offsets[0] * row_numel, (box.offsets[0] + box.shape[0]) * row_numel
     pieces, offset = [], 0
@@ -337,7 +337,7 @@ def _concat_rows(parts: tuple[StoredTensor, ...], shape: tuple[int, ...], box: B
 
 
 def to_plain(value: Any) -> Any:
-    """Converts a tree of dicts, lists and tuples; arrays become tensors.
+    """Convert a tree of dicts, lists and tuples; arrays become tensors.
 
     Raises FormatError for values that are not plain.
     """

@@ -46,7 +46,7 @@ class _Collected:
 def read_legacy_state(
     root: str, entries: Collection[str], model: ModelConfig
 ) -> tuple[PaddleTensors, Mapping[str, Any]]:
-    """Returns the folder's tensors, and the scheduler's state if an optimizer file has it.
+    """Return the folder's tensors, and the scheduler's state if an optimizer file has it.
 
     Raises IncompleteError naming missing files.
     """
@@ -91,7 +91,7 @@ def _mesh_coordinates(rank_file: RankFile) -> tuple[int, ...]:
 
 
 def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[str, str]:
-    """Collects a rank's slices; returns a map of Paddle's internal names to the model's names."""
+    """Collect a rank's slices; return a map of Paddle's internal names to the model's names."""
     content = load_arrays(path)
     if not isinstance(content, dict):
         raise FormatError(f"{path}: got {type(content).__name__}, expected a dict of arrays")
@@ -157,7 +157,7 @@ def _read_optimizer(
 def _split_axes(
     root: str, collected: _Collected, model: ModelConfig, degree: int
 ) -> dict[str, int]:
-    """Returns the axis along which tensor-parallel ranks split each parameter.
+    """Return the axis along which tensor-parallel ranks split each parameter.
 
     A parameter that has its full size on a rank is not split: fewer key heads than ranks, or a
     vocabulary that the ranks do not divide.

@@ -69,7 +69,7 @@ class ModelConfig:
 
     @property
     def has_hf_names(self) -> bool:
-        """Returns whether names are Hugging Face's except for their first component."""
+        """Return whether names are Hugging Face's except for their first component."""
         return self.model_type in _HF_NAMED_MODELS
 
 
@@ -88,7 +88,7 @@ class TargetTensor:
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Reads a parsed config.json of PaddleNLP or Hugging Face."""
+    """Read a parsed config.json of PaddleNLP or Hugging Face."""
 
     def size(name: str) -> int | None:
         value = config.get(name)
@@ -119,7 +119,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def layer_kind(name: str, *, internal_name: str | None = None) -> Layer | None:
-    """Returns the kind of layer that a parameter belongs to, or None if it is unknown.
+    """Return the kind of layer that a parameter belongs to, or None if it is unknown.
 
     `internal_name` is Paddle's own parameter name, which contains the class of its layer. Raises
     FormatError if the two names contradict each other.
@@ -151,7 +151,7 @@ def layer_kind(name: str, *, internal_name: str | None = None) -> Layer | None:
 
 
 def _layer_kind_by_class(internal_name: str) -> Layer | None:
-    """Returns the kind from Paddle's internal name: `linear_3.w_0` is always "plain"."""
+    """Return the kind from Paddle's internal name: `linear_3.w_0` is always "plain"."""
     return (
         "embedding"
         if "embedding" in internal_name
@@ -162,18 +162,18 @@ def _layer_kind_by_class(internal_name: str) -> Layer | None:
 
 
 def _leaf(name: str) -> str:
-    """Returns the layer's name: "q_proj" for "llama.layers.0.self_attn.q_proj.weight"."""
+    """Return the layer's name: "q_proj" for "llama.layers.0.self_attn.q_proj.weight"."""
     parts = name.split(".")
     return parts[-2] if len(parts) > 1 else ""
 
 
 def is_adapter(name: str) -> bool:
-    """Returns whether a parameter belongs to a LoRA adapter."""
+    """Return whether a parameter belongs to a LoRA adapter."""
     return name.rpartition(".")[2] in _LORA
 
 
 def resolve_tie(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
-    """Infers `tied` from lm_head's shape, if the config lacks it and one dim is the hidden size."""
+    """Infer `tied` from lm_head's shape, if the config lacks it and one dim is the hidden size."""
     head = next(
         (shape for name, shape in shapes.items() if is_head(name) and len(shape) == 2), None
     )
@@ -183,12 +183,12 @@ def resolve_tie(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Mo
 
 
 def is_head(name: str) -> bool:
-    """Returns whether a parameter belongs to lm_head."""
+    """Return whether a parameter belongs to lm_head."""
     return _leaf(name) == _HEAD
 
 
 def split_axis(name: str, dims: int, layer: Layer | None, *, tied: bool) -> int | None:
-    """Returns the axis, in Paddle's layout, that tensor-parallel ranks split; None for replicas."""
+    """Return the axis, in Paddle's layout, that tensor-parallel ranks split; None for replicas."""
     if layer == "head":
         layer = "embedding" if tied else "column"
     suffix = name.rpartition(".")[2]
@@ -202,7 +202,7 @@ def split_axis(name: str, dims: int, layer: Layer | None, *, tied: bool) -> int 
 def is_transposed(
     name: str, shape: tuple[int, ...], layer: Layer | None, *, tied: bool | None
 ) -> bool:
-    """Returns whether torch stores the parameter transposed.
+    """Return whether torch stores the parameter transposed.
 
     Raises FormatError for weights of two or more dims for which this is unknown.
     """
@@ -224,7 +224,7 @@ def is_transposed(
 
 
 def check_shape(name: str, shape: tuple[int, ...], model: ModelConfig) -> None:
-    """Raises FormatError if a shape, in Paddle's layout, does not match the config."""
+    """Raise FormatError if a shape, in Paddle's layout, does not match the config."""
     expected = expected_shape(name, len(shape), model)
     if any(size not in (None, actual) for size, actual in zip(expected, shape, strict=True)):
         sizes = ", ".join("any" if size is None else str(size) for size in expected)
@@ -234,7 +234,7 @@ def check_shape(name: str, shape: tuple[int, ...], model: ModelConfig) -> None:
 
 
 def expected_shape(name: str, dims: int, model: ModelConfig) -> tuple[int | None, ...]:
-    """Returns a parameter's shape, in Paddle's layout, from the config; None for unknown dims."""
+    """Return a parameter's shape, in Paddle's layout, from the config; None for unknown dims."""
     if dims not in (1, 2) or is_adapter(name) or not model.has_hf_names:
         return (None,) * dims
     leaf, hidden, head_dim = _leaf(name), model.hidden, model.head_dim
@@ -259,7 +259,7 @@ def expected_shape(name: str, dims: int, model: ModelConfig) -> tuple[int | None
 
 
 def torch_name(name: str, model: ModelConfig) -> str:
-    """Returns the Hugging Face name of a known model, PEFT's of an adapter, else the same name."""
+    """Return the Hugging Face name of a known model, PEFT's of an adapter, else the same name."""
     if not model.has_hf_names:
         return name
     hf_name = (
@@ -271,7 +271,7 @@ def torch_name(name: str, model: ModelConfig) -> str:
 
 
 def paddle_name(name: str, model: ModelConfig) -> str:
-    """Returns the inverse of `torch_name`."""
+    """Return the inverse of `torch_name`."""
     native_name = (
         name.removeprefix("base_model.model.").removesuffix(".weight") if ".lora_" in name else name
     )
@@ -285,7 +285,7 @@ def paddle_name(name: str, model: ModelConfig) -> str:
 def target_tensors(
     name: str, shape: tuple[int, ...], model: ModelConfig, *, transposed: bool, rename: bool
 ) -> list[TargetTensor]:
-    """Returns the torch tensors that a Paddle tensor holds: itself, or those that it fuses.
+    """Return the torch tensors that a Paddle tensor holds: itself, or those that it fuses.
 
     `rename`: use Hugging Face names.
     """

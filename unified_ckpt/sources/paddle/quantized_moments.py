@@ -23,7 +23,7 @@ _EPS = 1e-8
 
 
 def first_moment_o1(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """Dequantizes I8 [rows, columns] with scales F32 [columns], or a vector with one scale."""
+    """Dequantize I8 [rows, columns] with scales F32 [columns], or a vector with one scale."""
     _check(stored, [scales], stored.shape[1:], torch.int8)
     return _dequantized(stored, partial(_load_first_o1, stored, scales))
 
@@ -31,13 +31,13 @@ def first_moment_o1(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
 def second_moment_o1(
     stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor
 ) -> StoredTensor:
-    """Dequantizes U8 of the same shapes."""
+    """Dequantize U8 of the same shapes."""
     _check(stored, [min_scales, max_scales], stored.shape[1:], torch.uint8)
     return _dequantized(stored, partial(_load_second_o1, stored, min_scales, max_scales))
 
 
 def first_moment_o2(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """Dequantizes the high half of I8 [rows, columns], with scales F32 [rows / 32, columns]."""
+    """Dequantize the high half of I8 [rows, columns], with scales F32 [rows / 32, columns]."""
     _check_o2(stored, [scales])
     return _dequantized(stored, partial(_load_first_o2, stored, scales))
 
@@ -45,7 +45,7 @@ def first_moment_o2(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
 def second_moment_o2(
     stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor
 ) -> StoredTensor:
-    """Dequantizes the low half of I8 [rows, columns]."""
+    """Dequantize the low half of I8 [rows, columns]."""
     _check_o2(stored, [min_scales, max_scales])
     return _dequantized(stored, partial(_load_second_o2, stored, min_scales, max_scales))
 
@@ -85,7 +85,7 @@ def _column_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
 
 
 def _row_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
-    """Returns the scales of each row of the box, [rows, columns]."""
+    """Return the scales of each row of the box, [rows, columns]."""
     first_group, stop_group = (
         box.offsets[0] // GROUP_ROWS,
         -(-(box.offsets[0] + box.shape[0]) // GROUP_ROWS),

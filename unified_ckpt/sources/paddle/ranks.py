@@ -22,12 +22,12 @@ class RankFile:
     coordinates: Mapping[str, int]
 
     def along(self, dims: Collection[str]) -> tuple[int, ...]:
-        """Returns the coordinates along `dims`; dims that the name lacks are 0."""
+        """Return the coordinates along `dims`; dims that the name lacks are 0."""
         return tuple(self.coordinates.get(dim, 0) for dim in dims)
 
 
 def is_sharded(files: Collection[RankFile]) -> bool:
-    """Returns whether each rank has the state of some parameters only.
+    """Return whether each rank has the state of some parameters only.
 
     A missing file then leaves no gap except in those parameters.
     """
@@ -35,7 +35,7 @@ def is_sharded(files: Collection[RankFile]) -> bool:
 
 
 def rank_files(root: str, entries: Collection[str], stem: str, ending: str) -> list[RankFile]:
-    """Returns the rank files of one kind, or the single file without coordinates.
+    """Return the rank files of one kind, or the single file without coordinates.
 
     Raises IncompleteError naming the files that are missing in the grid of coordinates.
     """

@@ -41,9 +41,9 @@ class StoredTensor:
     start: int | None = None
 
     def copy(self, box: Box) -> torch.Tensor:
-        """Returns a box in new memory, or in memory that nothing else uses.
+        """Return a box in new memory, or in memory that nothing else uses.
 
-        Reads instead of mapping: columns of a mapped tensor would fault in all pages of the file.
+        Read instead of mapping: columns of a mapped tensor would fault in all pages of the file.
         """
         if self.start is None:
             return self.load(box)
@@ -82,21 +82,21 @@ class Slice:
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Returns the box of a tensor as a view."""
+    """Return the box of a tensor as a view."""
     return tensor[
         tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))
     ]
 
 
 def single_slice(tensor: StoredTensor) -> list[Slice]:
-    """Returns a whole tensor as its only slice."""
+    """Return a whole tensor as its only slice."""
     return [Slice(full_box(tensor.shape), tensor, (0,) * len(tensor.shape))]
 
 
 def concat_tp(
     name: str, slices: Sequence[StoredTensor], axis: int | None, *, sections: int
 ) -> list[Slice]:
-    """Joins the slices of tensor-parallel ranks, given in rank order; axis None means replicas.
+    """Join the slices of tensor-parallel ranks, given in rank order; axis None means replicas.
 
     `sections`: the layer fuses so many tensors, and each slice has a part of each of them.
     """
@@ -131,7 +131,7 @@ def concat_tp(
 
 
 def full_shape(slices: Sequence[Slice]) -> tuple[int, ...]:
-    """Returns the shape of the whole tensor."""
+    """Return the shape of the whole tensor."""
     ends = [
         [low + count for low, count in zip(part.box.offsets, part.box.shape, strict=True)]
         for part in slices
@@ -140,7 +140,7 @@ def full_shape(slices: Sequence[Slice]) -> tuple[int, ...]:
 
 
 def _compare_replicas(name: str, replicas: Sequence[StoredTensor]) -> StoredTensor:
-    """Returns a tensor that compares its replicas whenever it is read."""
+    """Return a tensor that compares its replicas whenever it is read."""
     first = replicas[0]
     for other in replicas[1:]:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
@@ -158,14 +158,14 @@ def _compare_replicas(name: str, replicas: Sequence[StoredTensor]) -> StoredTens
 
 
 def merge_replicas(name: str, replicas: Sequence[Sequence[Slice]]) -> list[Slice]:
-    """Returns one tensor for replicas that may each be split; their values are compared on read."""
+    """Return one tensor for replicas that may each be split; their values are compared on read."""
     if len(replicas) == 1:
         return list(replicas[0])
     return single_slice(_compare_replicas(name, [as_stored_tensor(slices) for slices in replicas]))
 
 
 def as_stored_tensor(slices: Sequence[Slice]) -> StoredTensor:
-    """Returns slices as one tensor."""
+    """Return slices as one tensor."""
     if len(slices) == 1:
         return slices[0].tensor
     return StoredTensor(
@@ -202,7 +202,7 @@ def _load_slices(slices: Sequence[Slice], box: Box) -> torch.Tensor:
 
 
 def target_shards(slices: Sequence[Slice], target: TargetTensor) -> list[TensorShard]:
-    """Returns the shards of one torch tensor."""
+    """Return the shards of one torch tensor."""
     shards = []
     for target_box, paddle_box in target.boxes:
         origin = target_box.offsets[::-1] if target.transposed else target_box.offsets
@@ -226,7 +226,7 @@ def target_shards(slices: Sequence[Slice], target: TargetTensor) -> list[TensorS
 
 
 def _split_box(box: Box, tensor: StoredTensor, *, transposed: bool) -> list[Box]:
-    """Splits a box that is computed or transposed, along torch's rows, to bound memory."""
+    """Split a box that is computed or transposed, along torch's rows, to bound memory."""
     axis = len(box.shape) - 1 if transposed else 0
     if not (tensor.computed or transposed) or not box.shape:
         return [box]
@@ -256,7 +256,7 @@ def _box_in_tensor(part: Slice, box: Box) -> Box:
 
 
 def _shift_box(box: Box, old_origin: Sequence[int], new_origin: Sequence[int]) -> Box:
-    """Moves a box from one origin to another."""
+    """Move a box from one origin to another."""
     return Box(
         tuple(low - a + b for low, a, b in zip(box.offsets, old_origin, new_origin, strict=True)),
         box.shape,

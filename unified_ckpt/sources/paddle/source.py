@@ -56,7 +56,7 @@ _HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def open_paddle(root: str, options: SourceOptions) -> ShardedSource:
-    """Opens a PaddleNLP folder. Raises FormatError, or IncompleteError naming what is missing."""
+    """Open a PaddleNLP folder. Raises FormatError, or IncompleteError naming what is missing."""
     entries = frozenset(os.listdir(root)) if os.path.isdir(root) else frozenset()
     config = read_optional_config(options.config or root)
     if options.config and config is None:
@@ -109,7 +109,7 @@ _INDICES = tuple(names.index_name(part) for part in (MODEL, PEFT, MASTER))
 
 
 def read_optional_config(path: str) -> Mapping[str, Any] | None:
-    """Reads a model's config.json (a file, or its folder), or returns None if there is none."""
+    """Read a model's config.json (a file, or its folder), or return None if there is none."""
     folder, name = os.path.split(config_path(path))
     return _read_object(folder, name) if os.path.isfile(config_path(path)) else None
 
@@ -117,7 +117,7 @@ def read_optional_config(path: str) -> Mapping[str, Any] | None:
 def _check_written_by_paddle(
     root: str, entries: Collection[str], config: Mapping[str, Any], model: ModelConfig
 ) -> None:
-    """Requires proof that weights are [in, out] if all file names could also be Hugging Face's.
+    """Require proof that weights are [in, out] if all file names could also be Hugging Face's.
 
     The sizes of the config are such a proof.
     """
@@ -134,7 +134,7 @@ def _check_written_by_paddle(
 
 
 def _check_indexed(root: str, entries: Collection[str]) -> None:
-    """Raises IncompleteError for parts with files but without an index, as those would not be read.
+    """Raise IncompleteError for parts with files but without an index, as those would not be read.
 
     Master weights of ranks are covered by the optimizer's index.
     """
@@ -221,7 +221,7 @@ def _load_cast(tensor: StoredTensor, dtype: torch.dtype, box: Box) -> torch.Tens
 
 
 def _merged_states(root: str, optimizer_index: Mapping[str, Any]) -> dict[str, dict[str, Slices]]:
-    """Returns the optimizer state by state name and parameter."""
+    """Return the optimizer state by state name and parameter."""
     stage = _quant_stage(root, optimizer_index)
     tensors = open_indexed(
         root, names.index_name(OPTIMIZER), absent=(f"/{_FIRST_MOMENT}",) if stage == "O2" else ()
@@ -242,7 +242,7 @@ def _quant_stage(root: str, optimizer_index: Mapping[str, Any]) -> str:
 def _group_by_state(
     root: str, tensors: Mapping[str, StoredTensor], stage: str
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Groups the tensors of optimizer files by state name and parameter, dequantized."""
+    """Group the tensors of optimizer files by state name and parameter, dequantized."""
     values = {
         name: tensor for name, tensor in tensors.items() if "@" not in name.rpartition("/")[2]
     }
@@ -297,7 +297,7 @@ def _unmerged_states(
     model: ModelConfig,
     optimizer_index: Mapping[str, Any],
 ) -> tuple[dict[str, Slices], dict[str, dict[str, Slices]]]:
-    """Returns master weights and optimizer state from rank files.
+    """Return master weights and optimizer state from rank files.
 
     The model's weights, which are merged, give the full shapes.
     """

@@ -80,7 +80,7 @@ class TorchTensors:
 def to_torch(
     root: str, state: PaddleTensors, model: ModelConfig, *, rename: bool, steps: int | None
 ) -> TorchTensors:
-    """Converts all tensors. `rename`: use Hugging Face names. `steps`: the trainer's step count.
+    """Convert all tensors. `rename`: use Hugging Face names. `steps`: the trainer's step count.
 
     Raises FormatError or IncompleteError naming parameters.
     """
@@ -141,7 +141,7 @@ def to_torch(
 
 
 def _tied_heads(state: PaddleTensors, model: ModelConfig) -> dict[str, str]:
-    """Maps lm_head to the embedding, if the model ties them."""
+    """Map lm_head to the embedding, if the model ties them."""
     embedding = next((name for name in state.model if name.endswith("embed_tokens.weight")), None)
     heads = [
         name
@@ -153,7 +153,7 @@ def _tied_heads(state: PaddleTensors, model: ModelConfig) -> dict[str, str]:
 
 
 def _merge_tied(by_name: Mapping[str, Slices], ties: Mapping[str, str]) -> dict[str, Slices]:
-    """Keys tensors by the name that they are tied to; those stored twice must be equal."""
+    """Key tensors by the name that they are tied to; those stored twice must be equal."""
     replicas_by_name: dict[str, list[Slices]] = {}
     for name, slices in by_name.items():
         replicas_by_name.setdefault(ties.get(name, name), []).append(slices)
@@ -168,7 +168,7 @@ def _check_complete(
     *,
     is_sharded: bool,
 ) -> None:
-    """Checks that every state has a parameter of its shape, and that no state is partial.
+    """Check that every state has a parameter of its shape, and that no state is partial.
 
     `is_sharded`: all parameters must have state, since those of a missing rank file have none.
     """
@@ -218,7 +218,7 @@ def _check_complete(
 
 
 def _check_layers(root: str, weights: Mapping[str, Slices], model: ModelConfig) -> None:
-    """Checks the config's number of layers.
+    """Check the config's number of layers.
 
     A missing file of the last pipeline stage leaves no gap in the layer numbers.
     """
@@ -267,7 +267,7 @@ def _tensor_shards(root: str, target: TargetTensor, slices: Slices) -> ShardedTe
 def _infer_betas(
     root: str, states: Mapping[str, Mapping[str, Slices]], steps: int | None
 ) -> AdamBetas | None:
-    """Infers the betas from the powers of one parameter; None if the optimizer has no powers."""
+    """Infer the betas from the powers of one parameter; None if the optimizer has no powers."""
     first_name = next(iter(states.get(POWER_STATES[0], ())), None)
     if first_name is None:
         return None
@@ -303,7 +303,7 @@ def _step_tensor(
 def _aliases(
     tensors: Mapping[Key, ShardedTensor], ties: Mapping[str, str]
 ) -> dict[str, dict[str, str]]:
-    """Maps the names of tied tensors to the stored ones, for each part."""
+    """Map the names of tied tensors to the stored ones, for each part."""
     aliases: dict[str, dict[str, str]] = {}
     for part, name in tensors:
         owner, slash, state_name = name.partition("/") if part == OPTIMIZER else (name, "", "")

@@ -27,7 +27,7 @@ class TrainerState:
 
 
 def read_trainer_state(root: str, entries: Collection[str]) -> TrainerState:
-    """Reads a folder's trainer state. Raises FormatError if a file is damaged or names classes."""
+    """Read a folder's trainer state. Raises FormatError if a file is damaged or names classes."""
     extra = {
         name: to_plain(load_arrays(os.path.join(root, file)))
         for name, file in _PICKLED_FILES.items()
@@ -45,7 +45,7 @@ def read_trainer_state(root: str, entries: Collection[str]) -> TrainerState:
 
 
 def with_scheduler(state: TrainerState, pickled: Mapping[str, Any]) -> TrainerState:
-    """Adds pickled state; the learning rate is that of the scheduler."""
+    """Add pickled state; the learning rate is that of the scheduler."""
     extra = {**pickled, **state.extra}
     scheduler = extra.get("scheduler")
     learning_rate = scheduler.get("last_lr") if isinstance(scheduler, dict) else None

@@ -46,7 +46,7 @@ LOCAL_HEADER = struct.Struct("<4s22xHH")  # magic, length of the name, length of
 
 
 def check_archive_name(path: str) -> None:
-    """Raises FormatError if a numbered file was copied or renamed from another number.
+    """Raise FormatError if a numbered file was copied or renamed from another number.
 
     torch.save names an archive's root folder after the file, without its suffix. Only a root that
     differs in its numbers alone is proof: archives written to a stream have the root `archive`, and
@@ -85,7 +85,7 @@ class MappedFile:
         )
 
     def bytes(self, start: int, length: int) -> memoryview:
-        """Returns bytes [start, start + length). Raises FormatError if the file is shorter."""
+        """Return bytes [start, start + length). Raises FormatError if the file is shorter."""
         data = self._memory[start : start + length]
         if len(data) != length:
             raise FormatError(
@@ -94,7 +94,7 @@ class MappedFile:
         return data
 
     def tensor(self, start: int, length: int) -> torch.Tensor:
-        """Returns the tensor that `torch.save` wrote to bytes [start, start + length), as an
+        """Return the tensor that `torch.save` wrote to bytes [start, start + length), as an
         alias.
 
         Raises FormatError if there is none.
@@ -185,7 +185,7 @@ class _TensorUnpickler(pickle.Unpickler):
         raise FormatError(f"asks for {module}.{name}, which is not loaded from files")
 
     def persistent_load(self, persistent_id: Any, /) -> torch.Tensor:
-        """Returns the storage as a one-dimensional tensor that aliases the file."""
+        """Return the storage as a one-dimensional tensor that aliases the file."""
         kind, storage_class, key, _, count = persistent_id
         if kind != "storage":
             raise FormatError(f"got a persistent id of {kind!r}, expected a storage")
@@ -215,7 +215,7 @@ def _rebuild_tensor(
     stride: Sequence[int],
     *rest: object,
 ) -> torch.Tensor:
-    """Rebuilds a tensor as `torch._utils._rebuild_tensor_v2` and `_v3` do.
+    """Rebuild a tensor as `torch._utils._rebuild_tensor_v2` and `_v3` do.
 
     v2 has (storage, storage_offset, size, stride, requires_grad, backward_hooks). v3 appends the
     dtype and counts in its elements. The last argument may be {"conj": True, "neg": True}.

@@ -16,9 +16,9 @@ MAX_DEPTH = 200  # functions that traverse a tree are recursive, and Python stop
 
 
 def check_tree_size(value: Any) -> None:
-    """Raises FormatError for a value with cycles, or over `MAX_BRANCHES` or `MAX_DEPTH`.
+    """Raise FormatError for a value with cycles, or over `MAX_BRANCHES` or `MAX_DEPTH`.
 
-    Visits each object once.
+    Visit each object once.
     """
     measured: dict[int, tuple[int, int]] = {}  # id -> (branches, levels) of finished nodes
     in_progress: set[int] = set()

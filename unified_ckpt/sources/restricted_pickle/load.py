@@ -1,7 +1,7 @@
 """Unpickles files of other frameworks without executing them.
 
-Uses torch's restricted reader, or one of our own for raw pickles. Classes that a file names are
-never imported. Placeholders stand in for the few that formats need, and only hold their
+Uses torch's restricted reader, and a restricted unpickler for raw pickles. Classes that a file
+names are never imported. Placeholders stand in for the few that formats need, and only hold their
 arguments. A file that names any other class is rejected, with the list of classes it asks for.
 """
 
@@ -43,7 +43,7 @@ _BYTEARRAY = b"\nbytearray\n"  # ends the GLOBAL opcode, the only way torch's re
 
 
 def load_torch(path: str, *, placeholders: Collection[str] = (), numbered: bool = False) -> Any:
-    """Loads a `torch.save` file onto the CPU; tensors of zip archives are mapped from the file.
+    """Load a `torch.save` file onto the CPU; tensors of zip archives are mapped from the file.
 
     `placeholders` are qualified names of classes to replace by placeholders. `numbered`: the file
     is one of several whose number says what it holds. Raises FormatError if the file is damaged,
@@ -58,7 +58,7 @@ def load_torch(path: str, *, placeholders: Collection[str] = (), numbered: bool 
 
 
 def load_torch_bytes(buffer: Buffer, label: str, *, placeholders: Collection[str] = ()) -> Any:
-    """Loads `torch.save` output that is embedded in another file. `label` names it in errors."""
+    """Load `torch.save` output that is embedded in another file. `label` names it in errors."""
     return _load_restricted(io.BytesIO(buffer), label, placeholders)
 
 
@@ -88,7 +88,7 @@ def _load_restricted(file: str | io.BytesIO, label: str, placeholders: Collectio
 
 
 def _unpickling_reason(error: pickle.UnpicklingError) -> str:
-    """Returns the cause that torch reports, without its advice to disable the restrictions."""
+    """Return the cause that torch reports, without its advice to disable the restrictions."""
     text = str(error)
     cause = (
         (text.partition("WeightsUnpickler error:")[2] or text.partition(_TORCH_ADVICE)[0])
@@ -103,7 +103,7 @@ def _unpickling_reason(error: pickle.UnpicklingError) -> str:
 
 
 def _check_archive(file: str | io.BytesIO) -> bool:
-    """Returns whether torch may map the file: a zip archive in this machine's byte order.
+    """Return whether torch may map the file: a zip archive in this machine's byte order.
 
     torch byte-swaps other archives in place, and pages of a mapped file can be dropped once read.
     Raises FormatError if the archive is compressed, since torch would map compressed bytes as
@@ -120,7 +120,7 @@ def _check_archive(file: str | io.BytesIO) -> bool:
 
 
 def _has_native_byte_order(opened: IO[bytes]) -> bool:
-    """Checks the entries of an archive and its byte order; FormatError for code or compression."""
+    """Check the entries of an archive and its byte order; FormatError for code or compression."""
     byte_order: str = sys.byteorder
     with zipfile.ZipFile(opened) as archive:
         for info in archive.infolist():
@@ -143,7 +143,7 @@ def _has_native_byte_order(opened: IO[bytes]) -> bool:
 
 
 def _read_entry(opened: IO[bytes], info: zipfile.ZipInfo) -> bytes:
-    """Returns a stored entry's bytes without checking its CRC, which torch can be told to omit."""
+    """Return a stored entry's bytes without checking its CRC, which torch can be told to omit."""
     opened.seek(info.header_offset)
     _, name_nbytes, extra_nbytes = LOCAL_HEADER.unpack(opened.read(LOCAL_HEADER.size))
     opened.seek(name_nbytes + extra_nbytes, os.SEEK_CUR)
@@ -151,7 +151,7 @@ def _read_entry(opened: IO[bytes], info: zipfile.ZipInfo) -> bytes:
 
 
 def _check_globals(pickled: IO[bytes]) -> None:
-    """Raises FormatError if the pickle names `bytearray`.
+    """Raise FormatError if the pickle names `bytearray`.
 
     torch's reader allows it, and `bytearray(n)` allocates n bytes.
     """
@@ -220,7 +220,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def load_pickle(path: str, allowed: Mapping[str, Any], *, encoding: str = "ASCII") -> Any:
-    """Loads a raw pickle.
+    """Load a raw pickle.
 
     Raises FormatError if it is damaged, or names globals that are not in `allowed`.
     """

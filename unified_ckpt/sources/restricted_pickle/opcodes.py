@@ -27,7 +27,7 @@ for _opcode in pickletools.opcodes:
 
 
 def _opcode_pattern(nbytes: int) -> bytes:
-    """Returns a pattern for one opcode with its argument of `nbytes` bytes."""
+    """Return a pattern for one opcode with its argument of `nbytes` bytes."""
     codes = [re.escape(bytes([code])) for code in range(256) if _ARGUMENT_NBYTES[code] == nbytes]
     return b"[" + b"".join(codes) + b"]" + b"." * nbytes
 
@@ -41,7 +41,7 @@ _FIXED_LENGTH_RUN = re.compile(b"(?:" + b"|".join(_FIXED_LENGTH_PATTERNS) + b")*
 
 
 def check_memo_bounds(pickled: bytes | mmap.mmap) -> None:
-    """Raises FormatError if a pickle is truncated or has an invalid opcode or memo index."""
+    """Raise FormatError if a pickle is truncated or has an invalid opcode or memo index."""
     offset, size = 0, len(pickled)
     while (offset := _skip_fixed_length(pickled, offset)) < size:
         code = pickled[offset]
@@ -70,7 +70,7 @@ def _skip_fixed_length(pickled: bytes | mmap.mmap, offset: int) -> int:
 
 
 def _skip_lines(pickled: bytes | mmap.mmap, code: int, offset: int) -> int:
-    """Returns where an argument of one or two lines ends; past the end if it is truncated."""
+    """Return where an argument of one or two lines ends; past the end if it is truncated."""
     end = pickled.find(b"\n", offset)
     if end >= 0 and code in _TWO_LINES:
         end = pickled.find(b"\n", end + 1)

@@ -13,12 +13,13 @@ class Placeholder:
     state: Any
 
     def __new__(cls, *args: Any) -> Placeholder:
+        """Keep the arguments: the class that they were meant for is never called."""
         instance = super().__new__(cls)
         instance.args, instance.state = args, None
         return instance
 
     def __init__(self, *args: Any) -> None:
-        """Does nothing: some pickles only call `__new__`, which sets everything."""
+        """Do nothing: some pickles only call `__new__`, which sets everything."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -32,7 +33,7 @@ class FieldsPlaceholder:
 
 
 def placeholder_class(name: str, *, base: type = Placeholder) -> type:
-    """Creates a placeholder class with the name that messages should show."""
+    """Create a placeholder class with the name that messages should show."""
     return type(name.rpartition(".")[2], (base,), {})
 
 
@@ -49,7 +50,7 @@ NAMESPACE_CLASSES = (
 
 
 def to_plain(value: Any) -> Any:
-    """Converts a tree: namespaces become dicts, and paths become strings."""
+    """Convert a tree: namespaces become dicts, and paths become strings."""
     if isinstance(value, Placeholder):
         is_path = type(value).__name__.endswith("Path")
         return (

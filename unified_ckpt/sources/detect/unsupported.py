@@ -24,7 +24,7 @@ class UnsupportedFormat:
     advice: str
 
     def matches(self, entries: Collection[str]) -> bool:
-        """Returns whether an entry belongs to this format."""
+        """Return whether an entry belongs to this format."""
         return any(fnmatchcase(entry, pattern) for entry in entries for pattern in self.patterns)
 
 
@@ -84,8 +84,8 @@ UNSUPPORTED_FORMATS = (
 )
 
 
-def refuse(path: str, _options: SourceOptions) -> NoReturn:
-    """Raises FormatError naming the format and what to do instead."""
+def raise_unsupported(path: str, _options: SourceOptions) -> NoReturn:
+    """Raise FormatError naming the format and what to do instead."""
     entries = os.listdir(path) if os.path.isdir(path) else [os.path.split(path)[1]]
     unsupported = next(candidate for candidate in UNSUPPORTED_FORMATS if candidate.matches(entries))
     raise FormatError(f"{path}: {unsupported.title} is not supported; {unsupported.advice}")

@@ -51,10 +51,10 @@ def test_a_rank_of_four_dies_in_a_background_save(tmp_path: Path, spawn: Spawn, 
     scene = Scene(tmp_path, spawn, world=4, background=True)
     kill_at_some_moment(scene, random.Random(dead), fixed=False, only=dead)
     told = re.findall(
-        r"^unified_ckpt\.errors\.(\w+: .*)", scene.output(), re.MULTILINE
+        r"^unified_ckpt\.errors\.(\w+: .*)", scene.log_text(), re.MULTILINE
     )  # the agreed error of each rank, and its own before
     timed_out = r"RankError: (.*rank\(s\) [\d, -]+ did not|rank \d waited 4 s for|rank \d \(process|the store of the ranks)"
-    assert len(told) >= 3, scene.output()
+    assert len(told) >= 3, scene.log_text()
     assert all(re.match(timed_out, error) for error in told), told
     # A rank that waits for one value names the value; all such values but the dead one's own are
     # rank 0's.

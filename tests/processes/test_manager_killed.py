@@ -34,7 +34,7 @@ class Run:
         self.spawn, self.lives = spawn, 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def output(self) -> str:
+    def log_text(self) -> str:
         return self.output.read_text() if self.output.exists() else "(nothing)"
 
     def folders(self) -> list[Path]:
@@ -51,15 +51,15 @@ class Run:
     def live(self, draw: random.Random) -> int:
         """Resumes, saves for a while, is killed. Returns the step that it resumed from."""
         self.lives += 1
-        before, already = self.newest(), len(re.findall("resumed 0", self.output()))
+        before, already = self.newest(), len(re.findall("resumed 0", self.log_text()))
         arguments = (self.store.port, f"life-{self.lives}", self.root, self.local, self.output)
         ranks = [self.spawn.Process(target=serve, args=(rank, *arguments)) for rank in range(WORLD)]
         for rank in ranks:
             rank.start()
         deadline = time.monotonic() + 240
-        while len(re.findall("resumed 0", self.output())) == already or self.newest() <= before + 1:
-            assert all(rank.is_alive() for rank in ranks), self.output()
-            assert time.monotonic() < deadline, self.output()
+        while len(re.findall("resumed 0", self.log_text())) == already or self.newest() <= before + 1:
+            assert all(rank.is_alive() for rank in ranks), self.log_text()
+            assert time.monotonic() < deadline, self.log_text()
             time.sleep(0.002)
         time.sleep(draw.uniform(0.0, 0.3))
         reached = self.newest()
@@ -67,9 +67,9 @@ class Run:
             rank.kill()
         for rank in ranks:
             rank.join(30)
-            assert rank.exitcode == -9, self.output()
+            assert rank.exitcode == -9, self.log_text()
         assert self.newest() >= reached, "the last good one is gone"
-        return int(re.findall(r"resumed 0 (\d+)", self.output())[-1])
+        return int(re.findall(r"resumed 0 (\d+)", self.log_text())[-1])
 
 
 def check_left(run: Run) -> None:

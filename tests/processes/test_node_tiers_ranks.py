@@ -30,7 +30,7 @@ class Run:
         self.top, self.output, self.spawn, self.lives = top, top / "output.txt", spawn, 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def output(self) -> str:
+    def log_text(self) -> str:
         return self.output.read_text() if self.output.exists() else "(nothing)"
 
     def steps(self, where: str) -> set[int]:
@@ -44,7 +44,7 @@ class Run:
         return max(local | self.steps("root"), default=0)
 
     def resumed(self) -> list[int]:
-        return [int(step) for step in re.findall(r"resumed 0 (\d+)", self.output())]
+        return [int(step) for step in re.findall(r"resumed 0 (\d+)", self.log_text())]
 
     def live(self, draw: random.Random) -> int:
         """Resumes, saves for a while, is killed. Returns the step that it resumed from."""
@@ -60,15 +60,15 @@ class Run:
             or self.newest() <= before + 1
             or (to_root and self.steps("root") == merged)
         ):
-            assert all(rank.is_alive() for rank in ranks), self.output()
-            assert time.monotonic() < deadline, self.output()
+            assert all(rank.is_alive() for rank in ranks), self.log_text()
+            assert time.monotonic() < deadline, self.log_text()
             time.sleep(0.002)
         time.sleep(draw.uniform(0.0, 0.5))
         for rank in ranks:
             rank.kill()
         for rank in ranks:
             rank.join(30)
-            assert rank.exitcode == -9, self.output()
+            assert rank.exitcode == -9, self.log_text()
         return self.resumed()[-1]
 
     def end(self, *, last_step: int) -> int:
@@ -80,7 +80,7 @@ class Run:
             subprocess.Popen([*command, *map(str, (rank, *arguments))], env=environment())
             for rank in range(WORLD)
         ]
-        assert [rank.wait(100) for rank in ranks] == [0] * WORLD, self.output()
+        assert [rank.wait(100) for rank in ranks] == [0] * WORLD, self.log_text()
         return self.resumed()[-1]
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ def test_all_are_killed_at_some_moments_and_go_on_from_the_newest_step(
 def test_processes_that_end_without_closing_end_their_merges(tmp_path: Path, spawn: Spawn) -> None:
     run = Run(tmp_path, spawn)
     assert run.end(last_step=4) == 0
-    assert run.steps("root") == {4}, run.output()
+    assert run.steps("root") == {4}, run.log_text()
     assert uc.verify(tmp_path / "root" / "checkpoint-4", deep=True).ok
-    assert "ERROR" not in run.output(), run.output()
+    assert "ERROR" not in run.log_text(), run.log_text()
     assert run.end(last_step=0) == 4

@@ -68,7 +68,7 @@ class Scene:
             rank.start()
         return ranks
 
-    def output(self) -> str:
+    def log_text(self) -> str:
         return self.output.read_text() if self.output.exists() else "(nothing)"
 
     def newest_step(self, *, fixed: bool) -> int:
@@ -96,8 +96,8 @@ def wait_until_saving(
 ) -> None:
     deadline = time.monotonic() + 60
     while scene.newest_step(fixed=fixed) <= after:
-        assert all(rank.is_alive() for rank in ranks), scene.output()
-        assert time.monotonic() < deadline, scene.output()
+        assert all(rank.is_alive() for rank in ranks), scene.log_text()
+        assert time.monotonic() < deadline, scene.log_text()
         time.sleep(0.002)
 
 
@@ -119,11 +119,11 @@ def kill_at_some_moment(
     for number, rank in enumerate(ranks):
         rank.join(30)
         assert rank.exitcode is not None, (
-            f"rank {number} hangs although another one is dead\n{scene.output()}"
+            f"rank {number} hangs although another one is dead\n{scene.log_text()}"
         )
         expected = -9 if only in (None, number) else REFUSED
         assert rank.exitcode == expected, (
-            f"rank {number} ended with {rank.exitcode}, not {expected}\n{scene.output()}"
+            f"rank {number} ended with {rank.exitcode}, not {expected}\n{scene.log_text()}"
         )
     folders = [scene.root / "latest"] if fixed else list(scene.root.glob("checkpoint-*"))
     steps = sorted(check_whole(folder) for folder in folders)

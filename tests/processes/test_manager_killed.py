@@ -57,7 +57,9 @@ class Run:
         for rank in ranks:
             rank.start()
         deadline = time.monotonic() + 240
-        while len(re.findall("resumed 0", self.log_text())) == already or self.newest() <= before + 1:
+        while (
+            len(re.findall("resumed 0", self.log_text())) == already or self.newest() <= before + 1
+        ):
             assert all(rank.is_alive() for rank in ranks), self.log_text()
             assert time.monotonic() < deadline, self.log_text()
             time.sleep(0.002)

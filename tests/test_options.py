@@ -24,7 +24,7 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
             "You must set enable_checkpointing=True to load a checkpoint.",
         ),
         ({"keep_best": 2}, "keep_best needs best_metric"),
-        ({"lazy": True, "asynchronous": False}, "needed asynchronous=True"),
+        ({"lazy": True, "asynchronous": False}, "set asynchronous=True"),
         ({"interval_steps": 0}, "greater than or equal to 1"),
         ({"keep_latest": 0}, "greater than or equal to 1"),
         ({"interval_seconds": float("nan")}, "finite"),

@@ -1,7 +1,7 @@
-"""Unified, sharded-safetensors checkpoints for PyTorch training: saved merged, loaded resliced.
+"""Unified safetensors checkpoints for PyTorch training: saved merged, loaded into any layout.
 
-`import unified_ckpt as uc`; the names below are all there is. They load on first use, so that
-`inspect` starts without torch.
+Use `import unified_ckpt as uc`. The names in `__all__` are the public API. They are imported on
+first use, so that `unified-ckpt inspect` starts without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m unified_ckpt` is `unified-ckpt`."""
+"""Runs the command line: `python -m unified_ckpt` is the same as `unified-ckpt`."""
 
 from __future__ import annotations
 

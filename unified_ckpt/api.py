@@ -1,4 +1,4 @@
-"""The public calls: `Checkpointer`, which keeps plans and buffers between saves, and one-shot functions."""
+"""The public calls: `Checkpointer`, which keeps plans and buffers, and one-shot functions."""
 
 from __future__ import annotations
 

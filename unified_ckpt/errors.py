@@ -1,4 +1,15 @@
-"""Every error that the library raises on purpose, in one tree."""
+"""Every error that the library raises on purpose.
+
+CheckpointError
+  x LayoutError      the ranks' tensors do not add up to whole tensors
+  x FormatError      a file or a value is not valid
+  x IntegrityError   bytes differ from those that were written
+  x NotFoundError    there is no checkpoint
+  x IncompleteError  no complete copy exists
+  x MismatchError    the checkpoint does not fit the target
+  x StorageError     the storage failed
+  x RankError        another rank failed
+"""
 
 from __future__ import annotations
 
@@ -6,21 +17,22 @@ from collections.abc import Sequence
 
 
 class CheckpointError(Exception):
-    """Any failure of a save, a load or a check. Catch this one to catch them all."""
+    """Any failure of a save, a load or a check; catch it to catch them all."""
 
 
 class LayoutError(CheckpointError):
-    """The ranks' claims do not add up to whole tensors: a gap, an unequal overlap, a piece outside
-    the shape, replicas that differ.
+    """The tensors of the ranks do not add up to whole tensors.
+
+    There is a gap, an unequal overlap, a shard outside the shape, or replicas differ.
     """
 
 
 class FormatError(CheckpointError):
-    """A file or a value is not valid in this format, or is newer than this library reads."""
+    """A file or a value is not valid in its format, or newer than this library reads."""
 
 
 class IntegrityError(CheckpointError):
-    """Bytes are not the ones that were written: wrong size or wrong digest."""
+    """Bytes are not those that were written: wrong size or wrong digest."""
 
 
 class NotFoundError(CheckpointError):
@@ -28,15 +40,14 @@ class NotFoundError(CheckpointError):
 
 
 class IncompleteError(CheckpointError):
-    """No complete copy exists: says which tensors and which files are missing."""
+    """No complete copy exists; the text lists missing tensors and files."""
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint and the target differ in names, shapes or dtypes. Nothing was written to the
-    target.
+    """The checkpoint and the target differ in names, shapes or dtypes. Nothing was written.
 
-    `missing`: wanted, not in the checkpoint. `unexpected`: in the checkpoint, wanted by no rank.
-    `wrong`: one sentence for each tensor whose shape or dtype differs.
+    `missing`: names that are wanted but not in the checkpoint. `unexpected`: names in the
+    checkpoint that no rank wants. `wrong`: a sentence for each tensor of another shape or dtype.
     """
 
     def __init__(
@@ -54,7 +65,7 @@ class MismatchError(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """The storage refused or failed: which file, which range, which attempt."""
+    """The storage refused or failed; the text names the file and the operation."""
 
 
 class RankError(CheckpointError):

@@ -1,4 +1,4 @@
-"""What callers choose, with every default in one place. Parsed here; trusted everywhere else."""
+"""The options of every call with their defaults. Validated here, trusted everywhere else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-
 ModelDtype = Literal["float32", "bfloat16", "float16", "float64"]
 IfExists = Literal["error", "keep", "keep_complete", "replace"]
 
@@ -25,21 +24,29 @@ class _Options(BaseModel):
 class SaveOptions(_Options):
     """How to save.
 
-    `model_dtype`: floating-point tensors of the model are stored in it, and what that changes is
-    kept whole in `master_weights`.
-    `parts`: only these of the state are written. The model may be left out where master weights are
-    written; beside these are then the tensors of the model that are not their master, rounded.
-    `max_file_bytes`: bound of one file; a larger tensor has a file of its own.
-    `check_replicas`: compare what replicas hold at the first save of a layout, at every save, or
-    never. `if_exists`: what to do where a committed checkpoint is in the way; "keep_complete" keeps
-    one of which all files are there and which has the parts that are being saved, and replaces
-    another. `timeout_seconds`: without word from a rank for this long, the save fails on all of
-    them.
-    `write_alignment`: where several machines write to one folder, no two of them write in one block
-    of so many bytes of a file; 0: nor in one file; None: what the kind of file system needs. The
-    first save to a folder decides. `node_copies`: where machines have folders of their own, each
-    byte is stored on at least so many of them, so that all but one of those may be lost; means
-    nothing where all ranks see one folder.
+    `model_dtype`: stores the model's floating-point tensors in this dtype. What that would round is
+    kept at full precision in `master_weights`.
+
+    `parts`: stores only these parts of the state. The model may be left out if master weights are
+    stored; model tensors that are not their rounded master are then stored beside them.
+
+    `max_file_bytes`: the size limit of a file. A larger tensor has a file of its own.
+
+    `check_replicas`: compares the bytes of replicas at the first save of a layout, always or never.
+
+    `fsync`: syncs files before the commit, so that the checkpoint survives a power failure.
+
+    `if_exists`: what to do about a committed checkpoint of this name. "keep_complete" keeps one
+    that has all its files and the parts to be saved, and replaces any other.
+
+    `timeout_seconds`: the save fails on all ranks after this long without a heartbeat of any rank.
+
+    `write_alignment`: bytes of a block of a file in which only one node writes, where nodes share a
+    folder; 0 for whole files; None for what the file system needs. The first save to a folder
+    decides.
+
+    `node_copies`: stores each byte on at least this many nodes, if nodes have folders of their own,
+    so that all but one of these may be lost. Has no effect if all ranks see one folder.
     """
 
     model_dtype: ModelDtype | None = None
@@ -59,31 +66,35 @@ class SaveOptions(_Options):
 
 
 def with_default_if_exists(options: SaveOptions, *, if_exists: IfExists) -> SaveOptions:
-    """The options with this `if_exists`, where they do not say one themselves."""
-    return (
-        options
-        if "if_exists" in options.model_fields_set
-        else options.model_copy(update={"if_exists": if_exists})
-    )
+    """The options with this `if_exists` unless they set one."""
+    if "if_exists" in options.model_fields_set:
+        return options
+    return options.model_copy(update={"if_exists": if_exists})
 
 
 class SourceOptions(_Options):
-    """How to read a checkpoint: one that others wrote, or any under other names.
+    """How to read a checkpoint of another engine, or any checkpoint under other names.
 
-    `format`: its name, as `unified-ckpt convert --help` lists them, where it is not to be found
-    out. `config`: a Hugging Face
-    `config.json`, or a folder that has one, for formats whose names or shapes need the model's.
-    `names`: Hugging Face's names of tensors ("huggingface"; an error where the model is not known),
-    the format's own, or the former where that can be.
-    `optimizer_order`: for optimizer state by position, the names of each param group's parameters
-    in the order of that optimizer.
+    `format`: the format's name as in `unified-ckpt convert --help`; None detects it.
 
-    What is read may then be changed, whoever wrote it, in this order. `rename`: a TOML or JSON file
-    with rules, or rules: mappings with the keys that they have in such a file. `layers`: the
-    tensors of identical layers "stacked" along dim `layer_dim`, or such tensors "unstacked", in
-    lists called `layer_lists` where they are not to be found out. `conversion_fn`:
-    "package.module:function" of your own, which is imported and called with {part: {name: tensor,
-    read when indexed}} and gives the same anew.
+    `config`: a Hugging Face `config.json` or a folder with one, for formats whose names or shapes
+    depend on the model's.
+
+    `names`: "huggingface" for the tensor names of Hugging Face, an error if the model is unknown;
+    "own" for those of the format; "auto" for the former where possible.
+
+    `optimizer_order`: for optimizer state stored by position, the parameter names of each param
+    group in the order of that optimizer.
+
+    The following change what is read, whoever wrote it, in this order.
+
+    `rename`: rules as mappings, or the path of a TOML or JSON file with rules.
+
+    `layers`: "stacked" stacks the tensors of identical layers along dim `layer_dim`, "unstacked"
+    splits them. `layer_lists` names the lists of layers; None detects them.
+
+    `conversion_fn`: "package.module:function", imported and called with
+    {part: {name: tensor that is read when indexed}}; returns the same structure.
     """
 
     format: str | None = None
@@ -99,7 +110,7 @@ class SourceOptions(_Options):
     @field_validator("rename", mode="before")
     @classmethod
     def _rules(cls, value: object) -> object:
-        """FormatError as for the rules of a file."""
+        """Parses rules as from a file, with the same FormatError."""
         if value is None or isinstance(value, str | os.PathLike):
             return None if value is None else os.fspath(value)
         return check_renames({"rules": value}, file="SourceOptions(rename=...)").rules
@@ -108,15 +119,23 @@ class SourceOptions(_Options):
 class LoadOptions(_Options):
     """How to load.
 
-    `parts`: only these are read; the others are left as they are, and tell names. `verify`: "read"
-    checks the digests of the blocks that were read whole, "full" also reads the rest of the others,
-    "off" none; sizes and headers are always checked first. `cast`: whether a tensor may be read
-    into another dtype. `hyperparameters`: those of the checkpoint, or the optimizer's own.
-    `max_over_read`: bytes read on this machine over bytes wanted on it. `share_reads`: where
-    several machines see one folder, each byte is read by one of them and sent to the others: "auto"
-    where they want the same bytes and the file system may be the bound. `timeout_seconds`: without
-    word from a rank for this long, the load fails on all of them. `source`: of a checkpoint that
-    others wrote, how to read it.
+    `parts`: loads only these parts; other targets are left unchanged.
+
+    `source`: how to read a checkpoint of another engine.
+
+    `verify`: "read" verifies the digests of blocks that are read whole; "full" also reads the rest
+    of the other blocks; "off" verifies none. Sizes and headers are always checked first.
+
+    `cast`: allows to load a tensor into another dtype.
+
+    `hyperparameters`: whether param groups take those of the checkpoint or keep their own.
+
+    `max_over_read`: the limit of bytes read on a node over bytes wanted on it.
+
+    `share_reads`: where nodes see one folder, one node reads each byte and sends it to the others.
+    "auto" does so if they want the same bytes and the file system may be the bottleneck.
+
+    `timeout_seconds`: the load fails on all ranks after this long without a heartbeat of any rank.
     """
 
     parts: tuple[str, ...] | None = None
@@ -132,11 +151,18 @@ class LoadOptions(_Options):
 class ConvertOptions(_Options):
     """How to convert.
 
-    `to`: the format to write; "unified" is ours. `source`: how to read. `parts`: only these are
-    written. `model_dtype`: of the model's floating-point tensors, as written. `compare`: whether
-    master weights must be the model when cast down, where the source has both.
-    `max_file_bytes`, `if_exists`, `fsync`, `timeout_seconds`: as in SaveOptions; what is written in
-    another format than ours needs a free name.
+    `to`: the format to write; "unified" is the format of `save`.
+
+    `source`: how to read.
+
+    `parts`: writes only these parts.
+
+    `model_dtype`: the dtype in which the model's floating-point tensors are written.
+
+    `compare`: checks that master weights, rounded, equal the model, if the source has both.
+
+    `max_file_bytes`, `if_exists`, `fsync`, `timeout_seconds`: as in `SaveOptions`. Formats other
+    than "unified" need a free name.
     """
 
     to: str = "unified"
@@ -151,35 +177,44 @@ class ConvertOptions(_Options):
 
 
 class ManagerOptions(_Options):
-    """When to save, what to keep, what to do about a failure, and where to load from.
+    """When to save, what to keep, how to treat failures, and where to load from.
 
-    When, each on its own and all united: `interval_steps`: at multiples of it, not at step 0.
-    `interval_seconds`: so long after the last save, by rank 0's clock. `steps`: at these.
-    `on_start`: at the first step that a fresh run asks about. `on_completion`: in
-    `finish`. `continuous`: as soon as the last save is done, at least `interval_seconds` apart
-    where that is set. `on_preemption`: on SIGTERM, SIGINT or `request_stop`, at a step on which all
-    ranks agree. `enabled`: False saves nothing and loads nothing.
+    **When to save.** A step is saved if any of these asks for it.
+    `interval_steps`: at its multiples, but not at step 0.
+    `interval_seconds`: this long after the last save, by rank 0's clock.
+    `steps`: at these steps.
+    `on_start`: at the first step of a fresh run.
+    `on_completion`: in `finish`.
+    `continuous`: as soon as the last save has ended, at least `interval_seconds` apart if set.
+    `on_preemption`: on SIGTERM, SIGINT or `request_stop`, at a step on which all ranks agree.
+    `enabled`: False saves nothing and loads nothing.
 
-    What to keep, united; none set keeps all: `keep_latest`, `keep_every_steps`,
-    `keep_every_seconds`, and `keep_best` by `best_metric` count full and model-only checkpoints
-    apart; `keep_latest_model_only` and `keep_every_steps_model_only` are for model-only ones, in
-    place of the common limit. The newest, the newest full one and the best always stay.
+    **What to keep.** A step is kept if any of these asks for it; if none is set, all are kept.
+    `keep_latest`, `keep_every_steps`, `keep_every_seconds` and `keep_best` (by `best_metric`) count
+    full and model-only checkpoints separately. `keep_latest_model_only` and
+    `keep_every_steps_model_only` replace the common limit for model-only ones. The latest, the
+    latest full and the best checkpoint are always kept.
 
-    `asynchronous`: save in the background; `lazy`: copy on the way, see `save_async`. `in_flight`:
-    a save that comes while another runs waits for it, or is skipped. `retries` of a failed save,
-    after `retry_seconds`, twice that, and so on; `raise_after` that many saves have failed in a
-    row. `notice_seconds`: how often a rank looks whether another one wants to stop; longer by
-    itself in large worlds. `margin_steps`: how far ahead the agreed step lies; more than the steps
-    that one rank can be ahead of another.
+    **How to save.**
+    `asynchronous`: saves in the background. `lazy`: see `Checkpointer.save_async`.
+    `in_flight`: whether a save that is due during another one waits for it or is skipped.
+    `retries`: attempts after a failed save, after `retry_seconds`, twice that, and so on.
+    `raise_after`: raises after this many failed saves in a row.
+    `notice_seconds`: how often a rank checks whether another wants to stop; longer in large worlds.
+    `margin_steps`: how far ahead the step to stop at lies. It must exceed the number of steps that
+    one rank can be ahead of another.
 
-    Two tiers: `local_directory`, on a local disk or in memory, gets a save every
-    `local_interval_steps`, and first each one that is due by the options above, which is then
-    copied to the root in the background. `keep_latest_local`: what stays there, with what is still
-    to be copied. Both or neither are set. One run at a time uses a local directory.
+    **Two tiers.** Set both `local_directory` and `local_interval_steps`, or neither.
+    `local_directory`: a folder on a local disk or in memory, used by one run at a time. It gets a
+    save every `local_interval_steps`. Steps that are due by the options above are saved there first
+    and copied to the root in the background.
+    `keep_latest_local`: how many saves stay there, besides those still to be copied.
 
-    `load_parameters_path`: start from these weights with a fresh optimizer; `load_full_state_path`:
-    from another run's whole state; both only where the own root holds nothing valid. `step_prefix`:
-    of the folders' names.
+    **Where to load from**, if the root holds nothing valid.
+    `load_parameters_path`: weights to start from with a fresh optimizer.
+    `load_full_state_path`: the whole state of another run.
+
+    `step_prefix`: the prefix of the folder names.
     """
 
     enabled: bool = True
@@ -227,12 +262,12 @@ class ManagerOptions(_Options):
             raise ValueError("You must set enable_checkpointing=True to load a checkpoint.")
         if self.keep_best is not None and self.best_metric is None:
             raise ValueError(
-                "keep_best needs best_metric: the name of a metric that is passed to save"
+                "keep_best requires best_metric, the name of a metric that is passed to save"
             )
         if self.lazy and not self.asynchronous:
-            raise ValueError("lazy is a way to save in the background; needed asynchronous=True")
+            raise ValueError("lazy saves in the background; set asynchronous=True")
         if (self.local_directory is None) != (self.local_interval_steps is None):
             raise ValueError(
-                "local_directory and local_interval_steps are two tiers together; needed both, or neither"
+                "local_directory and local_interval_steps configure two tiers; set both or neither"
             )
         return self

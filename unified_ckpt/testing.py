@@ -1,8 +1,7 @@
-"""For tests of code that saves and loads: ranks as threads, storage that fails, drawn states.
-Provisional: names here may still change.
+"""Support for tests of code that saves and loads: ranks as threads, failing storage, drawn layouts.
 
-Needs hypothesis: `pip install unified-ckpt[test]`. Knows no expected values: oracles are the tests'
-own.
+Provisional: names here may change. Needs hypothesis: `pip install unified-ckpt[test]`. Knows no
+expected values; oracles belong to the tests.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
+from typing_extensions import override
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
@@ -40,10 +40,9 @@ _Result = TypeVar("_Result")
 def try_ranks(
     world: int, function: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
 ) -> list[_Result | BaseException]:
-    """What `function` returned or raised on each of `world` ranks, which are threads over one
-    store.
+    """Calls `function` on `world` ranks, which are threads over one store.
 
-    TimeoutError with the stacks of the ranks that hang.
+    Returns what each rank returned or raised. TimeoutError with the stacks of ranks that hang.
     """
     store, ranks = HashStore(), range(world)
     results: list[_Result | BaseException] = [AssertionError("did not end")] * world
@@ -51,7 +50,7 @@ def try_ranks(
     def run_rank(rank: int) -> None:
         try:
             results[rank] = function(Comm(store, rank=rank, ranks=ranks))
-        except BaseException as error:  # told to the caller
+        except BaseException as error:
             results[rank] = error
 
     threads = [
@@ -66,12 +65,14 @@ def try_ranks(
     hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if hung:
         frames = sys._current_frames()
-        stacks = (
-            f"rank {rank_index}:\n{''.join(traceback.format_stack(frames.get(threads[rank_index].ident or 0)))}"
-            for rank_index in hung
-        )
+        stacks = []
+        for rank in hung:
+            stack = traceback.format_stack(frames.get(threads[rank].ident or 0))
+            stacks.append(f"rank {rank}:\n{''.join(stack)}")
+        text = "\n".join(stacks)
         raise TimeoutError(
-            f"rank(s) {format_ranks(hung)} did not end within {timeout_seconds:g} s; they are at\n{chr(10).join(stacks)}"
+            f"rank(s) {format_ranks(hung)} did not end within {timeout_seconds:g} s; "
+            f"they are at\n{text}"
         )
     return results
 
@@ -79,8 +80,9 @@ def try_ranks(
 def run_ranks(
     world: int, function: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
 ) -> list[_Result]:
-    """What `function` returns on each rank. An ExceptionGroup with the errors of all that raise;
-    the error itself where all raise one.
+    """Calls `function` on `world` ranks and returns their results.
+
+    Raises an ExceptionGroup of all errors, or the error itself if all ranks raise the same.
     """
     results: list[_Result] = []
     errors: dict[int, BaseException] = {}
@@ -99,8 +101,9 @@ def run_ranks(
 
 
 def make_checkpointer(comm: Comm) -> Checkpointer:
-    """A Checkpointer whose ranks are those of `comm`, until it is closed. Its tensors must be
-    plain: DTensors know torch's ranks only.
+    """A Checkpointer over the ranks of `comm` until it is closed.
+
+    Its tensors must be plain, because DTensors know only the ranks of torch.
     """
     checkpointer = Checkpointer()
     checkpointer._comm = comm
@@ -111,14 +114,13 @@ def make_checkpointer(comm: Comm) -> Checkpointer:
 
 
 class SimulatedCrash(BaseException):
-    """The storage stopped, as for a process that is killed. No Exception: nothing may answer it."""
+    """The storage stopped, as if the process were killed. No Exception: nothing may handle it."""
 
 
 class FaultPoint:
-    """Counts the operations that change something, over all storages that share it, and blows at
-    number `at`, from 0.
+    """Counts changing operations of all storages that share it, and stops them at `crash_index`.
 
-    `operations`: what was asked for, in order, the fatal one included. Blown, it stays so.
+    `operations` lists what was called, including the fatal operation. Later operations fail too.
     """
 
     def __init__(self, crash_index: int | None = None) -> None:
@@ -127,11 +129,12 @@ class FaultPoint:
         self.triggered = False
 
     def check(self) -> None:
+        """Raises SimulatedCrash once the crash has happened."""
         if self.triggered:
             raise SimulatedCrash(f"stopped at operation {self._crash_index}")
 
     def trigger(self, operation: str) -> bool:
-        """Whether this operation is the fatal one, of which the storage may still do a part."""
+        """Counts an operation; True if it is the fatal one, which the storage may do in part."""
         with self._lock:
             self.check()
             self.triggered = len(self.operations) == self._crash_index
@@ -140,56 +143,68 @@ class FaultPoint:
 
 
 class FaultyStorage(LocalStorage):
-    """Stops at an operation and stays stopped. Of the fatal one itself half is done where it has
-    halves: a write, a removed folder.
+    """A storage that crashes at an operation and stays stopped.
+
+    Half of the fatal operation is done if it can be: a write, the removal of a folder.
     """
 
     def __init__(self, root: str, fault_point: FaultPoint) -> None:
         super().__init__(root)
         self.fault_point = fault_point
 
+    @override
     def make_folder(self, name: str) -> None:
         self._trigger("make_folder", name)
         super().make_folder(name)
 
+    @override
     def resize(self, name: str, nbytes: int) -> None:
         self._trigger("resize", name)
         super().resize(name, nbytes)
 
+    @override
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         if self.fault_point.trigger(f"write_at {name}"):
             super().write_at(name, start, [buffer[: len(buffer) // 2] for buffer in buffers[:1]])
         self.fault_point.check()
         super().write_at(name, start, buffers)
 
+    @override
     def sync(self, name: str) -> None:
         self._trigger("sync", name)
         super().sync(name)
 
+    @override
     def sync_tree(self, name: str) -> None:
         self._trigger("sync_tree", name)
         super().sync_tree(name)
 
+    @override
     def sync_folder(self, name: str) -> None:
         self._trigger("sync_folder", name)
         super().sync_folder(name)
 
+    @override
     def rename(self, old: str, new: str) -> None:
         self._trigger("rename", f"{old} {new}")
         super().rename(old, new)
 
+    @override
     def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
         self._trigger("replace", f"{old} {new}")
         super().replace(old, new, folder=folder)
 
+    @override
     def exchange(self, old: str, new: str) -> bool:
         self._trigger("exchange", f"{old} {new}")
         return super().exchange(old, new)
 
+    @override
     def remove_file(self, name: str) -> None:
         self._trigger("remove_file", name)
         super().remove_file(name)
 
+    @override
     def remove_folder(self, name: str) -> None:
         if self.fault_point.trigger(f"remove_folder {name}"):
             entries = super().entries(name)
@@ -198,26 +213,32 @@ class FaultyStorage(LocalStorage):
         self.fault_point.check()
         super().remove_folder(name)
 
+    @override
     def remove_empty(self, name: str) -> bool:
         self._trigger("remove_empty", name)
         return super().remove_empty(name)
 
+    @override
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         self.fault_point.check()
         super().read_at(name, start, into)
 
+    @override
     def read(self, name: str) -> bytes:
         self.fault_point.check()
         return super().read(name)
 
+    @override
     def size(self, name: str) -> int | None:
         self.fault_point.check()
         return super().size(name)
 
+    @override
     def entries(self, name: str) -> list[str]:
         self.fault_point.check()
         return super().entries(name)
 
+    @override
     def kind(self, name: str) -> str | None:
         self.fault_point.check()
         return super().kind(name)
@@ -228,12 +249,13 @@ class FaultyStorage(LocalStorage):
 
 
 class FullStorage(LocalStorage):
-    """A disk that is full from write number `at` on, from 0. All else works."""
+    """A full disk: writes fail from number `first_failing_write` on, counted from 0."""
 
     def __init__(self, root: str, first_failing_write: int) -> None:
         super().__init__(root)
         self._writes_left = first_failing_write
 
+    @override
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         def fail() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -257,13 +279,13 @@ class HeldTensor:
 
 @dataclass(frozen=True, slots=True)
 class DrawnLayout:
-    """What each of `world` ranks holds."""
+    """The tensors that each of `world` ranks holds."""
 
     world: int
     tensors: tuple[HeldTensor, ...]
 
     def decls(self, rank: int) -> list[TensorDecl]:
-        """The rank's tensors, in the order of tables."""
+        """The declarations of a rank, sorted by key."""
         return sorted(
             (tensor.decl for tensor in self.tensors if rank in tensor.ranks),
             key=lambda decl: decl.key,
@@ -271,7 +293,7 @@ class DrawnLayout:
 
 
 def meshes(*, max_world: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Sizes of up to three mesh dims, of one coordinate too, as often small as large."""
+    """Draws meshes of up to three dims, which may have size 1; small ones as often as large."""
     sizes = range(1, max_world + 1)
     all_meshes = [
         mesh
@@ -284,8 +306,9 @@ def meshes(*, max_world: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def specs(draw: st.DrawFn, *, max_nbytes: int) -> TensorSpec:
-    """Any dtype that safetensors and torch both have; 0-d, empty, odd and small shapes, and some of
-    64 KiB and more.
+    """Draws specs of every dtype that safetensors and torch share.
+
+    Shapes are 0-d, empty, odd and small, and some have 64 KiB or more.
     """
     dtype = draw(st.sampled_from(sorted(TORCH_DTYPES)))
     if draw(st.integers(0, 2)) == 0:
@@ -315,8 +338,9 @@ def specs(draw: st.DrawFn, *, max_nbytes: int) -> TensorSpec:
 def shardings(
     draw: st.DrawFn, *, shape: tuple[int, ...], mesh: Sequence[int], ranks: tuple[int, ...]
 ) -> Sharding:
-    """A rule over a row-major mesh: dims cut once or several times, evenly or not, in sections,
-    padded. `ranks`: as in `Sharding`.
+    """Draws shardings over a row-major mesh; `ranks` as in `Sharding`.
+
+    Dims are sharded once or several times, evenly or not, in sections, or padded.
     """
     shard_dims = tuple(_shard_dims(draw, shape, mesh))
     return Sharding(shard_dims, ranks if shard_dims else ())
@@ -346,9 +370,11 @@ def _shard_dims(draw: st.DrawFn, shape: tuple[int, ...], mesh: Sequence[int]) ->
 def drawn_layouts(
     draw: st.DrawFn, *, tensors: Sequence[tuple[Key, TensorSpec]], max_world: int, complete: bool
 ) -> DrawnLayout:
-    """Each tensor on all ranks, on some coordinates of the mesh dims that do not cut it (pipeline
-    stages, experts), or on a mesh of its own. F4 is held whole. Not `complete`: some are held by
-    any ranks at all, as a load may want them.
+    """Draws which ranks hold each tensor, and how.
+
+    A tensor is on all ranks, on some coordinates of mesh dims that do not shard it (pipeline
+    stages, experts), or on a mesh of its own. F4 is held whole. Unless `complete`, some tensors are
+    on arbitrary ranks, as a load may want them.
     """
     mesh = draw(meshes(max_world=max_world))
     world = prod(mesh)
@@ -375,7 +401,7 @@ def drawn_layouts(
 
 
 def _stage_ranks(draw: st.DrawFn, sharding: Sharding, mesh: Sequence[int]) -> tuple[int, ...]:
-    """The ranks at some coordinates of a mesh dim that does not cut."""
+    """The ranks at some coordinates of a mesh dim that shards nothing."""
     free_dims = [
         mesh_dim
         for mesh_dim in range(len(mesh))

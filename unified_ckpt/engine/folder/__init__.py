@@ -1,1 +1,1 @@
-"""TODO package."""
+"""One checkpoint folder: staging, commit, reading and verification. Knows no live state."""

@@ -1,4 +1,4 @@
-"""Handles what had a checkpoint's name before: deletes a replaced checkpoint, keeps files of the user.
+"""Deletes a checkpoint that a new one has replaced, and keeps files of the user.
 
 Files of the user could be lost if they were deleted with a checkpoint, or left in a folder whose
 name is hidden. So whatever may hold some is renamed to `<name>-before-<n>`, which nothing of this
@@ -43,7 +43,7 @@ class Published:
 
 
 def clean_up(storage: LocalStorage, published: Published, *, fsync: bool) -> None:
-    """After the commit: moves the user's files into the new checkpoint and deletes the replaced one.
+    """Moves the user's files into the committed checkpoint and deletes the one it replaced.
 
     A failure only logs a warning that names what remains, as the checkpoint is committed.
     StorageError if the caller chose the name and the checkpoint has a different file with the name
@@ -120,7 +120,7 @@ def _trash_name(published: Published) -> str:
 
 
 def rollback(storage: LocalStorage, published: Published) -> None:
-    """Undoes a publish: what had the name gets it back, and the folder is a staging folder again."""
+    """Undoes a publish: what had the name gets it back; the folder is a staging folder again."""
     name, folder, backup = published.name, published.folder, published.backup
     if backup is not None and storage.exchange(backup, name):
         if backup != folder:
@@ -185,7 +185,7 @@ def attached_files(storage: LocalStorage, folder: str, manifest: Manifest) -> li
 
 
 def engine_files(manifest: Manifest) -> set[str]:
-    """The entries of a checkpoint folder that the engine writes; others are a trainer's or a user's."""
+    """The entries of a checkpoint folder that the engine writes; others are the user's."""
     return {names.MANIFEST, names.REPLICAS, names.MARKER, *manifest.files()}
 
 

@@ -146,7 +146,7 @@ def check_existing_entries(storage: LocalStorage, target: PublishTarget) -> froz
 
 
 def is_unified_folder(storage: LocalStorage, name: str, entries: Collection[str]) -> bool:
-    """Whether a folder with these entries is ours: a committed, damaged or unfinished checkpoint."""
+    """Whether a folder with these entries is ours: a committed, damaged or unfinished save."""
     return any(
         marker in entries and storage.kind(f"{name}/{marker}") == "file"
         for marker in (names.MANIFEST, names.DIGESTS, names.MARKER)
@@ -210,8 +210,9 @@ def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest 
         return None
     if target.if_exists == "error":
         raise StorageError(
-            f"{path}: holds a committed checkpoint (save {manifest.save_id}, step {manifest.step}), "
-            'expected a free name; pass if_exists="replace" or if_exists="keep"'
+            f"{path}: holds a committed checkpoint (save {manifest.save_id}, "
+            f"step {manifest.step}), expected a free name; "
+            'pass if_exists="replace" or if_exists="keep"'
         )
     return None if _is_replaceable(storage, target, manifest) else manifest
 
@@ -263,7 +264,7 @@ def create_collectively(
     *,
     leader: int,
 ) -> tuple[StagingDir | None, dict[str, Any]]:
-    """Collective. The leader creates the staging folder unless `find_existing` returns a checkpoint.
+    """Collective. The leader creates the staging folder unless `find_existing` has a result.
 
     Returns the folder, or None; and the "id" and "step" of the checkpoint that is kept. The id is
     new, as an interrupted attempt may have left a folder. After an error the folder is gone.
@@ -315,8 +316,9 @@ def check_free_space(
     free, needed = storage.free_nbytes(), nbytes + metadata_nbytes + _MANIFEST_NBYTES
     if free < needed:
         raise StorageError(
-            f"{storage.path(staging_dir.folder)}: got {free} bytes of free space, expected {needed}: "
-            f"{nbytes} of tensors and digests, {needed - nbytes} of indexes and the manifest"
+            f"{storage.path(staging_dir.folder)}: got {free} bytes of free space, "
+            f"expected {needed}: {nbytes} of tensors and digests, "
+            f"{needed - nbytes} of indexes and the manifest"
         )
 
 
@@ -401,7 +403,7 @@ def _replace_name(
 
 
 def rename_if_free(storage: LocalStorage, folder: str, name: str) -> bool:
-    """Renames the folder to a free name, or to that of an empty folder; False if the name is taken."""
+    """Renames the folder to a free name or an empty folder's; False if the name is taken."""
     kind = storage.kind(name)
     free = kind is None or (kind == "folder" and remove_empty(storage, name))
     if free:
@@ -438,7 +440,7 @@ def abort_collectively(
     *,
     leader: int,
 ) -> None:
-    """Publishes the error; the leader deletes the staging folder once all ranks have stopped writing.
+    """Publishes the error; the leader deletes the staging folder once all ranks have stopped.
 
     Every rank of a failed save calls it, after its last write. `staging_dir` is None on a rank that
     has not learnt of one.

@@ -1,4 +1,4 @@
-"""Writes state beside tensors: JSON trees for the manifest, and one file for blobs that JSON cannot hold."""
+"""Encodes state beside tensors: trees for the manifest, and a file of blobs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class EncodedExtra:
 def write_extra(
     storage: LocalStorage, folder: str, extra: Any, non_tensor_state: NonTensorState
 ) -> EncodedExtra:
-    """On rank 0: encodes the state and writes its blobs. FormatError for a value that cannot be stored."""
+    """Encodes the state and writes its blobs, on rank 0.
+
+    FormatError naming the path of a value that cannot be stored.
+    """
     extra_tree, blobs_by_name = codec.encode(extra, "extra")
     modules, more_blobs = codec.encode(non_tensor_state.modules, "modules")
     blobs_by_name.update(more_blobs)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from unified_ckpt.format import digests
 
-# Bytes of one write: whole digest blocks, small enough to stay in the CPU cache between CRC and copy.
+# Bytes of one write: whole digest blocks that stay in the CPU cache between CRC and copy.
 CHUNK_NBYTES = 4 << 20
 
 BlockCrcs = list[tuple[int, digests.BlockCrc]]  # (index of the tensor in its group, CRC)

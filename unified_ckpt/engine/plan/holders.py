@@ -1,4 +1,4 @@
-"""Exchanges tensor declarations: rank 0 learns who holds what, and every rank which groups it is in.
+"""Exchanges tensor declarations: rank 0 learns who holds what, each rank its holder groups.
 
 Equal tables of declarations are sent once. Only rank 0 sees all names; another rank receives what
 concerns its own table, which grows with its tensors and not with the number of ranks.
@@ -159,7 +159,7 @@ def _encode_memberships(
     groups: Sequence[HolderGroup],
     group_infos: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes]:
-    """By table, as JSON: the index of each of its groups, the table's tensors in it, and the info."""
+    """By table, as JSON: the index of each of its groups, its tensors in the group, the info."""
     entries: dict[str, list[object]] = {table_id: [] for table_id in tables}
     index_by_decl = {
         table_id: {decl: index for index, decl in enumerate(decls)}
@@ -180,7 +180,7 @@ def _publish_memberships(
     *,
     prefix: str,
 ) -> None:
-    """Publishes the memberships of each table, preceded by its reporter and the holders of its groups."""
+    """Publishes the memberships of each table, after its reporter and the holders of its groups."""
     holders: dict[str, list[object]] = {table_id: [] for table_id in memberships}
     for group in groups:
         spans = _to_spans(group_holders(group, ranks_by_table))

@@ -1,4 +1,4 @@
-"""Makes a save's plan, once per layout: what this rank writes where, and on rank 0 the index and manifest records."""
+"""Plans a save, once per layout: what each rank writes where, and on rank 0 the records."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class SavePlan:
 def make_plan_key(
     tensors: Sequence[LocalTensor], *, rank: int, world: int, max_file_bytes: int
 ) -> PlanKey:
-    """A key that is equal for two saves that can share a plan: same declarations, memory and rank."""
+    """A key that is equal for saves that can share a plan: same declarations, memory, rank."""
     memory_forms = tuple(
         (tensor.decl, tensor.local.dtype, tensor.local.stride(), tensor.local.device)
         for tensor in tensors
@@ -199,7 +199,10 @@ class GroupFiles:
 def list_group_files(
     groups: Sequence[HolderGroup], declarations: Declarations, *, max_file_bytes: int
 ) -> tuple[list[GroupFiles], bytes]:
-    """Numbers the files of all groups and places their digests; also returns the digest file's header."""
+    """Numbers the files of all groups and places their digests.
+
+    Also returns the header of the digest file.
+    """
     counts: dict[str, int] = {}
     digest_header = _digest_header(groups)
     digest_start = len(digest_header)

@@ -159,7 +159,7 @@ class BufferRing:
     def stage(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
         """Copies bytes [offset, offset + nbytes) of the tensor, counted in the stored dtype.
 
-        Waits for the write that still uses the buffer. The view is valid until the second next call.
+        Waits for the write that still uses the buffer. The next call but one reuses the view.
         """
         self._slot = (self._slot + 1) % SLOTS
         if len(self._buffers) < SLOTS:

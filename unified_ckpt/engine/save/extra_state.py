@@ -1,4 +1,4 @@
-"""Collects what a save stores beside tensors: `extra`, `rank_extra`, and the state of modules and optimizers."""
+"""Collects what a save stores beside tensors, from the caller, modules and optimizers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class ExtraState:
 
 
 def encode_extra(extra: Any, rank_extra: Any, *, is_first: bool, freeze: bool) -> ExtraState:
-    """Replaces objects by their states. FormatError naming the path of a value that cannot be stored.
+    """Replaces objects by their states and encodes them.
+
+    FormatError naming the path of a value that cannot be stored.
 
     `state_dict` is called on every rank because it may be collective. Only the first rank's `extra`
     is kept; `freeze` copies it, as the caller may change it.

@@ -1,4 +1,4 @@
-"""Completes a staging folder: digest file, indexes, extra files, and the manifest as the last file."""
+"""Completes a staging folder: digests, indexes, extra files, and the manifest as the last file."""
 
 from __future__ import annotations
 

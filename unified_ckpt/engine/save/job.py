@@ -1,4 +1,4 @@
-"""Runs a planned save: creates the staging folder, writes, syncs, finalizes and publishes it, or leaves everything as it was."""
+"""Runs a planned save: writes a staging folder and publishes it, or leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LOG = logging.getLogger("unified_ckpt")
 class SaveReport:
     """The result of a save.
 
-    `nbytes` counts the tensor bytes of the folder at `path`. `seconds` is the time on this rank from
-    call to commit. `existed` means that nothing was saved because a checkpoint was kept, see
+    `nbytes` counts the tensor bytes of the folder at `path`. `seconds` is the time from call to
+    commit on this rank. `existed` means that nothing was saved because a checkpoint was kept, see
     `SaveOptions.if_exists`; `step` and `id` are then those of that checkpoint.
     """
 
@@ -75,7 +75,7 @@ def _write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRe
 
 
 def _create_staging_dir(planned: PlannedSave) -> tuple[commit.StagingDir | None, dict[str, Any]]:
-    """Collective. The staging folder, visible to every rank; or None and the checkpoint that is kept.
+    """Collective. The staging folder, visible to every rank; None if a checkpoint is kept.
 
     The second value has the "id" and "step" of the kept checkpoint.
     """
@@ -142,8 +142,8 @@ def _existing_checkpoint(planned: PlannedSave) -> Manifest | None:
         return commit.resolve_if_exists(storage, target)
     if existing is not None and target.if_exists == "error":
         raise StorageError(
-            f"{planned.call.path}: got a folder of save {existing.save_id} that is not on every node, "
-            'expected a free name; choose another one, or pass if_exists="replace"'
+            f"{planned.call.path}: got a folder of save {existing.save_id} that is not on every "
+            'node, expected a free name; choose another one, or pass if_exists="replace"'
         )
     return None
 

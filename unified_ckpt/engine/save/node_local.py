@@ -1,4 +1,4 @@
-"""Saves into folders that only one node group sees: every group writes what it holds, and all commit together.
+"""Saves into folders of node groups: every group writes what it holds, and all commit together.
 
 Data could be lost if a group published its checkpoint while another has none and the older one is
 gone. So no folder is published before all groups have written and synced theirs, and what it
@@ -56,7 +56,10 @@ class CommitGroup:
             pass
 
     def all_gather(self, key: str, value: bytes) -> list[bytes]:
-        """The values of all node groups, by number. One rank of each group calls, inside a step of the group."""
+        """The values of all node groups, by number.
+
+        One rank of each group calls, inside a step of the group.
+        """
         try:
             self.collective.put(f"{key}/{self.node_group.number}", b"." + value)
             numbers = range(self.node_group.count)
@@ -128,7 +131,7 @@ def check_global(
 def local_shardings(
     commit_group: CommitGroup, comm: Comm, tensors: Sequence[LocalTensor]
 ) -> LocalShardings:
-    """Collective over the ranks of `comm`, a node group. The tensors that the group holds whole, with their sharding in it."""
+    """Collective over `comm`, a node group. Its shardings of tensors that it holds whole."""
     decls, node_group = [tensor.decl for tensor in tensors], commit_group.node_group
     collective = comm.begin_collective(
         "shardings of a node group",
@@ -157,7 +160,7 @@ def localize(
     *,
     group_rank: int,
 ) -> list[LocalTensor]:
-    """The tensors as the node group stores them: whole ones with the group's sharding, others as one shard per box.
+    """The tensors as the node group stores them: whole, or as one shard per box.
 
     `group_rank` is this rank's index in the group.
     """

@@ -1,4 +1,4 @@
-"""Copies what a node group stores to the folders of the groups after it; each further copy lets one more node be lost.
+"""Copies what a node group stores to other groups, so that nodes may be lost.
 
 Data could be lost if a copy counted that is not there:
 
@@ -59,7 +59,7 @@ class CopyPlan:
 
 
 def check_copy_count(commit_group: CommitGroup, copies: int) -> None:
-    """Collective over all node groups. RankError if ranks differ, or if there are too few groups."""
+    """Collective over all node groups. RankError if ranks differ or there are too few groups."""
     collective, group_count = commit_group.collective, commit_group.node_group.count
     with commit_group.step("node-copies"):
         expected = int(collective.broadcast("node-copies-count", str(copies).encode()))
@@ -108,7 +108,7 @@ def plan_copies(
 
 
 def stored_units(global_plan: GlobalPlan) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """What a node group stores, for `place_replicas`: the content id of each file, and the units of each content.
+    """The content id of each file that a node group stores, and the units of each content.
 
     A whole tensor is a unit, because groups may put the same tensors into different files. All
     shards of a file are one unit: they are many, and groups that have the same ones are alike.

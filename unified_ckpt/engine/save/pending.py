@@ -1,4 +1,4 @@
-"""A save that continues in its own thread beside training. The thread uses only the store to reach other ranks."""
+"""Runs a save in its own thread, which reaches other ranks only through the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PendingSave:
         after_commit: Callable[[SaveReport], object] | None,
         on_end: Callable[[], object] | None,
     ) -> None:
-        """Call `start` next. It is separate so that the owner can hold this object before anything begins."""
+        """Call `start` next; it is separate so that the owner holds this object before it."""
         self._after_commit, self._on_end = after_commit, on_end
         self._copied, self._ended = threading.Event(), threading.Event()
         self._finisher_lock = threading.Lock()  # its holder finishes the save
@@ -157,7 +157,7 @@ def block_step(optimizer: Optimizer, copied: threading.Event) -> RemovableHandle
 
 
 def lazy_error(optimizers: Sequence[Optimizer]) -> LayoutError | None:
-    """The reason why `lazy` is impossible: some optimizer's step must be able to wait for the copy."""
+    """Why `lazy` is impossible: each optimizer's step must be able to wait for the copy."""
     if not optimizers:
         return LayoutError(
             "lazy: got no optimizer object, whose step could wait for the copy; "

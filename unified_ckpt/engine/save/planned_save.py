@@ -1,4 +1,4 @@
-"""The values that one save carries: the call on this rank, the plan with its tensors, and what the next save can reuse."""
+"""The values of one save: the call, the planned save, and the cache for the next one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 class SaveCache:
     """Plans and buffers that one save leaves for the next save of the same ranks.
 
-    `stored_parts` belongs to `plan`. `local_shardings` and `copy_plan` are set only for node groups.
+    `stored_parts` belongs to `plan`. Only node groups have `local_shardings` and a `copy_plan`.
     `slowest_rank` is a phrase for the log of rank 0.
     """
 
@@ -46,7 +46,7 @@ class SaveCache:
     slowest_rank: str = ""
 
     def reset_for(self, topology: Topology | None) -> None:
-        """Drops plans and tile buffers of another topology: its ranks number exchanges differently."""
+        """Drops plan and tile buffers of another topology, whose ranks number exchanges anew."""
         if self.topology is not topology:
             self.tile_buffers.close()
             self.tile_buffers, self.topology = TileBuffers(), topology
@@ -86,7 +86,8 @@ class SaveCall:
 class PlannedSave:
     """A save that all ranks have entered, planned and checked; only the writing is left.
 
-    `collective` is that of the ranks that share the folder. `tensors_by_group` follows `plan.groups`.
+    `collective` is that of the ranks that share the folder. `tensors_by_group` has one entry per
+    group of the plan.
     `non_tensor_state` is None until it is encoded. `commit_group` is set for node groups.
     `existing_entries` are those of the replaced folder, on the rank that publishes.
     """
@@ -103,7 +104,7 @@ class PlannedSave:
 
     @property
     def transport(self) -> PeerTransport | None:
-        """The transport to the ranks of other nodes that share the folder, None if there are none."""
+        """The transport to ranks of other nodes that share the folder, if there are any."""
         return self.call.topology.transport if self.call.topology is not None else None
 
     def target(self) -> commit.PublishTarget:
@@ -121,7 +122,7 @@ class PlannedSave:
         return {part.removesuffix(SHARD_SUFFIX) for part in names}
 
     def heartbeat(self) -> None:
-        """Tells the ranks of this folder, and of other node groups, that this rank makes progress."""
+        """Signals progress to the ranks of this folder and of other node groups."""
         self.collective.heartbeat()
         if self.commit_group is not None:
             self.commit_group.collective.heartbeat()

@@ -1,4 +1,4 @@
-"""Probes, before the first save to a folder, which ranks see it and share a node, and connects nodes.
+"""Probes which ranks see a folder and share a node, and connects nodes, before the first save.
 
 Data could be lost if a folder shared by several nodes were taken for local ones, so that nodes
 overwrite each other, or the reverse. So every node writes a new file and looks up those of the
@@ -53,7 +53,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """This rank's node group, the nodes of its ranks, and the alignment of writes to its folder in bytes, see `WriteAlignment`."""
+    """This rank's node group and the nodes of its ranks.
+
+    `block_nbytes` is the alignment of writes to the folder, see `WriteAlignment`.
+    """
 
     node_group: NodeGroup
     nodes: tuple[int, ...]
@@ -141,7 +144,7 @@ def _probe_folders(
             if not is_visible(local_node):
                 raise StorageError(
                     f"{storage.root}: this rank does not see the folder that rank "
-                    f"{leaders[local_node]} of its node sees; use one folder for all ranks of a node"
+                    f"{leaders[local_node]} of its node sees; use one folder per node"
                 )
             first_node = next(node for node in range(len(leaders)) if is_visible(node))
             gathered = all_gather(collective, "first-visible", first_node)

@@ -1,4 +1,4 @@
-"""Compares the bytes of replicas by digest, which finds what no sharding rule shows: replicas that have diverged."""
+"""Compares replicas by digest, which finds what no sharding shows: replicas that diverged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the arguments of a save into a `SaveRequest`: named local tensors and everything else to store.
+"""Turns the arguments of a save into a `SaveRequest` with named local tensors.
 
 Changes nothing of the caller's and touches no file.
 """

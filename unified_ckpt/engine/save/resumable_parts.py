@@ -1,4 +1,4 @@
-"""Agrees on the parts that a save stores, so that training can resume from them, before the folder is created.
+"""Agrees on the parts that a save stores, so that training can resume from them.
 
 State could be lost by a misspelt part that is dropped, by a save of nothing, and by a model that is
 left out although no master weights replace it.

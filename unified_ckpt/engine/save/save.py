@@ -81,7 +81,7 @@ def begin_save(call: SaveCall, *, lazy: bool) -> StagedSave:
 
 
 class StagedSave:
-    """A save whose tensors are copied, or about to be. Call `copy` and then `finish`, from any thread."""
+    """A save whose tensors are about to be copied: call `copy`, then `finish`, on any thread."""
 
     def __init__(
         self, planned: PlannedSave, snapshot: Snapshot, deferred_keys: Collection[Key]

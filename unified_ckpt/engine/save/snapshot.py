@@ -35,7 +35,7 @@ from unified_ckpt.runtime.torch_state.tensors import (
     copy_slabs_to_tile,
 )
 
-# Slept between two blocks, so that the training thread gets the GIL before the switch interval of 5 ms.
+# Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
 _GIL_YIELD_SECONDS = 50e-6
 _ALIGN_NBYTES = 64  # of each copy in the memory: suits any dtype and whole cache lines
 

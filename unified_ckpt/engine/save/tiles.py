@@ -1,4 +1,4 @@
-"""Exchanges the tiles of one group in a save: ranks fill them for each other, and I/O ranks write them."""
+"""Exchanges the tiles of one group in a save: members fill them, and I/O ranks write them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from unified_ckpt.runtime.torch_state.tensors import (
 
 @dataclass(frozen=True, slots=True)
 class TileBufferSet:
-    """The tile buffers that a rank can reach: `local` ones by rank, `remote` ones over `transport`."""
+    """The tile buffers a rank can reach: `local` ones by rank, `remote` ones over `transport`."""
 
     rank: int
     local: Mapping[int, TileBuffer]
@@ -146,7 +146,7 @@ def tile_spans(tile: Tile, tensors: Sequence[LocalTensor], *, rank: int) -> Iter
 def write_tile(
     memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: QueuedWriter
 ) -> BlockCrcs:
-    """Digests a full tile and queues its writes; ranges that are adjacent in a file share a call."""
+    """Digests a full tile and queues its writes; ranges adjacent in a file share a call."""
     block_crcs: BlockCrcs = []
     view = as_bytes(memory)
     writes: list[ContiguousWrite] = []

@@ -235,7 +235,7 @@ def test_another_name_on_one_rank(tmp_path: Path) -> None:
     saves_fail(
         tmp_path,
         uc.RankError,
-        r"rank 1 saves with name 'c1', rank 0 with 'c0'",
+        r"rank 1: got name 'c1', expected 'c0' as on rank 0",
         mine,
         mine,
         path=lambda rank: tmp_path / f"c{rank}",

@@ -1106,7 +1106,7 @@ def test_a_rank_that_hangs_in_its_storage_is_named_and_nobody_hangs(
     same_error(
         errors,
         uc.RankError,
-        r"^rank\(s\) 2 did not get (through 'write'|to 'digests/0') within 0.5 s$",
+        r"^rank\(s\) 2 did not (finish 'write'|reach 'digests/0') within 0.5 s$",
     )
     assert not (tmp_path / "c").exists()
 

@@ -117,7 +117,9 @@ def test_a_save_that_is_waited_for_by_its_own_thread_is_an_error_and_no_hang(
     pending = checkpointer.save_async(
         "a", model=filled(1), after_commit=lambda _: checkpointer.wait()
     )
-    with pytest.raises(uc.CheckpointError, match=r"`after_commit` or `attach` waits for its own save"):
+    with pytest.raises(
+        uc.CheckpointError, match=r"`after_commit` or `attach` waits for its own save"
+    ):
         pending.result(SECONDS)
     checkpointer.close()
 

@@ -23,7 +23,7 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
             {"load_parameters_path": "a", "enabled": False},
             "You must set enable_checkpointing=True to load a checkpoint.",
         ),
-        ({"keep_best": 2}, "keep_best needs best_metric"),
+        ({"keep_best": 2}, "keep_best requires best_metric"),
         ({"lazy": True, "asynchronous": False}, "set asynchronous=True"),
         ({"interval_steps": 0}, "greater than or equal to 1"),
         ({"keep_latest": 0}, "greater than or equal to 1"),

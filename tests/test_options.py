@@ -30,8 +30,8 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
         ({"interval_seconds": float("nan")}, "finite"),
         ({"step_prefix": ".unified-"}, "pattern"),
         ({"step_prefix": "a/b"}, "pattern"),
-        ({"local_directory": "d"}, "needed both, or neither"),
-        ({"local_interval_steps": 3}, "needed both, or neither"),
+        ({"local_directory": "d"}, "set both or neither"),
+        ({"local_interval_steps": 3}, "set both or neither"),
         ({"save_interval": 3}, "Extra inputs are not permitted"),
     ],
 )

@@ -43,7 +43,7 @@ TURNS = [
 
 @pytest.mark.parametrize("nbytes", [1, 64, 200, 1 << 20])
 @pytest.mark.parametrize("turn", TURNS)
-def test_there_and_back_in_pieces(turn: Transform, nbytes: int) -> None:
+def test_round_trip_in_pieces(turn: Transform, nbytes: int) -> None:
     ours = torch.randn(turn.hf_shape)
     theirs = torch.full(turn.maxtext_shape, torch.nan)
     back = torch.full(turn.hf_shape, torch.nan)
@@ -128,9 +128,7 @@ def hub_state(kind: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_seen_as_maxtexts_is_what_is_made_head_by_head(
-    tmp_path: Path, kind: str, stacked: bool
-) -> None:
+def test_view_equals_a_model_built_head_by_head(tmp_path: Path, kind: str, stacked: bool) -> None:
     config, state = hub_state(kind, tmp_path / "c")
     with SourceView(
         maxtext_view(open_source(str(tmp_path / "c")), config.to_dict(), stacked=stacked)
@@ -197,7 +195,7 @@ def view_of(folder: Path, config: Any) -> Any:
     return maxtext_view(open_source(str(folder)), config.to_dict())
 
 
-def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:
+def test_models_that_maxtext_cannot_hold_are_refused(tmp_path: Path) -> None:
     config, state = hub_state("llama3", tmp_path / "c")
     some = {
         name: tensor

@@ -40,7 +40,7 @@ def parsed(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("origin", ["single_bf16", "tp2_nomerge", "tp2_skip"])
-def test_a_round_trip_gives_paddle_s_own_files_byte_for_byte(tmp_path: Path, origin: str) -> None:
+def test_round_trip_reproduces_paddle_files_bytewise(tmp_path: Path, origin: str) -> None:
     """PaddleNLP's folder -> our unified folder -> PaddleNLP's, as one process of it writes."""
     expected = FIXTURES / "single_bf16"
     uc.convert(FIXTURES / origin, tmp_path / "ours")
@@ -92,7 +92,7 @@ def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
         assert all(same(found[name], tensor) for name, tensor in original.items())
 
 
-def test_files_are_bounded_and_tensors_are_written_in_tiles(
+def test_file_sizes_are_bounded_and_tensors_chunked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paddle_write, "_CHUNK_NBYTES", 700)  # not a multiple of any row
@@ -123,7 +123,7 @@ def trained(folder: Path, optimizer_of: Any = torch.optim.AdamW) -> Path:
     return folder
 
 
-def test_a_job_of_torch_s_is_written_and_read_back(tmp_path: Path) -> None:
+def test_torch_checkpoint_round_trip(tmp_path: Path) -> None:
     ours = trained(tmp_path / "ours")
     made = written(ours, tmp_path / "theirs", ours)
     with uc.open(ours) as first, uc.open(made) as second:
@@ -162,7 +162,7 @@ def test_a_job_of_torch_s_is_written_and_read_back(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_state_that_paddle_has_not_is_refused_before_anything_is_written(
+def test_unknown_optimizer_state_is_refused_before_writing(
     tmp_path: Path, optimizer_of: Any, match: str
 ) -> None:
     ours = trained(tmp_path / "ours", optimizer_of)
@@ -171,7 +171,7 @@ def test_state_that_paddle_has_not_is_refused_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-def test_what_cannot_be_named_or_turned_for_certain_is_refused(tmp_path: Path) -> None:
+def test_ambiguous_names_and_orientation_are_refused(tmp_path: Path) -> None:
     uc.save(tmp_path / "ours", model={"mixer.weight": torch.zeros(4, 4)})
     with pytest.raises(
         uc.FormatError, match=r"mixer.weight: got shape \(4, 4\) of an unknown layer"
@@ -203,7 +203,7 @@ def test_what_cannot_be_named_or_turned_for_certain_is_refused(tmp_path: Path) -
     assert not (tmp_path / "theirs").exists()
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_existing_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "mine").write_text("kept")
     with pytest.raises(uc.StorageError, match="exists; choose another name"):
@@ -211,7 +211,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["theirs", "mine"]
 
 
-def test_what_was_written_wrong_is_found_and_has_no_name(
+def test_corrupt_export_is_detected_and_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source that gives other bytes the second time: what a bad disk, or a bug in the writer,
@@ -233,7 +233,7 @@ def test_what_was_written_wrong_is_found_and_has_no_name(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_long_run_whose_beta1_is_gone_goes_both_ways(tmp_path: Path) -> None:
+def test_underflowed_beta1_power_round_trips(tmp_path: Path) -> None:
     """After some 800 steps at 0.9 float32 has no more of it; that is no reason to make one up."""
     folder = copied("single_bf16", tmp_path / "c")
     changed(folder, "trainer_state.json", global_step=5000)

@@ -77,7 +77,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return path, train(model, optimizer, 3, 3)
 
 
-def test_a_file_of_torch_save_is_what_torch_would_have_saved(
+def test_torch_file_equals_what_torch_saves(
     saved: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     folder, expected = saved
@@ -100,9 +100,7 @@ def test_a_file_of_torch_save_is_what_torch_would_have_saved(
     assert main(["diff", str(tmp_path / "c.pt"), str(folder), "--part", "model"]) == 0
 
 
-def test_a_folder_of_dcp_is_what_dcp_would_have_saved(
-    saved: tuple[Path, list[float]], tmp_path: Path
-) -> None:
+def test_dcp_folder_equals_what_dcp_saves(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder, expected = saved
     assert main(["convert", str(folder), str(tmp_path / "d"), "--to", "dcp"]) == 0
     model, optimizer = net(1)
@@ -156,10 +154,10 @@ def test_every_dtype_and_shape(tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-def test_what_fails_leaves_nothing_and_what_is_there_stays(tmp_path: Path, to: str) -> None:
+def test_failed_export_leaves_no_files(tmp_path: Path, to: str) -> None:
     uc.save(tmp_path / "c", model={"a": torch.ones(3), "b": torch.ones(3)}, options=QUICK)
     (tmp_path / "there.pt").write_text("mine")
-    with pytest.raises(uc.StorageError, match=r"there.pt: is a file; needed"):
+    with pytest.raises(uc.StorageError, match=r"there.pt: got a file, expected"):
         uc.convert(tmp_path / "c", tmp_path / "there.pt", to=to)
     file = next((tmp_path / "c").glob("model*.safetensors"))
     with uc.open(tmp_path / "c") as opened:
@@ -203,7 +201,7 @@ class Counting(nn.Linear):
         self.seen = state["seen"]
 
 
-def test_what_modules_keep_beside_tensors_goes_along(tmp_path: Path) -> None:
+def test_non_tensor_state_of_modules_is_exported(tmp_path: Path) -> None:
     model = nn.Sequential(Counting(2, 3))
     model[0].seen = 4
     uc.save(tmp_path / "c", model=model, options=QUICK)
@@ -232,7 +230,7 @@ def test_what_modules_keep_beside_tensors_goes_along(tmp_path: Path) -> None:
         uc.open(tmp_path / "c", options=uc.SourceOptions(rename=str(tmp_path / "s.toml")))
 
 
-def test_a_file_without_a_model_is_not_begun(tmp_path: Path) -> None:
+def test_torch_file_without_model_is_refused(tmp_path: Path) -> None:
     uc.save(
         tmp_path / "c",
         model={"w": torch.ones(1)},
@@ -247,7 +245,7 @@ def test_a_file_without_a_model_is_not_begun(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_names_that_are_one_in_dcp_are_refused(tmp_path: Path) -> None:
+def test_colliding_dcp_keys_are_refused(tmp_path: Path) -> None:
     tensors = {"state.w.b/c": torch.ones(1), "state.w/b.c": torch.zeros(1)}
     uc.save(tmp_path / "c", model={"w": torch.ones(1)}, optimizer=tensors, options=QUICK)
     with pytest.raises(

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ),
     cut=st.data(),
 )
-def test_any_slice_of_any_tensor_made_of_pieces(
+def test_slices_of_tensors_derived_from_ranges(
     folder: Path, dtype: torch.dtype, pieces: list[tuple[int, int, int]], cut: st.DataObject
 ) -> None:
     kind = str(dtype).removeprefix("torch.")
@@ -75,7 +75,7 @@ def test_any_slice_of_any_tensor_made_of_pieces(
         assert torch.equal(target, needed)
 
 
-def test_names_are_those_that_can_be_made_and_what_is_left(folder: Path) -> None:
+def test_names_are_derivable_and_unused_tensors(folder: Path) -> None:
     made = {
         "joined": RangesTensor(
             (8, 6), (ElementRange("float32/0", 0, 24), ElementRange("float32/1", 0, 24))
@@ -110,7 +110,7 @@ def test_whole_tensors_keep_their_digests(folder: Path) -> None:
     ]
 
 
-def test_pieces_that_do_not_fit_are_an_error(folder: Path) -> None:
+def test_ranges_that_do_not_fit_are_refused(folder: Path) -> None:
     mixed = RangesTensor((48,), (ElementRange("float32/0", 0, 24), ElementRange("uint8/0", 0, 24)))
     long = RangesTensor((30,), (ElementRange("float32/0", 0, 30),))
     with uc.open(folder) as opened:

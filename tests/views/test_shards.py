@@ -47,7 +47,7 @@ def cut(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
     st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
     st.data(),
 )
-def test_any_bytes_and_any_box_are_the_tensors(
+def test_any_byte_range_and_box_equals_the_tensor(
     shape: list[int], dtype: torch.dtype, data: st.DataObject
 ) -> None:
     tensor = torch.arange(prod(shape)).to(dtype).reshape(shape)
@@ -67,7 +67,7 @@ def test_any_bytes_and_any_box_are_the_tensors(
     assert source.read(*KEY, box) == bytes(as_bytes(taken.contiguous()))
 
 
-def test_a_grid_counts_the_same_elements_in_other_dims() -> None:
+def test_box_shape_with_other_dims() -> None:
     tensor = torch.arange(24.0).reshape(4, 6)
     flat = tensor.reshape(-1)
     pieces = [
@@ -120,14 +120,14 @@ WRONG: list[tuple[str, Callable[[], ShardedTensor], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("make", "error", "text"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG]
 )
-def test_what_does_not_make_up_a_tensor_is_refused(
+def test_gaps_and_overlaps_are_refused(
     make: Callable[[], ShardedTensor], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
         make()
 
 
-def test_a_fragment_that_is_not_what_was_said_is_refused_when_it_is_read() -> None:
+def test_shard_of_unexpected_shape_is_refused_when_read() -> None:
     one = sharded_tensor(
         torch.float32, (4,), [TensorShard(Box((0,), (4,)), lambda: torch.ones(5), "shard-3.pt")]
     )

@@ -46,7 +46,7 @@ def test_tensors_under_other_names_are_the_stored_bytes(folder: Path, mark: str)
     assert report.verified_bytes == target.nbytes
 
 
-def test_what_a_function_makes_is_made_when_it_is_read(folder: Path) -> None:
+def test_results_are_computed_when_read(folder: Path) -> None:
     conversions.CALLS.clear()
     with uc.open(folder, options=options(":turned")) as opened:
         assert conversions.CALLS == ["w"]  # once for its shape; the shape of the other is told
@@ -91,7 +91,7 @@ REFUSED: list[tuple[str, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("name", "kind", "text"), REFUSED, ids=[one[0] for one in REFUSED])
-def test_functions_that_are_not_there_or_give_no_tensors(
+def test_missing_functions_and_bad_results_are_refused(
     folder: Path, name: str, kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
@@ -105,7 +105,7 @@ def test_no_function_is_named(folder: Path) -> None:
         uc.open(folder, options=SourceOptions(conversion_fn="fn"))
 
 
-def test_a_function_that_gives_another_shape_than_it_said_spoils_nothing_quietly(
+def test_result_of_another_shape_is_an_error_when_read(
     folder: Path,
 ) -> None:
     target = torch.zeros(1, 1)

@@ -33,7 +33,7 @@ def through(path: Path, rules: str) -> uc.LoadOptions:
 
 
 @pytest.mark.parametrize("rule", [{"tp": 0}, {"tp": 1}, {}])
-def test_any_ranks_load_slices_of_what_is_made(tmp_path: Path, rule: dict[str, int]) -> None:
+def test_any_ranks_load_slices_of_derived_tensors(tmp_path: Path, rule: dict[str, int]) -> None:
     w = torch.randn(1200, 700)
     uc.save(tmp_path / "c", model={"w": w}, options=QUICK)
     options, layout = (
@@ -51,7 +51,7 @@ def test_any_ranks_load_slices_of_what_is_made(tmp_path: Path, rule: dict[str, i
     run_ranks(4, act)
 
 
-def test_rules_that_one_rank_lacks_are_an_error_on_all(tmp_path: Path) -> None:
+def test_rules_missing_on_one_rank_fail_all_ranks(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model={"w": torch.ones(3, 2)}, options=QUICK)
     options = [
         through(tmp_path / "r.toml", TURN),
@@ -69,7 +69,7 @@ def test_rules_that_one_rank_lacks_are_an_error_on_all(tmp_path: Path) -> None:
     assert not any(target.any() for target in targets)
 
 
-def test_a_checkpoint_on_several_machines(tmp_path: Path) -> None:
+def test_checkpoint_on_several_nodes(tmp_path: Path) -> None:
     w = torch.randn(400, 900)
     layout = uc.Layout(mesh={"tp": 2}, rules={"w": {"tp": 0}})
     save_all(tmp_path, [0, 1], lambda rank: {"w": w.chunk(2)[rank].clone()}, layout=layout)
@@ -101,7 +101,7 @@ def test_damage_is_found_through_a_view(tmp_path: Path, rules: str) -> None:
         )
 
 
-def test_views_on_views_keep_their_files_apart() -> None:
+def test_nested_views_have_distinct_virtual_files() -> None:
     """Each view has files of its own, called by names that the one under it may have too."""
     tensors = {name: torch.randn(4, 6) for name in "ab"}
     made = {
@@ -132,7 +132,7 @@ def test_views_on_views_keep_their_files_apart() -> None:
     )
 
 
-def test_more_than_one_panel_and_bytes_from_anywhere(tmp_path: Path) -> None:
+def test_several_chunks_and_any_byte_range(tmp_path: Path) -> None:
     rows = CHUNK_NBYTES // 4 // 1000 + 13
     w = torch.arange(rows * 1000, dtype=torch.int32).view(rows, 1000)
     uc.save(tmp_path / "c", model={"w": w}, options=QUICK)
@@ -155,7 +155,7 @@ def test_more_than_one_panel_and_bytes_from_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
-def test_every_dtype_is_turned_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+def test_every_dtype_is_permuted_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     kind = TORCH_DTYPES[dtype]
     w = torch.randint(0, 2, (6, 10 * kind.itemsize), dtype=torch.uint8).view(kind)
     uc.save(tmp_path / "c", model={"w": w}, options=QUICK)
@@ -170,7 +170,7 @@ def test_every_dtype_is_turned_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     assert torch.equal(target.view(torch.uint8).view(10, 6, kind.itemsize), bits.transpose(0, 1))
 
 
-def test_a_checkpoint_that_is_open_is_loaded_as_the_options_ask(tmp_path: Path) -> None:
+def test_open_checkpoint_is_loaded_under_its_options(tmp_path: Path) -> None:
     w = torch.randn(3, 2)
     uc.save(tmp_path / "c", model={"w": w}, options=QUICK)
     target = torch.zeros(2, 3)
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_is_open_is_loaded_as_the_options_ask(tmp_path: Path) 
     assert torch.equal(target, w.T)
 
 
-def test_an_optimizer_without_state_stays_one(tmp_path: Path) -> None:
+def test_optimizer_without_state_stays_empty(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3, bias=False)
     uc.save(
         tmp_path / "c",

@@ -55,9 +55,8 @@ def chunk_storage(
             {leaf.key: leaf.shape for leaf in leaves(recipe) if isinstance(leaf, Stored)},
         )
         tensor_name = ":".join(key)
-        has_external = any(
-            isinstance(leaf, External) for leaf in leaves(recipe)
-        )  # an external tensor is loaded whole each time
+        # an external tensor is loaded whole each time
+        has_external = any(isinstance(leaf, External) for leaf in leaves(recipe))
         chunk_numel = prod(recipe.shape) if has_external else CHUNK_NBYTES // itemsize(spec.dtype)
         boxes = chunk_boxes(recipe.shape, max(chunk_numel, 1))
         tensors[key] = sharded_tensor(
@@ -116,10 +115,10 @@ def _read_stored(
 
 
 class DerivedStorage:
-    """A storage with virtual files: `ranges` of other files, one after another, or materialized
-    tensors.
+    """A storage with virtual files: ranges of other files, or materialized tensors.
 
-    The names of virtual files start with `prefix`. `ranges` holds (nbytes, location) by file.
+    The names of virtual files start with `prefix`. `ranges` holds, by file, the (nbytes, location)
+    that it consists of, in order.
     """
 
     def __init__(

@@ -86,11 +86,9 @@ class RuleOutput:
         if not self.rule.partial:
             self._check_complete(base, shapes)
         power = self._gradient_power(base)
-        return self._output(
-            base if power == 1 else base_recipe(self.rule, self.rows, shapes, power=power),
-            self.target,
-            power,
-        )
+        if power != 1:
+            base = base_recipe(self.rule, self.rows, shapes, power=power)
+        return self._output(base, self.target, power)
 
     def _is_scalar(self, shapes: Shapes) -> bool:
         """Whether it is one number for a larger parameter, or a step count."""
@@ -108,8 +106,7 @@ class RuleOutput:
         if self.state is not None and shape_key is not None and shape != shapes[shape_key]:
             raise FormatError(
                 f"{self.state!r} has shape {shape}, its parameter {shapes[shape_key]}; expected "
-                "equal shapes or a "
-                'scalar; add a rule with `parts = "optimizer"` for this state'
+                'equal shapes or a scalar; add a rule with `parts = "optimizer"` for this state'
             )
 
     def _output(self, base: Recipe, target: int, power: int) -> Recipe:

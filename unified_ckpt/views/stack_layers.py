@@ -49,22 +49,14 @@ def stack_layers(
         for problem in _layer_differences(source, list_name, layers, period)
     ]
     if problems or not layers_by_list:
-        raise FormatError(
-            format_list(
-                "layers cannot be stacked",
-                problems or ["no tensor name contains a layer number"],
-            )
-        )
-    return apply_renames(
-        source,
-        Renames(
-            rules=tuple(
-                rule
-                for list_name in layers_by_list
-                for rule in _stack_rules(list_name, len(layers_by_list[list_name]), dim, period)
-            )
-        ),
+        problems = problems or ["no tensor name contains a layer number"]
+        raise FormatError(format_list("layers cannot be stacked", problems))
+    rules = tuple(
+        rule
+        for list_name, layers in layers_by_list.items()
+        for rule in _stack_rules(list_name, len(layers), dim, period)
     )
+    return apply_renames(source, Renames(rules=rules))
 
 
 def unstack_layers(
@@ -91,23 +83,13 @@ def unstack_layers(
         for problem in _uneven_lists(source, names, list_path, dim)
     ]
     if problems or not list_paths:
-        raise FormatError(
-            format_list(
-                "layers cannot be unstacked",
-                problems
-                or [
-                    f"no tensor name contains {' or '.join(_LIST_NAMES)} before its last component"
-                ],
-            )
-        )
-    return apply_renames(
-        source,
-        Renames(
-            rules=tuple(
-                _unstack_rule(list_path, dim, period) for list_path in dict.fromkeys(list_paths)
-            )
-        ),
-    )
+        names_of_lists = " or ".join(_LIST_NAMES)
+        problems = problems or [
+            f"no tensor name contains {names_of_lists} before its last component"
+        ]
+        raise FormatError(format_list("layers cannot be unstacked", problems))
+    rules = tuple(_unstack_rule(list_path, dim, period) for list_path in dict.fromkeys(list_paths))
+    return apply_renames(source, Renames(rules=rules))
 
 
 def _parameters(source: Source) -> dict[str, str]:

@@ -42,7 +42,7 @@ def repair(root: Path, machines: Sequence[int] = MACHINES) -> tuple[uc.RepairRep
     return found[0]
 
 
-def test_each_is_mended_from_the_others(root: Path) -> None:
+def test_each_node_is_repaired_from_the_others(root: Path) -> None:
     folders = [folder_of(root, machine) for machine in range(3)]
     right = [body(one) for one in folders]
     flip(tensors(folders[0], "model")[0], at=0.2)
@@ -57,7 +57,7 @@ def test_each_is_mended_from_the_others(root: Path) -> None:
     assert [report.damage for report in repair(root)] == [()] * 3
 
 
-def test_what_one_cannot_do_does_not_stop_the_others(root: Path) -> None:
+def test_failure_of_one_node_does_not_stop_the_others(root: Path) -> None:
     """No copy of what machine 1's rank left, none of machine 2's manifest; machine 0 is mended all
     the same.
     """
@@ -71,7 +71,7 @@ def test_what_one_cannot_do_does_not_stop_the_others(root: Path) -> None:
     assert uc.verify(folder_of(root, 0), deep=True).ok
 
 
-def test_a_folder_of_another_save_and_a_machine_without_one(root: Path, tmp_path: Path) -> None:
+def test_node_with_another_save_and_node_without_folder(root: Path, tmp_path: Path) -> None:
     save(tmp_path / "stale", MACHINES, copies=2)
     shutil.rmtree(folder_of(root, 1))
     shutil.copytree(folder_of(tmp_path / "stale", 1), folder_of(root, 1))
@@ -86,7 +86,7 @@ def test_a_folder_of_another_save_and_a_machine_without_one(root: Path, tmp_path
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_folder_that_machines_share_is_mended_once(root: Path, tmp_path: Path, seed: int) -> None:
+def test_shared_folder_is_repaired_once(root: Path, tmp_path: Path, seed: int) -> None:
     """Machines 0 and 3 see one folder, 1 and 2 have their own: the report is the same for those
     that share, and nobody is refused.
     """
@@ -103,7 +103,7 @@ def test_a_folder_that_machines_share_is_mended_once(root: Path, tmp_path: Path,
     assert [body(one) for one in folders] == right
 
 
-def test_no_machine_has_it(tmp_path: Path) -> None:
+def test_no_node_has_the_folder(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
             made.repair(folder_of(tmp_path, comm.rank))

@@ -171,7 +171,7 @@ def test_three_folders_have_it_between_them(
     check_mended(folder, good, [other])
 
 
-def test_what_no_copy_has_right_is_said_and_left(folder: Path, other: Path, good: Path) -> None:
+def test_block_damaged_in_all_copies_is_reported(folder: Path, other: Path, good: Path) -> None:
     """The same byte of both. What else is wrong is mended."""
     for one in (folder, other):
         flip(one / FILES[1])
@@ -191,7 +191,7 @@ def test_what_no_copy_has_right_is_said_and_left(folder: Path, other: Path, good
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f != names.MANIFEST])
-def test_without_sources_it_says_what_is_missing(folder: Path, good: Path, file: str) -> None:
+def test_without_sources_reports_what_is_missing(folder: Path, good: Path, file: str) -> None:
     """Or mends it, where the folder itself proves it."""
     (folder / file).unlink()
     before = stamps(folder)
@@ -333,7 +333,7 @@ def test_what_cannot_be_repaired_at_all(folder: Path, good: Path, tmp_path: Path
         uc.repair(folder, [tmp_path / "absent"])
     with pytest.raises(uc.StorageError, match="is the folder to repair"):
         uc.repair(folder, [folder])
-    with pytest.raises(uc.StorageError, match="is a URL, expected a local folder"):
+    with pytest.raises(uc.StorageError, match="got a URL, expected a local folder"):
         uc.repair("memory://x", [good])
     (folder / "probe").write_text("x")
     with pytest.raises(uc.FormatError, match="got an unfinished save"):
@@ -463,7 +463,7 @@ def test_a_folder_that_a_newer_save_replaces_meanwhile(
     assert body(folder) == body(stranger)
 
 
-def test_nobody_removes_it_or_mends_it_meanwhile(folder: Path, good: Path) -> None:
+def test_folder_is_locked_during_repair(folder: Path, good: Path) -> None:
     flip(folder / FILES[0])
     alone: list[bool] = []
 
@@ -480,7 +480,7 @@ def test_nobody_removes_it_or_mends_it_meanwhile(folder: Path, good: Path) -> No
         assert mine
 
 
-def test_who_reads_it_meanwhile_goes_on(folder: Path, good: Path) -> None:
+def test_readers_continue_during_repair(folder: Path, good: Path) -> None:
     flip(folder / FILES[0])
     with uc.open(folder) as opened:
         first = opened["model"]["wide"][:100]
@@ -536,7 +536,7 @@ def machines(twice: Path, tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("hurt_one", [0, 1, 2])
-def test_machines_mend_each_other(twice: Path, tmp_path: Path, hurt_one: int, how: str) -> None:
+def test_nodes_repair_each_other(twice: Path, tmp_path: Path, hurt_one: int, how: str) -> None:
     """Whole from fragments, fragments from a whole, and fragments from fragments: every file of
     tensors, digests, extra, indexes.
     """
@@ -559,7 +559,7 @@ def test_machines_mend_each_other(twice: Path, tmp_path: Path, hurt_one: int, ho
         assert body(found[hurt_one]) == right
 
 
-def test_machines_that_are_all_damaged(twice: Path, tmp_path: Path) -> None:
+def test_nodes_that_are_all_damaged(twice: Path, tmp_path: Path) -> None:
     """What one lacks another has; one has damaged digests."""
     found = machines(twice, tmp_path)
     right = [body(one) for one in found]
@@ -575,7 +575,7 @@ def test_machines_that_are_all_damaged(twice: Path, tmp_path: Path) -> None:
         assert body(one) == right[number]
 
 
-def test_no_machine_has_it(twice: Path, tmp_path: Path) -> None:
+def test_no_node_has_the_block(twice: Path, tmp_path: Path) -> None:
     found = machines(twice, tmp_path)
     file = tensors(found[1], "model")[0]
     flip(file)
@@ -587,9 +587,7 @@ def test_no_machine_has_it(twice: Path, tmp_path: Path) -> None:
     assert stamps(found[1]) == before
 
 
-def test_a_machines_own_files_come_from_a_copy_of_its_folder_only(
-    twice: Path, tmp_path: Path
-) -> None:
+def test_node_files_come_only_from_a_copy_of_its_folder(twice: Path, tmp_path: Path) -> None:
     """The manifest and what its ranks left. The folder of a machine that holds the same tensors is
     not taken for it.
     """
@@ -608,7 +606,7 @@ def test_a_machines_own_files_come_from_a_copy_of_its_folder_only(
     assert body(found[1]) == body(backup)
 
 
-def test_a_machine_that_holds_the_same_tensors_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_node_with_the_same_tensors_is_told_apart(tmp_path: Path) -> None:
     """Same tensors, same digests; without what its ranks left, nothing tells whose folder it is."""
     save(tmp_path, [0, 1], copies=2)
     mine, theirs = (folder_of(tmp_path, machine) for machine in (1, 0))
@@ -633,19 +631,19 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int) -> s
     return capsys.readouterr().out
 
 
-def test_the_command_mends(folder: Path, good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_repairs(folder: Path, good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(folder / FILES[0])
     text = said(capsys, "verify", folder, "--repair", code=1)
-    assert f"{folder}: still damaged, 1 problem; 0 files mended (" in text
+    assert f"{folder}: still damaged, 1 problem; 0 files repaired (" in text
     assert "add another copy of save" in text
     text = said(capsys, "verify", folder, "--repair", "--from", good, code=0)
-    assert f"{folder}: mended, 1 file, " in text
-    assert f"  mended   {FILES[0]}\n" in text
+    assert f"{folder}: repaired, 1 file, " in text
+    assert f"  repaired {FILES[0]}\n" in text
     assert "nothing to repair" in said(capsys, "verify", folder, "--repair", "--from", good, code=0)
     said(capsys, "verify", folder, "--deep", code=0)
 
 
-def test_the_command_in_json(
+def test_command_in_json(
     folder: Path, good: Path, other: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip(folder / FILES[0])
@@ -660,7 +658,7 @@ def test_the_command_in_json(
     assert told["nbytes"] == (good / FILES[0]).stat().st_size
 
 
-def test_the_command_refuses(
+def test_command_refuses(
     folder: Path, good: Path, stranger: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip(folder / FILES[0])
@@ -723,7 +721,7 @@ def test_any_damage_to_two_copies(folder: Path, other: Path, good: Path, seed: i
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_any_damage_to_machines(twice: Path, tmp_path: Path, seed: int) -> None:
+def test_any_damage_to_nodes(twice: Path, tmp_path: Path, seed: int) -> None:
     """Right, or as it was, and no good byte is lost: what the machines had between them, they have."""
     draw = random.Random(seed)
     found = machines(twice, tmp_path)

@@ -168,9 +168,7 @@ def convert_by(
     return try_ranks(world, act)
 
 
-def test_a_dcp_folder_becomes_a_unified_one_from_which_training_goes_on(
-    old: Path, tmp_path: Path
-) -> None:
+def test_dcp_folder_converts_and_training_resumes(old: Path, tmp_path: Path) -> None:
     report = uc.convert(old, tmp_path / NAME)
     assert (report.format, report.step, report.tensors) == ("dcp", 7, {"model": 6, "optimizer": 18})
     assert uc.verify(tmp_path / NAME, deep=True).problems == ()
@@ -190,9 +188,7 @@ def test_a_dcp_folder_becomes_a_unified_one_from_which_training_goes_on(
     assert json.loads((tmp_path / NAME / "config.json").read_text()) == {"model_type": "none"}
 
 
-def test_the_manifest_says_what_it_was_made_of_and_what_was_checked(
-    ours: Path, tmp_path: Path
-) -> None:
+def test_manifest_records_source_and_checks(ours: Path, tmp_path: Path) -> None:
     report = uc.convert(ours, tmp_path / NAME)
     manifest = json.loads((tmp_path / NAME / names.MANIFEST).read_text())
     told = manifest["converted_from"]
@@ -214,7 +210,7 @@ def test_the_manifest_says_what_it_was_made_of_and_what_was_checked(
     assert digests[0] == digests[1], "of what is in it, whoever wrote it"
 
 
-def test_all_that_a_unified_folder_holds_is_in_the_new_one(ours: Path, tmp_path: Path) -> None:
+def test_unified_folder_is_converted_in_full(ours: Path, tmp_path: Path) -> None:
     uc.convert(ours, tmp_path / NAME)
     for part, found in tensors(ours).items():
         same(found, tensors(tmp_path / NAME)[part])
@@ -234,7 +230,7 @@ def test_all_that_a_unified_folder_holds_is_in_the_new_one(ours: Path, tmp_path:
 
 @pytest.mark.parametrize("machines", [[0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 2]], ids=str)
 @pytest.mark.parametrize("max_file_bytes", [50_000, 1 << 30])
-def test_any_ranks_write_what_one_does(
+def test_any_number_of_ranks_writes_the_same(
     ours: Path, tmp_path: Path, machines: list[int], max_file_bytes: int
 ) -> None:
     found = convert_by(
@@ -250,7 +246,7 @@ def test_any_ranks_write_what_one_does(
     assert os.listdir(tmp_path / "many") == [NAME]
 
 
-def test_masters_that_are_not_the_model_are_refused_by_name(ours: Path, tmp_path: Path) -> None:
+def test_masters_that_differ_from_the_model_are_refused(ours: Path, tmp_path: Path) -> None:
     """As of a converter that has put fragments together in another order: every shape fits."""
     broken = tmp_path / "broken"
     weights = tensors(ours)
@@ -277,9 +273,7 @@ def test_a_master_of_another_shape_is_no_second_copy(tmp_path: Path) -> None:
         uc.convert(tmp_path / "odd", tmp_path / NAME)
 
 
-def test_one_damaged_byte_of_a_source_with_digests_is_not_passed_on(
-    ours: Path, tmp_path: Path
-) -> None:
+def test_damaged_byte_of_a_source_with_digests_is_detected(ours: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(ours, broken)
     path = broken / "optimizer.safetensors"
@@ -294,7 +288,7 @@ def test_one_damaged_byte_of_a_source_with_digests_is_not_passed_on(
     assert sorted(os.listdir(tmp_path)) == ["broken"]
 
 
-def test_a_file_that_is_missing_is_named_and_nothing_is_there(old: Path, tmp_path: Path) -> None:
+def test_missing_file_is_named_and_nothing_is_written(old: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(old, broken)
     (broken / "__0_0.distcp").unlink()
@@ -315,9 +309,7 @@ def test_a_source_that_one_rank_cannot_open_fails_all(ours: Path, tmp_path: Path
     assert os.listdir(tmp_path / "many") == []
 
 
-def test_ranks_that_see_different_checkpoints_there_fail_all(
-    ours: Path, old: Path, tmp_path: Path
-) -> None:
+def test_ranks_that_see_different_checkpoints_fail(ours: Path, old: Path, tmp_path: Path) -> None:
     found = convert_by(
         2, ours, tmp_path / "many", sources=lambda rank: open_source(str(old if rank else ours))
     )
@@ -338,9 +330,7 @@ def test_a_model_in_another_dtype_is_cast_from_the_masters(ours: Path, tmp_path:
     same(tensors(tmp_path / "half")["optimizer"], tensors(ours)["optimizer"])
 
 
-def test_a_hugging_face_folder_has_the_model_and_nothing_of_the_training(
-    ours: Path, tmp_path: Path
-) -> None:
+def test_hugging_face_folder_has_only_the_model(ours: Path, tmp_path: Path) -> None:
     uc.convert(ours, tmp_path / NAME, to="huggingface", max_file_bytes=50_000)
     found = sorted(os.listdir(tmp_path / NAME))
     assert found == [
@@ -353,7 +343,7 @@ def test_a_hugging_face_folder_has_the_model_and_nothing_of_the_training(
         uc.convert(ours, tmp_path / NAME, to="huggingface", if_exists="replace")
 
 
-def test_chosen_parts(ours: Path, tmp_path: Path) -> None:
+def test_selected_parts(ours: Path, tmp_path: Path) -> None:
     uc.convert(ours, tmp_path / NAME, parts=("master_weights", "optimizer"))
     assert tensors(tmp_path / NAME).keys() == {"master_weights", "optimizer"}
     with pytest.raises(
@@ -436,7 +426,7 @@ def test_convert_without_the_model_needs_its_masters(
 
 
 @pytest.mark.parametrize("if_exists", ["error", "keep", "replace"])
-def test_a_checkpoint_that_is_there(ours: Path, old: Path, tmp_path: Path, if_exists: str) -> None:
+def test_existing_target(ours: Path, old: Path, tmp_path: Path, if_exists: str) -> None:
     first = uc.convert(old, tmp_path / NAME)
     if if_exists == "error":
         with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
@@ -449,9 +439,7 @@ def test_a_checkpoint_that_is_there(ours: Path, old: Path, tmp_path: Path, if_ex
     assert os.listdir(tmp_path) == [NAME]
 
 
-def test_extra_state_of_ranks_that_is_damaged_is_left_out_and_told(
-    ours: Path, tmp_path: Path
-) -> None:
+def test_damaged_rank_extra_is_left_out_with_a_note(ours: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(ours, broken)
     path = broken / names.RANK_EXTRA
@@ -468,7 +456,7 @@ def test_extra_state_of_ranks_that_is_damaged_is_left_out_and_told(
 
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exists", [False, True])
-def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_one_succeeds(
+def test_crash_at_every_operation_commits_nothing_bad(
     ours: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
@@ -523,7 +511,7 @@ def test_a_full_disk_leaves_nothing(ours: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "many") == []
 
 
-def test_the_verb(
+def test_command_line(
     ours: Path, old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(ours), str(tmp_path / "a")]) == 0
@@ -562,7 +550,7 @@ def test_the_verb(
     assert not (tmp_path / "c").exists()
 
 
-def test_a_folder_of_paddle_goes_there_and_back_byte_for_byte(tmp_path: Path) -> None:
+def test_paddle_folder_round_trips_bytewise(tmp_path: Path) -> None:
     single = FIXTURES / "single_bf16"
     assert uc.convert(single, tmp_path / NAME).compared > 0
     assert main(["convert", str(tmp_path / NAME), str(tmp_path / "back"), "--to", "paddle"]) == 0
@@ -572,7 +560,7 @@ def test_a_folder_of_paddle_goes_there_and_back_byte_for_byte(tmp_path: Path) ->
         assert (tmp_path / "back" / file).read_bytes() == (single / file).read_bytes(), file
 
 
-def test_a_model_is_written_as_maxtext_has_it(tmp_path: Path) -> None:
+def test_model_is_written_in_maxtext_layout(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "hf")
     assert uc.convert(tmp_path / "hf", tmp_path / "maxtext", to="maxtext").id is None
@@ -589,7 +577,7 @@ def test_a_model_is_written_as_maxtext_has_it(tmp_path: Path) -> None:
         uc.convert(tmp_path / "hf", tmp_path / "no", to="maxtext")
 
 
-def test_a_hugging_face_folder_becomes_a_unified_one(tmp_path: Path) -> None:
+def test_hugging_face_folder_converts_to_unified(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     save_file(
         {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.int64)},
@@ -685,7 +673,7 @@ def test_modules_beside_the_model_are_copied(tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "paddle"])
-def test_export_lists_what_does_not_go_along(tmp_path: Path, to: str) -> None:
+def test_export_lists_files_not_copied(tmp_path: Path, to: str) -> None:
     llama().save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     report = uc.convert(tmp_path / "hf", tmp_path / ("new.pt" if to == "torch" else "new"), to=to)
@@ -694,7 +682,7 @@ def test_export_lists_what_does_not_go_along(tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-def test_modules_that_a_format_has_no_place_for_are_refused(tmp_path: Path, to: str) -> None:
+def test_modules_that_a_format_cannot_hold_are_refused(tmp_path: Path, to: str) -> None:
     sentence_transformer(tmp_path / "st")
     target = tmp_path / ("new.pt" if to == "torch" else "new")
     with pytest.raises(

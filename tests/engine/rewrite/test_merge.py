@@ -196,14 +196,14 @@ def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
 
 @given(scattered(max_world=4, max_tensors=3), FILES)
 @settings(max_examples=40, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
-def test_any_ranks_on_any_machines(tmp_path: Path, drawn: Drawn, max_file_bytes: int) -> None:
+def test_any_ranks_on_any_nodes(tmp_path: Path, drawn: Drawn, max_file_bytes: int) -> None:
     check_drawn(tmp_path, drawn, max_file_bytes)
 
 
 @pytest.mark.long
 @given(scattered(max_world=8, max_tensors=5), FILES)
 @settings(max_examples=400, suppress_health_check=FUNCTION_FIXTURE)
-def test_any_ranks_on_any_machines_at_length(
+def test_any_ranks_on_any_nodes_at_length(
     tmp_path: Path, drawn: Drawn, max_file_bytes: int
 ) -> None:
     check_drawn(tmp_path, drawn, max_file_bytes)
@@ -307,7 +307,7 @@ def id_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["once", "twice"])
-def test_a_merged_one_is_the_same_save(saved: Path, tmp_path: Path, kind: str) -> None:
+def test_merged_checkpoint_is_the_same_save(saved: Path, tmp_path: Path, kind: str) -> None:
     found = fine(merge_all(tmp_path / "root", MACHINES, own_folders(saved / kind)))
     assert {one.save_id for one in found} == {id_of(folder_of(saved / kind, 0))}
     assert all(one.notes == () for one in found)
@@ -321,9 +321,7 @@ def test_a_merged_one_is_the_same_save(saved: Path, tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("lost", [None, 0, 1])
-def test_copies_on_other_machines_stand_in_for_a_lost_one_and_are_not_merged_themselves(
-    tmp_path: Path, lost: int | None
-) -> None:
+def test_replicas_replace_a_lost_node_and_are_not_merged(tmp_path: Path, lost: int | None) -> None:
     def attach(folder: str) -> None:
         (Path(folder) / "config.json").write_text("{}")
         (Path(folder) / "tokenizer").mkdir()
@@ -337,7 +335,7 @@ def test_copies_on_other_machines_stand_in_for_a_lost_one_and_are_not_merged_the
     check_target(tmp_path / "root")
 
 
-def test_one_process_merges_folders_that_were_brought_together(once: Path, tmp_path: Path) -> None:
+def test_one_process_merges_collected_folders(once: Path, tmp_path: Path) -> None:
     fine(merge_all(tmp_path / "root", [0], {0: [folder_of(once, 1), folder_of(once, 0)]}))
     check_target(tmp_path / "root")
 
@@ -386,7 +384,7 @@ def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["unified", "huggingface", "dcp"])
-def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Path, to: str) -> None:
+def test_convert_merges_folders_of_several_nodes(once: Path, tmp_path: Path, to: str) -> None:
     """In any order, from Python and on the command line; where a slice is on no machine there is an
     error, and nothing.
     """
@@ -416,7 +414,7 @@ def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Pat
     assert not (tmp_path / "half").exists()
 
 
-def test_convert_without_a_machine_has_the_extra_of_no_rank(twice: Path, tmp_path: Path) -> None:
+def test_convert_with_missing_node_drops_rank_extra(twice: Path, tmp_path: Path) -> None:
     """Each machine has a copy of every tensor, and the state of its own ranks: half of these would
     be given back in silence.
     """
@@ -426,7 +424,7 @@ def test_convert_without_a_machine_has_the_extra_of_no_rank(twice: Path, tmp_pat
         assert source.source.metadata().rank_extras == 0
 
 
-def test_what_a_machine_has_is_read_from_its_own_disk(
+def test_local_bytes_are_read_from_the_local_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stages of a pipeline: no byte of a tensor crosses the network to be read."""
@@ -456,7 +454,7 @@ def test_what_a_machine_has_is_read_from_its_own_disk(
         assert torch.equal(opened["model"]["stage.1"][:], torch.arange(600_000.0) + 1)
 
 
-def test_ranks_of_one_machine_write_parts_of_one_file(twice: Path, tmp_path: Path) -> None:
+def test_ranks_of_one_node_share_one_file(twice: Path, tmp_path: Path) -> None:
     writes = Writes()
     fine(
         merge_all(
@@ -470,9 +468,7 @@ def test_ranks_of_one_machine_write_parts_of_one_file(twice: Path, tmp_path: Pat
     assert {rank for _, _, rank in writes.spans["model.safetensors"]} == {0, 1}
 
 
-def test_a_machine_that_does_not_see_the_root_writes_nothing_and_gives_what_it_has(
-    once: Path, tmp_path: Path
-) -> None:
+def test_node_that_does_not_see_the_root_only_sends(once: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     found = fine(
         merge_all(
@@ -490,7 +486,7 @@ def test_a_machine_that_does_not_see_the_root_writes_nothing_and_gives_what_it_h
 
 
 @pytest.mark.parametrize("if_exists", ["keep", "replace", "error"])
-def test_another_save_of_the_name(once: Path, tmp_path: Path, if_exists: str) -> None:
+def test_another_save_at_the_target(once: Path, tmp_path: Path, if_exists: str) -> None:
     uc.save(tmp_path / "root" / NAME, model={"w": torch.ones(3)}, step=3)
     before = id_of(tmp_path / "root" / NAME)
     found = merge_all(tmp_path / "root", MACHINES, own_folders(once), if_exists=if_exists)
@@ -524,7 +520,7 @@ HOW: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("machine", [0, 1])
 @pytest.mark.parametrize("file", ["model.safetensors", names.DIGESTS, names.EXTRA])
-def test_a_good_copy_of_another_machine_is_merged(
+def test_intact_copy_of_another_node_is_merged(
     twice: Path, tmp_path: Path, file: str, machine: int, how: str
 ) -> None:
     HOW[how](folder_of(twice, machine) / file)
@@ -532,7 +528,7 @@ def test_a_good_copy_of_another_machine_is_merged(
     check_target(tmp_path / "root")
 
 
-def test_damage_that_was_read_around_is_told(twice: Path, tmp_path: Path) -> None:
+def test_bypassed_damage_is_reported(twice: Path, tmp_path: Path) -> None:
     for machine in (0, 1):  # each writes some files: whoever writes this one meets it
         flip(folder_of(twice, machine) / "model.safetensors", at=0.3 + machine / 2)
     found = fine(merge_all(tmp_path / "root", MACHINES, own_folders(twice)))
@@ -541,9 +537,7 @@ def test_damage_that_was_read_around_is_told(twice: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_damage_without_another_copy_is_an_error_and_nothing_is_there(
-    once: Path, tmp_path: Path, how: str
-) -> None:
+def test_damage_without_another_copy_commits_nothing(once: Path, tmp_path: Path, how: str) -> None:
     file = next(folder_of(once, 1).glob(f"model{SHARD_SUFFIX}*.safetensors"))
     HOW[how](file)
     kind = uc.IntegrityError if how == "flipped" else uc.IncompleteError
@@ -572,9 +566,7 @@ def check_without_rank_extra(
         assert list(opened.rank_extra) == []
 
 
-def test_the_state_of_ranks_whose_folder_is_away_is_not_left_out_in_silence(
-    twice: Path, tmp_path: Path
-) -> None:
+def test_missing_rank_extra_is_reported(twice: Path, tmp_path: Path) -> None:
     """Of no rank rather than of some; a merge that fails would leave the root behind for good."""
     shutil.rmtree(folder_of(twice, 1))
     found = merge_all(tmp_path / "root", MACHINES, own_folders(twice))
@@ -607,7 +599,7 @@ def test_a_rank_extra_that_cannot_be_read_now_is_an_error(
     assert os.listdir(tmp_path / "root") == []
 
 
-def test_a_part_that_was_deleted_on_every_machine_stays_away(tmp_path: Path) -> None:
+def test_part_deleted_on_every_node_stays_deleted(tmp_path: Path) -> None:
     save(tmp_path, copies=2, parts={"ema": {"b": torch.ones(7)}})
     for machine in (0, 1):
         for file in folder_of(tmp_path, machine).glob("ema*"):
@@ -644,7 +636,7 @@ def good(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("exists", [False, True])
-def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_succeeds(
+def test_crash_at_every_operation_commits_nothing_bad(
     once: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
@@ -690,7 +682,7 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_
 
 
 @pytest.mark.parametrize("machine", [0, 1])
-def test_a_machine_that_stops_fails_the_others_in_time_and_leaves_no_checkpoint(
+def test_stopped_node_fails_the_others_in_time(
     once: Path, tmp_path: Path, machine: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
@@ -724,7 +716,7 @@ def test_a_machine_that_stops_fails_the_others_in_time_and_leaves_no_checkpoint(
         check_target(root)
 
 
-def test_an_ordinary_checkpoint_that_one_machine_has(once: Path, tmp_path: Path) -> None:
+def test_ordinary_checkpoint_on_one_node(once: Path, tmp_path: Path) -> None:
     """What a merge has made, merged again: nothing is lost in either."""
     fine(merge_all(tmp_path / "first", MACHINES, own_folders(once)))
     paths = {0: [tmp_path / "nothing" / NAME], 1: [tmp_path / "first" / NAME]}
@@ -758,7 +750,7 @@ def test_a_full_disk_leaves_nothing(once: Path, tmp_path: Path, machine: int) ->
     check_target(tmp_path / "root")
 
 
-def test_too_little_room_is_told_before_anything_is_written(
+def test_lack_of_space_is_detected_before_writing(
     once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 1000)
@@ -769,7 +761,7 @@ def test_too_little_room_is_told_before_anything_is_written(
     assert os.listdir(tmp_path / "root") == []
 
 
-def test_what_the_beat_raises_on_one_rank_ends_it_for_all(once: Path, tmp_path: Path) -> None:
+def test_error_in_on_progress_ends_the_merge_on_all_ranks(once: Path, tmp_path: Path) -> None:
     calls, lock = [0], threading.Lock()
 
     def beat(_: int) -> None:
@@ -786,7 +778,7 @@ def test_what_the_beat_raises_on_one_rank_ends_it_for_all(once: Path, tmp_path: 
     assert os.listdir(tmp_path / "root") == []
 
 
-def test_a_file_that_the_lead_sees_shorter_is_not_committed(once: Path, tmp_path: Path) -> None:
+def test_file_that_the_leader_sees_shorter_is_not_committed(once: Path, tmp_path: Path) -> None:
     class Short(LocalStorage):
         def size(self, name: str) -> int | None:
             found = super().size(name)
@@ -806,7 +798,7 @@ def test_a_file_that_the_lead_sees_shorter_is_not_committed(once: Path, tmp_path
     assert os.listdir(tmp_path / "root") == []
 
 
-def test_names_and_places_are_those_of_any_checkpoint(once: Path, tmp_path: Path) -> None:
+def test_names_and_layout_equal_any_checkpoint(once: Path, tmp_path: Path) -> None:
     fine(merge_all(tmp_path / "root", MACHINES, own_folders(once), max_file_bytes=1 << 20))
     files = sorted(path.name for path in (tmp_path / "root" / NAME).glob("model*.safetensors"))
     assert files == [

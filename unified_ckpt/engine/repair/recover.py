@@ -311,7 +311,7 @@ def _read_slices(
     itemsize = (entry.stop - entry.start) // box.numel
     if sharded.size(virtual_file(key)) != itemsize * full_box(shape).numel:
         raise CheckpointError(f"{key[0]}:{key[1]}: no source has any of it")
-    low, high = 0, box.shape[0] if box.shape else 1  # rows of the fragment
+    low, high = 0, box.shape[0] if box.shape else 1  # rows of the shard
     if box.shape:
         row_nbytes = (entry.stop - entry.start) // box.shape[0]
         low, high = start // row_nbytes, -(-(start + len(into)) // row_nbytes)

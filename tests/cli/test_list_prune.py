@@ -117,8 +117,7 @@ def test_list_tells_step_size_status_and_who_keeps_it(
     assert "model only" in rows["20"]
     assert rows["30"].endswith("newest, newest full, latest 1")
     assert (
-        "misnamed: its manifest says step 10; needed a name that says the same"
-        in rows["checkpoint-40"]
+        "misnamed: its manifest has step 10; rename the folder accordingly" in rows["checkpoint-40"]
     )
     assert "incomplete: it has no unified_checkpoint.json" in rows["checkpoint-50"]
     assert "Hugging Face Trainer: checkpoint-60" in rows["60"]
@@ -151,7 +150,7 @@ def test_list_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         {"loss": 0.75},
     )
     assert found["nbytes"] == sum(file.stat().st_size for file in (run / "checkpoint-30").iterdir())
-    assert [left["kind"] for left in one["stale"]] == ["replaced", "construction"]
+    assert [left["kind"] for left in one["stale"]] == ["backup", "staging"]
 
 
 @pytest.mark.parametrize(

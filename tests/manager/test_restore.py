@@ -88,7 +88,7 @@ def test_not_strict_takes_what_there_is_where_no_step_has_it_all(
         assert (report.step, report.missing) == (10, ("optimizer:w/exp_avg",))
         check_state({"model": found["model"]}, 10)
         assert (
-            f"{tmp_path}/checkpoint-10 is taken for want of a better one (strict=False): it has no optimizer"
+            f"{tmp_path}/checkpoint-10 is loaded without optimizer (strict=False): no step has all parts"
             in caplog.text
         )
         put(tmp_path, 5)
@@ -102,7 +102,7 @@ def test_whole_steps_that_lack_a_part_are_no_fresh_start(
     with manager_of(None, tmp_path) as manager:
         with pytest.raises(
             uc.IncompleteError,
-            match=r"has steps, and none can be used \(2\):\n  checkpoint-20: it has no optimizer; leave",
+            match=r"none of its steps can be loaded \(2\):\n  checkpoint-20: it has no optimizer; leave",
         ):
             manager.restore(**state(0))
         assert manager.restore(allow_fresh=True, **state(0)) is None
@@ -113,7 +113,7 @@ def test_whole_steps_that_lack_a_part_are_no_fresh_start(
         with caplog.at_level(logging.INFO, "unified_ckpt"):
             assert manager.restore(**state(0)).step == 5  # type: ignore[union-attr]
     assert warnings_of(caplog) == []
-    assert "checkpoint-20 is passed over: it has no optimizer" in caplog.text
+    assert "checkpoint-20 is skipped: it has no optimizer" in caplog.text
 
 
 def test_what_targets_need() -> None:

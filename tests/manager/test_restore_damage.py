@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_listed_does_not_end_the_restore(
 
 @pytest.mark.parametrize(
     ("module", "call"),
-    [(restore, "damage"), (locks, "_lock")],
+    [(restore, "diagnose"), (locks, "_lock")],
     ids=["before it is opened", "before it is locked"],
 )
 def test_a_step_that_is_removed_while_it_is_chosen_does_not_end_the_restore(
@@ -166,7 +166,7 @@ def test_a_newer_step_that_is_a_link_is_not_passed_over_without_a_word(
     (tmp_path / "run" / "checkpoint-2").symlink_to(tmp_path / "big")
     assert restored(tmp_path / "run") == 1
     (warned,) = warnings_of(caplog)
-    assert f"checkpoint-2 is skipped: it is a link to {tmp_path / 'big'}; needed a folder" in warned
+    assert f"checkpoint-2 is skipped: it is a link to {tmp_path / 'big'}, not a folder" in warned
     with (
         manager_of(None, tmp_path / "run") as manager,
         pytest.raises(uc.NotFoundError, match="checkpoint-2: is incomplete: it is a link"),
@@ -191,9 +191,9 @@ def test_a_newer_step_that_lies_under_another_name_is_not_passed_over_without_a_
         ".replaced-abc-checkpoint-3 is skipped: an interrupted replacement left the only copy"
         in warned
     )
-    assert "needed its name, checkpoint-3: rename it back" in warned
+    assert "rename it back to checkpoint-3" in warned
     with (
         manager_of(None, tmp_path) as manager,
-        pytest.raises(uc.NotFoundError, match=r"checkpoint-3: is not there: .*rename it back"),
+        pytest.raises(uc.NotFoundError, match=r"checkpoint-3: does not exist: .*rename it back"),
     ):
         manager.restore(3, **state(0))

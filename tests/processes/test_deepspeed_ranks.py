@@ -145,7 +145,7 @@ def test_restore_takes_the_step_that_latest_names(
         }
         assert all(torch.equal(one, truth[key]) for key, one in held.items() if key in truth)
         assert (
-            f"{folder}/global_step6 is skipped: latest names global_step3, which is taken; restore(6) takes it"
+            f"{folder}/global_step6 is skipped: latest names global_step3, which is loaded; restore(6) loads this one"
             in caplog.text
         )
         assert manager.restore(6, **targets).step == 6  # type: ignore[union-attr]
@@ -153,7 +153,9 @@ def test_restore_takes_the_step_that_latest_names(
         assert manager.restore(**targets).step == 6  # type: ignore[union-attr]
         assert f"{folder}/global_step3 is skipped: files are missing or truncated" in caplog.text
         shutil.rmtree(folder / "global_step6")
-        with pytest.raises(uc.IncompleteError, match=r"none can be used \(1\):\n  global_step3: "):
+        with pytest.raises(
+            uc.IncompleteError, match=r"none of its steps can be loaded \(1\):\n  global_step3: "
+        ):
             manager.restore(**targets)
 
 

@@ -1,7 +1,7 @@
-"""Many checkpoints over a run's life: when to save, what to keep, what to do when it fails, and
-where to start from.
+"""The checkpoints of a run over its life: when to save, what to keep, what a failure means, and
+where to resume.
 
-Every rank makes one manager and calls the same of its methods in the same order.
+Every rank creates one manager and calls the same methods in the same order.
 """
 
 from __future__ import annotations
@@ -29,15 +29,24 @@ from unified_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from unified_ckpt.manager import restore as origin
-from unified_ckpt.manager.restore import RestorePoint
+from unified_ckpt.manager.restore import (
+    RestorePoint,
+    RestoreRequest,
+    decode_point,
+    diagnose,
+    encode_point,
+    required_parts,
+    resolve_paths,
+    select,
+    weight_parts,
+)
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.metrics import Metrics
 from unified_ckpt.manager.save_scheduler import SaveJob, SaveScheduler
 from unified_ckpt.manager.steps.rotate import rotate_after_save
 from unified_ckpt.manager.steps.scan import BadStep, Scan, StepRecord, scan, step_name
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
-from unified_ckpt.manager.tiers.cluster_listing import ClusterScan, decode_record
+from unified_ckpt.manager.tiers.cluster_scan import ClusterScan, decode_record
 from unified_ckpt.manager.tiers.tiers import SaveTarget, TieredStorage
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.comm.topology import first_ranks
@@ -48,27 +57,21 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _LOG = logging.getLogger("unified_ckpt")
-_PARAMETER_TARGETS = (
-    "model",
-    "optimizer",
-    "master_weights",
-    "parts",
-    "layout",
-    "strict",
-)  # the optimizer: masters that it has
-# What a load of a step may fail with where an older one may serve. Of an own step a FormatError is
-# the caller's: the step was looked at.
+# the optimizer, for its master weights
+_PARAMETER_TARGETS = ("model", "optimizer", "master_weights", "parts", "layout", "strict")
+# Errors after which an older step is tried. The headers of an own step were checked before, so its
+# FormatError is the caller's mistake.
 _OWN_STEP_ERRORS = (IntegrityError, IncompleteError, StorageError, NotFoundError)
 _FOREIGN_STEP_ERRORS = (IntegrityError, IncompleteError, FormatError)
 
 
 class CheckpointManager:
-    """Checkpoints as `<prefix><step>` folders under a local root. A context manager: it owns the
-    signals and a `Checkpointer`.
+    """Checkpoints as `<prefix><step>` folders under a local root. A context manager that owns
+    signal handlers and a `Checkpointer`.
 
-    `options`: when to save, what to keep; `save_options` and `load_options`: how. A step that an
-    earlier life has left complete stays, but for the last save, which replaces it; unless
-    `save_options` sets another `if_exists`. `group`, `machine`: as in `Checkpointer`.
+    `options`: when to save and what to keep. `save_options` and `load_options`: how. A complete
+    step of a previous run stays, except that the last save replaces it; `save_options` may set
+    another `if_exists`. `group` and `node` are those of `Checkpointer`.
     """
 
     def __init__(
@@ -82,10 +85,8 @@ class CheckpointManager:
         node: str | None = None,
     ) -> None:
         self.root = os.path.realpath(writable_path(os.fspath(root)))
-        self.options, self._load_options = (
-            origin.resolve_paths(options or ManagerOptions()),
-            load_options or LoadOptions(),
-        )
+        self.options = resolve_paths(options or ManagerOptions())
+        self._load_options = load_options or LoadOptions()
         self._save_options = with_default_if_exists(
             save_options or SaveOptions(), if_exists="keep_complete"
         )
@@ -105,11 +106,9 @@ class CheckpointManager:
             self._checkpointer, self.options, tiers=self._tiers, on_commit=self._on_commit
         )
         self._last_reasons: tuple[int, tuple[str, ...]] | None = None
-        self._bad_steps: frozenset[BadStep] = frozenset()  # what restores have found
-        self._stop_signals, self._metrics = (
-            StopSignals(self.options),
-            Metrics(best_metric=self.options.best_metric),
-        )
+        self._bad_steps: frozenset[BadStep] = frozenset()  # met by `restore`
+        self._stop_signals = StopSignals(self.options)
+        self._metrics = Metrics(best_metric=self.options.best_metric)
         self._warned = when.saves_automatically(self.options) or not self.options.enabled
 
     def __enter__(self) -> CheckpointManager:
@@ -127,12 +126,11 @@ class CheckpointManager:
         try:
             self._close(this_rank_only=True)
         except Exception as failure:
-            _LOG.warning(
-                "%s: the save in flight failed: %s", self.root, failure
-            )  # the error under way is the one to raise
+            # raise the original error
+            _LOG.warning("%s: the save in flight failed: %s", self.root, failure)
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would save at this step. Waits for nobody; the same on every rank."""
+        """Whether `save` would save at this step. The same on every rank; never waits."""
         return bool(self._save_reasons(step))
 
     def save(
@@ -143,13 +141,13 @@ class CheckpointManager:
         force: bool = False,
         **arguments: Any,
     ) -> SaveReport | PendingSave | None:
-        """Saves if it is time to, or with `force`. Call it on every rank after every step, with the
-        arguments of `Checkpointer.save`.
+        """Save if the options ask for it, or with `force`. Call it on every rank after every step,
+        with the arguments of `Checkpointer.save`.
 
-        None where it is not time, the step is saved already, the save failed and may, or, with a
-        warning, where the step of an earlier life stays; a save in the background says that when it
-        ends. Raises what is wrong with the arguments at once, and a failure of the storage or of a
-        rank after `raise_after` saves that failed in a row.
+        Returns None if no save is due, the step is saved already, the save failed and may fail, or
+        an existing step of a previous run stays (with a warning; a background save logs it when it
+        ends). Wrong arguments raise at once. Failures of the storage or of a rank raise after
+        `raise_after` failed saves in a row.
         """
         reasons = self._save_reasons(step)
         if not self.options.enabled or not (reasons or force):
@@ -165,11 +163,10 @@ class CheckpointManager:
     def finish(
         self, step: int, *, metrics: Mapping[str, float] | None = None, **arguments: Any
     ) -> SaveReport | None:
-        """After the last step: saves it, with `on_completion` and unless it is saved, and waits.
-        Raises where that fails.
+        """Save the last step, if `on_completion` and not saved yet, and wait. Raises if that fails.
 
-        The same step of an earlier life is replaced, with a warning: there will be no later save,
-        and this state is nowhere else.
+        A step of a previous run is replaced, with a warning: no later save follows, and this state
+        is nowhere else.
         """
         if not (self.options.enabled and self.options.on_completion):
             self.wait()
@@ -181,34 +178,36 @@ class CheckpointManager:
         return report
 
     def request_stop(self) -> None:
-        """The scheduler's notice: all ranks save at a step on which they agree, and `should_stop`.
-        One rank is enough; any thread.
+        """Make all ranks save at an agreed step and set `should_stop`. Call it on any rank, from
+        any thread.
         """
         if not self._stop_signals.watching:
             raise CheckpointError(
-                "request_stop: this manager does not stop runs; needed ManagerOptions(enabled=True, on_preemption=True)"
+                "request_stop requires ManagerOptions(enabled=True, on_preemption=True)"
             )
         self._stop_signals.requested = "request"
 
     @property
     def should_stop(self) -> bool:
-        """True on every rank from the step on that was agreed after SIGTERM, SIGINT or
-        `request_stop`; that step's `save` saves.
+        """True on every rank from the step agreed after SIGTERM, SIGINT or `request_stop`. The
+        `save` of that step saves.
         """
         return self._stop_signals.stopped
 
     def restore(
         self, step: int | None = None, *, allow_fresh: bool = False, **targets: Any
     ) -> LoadReport | None:
-        """Fills the targets of `Checkpointer.load` from the newest valid step of both tiers that
-        has the parts asked for, or from `step`. Of `model` and `master_weights` either will do, and
-        with strict=False any of the parts where no step has them all.
+        """Load the latest valid step of both tiers that has the parts of the targets, or load
+        `step`. Takes the targets of `Checkpointer.load`.
 
-        Where there is none: from the newest that another engine wrote there, in its own naming;
-        from `load_parameters_path` (all but the optimizer, whose masters follow; the report has no
-        step and no extra) or `load_full_state_path`; else None: start fresh. A step that is not
-        whole is passed over with a warning, and stays. IncompleteError where there are steps, none
-        can be used and no path is set; with `allow_fresh` that is a warning, and None.
+        `model` and `master_weights` stand in for each other. With strict=False, a step with some of
+        the parts is accepted if none has all. Without a valid step: the latest step that another
+        engine wrote under the root, then `load_parameters_path` (everything but the optimizer;
+        master weights follow the model; the report has no step and no extra), then
+        `load_full_state_path`, else None: start fresh.
+
+        Incomplete steps are skipped with a warning and stay. Raises IncompleteError if steps exist,
+        none can be used and no path is set; `allow_fresh` logs a warning and returns None instead.
         """
         self.wait()
         load_failures: dict[str, str] = {}
@@ -218,7 +217,7 @@ class CheckpointManager:
                 point = self._select_restore_point(
                     step, targets, load_failures, locks, allow_fresh=allow_fresh
                 )
-                self._bad_steps |= frozenset(point.bad)
+                self._bad_steps |= frozenset(point.bad_steps)
                 if self._tiers is not None:
                     self._tiers.bad_steps = self._bad_steps
                 if point.kind == "none":
@@ -226,37 +225,31 @@ class CheckpointManager:
                 try:
                     return self._load(point, targets)
                 except CheckpointError as error:
-                    recoverable = (
-                        _OWN_STEP_ERRORS
-                        if point.kind == "own"
-                        else _FOREIGN_STEP_ERRORS
-                        if point.kind == "foreign" and step is None
-                        else ()
-                    )
-                    if not isinstance(error, recoverable):
+                    if not isinstance(error, _recoverable_errors(point, step)):
                         raise
                     load_failures[point.path], last_error = str(error), error
         if last_error is not None:
-            raise last_error  # what was read of it has spoiled the targets
+            raise last_error  # the targets were partly overwritten
         return None
 
     def steps(self) -> list[StepRecord]:
-        """The complete checkpoints, by step, each where it is best. This and the next two look at
-        the disk from this rank only: where machines have folders of their own they may differ from
-        machine to machine, see `common_steps`.
+        """Return the complete checkpoints by step, each from its better tier.
+
+        `steps`, `latest` and `best` read the disk from this rank only, so nodes with folders of
+        their own may differ; see `common_steps`.
         """
         return list({record.step: record for record in self._scan().complete}.values())
 
     def latest(self) -> StepRecord | None:
-        """The newest complete one."""
+        """Return the latest complete checkpoint, or None."""
         return next(reversed(self.steps()), None)
 
     def best(self, among: Sequence[StepRecord] | None = None) -> StepRecord | None:
-        """The best complete one by `best_metric`, of `steps()` or those given; of equal ones the
-        later.
+        """Return the best complete checkpoint by `best_metric`, of `among` or `steps()`. Of equal
+        ones the later wins.
         """
         if self.options.best_metric is None:
-            raise CheckpointError("best: by which metric? needed ManagerOptions(best_metric=…)")
+            raise CheckpointError("best() requires ManagerOptions(best_metric=…)")
         by_step = {record.step: record for record in (self.steps() if among is None else among)}
         ranking = ranked(
             [record.retention_entry for record in by_step.values()],
@@ -266,55 +259,53 @@ class CheckpointManager:
         return by_step[ranking[0].step] if ranking else None
 
     def common_steps(self) -> list[StepRecord]:
-        """Collective. `steps` as `restore` knows them, the same on every rank: those of which the
-        machines have a complete copy between them. `path`: by which this machine has it, or gets it
-        in a load. Opens every checkpoint where there are several machines.
+        """Return the steps that `restore` could load, the same on every rank. Collective.
+
+        A step counts if the nodes have a complete copy of it between them. `path` is where this
+        node has it, or reads it in a load. Opens every checkpoint if there are several nodes.
         """
 
         def encode_steps(cluster: ClusterScan | None) -> bytes:
             scanned = self._scan_all(cluster)
             loadable = [
-                step_record
-                for step_record in scanned.complete
-                if cluster is None
-                or not cluster.diagnose(step_record, diagnose_root=origin.diagnose)
+                record
+                for record in scanned.complete
+                if cluster is None or not cluster.diagnose(record, diagnose_root=diagnose)
             ]
-            unique = {step_record.step: step_record for step_record in loadable}.values()
+            unique = {record.step: record for record in loadable}.values()
             return json.dumps(
-                [[asdict(step_record), self._is_local(step_record.path)] for step_record in unique]
+                [[asdict(record), self._is_local(record.path)] for record in unique]
             ).encode()
 
         body = self._broadcast_from_rank0(
             "steps", encode_steps, timeout_seconds=self._save_options.timeout_seconds
         )
+        decoded = [(decode_record(fields), local) for fields, local in json.loads(body)]
         return [
-            replace(step_record, path=self._node_path(step_record.path, local=local))
-            for step_record, local in (
-                (decode_record(fields), local) for fields, local in json.loads(body)
-            )
+            replace(record, path=self._node_path(record.path, local=local))
+            for record, local in decoded
         ]
 
     def wait(self) -> None:
-        """Returns once no save is in flight, and no copy to the root. Raises the error of the one
-        that was.
+        """Block until no save and no copy to the root is in flight. Raises the error of a failed
+        one.
 
-        StorageError also for a copy that has got on by no byte for the `timeout_seconds` of
-        `save_options`; it may still go on.
+        Also raises StorageError for a copy without progress for the `timeout_seconds` of
+        `save_options`; that copy may continue.
         """
         self._scheduler.collect(strict=True)
         self._flush()
 
     def close(self) -> None:
-        """Waits as `wait` does, gives back signals and buffers. Raises what `wait` raises; a copy
-        that hangs is given up.
+        """Wait as `wait` does, then restore signal handlers and free buffers. Raises what `wait`
+        raises; a hanging copy is abandoned.
 
-        A SIGTERM or a first SIGINT that comes meanwhile does what it does elsewhere, but at the
-        end.
+        A SIGTERM or first SIGINT that arrives meanwhile takes effect at the end.
         """
         self._close(this_rank_only=False)
 
     def _close(self, *, this_rank_only: bool) -> None:
-        """`this_rank_only`: other ranks may not do the same."""
+        """`this_rank_only`: other ranks may not close now, so no collective is run."""
         self._stop_signals.defer()
         try:
             self._finish_saves(this_rank_only=this_rank_only)
@@ -324,7 +315,7 @@ class CheckpointManager:
                     self._tiers.stop()
                 self._checkpointer.close()
             finally:
-                # last: a signal while it waits does not cut off the save
+                # last, so that a signal does not interrupt the save
                 self._stop_signals.close()
 
     def _finish_saves(self, *, this_rank_only: bool) -> None:
@@ -332,11 +323,9 @@ class CheckpointManager:
             self._scheduler.collect(strict=True)
         except Exception:
             try:
-                self._flush(
-                    this_rank_only=True
-                )  # a save that failed is no reason to give up the copy of a good one
+                self._flush(this_rank_only=True)  # still copy earlier good saves
             except CheckpointError as failure:
-                _LOG.warning("%s: a copy failed too: %s", self.root, failure)
+                _LOG.warning("%s: a copy failed as well: %s", self.root, failure)
             raise
         self._flush(this_rank_only=this_rank_only)
 
@@ -347,21 +336,22 @@ class CheckpointManager:
             self._tiers.flush()
 
     def _scan(self) -> Scan:
-        return (
-            scan(LocalStorage(self.root), self.options.step_prefix)
-            if self._tiers is None
-            else self._tiers.scan()
-        )
+        if self._tiers is not None:
+            return self._tiers.scan()
+        return scan(LocalStorage(self.root), self.options.step_prefix)
 
     def _warn_no_trigger(self) -> None:
-        """Once, on rank 0, where a save is left out and no option ever asks for one."""
+        """Log once, on rank 0, that a save was left out and no option ever triggers one."""
         if not self._warned and self._checkpointer._get_comm().rank == 0:
-            text = "%s: no option says when to save, so only finish, a stop and save(force=True) do; set interval_steps, for one"
+            text = (
+                "%s: no option triggers saves, so only finish, a stop and save(force=True) save; "
+                "set interval_steps, for example"
+            )
             _LOG.warning(text, self.root)
         self._warned = True
 
     def _save_reasons(self, step: int) -> tuple[str, ...]:
-        """Why to save at this step. Asked again about it, it says the same again."""
+        """Return why to save at this step. Repeated calls for one step return the same."""
         if self._last_reasons is None or self._last_reasons[0] != step:
             last_begun = self._scheduler.last_begun
             reasons = when.due_reasons(
@@ -385,7 +375,7 @@ class CheckpointManager:
         *,
         for_root: bool,
     ) -> SaveJob:
-        """A save, with the arguments that are not the caller's. A step that was found damaged is
+        """Build a save, with the arguments that the manager adds. A step that was found damaged is
         replaced.
         """
         requested = arguments.get("options")
@@ -411,20 +401,20 @@ class CheckpointManager:
         *,
         allow_fresh: bool,
     ) -> RestorePoint:
-        """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed
-        while `locks` is open.
+        """Select on rank 0 what to load, and broadcast it. Collective. Rank 0 locks the folder
+        against removal while `locks` is open.
         """
         options = targets.get("options") or self._load_options
-        request = origin.RestoreRequest(
+        request = RestoreRequest(
             step,
-            origin.required_parts(targets, options),
+            required_parts(targets, options),
             targets.get("strict", True),
             allow_fresh,
             options,
         )
 
         def encode_selection(cluster: ClusterScan | None) -> bytes:
-            point = origin.select(
+            point = select(
                 self._scan_all(cluster),
                 self.options,
                 request,
@@ -433,26 +423,23 @@ class CheckpointManager:
                 cluster=cluster,
             )
             if point.path:
-                with contextlib.suppress(
-                    NotFoundError
-                ):  # removed just now: the load says so on all ranks
+                # removed meanwhile: the load raises on all ranks
+                with contextlib.suppress(NotFoundError):
                     locks.enter_context(shared_lock(point.path))
-            return origin.encode_point(
+            return encode_point(
                 replace(point, local=point.kind == "own" and self._is_local(point.path))
             )
 
-        point = origin.decode_point(
+        point = decode_point(
             self._broadcast_from_rank0(
                 "restore", encode_selection, timeout_seconds=self._load_options.timeout_seconds
             )
         )
         if point.kind == "own":
             return replace(point, path=self._node_path(point.path, local=point.local))
-        return (
-            replace(point, path=self._node_path(point.path, local=False, name=point.name))
-            if point.kind == "foreign"
-            else point
-        )
+        if point.kind == "foreign":
+            return replace(point, path=self._node_path(point.path, local=False, name=point.name))
+        return point
 
     def _broadcast_from_rank0(
         self,
@@ -461,15 +448,15 @@ class CheckpointManager:
         *,
         timeout_seconds: float,
     ) -> bytes:
-        """Collective. What `encode` says on rank 0, which may ask the other machines, if there are
-        several, by a survey.
+        """Broadcast what `encode` returns on rank 0. Collective. With several nodes `encode` gets a
+        view of all of them.
         """
         comm, checkpointer = self._checkpointer._get_comm(), self._checkpointer
         leaders = first_ranks(
             checkpointer._resolve_nodes(f"{operation} of {self.root}", timeout_seconds)
         )
         collective = comm.begin_collective(operation, cached=False, timeout_seconds=timeout_seconds)
-        with collective.step("look"):
+        with collective.step("select"):
             cluster = None
             if len(leaders) > 1 and collective.rank in leaders:
                 directory = self._tiers.local_directory if self._tiers is not None else self.root
@@ -485,25 +472,23 @@ class CheckpointManager:
                 body = encode(cluster)
                 if cluster is not None:
                     cluster.close()
-                collective.put("told", body)
+                collective.put("selection", body)
             elif cluster is not None:
                 cluster.serve()
-            return collective.get("told")
+            return collective.get("selection")
 
     def _scan_all(self, cluster: ClusterScan | None) -> Scan:
-        """Rank 0 only: all that is there."""
-        return (
-            self._scan()
-            if cluster is None
-            else cluster.scan(scan(LocalStorage(self.root), self.options.step_prefix))
-        )
+        """Scan both tiers, on all nodes. Rank 0 only."""
+        if cluster is None:
+            return self._scan()
+        return cluster.scan(scan(LocalStorage(self.root), self.options.step_prefix))
 
     def _is_local(self, path: str) -> bool:
         return os.path.dirname(path) != self.root
 
     def _node_path(self, path: str, *, local: bool, name: str = "") -> str:
-        """A step's path as this machine has it: each may have its folders by other names. On one
-        machine, rank 0's.
+        """Return the path of a step on this node, whose folders may have other names. On one node,
+        rank 0's path.
         """
         if not any(self._checkpointer._nodes or ()):
             return path
@@ -517,7 +502,7 @@ class CheckpointManager:
                 name: targets[name] for name in _PARAMETER_TARGETS if name in targets
             }
             weights = options.model_copy(
-                update={"parts": origin.weight_parts(point.path, targets, options)}
+                update={"parts": weight_parts(point.path, targets, options)}
             )
             return replace(
                 self._checkpointer.load(point.path, **parameter_targets, options=weights),
@@ -527,14 +512,14 @@ class CheckpointManager:
             )
         report = self._checkpointer.load(point.path, **{**targets, "options": options})
         if point.kind == "foreign" and report.step is None:
-            return replace(report, step=point.step)  # the folder's name is all that says it
+            return replace(report, step=point.step)  # known only from the folder name
         if point.kind == "own" and point.step is not None:
             self._scheduler.mark_restored(point.step, point.save_id, in_root=point.in_root)
         return report
 
     def _on_commit(self, job: SaveJob, target: SaveTarget) -> None:
-        """After a commit of all machines: rank 0 removes what the rules do not keep, and has copied
-        what is due. That is no failure of the save.
+        """Apply retention and schedule the upload after a commit on all nodes. A failure here does
+        not fail the save.
         """
         if self._tiers is not None:
             self._tiers.on_commit(
@@ -542,13 +527,10 @@ class CheckpointManager:
             )
             return
         _, topology = self._checkpointer._topologies.get(self.root, (None, None))
-        if (
-            topology.comm if topology is not None else self._checkpointer._get_comm()
-        ).rank == 0:  # of each machine that has a root of its own
-            rules, bad_ids = (
-                when.retention_rules(self.options),
-                {bad_step.save_id for bad_step in self._bad_steps},
-            )
+        comm = topology.comm if topology is not None else self._checkpointer._get_comm()
+        if comm.rank == 0:  # one rank per root
+            rules = when.retention_rules(self.options)
+            bad_ids = {bad_step.save_id for bad_step in self._bad_steps}
             rotate_after_save(
                 LocalStorage(self.root),
                 self.options.step_prefix,
@@ -556,3 +538,10 @@ class CheckpointManager:
                 protected=lambda: {job.step},
                 excluded=bad_ids,
             )
+
+
+def _recoverable_errors(point: RestorePoint, step: int | None) -> tuple[type[Exception], ...]:
+    """Return the errors after which `restore` tries the next restore point."""
+    if point.kind == "own":
+        return _OWN_STEP_ERRORS
+    return _FOREIGN_STEP_ERRORS if point.kind == "foreign" and step is None else ()

@@ -1,8 +1,7 @@
-"""Options under the names that MaxText and PaddleNLP have for them. What has no meaning here is
-refused by its name, with the reason.
+"""Translates checkpoint options of MaxText and PaddleNLP. An option without a meaning here is
+refused by name, with the reason.
 
-Only names are taken over: what a configuration does not mention keeps this library's default, not
-theirs.
+Only names are translated: an option that is not set keeps the default of this library.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import ManagerOptions, SaveOptions
 
-# MaxText's name -> ours
+# MaxText's name -> our name
 _MAXTEXT = {
     "enable_checkpointing": "enabled",
     "async_checkpointing": "asynchronous",
@@ -32,9 +31,11 @@ _MAXTEXT_TIERS = {
     "local_checkpoint_period": "local_interval_steps",
 }
 _TIER_SWITCH = "enable_emergency_checkpoint"
-_USE_LOCAL_TIER = "two tiers are what enable_emergency_checkpoint, local_checkpoint_directory and local_checkpoint_period give"
-_ORBAX_ONLY = "it chooses between storage drivers of Orbax; files are safetensors here"
-# What MaxText's base.yml says of them, which asks for nothing.
+_USE_LOCAL_TIER = (
+    "use enable_emergency_checkpoint, local_checkpoint_directory and local_checkpoint_period"
+)
+_ORBAX_ONLY = "it selects a storage driver of Orbax; files here are safetensors"
+# Defaults of MaxText's base.yml: these request nothing.
 _MAXTEXT_DEFAULTS: dict[str, object] = {
     "checkpoint_storage_concurrent_gb": 96,
     "checkpoint_storage_use_ocdbt": True,
@@ -42,18 +43,17 @@ _MAXTEXT_DEFAULTS: dict[str, object] = {
     "source_checkpoint_layout": "orbax",
     "checkpoint_conversion_fn": "none",
 }
-# MaxText's name -> why it has no meaning here. Refused where it is set to anything but off, or
-# MaxText's own default.
+# MaxText's name -> why it is refused, unless it is off or has MaxText's default.
 _MAXTEXT_REFUSED = {
-    "checkpoint_storage_concurrent_gb": "a save holds one snapshot of what the rank owns, and loads are bounded by themselves",
+    "checkpoint_storage_concurrent_gb": "saves hold one snapshot, and loads bound their memory",
     "checkpoint_storage_use_ocdbt": _ORBAX_ONLY,
     "checkpoint_storage_use_zarr3": _ORBAX_ONLY,
     "enable_orbax_v1": _ORBAX_ONLY,
-    "checkpoint_todelete_subdir": "what the rules do not keep is removed, not moved",
-    "checkpoint_todelete_full_path": "what the rules do not keep is removed, not moved",
-    "source_checkpoint_layout": "the format of a path is found by looking at it",
+    "checkpoint_todelete_subdir": "old checkpoints are removed, not moved",
+    "checkpoint_todelete_full_path": "old checkpoints are removed, not moved",
+    "source_checkpoint_layout": "the format of a path is detected",
     "checkpoint_conversion_fn": "change the state after `restore`",
-    "enable_single_replica_ckpt_restoring": "each rank reads the slices that it needs, each byte once per machine",
+    "enable_single_replica_ckpt_restoring": "each rank reads only its slices",
     "use_replicator_service": _USE_LOCAL_TIER,
     "replicator_backup_interval_minutes": _USE_LOCAL_TIER,
     "enable_multi_tier_checkpointing": _USE_LOCAL_TIER,
@@ -61,8 +61,8 @@ _MAXTEXT_REFUSED = {
     "multi_tier_checkpointing_backup_interval_steps": _USE_LOCAL_TIER,
     "mtc_data_parallelism": _USE_LOCAL_TIER,
     "enable_checkpoint_cloud_logger": "saves and loads are logged under the name unified_ckpt",
-    "colocated_python_checkpointing": "it is of Pathways",
-    "force_unroll": "tensors are stored as the model holds them",
+    "colocated_python_checkpointing": "it is specific to Pathways",
+    "force_unroll": "tensors are stored with the model's names and shapes",
 }
 _PADDLE_FLAGS = (
     "async_save",
@@ -72,14 +72,14 @@ _PADDLE_FLAGS = (
     "enable_all_options",
 )
 _PADDLE_REFUSED = {
-    "ignore_merge_optimizer": "the optimizer is merged as it is written, which costs nothing",
+    "ignore_merge_optimizer": "the optimizer is always merged while it is written",
     "gather_split_param": "split parameters are always gathered",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TranslatedOptions:
-    """The options that a foreign configuration means."""
+    """The options that a configuration of another library stands for."""
 
     manager: ManagerOptions
     save: SaveOptions
@@ -91,8 +91,8 @@ def from_maxtext(
     manager: ManagerOptions | None = None,
     save: SaveOptions | None = None,
 ) -> TranslatedOptions:
-    """MaxText's checkpoint flags by name, on top of the options given. FormatError for one that is
-    unknown or has no meaning here.
+    """Translate MaxText's checkpoint flags, on top of the given options. Raises FormatError for a
+    flag that is unknown or has no meaning here.
     """
     changes: dict[str, object] = {}
     save_changes: dict[str, object] = {}
@@ -102,15 +102,16 @@ def from_maxtext(
         elif name in _MAXTEXT_SAVE:
             save_changes[_MAXTEXT_SAVE[name]] = value
         elif name in _MAXTEXT_TIERS or name == _TIER_SWITCH:
-            continue  # together, below
+            continue  # see `_tier_options`
         elif name not in _MAXTEXT_REFUSED:
             known_names = ", ".join(_MAXTEXT | _MAXTEXT_SAVE | _MAXTEXT_TIERS)
             raise FormatError(
-                f"{name}: is no checkpoint flag of MaxText that is known here; known are {_TIER_SWITCH}, {known_names}"
+                f"{name}: got an unknown checkpoint flag, "
+                f"expected one of {_TIER_SWITCH}, {known_names}"
             )
         elif value not in (None, "", False, 0) and value != _MAXTEXT_DEFAULTS.get(name):
             raise FormatError(
-                f"{name}={value!r}: has no meaning here: {_MAXTEXT_REFUSED[name]}; leave it out"
+                f"{name}={value!r}: not supported: {_MAXTEXT_REFUSED[name]}; remove it"
             )
     changes |= _tier_options(flags)
     return TranslatedOptions(
@@ -120,15 +121,15 @@ def from_maxtext(
 
 
 def _tier_options(flags: Mapping[str, object]) -> dict[str, object]:
-    """Both flags of the local tier are needed where it is on, in MaxText's words; where it is off
-    they say nothing, and are refused.
+    """Translate the flags of the local tier. Both are required if the tier is on, and refused if it
+    is off.
     """
     values = {name: flags.get(name) for name in _MAXTEXT_TIERS}
     if not flags.get(_TIER_SWITCH):
         for name, value in values.items():
             if value not in (None, "", 0):
                 raise FormatError(
-                    f"{name}={value!r}: has no meaning without {_TIER_SWITCH}; set it, or leave {name} out"
+                    f"{name}={value!r}: got no {_TIER_SWITCH}; set it, or remove {name}"
                 )
         return {}
     directory, period = values.values()
@@ -142,32 +143,36 @@ def _tier_options(flags: Mapping[str, object]) -> dict[str, object]:
 def from_paddle(
     config: str, *, manager: ManagerOptions | None = None, save: SaveOptions | None = None
 ) -> TranslatedOptions:
-    """PaddleNLP's `unified_checkpoint_config`, words between spaces or commas, on top of the
-    options given.
+    """Translate PaddleNLP's `unified_checkpoint_config`, flags separated by spaces or commas, on
+    top of the given options.
 
-    `master_weight_compatible` is how loads always are: weights and masters stand in for each other.
-    FormatError for an unknown word.
+    `master_weight_compatible` is always on here: weights and master weights stand in for each
+    other. Raises FormatError for an unknown flag.
     """
     flags = list(dict.fromkeys(config.replace(",", " ").split()))
     for flag in flags:
         if flag in _PADDLE_REFUSED:
             raise FormatError(
-                f"unified_checkpoint_config: {flag} has no meaning here: {_PADDLE_REFUSED[flag]}; leave it out"
+                f"unified_checkpoint_config: {flag} is not supported: "
+                f"{_PADDLE_REFUSED[flag]}; remove it"
             )
         if flag not in _PADDLE_FLAGS:
             raise FormatError(
-                f"unified_checkpoint_config: {flag!r} is unknown; known are {', '.join(_PADDLE_FLAGS)}"
+                f"unified_checkpoint_config: got unknown flag {flag!r}, "
+                f"expected one of {', '.join(_PADDLE_FLAGS)}"
             )
     if "enable_all_options" in flags and len(flags) > 1:
         others = ", ".join(flag for flag in flags if flag != "enable_all_options")
         raise FormatError(
-            f"unified_checkpoint_config: enable_all_options makes PaddleNLP drop {others}; needed one or the other"
+            f"unified_checkpoint_config: got enable_all_options and {others}, "
+            "which PaddleNLP then ignores; remove one"
         )
     without_model = not {"skip_save_model_weight", "enable_all_options"}.isdisjoint(flags)
     without_masters = "remove_master_weight" in flags
     if without_model and without_masters:
         raise FormatError(
-            "unified_checkpoint_config: skip_save_model_weight and remove_master_weight together leave no weights"
+            "unified_checkpoint_config: skip_save_model_weight and remove_master_weight together "
+            "leave no weights; remove one"
         )
     changes: dict[str, object] = {}
     if without_model or without_masters:
@@ -180,9 +185,7 @@ def from_paddle(
 
 
 def _with_changes(options: ManagerOptions, changes: Mapping[str, object]) -> ManagerOptions:
-    """Checked again as a whole, since options limit each other. `lazy` is a way to save in the
-    background: without that it is off.
-    """
+    """Return changed options, validated as a whole. `lazy` is turned off with `asynchronous`."""
     overrides = {"lazy": False} if options.lazy and changes.get("asynchronous") is False else {}
     return ManagerOptions.model_validate(
         {**options.model_dump(exclude_unset=True), **changes, **overrides}

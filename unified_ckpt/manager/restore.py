@@ -1,5 +1,7 @@
-"""Where a run starts from: its own newest valid step, else weights or a whole state from elsewhere,
-else nothing. One rank chooses.
+"""Selects what a run resumes from: its own latest valid step, a step of another engine, weights or
+a whole state from elsewhere, or nothing.
+
+One rank selects; the result is broadcast as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, Literal
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
-from unified_ckpt.engine.nodes.coverage import select_save as gathered
+from unified_ckpt.engine.nodes.coverage import select_save
 from unified_ckpt.engine.nodes.inventory import read_inventory
 from unified_ckpt.errors import CheckpointError, IncompleteError, LayoutError, NotFoundError
 from unified_ckpt.manager.steps.scan import (
@@ -26,7 +28,7 @@ from unified_ckpt.manager.steps.scan import (
     foreign_steps,
     step_name,
 )
-from unified_ckpt.manager.tiers.cluster_listing import ClusterScan
+from unified_ckpt.manager.tiers.cluster_scan import ClusterScan
 from unified_ckpt.options import LoadOptions, ManagerOptions
 from unified_ckpt.runtime.storage.storage import absolute_path, writable_path
 from unified_ckpt.sources.step_names import (
@@ -38,21 +40,23 @@ from unified_ckpt.sources.step_names import (
 )
 
 _LOG = logging.getLogger("unified_ckpt")
-_WEIGHTS = frozenset({"model", "master_weights"})  # either stands in for the other
+_WEIGHTS = frozenset({"model", "master_weights"})  # interchangeable
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """`kind`: the run's own step, one that another engine has left under the root, weights only, a
-    whole state, or nothing. `bad`: what the look has found. `local`: `path` is a name in the local
-    directory of each machine. `save_id`: of an own step; `in_root`: that save is in the root.
-    `name`: another engine's step, below the root.
+    """What a restore loads.
+
+    `kind`: a step of this run, a step of another engine under the root, weights only, a whole
+    state, or nothing. `bad_steps`: unusable steps met while selecting. `local`: `path` is a name
+    in the local directory of each node. `save_id`: of a step of this run. `in_root`: that save is
+    in the root. `name`: of another engine's step, relative to the root.
     """
 
     kind: Literal["own", "foreign", "parameters", "full", "none"]
     path: str = ""
     step: int | None = None
-    bad: tuple[BadStep, ...] = ()
+    bad_steps: tuple[BadStep, ...] = ()
     local: bool = False
     save_id: str = ""
     in_root: bool = False
@@ -60,16 +64,21 @@ class RestorePoint:
 
 
 def encode_point(point: RestorePoint) -> bytes:
+    """Serialize a RestorePoint to JSON."""
     return json.dumps(asdict(point)).encode()
 
 
 def decode_point(body: bytes) -> RestorePoint:
+    """Parse the JSON of `encode_point`."""
     fields = json.loads(body)
-    return RestorePoint(**{**fields, "bad": tuple(BadStep(**bad) for bad in fields["bad"])})
+    bad_steps = tuple(BadStep(**bad_step) for bad_step in fields["bad_steps"])
+    return RestorePoint(**{**fields, "bad_steps": bad_steps})
 
 
 def required_parts(targets: Mapping[str, Any], options: LoadOptions) -> list[frozenset[str]]:
-    """What a step must have for these targets of a load: a part of each set."""
+    """Return the parts that a step must have for these load targets: at least one part of each
+    set.
+    """
     requested = {part for part in (*_WEIGHTS, "optimizer") if targets.get(part) is not None} | set(
         targets.get("parts") or ()
     )
@@ -81,9 +90,8 @@ def required_parts(targets: Mapping[str, Any], options: LoadOptions) -> list[fro
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequest:
-    """What a restore asks for: `step`, or the newest with these parts (see `required_parts`);
-    `strict` and
-    `options` as of a load.
+    """What a restore asks for: `step`, or the latest step with the `required` parts. `strict` and
+    `options` are those of a load.
     """
 
     step: int | None
@@ -94,8 +102,8 @@ class RestoreRequest:
 
 
 def weight_parts(path: str, targets: Mapping[str, Any], options: LoadOptions) -> tuple[str, ...]:
-    """The parts that `load_parameters_path` fills: all but the optimizer. LayoutError where no
-    target is one of them.
+    """Return the parts that `load_parameters_path` fills: all but the optimizer. Raises LayoutError
+    if no target is one of them.
     """
     requested = [
         part for part in ("model", "master_weights") if targets.get(part) is not None
@@ -103,7 +111,8 @@ def weight_parts(path: str, targets: Mapping[str, Any], options: LoadOptions) ->
     selected = tuple(part for part in requested if options.parts is None or part in options.parts)
     if not selected:
         raise LayoutError(
-            f"load_parameters_path {path}: got no model and no parts to fill, expected one of them; pass `model`"
+            f"load_parameters_path {path}: got no model and no parts to fill, "
+            "expected one of them; pass `model`"
         )
     return selected
 
@@ -117,49 +126,40 @@ def select(
     load_failures: Mapping[str, str],
     cluster: ClusterScan | None,
 ) -> RestorePoint:
-    """The newest valid step of what was found that has all that is needed, or, unless strict, the
-    newest that has some of it; else the same of the steps that other engines wrote; else what the
-    options name. Of a `step`: this one or NotFoundError.
+    """Return the latest valid step in `scan` with all required parts, or the best substitute.
 
-    `load_failures`: steps that this load has tried in vain, and why. `cluster`: of the other
-    machines, if there are several. Each step that is passed over is told in one warning; none is
-    changed. IncompleteError where there are steps and none can be used, unless the options name a
-    path, or fresh starts are allowed.
+    Without `strict`, a step with some of the parts comes next. Then follow steps of other engines
+    by the same rules, and the paths in `options`. With `request.step`, only that step counts;
+    NotFoundError if it does not exist.
+
+    `load_failures`: steps that this restore tried to load, with the error. `cluster`: the view of
+    all nodes, if there are several. Each skipped step is logged once; no step is changed. Raises
+    IncompleteError if steps exist and none can be used, unless the options name a path or fresh
+    starts are allowed.
     """
     required, strict = request.required, request.strict
-    entries, absences = (
-        (list_steps(root, prefix=options.step_prefix), {})
-        if cluster is None
-        else cluster.root_entries()
-    )
+    entries, absences = _root_entries(root, options.step_prefix, cluster)
 
     @cache
     def read(entry: StepEntry) -> StepContents:
-        absence = absences.get(entry.path)
-        return (
-            read_step(entry, request.options.source)
-            if absence is None
-            else StepContents(entry.number, problem=absence)
-        )
+        if entry.path in absences:
+            return StepContents(entry.number, problem=absences[entry.path])
+        return read_step(entry, request.options.source)
 
     def check(record: StepRecord) -> str:
-        return (
-            diagnose(record.path)
-            if cluster is None
-            else cluster.diagnose(record, diagnose_root=diagnose)
-        )
+        if cluster is None:
+            return diagnose(record.path)
+        return cluster.diagnose(record, diagnose_root=diagnose)
 
     foreign = _in_resume_order(foreign_steps(scan, entries), read)
     if request.step is not None:
-        return _select_step(
-            scan,
-            foreign,
-            request.step,
-            root=root,
-            prefix=options.step_prefix,
-            load_failures=load_failures,
-            check=check,
+        point = _select_step(
+            scan, foreign, request.step, root=root, load_failures=load_failures, check=check
         )
+        if point is None:
+            name = step_name(request.step, options.step_prefix)
+            raise _missing_step_error(scan, foreign, name, root)
+        return point
     for stale in scan.newer_backups:
         _warn_skipped(stale.path, _backup_text(stale))
     skipped = _newer_problems(scan, foreign)
@@ -172,13 +172,7 @@ def select(
     missing_parts = {
         record.path: _missing_parts(record.parts, required) for record in scan.complete
     }
-    candidates = [record for record in reversed(scan.complete) if not missing_parts[record.path]]
-    if not strict:
-        candidates += [
-            record
-            for record in reversed(scan.complete)
-            if 0 < len(missing_parts[record.path]) < len(required)
-        ]
+    candidates = _candidates(scan, missing_parts, None if strict else len(required))
     for record in candidates:
         problem = load_failures.get(record.path) or check(record)
         if not problem:
@@ -208,16 +202,47 @@ def select(
         return RestorePoint(
             "foreign", selected.path, selected.number, bad_steps, name=selected.name
         )
-    if options.load_parameters_path:
-        point = RestorePoint("parameters", options.load_parameters_path, bad=bad_steps)
-    elif options.load_full_state_path:
-        point = RestorePoint("full", options.load_full_state_path, bad=bad_steps)
-    else:
-        point = RestorePoint("none", bad=bad_steps)
+    point = _point_of_options(options, bad_steps)
     unusable |= foreign_problems
-    if unusable and not load_failures:  # else the error of the load is raised
+    if unusable and not load_failures:
         _check_fresh_start(root, unusable, point, allow_fresh=request.allow_fresh)
     return point
+
+
+def _root_entries(
+    root: str, prefix: str, cluster: ClusterScan | None
+) -> tuple[list[StepEntry], dict[str, str]]:
+    """Return the entries of the root, and path -> reason of those that some node lacks."""
+    if cluster is None:
+        return list_steps(root, prefix=prefix), {}
+    return cluster.root_entries()
+
+
+def _candidates(
+    scan: Scan, missing_parts: Mapping[str, Sequence[str]], required_count: int | None
+) -> list[StepRecord]:
+    """Return the complete steps with all required parts, the latest first.
+
+    With `required_count` not None, those with only some of the parts follow.
+    """
+    latest_first = list(reversed(scan.complete))
+    candidates = [record for record in latest_first if not missing_parts[record.path]]
+    if required_count is not None:
+        candidates += [
+            record
+            for record in latest_first
+            if 0 < len(missing_parts[record.path]) < required_count
+        ]
+    return candidates
+
+
+def _point_of_options(options: ManagerOptions, bad_steps: tuple[BadStep, ...]) -> RestorePoint:
+    """Return what a run without a usable step loads."""
+    if options.load_parameters_path:
+        return RestorePoint("parameters", options.load_parameters_path, bad_steps=bad_steps)
+    if options.load_full_state_path:
+        return RestorePoint("full", options.load_full_state_path, bad_steps=bad_steps)
+    return RestorePoint("none", bad_steps=bad_steps)
 
 
 def _own_point(
@@ -249,7 +274,7 @@ def _bad_steps(records: Sequence[StepRecord], root: str) -> tuple[BadStep, ...]:
 
 
 def _missing_parts(parts: Collection[str], required: Sequence[frozenset[str]]) -> list[str]:
-    """In words, what of the needed a step with these parts does not have."""
+    """Describe each required part that a step with these parts lacks."""
     return [
         " or ".join(sorted(alternatives, reverse=True))
         for alternatives in required
@@ -276,11 +301,11 @@ def _log_selected(
     for newer in reversed(scan.complete[scan.complete.index(record) + 1 :]):
         if missing_parts[newer.path]:
             _LOG.info(
-                "%s is passed over: it has no %s", newer.path, ", ".join(missing_parts[newer.path])
+                "%s is skipped: it has no %s", newer.path, ", ".join(missing_parts[newer.path])
             )
     if missing_parts[record.path]:
         _LOG.warning(
-            "%s is taken for want of a better one (strict=False): it has no %s",
+            "%s is loaded without %s (strict=False): no step has all parts",
             record.path,
             ", ".join(missing_parts[record.path]),
         )
@@ -289,21 +314,22 @@ def _log_selected(
 def _warn_newer_foreign(
     step: int, foreign: Sequence[StepEntry], read: Callable[[StepEntry], StepContents]
 ) -> None:
-    """Of other engines' steps after this own one: the newest that could be taken, and those before
-    it that could not.
-    """
+    """Log the newest usable step of another engine after `step`, and newer unusable ones."""
     for entry in foreign:
         if entry.number is None or entry.number <= step:
             continue
         problem = read(entry).problem
-        explanation = f"is of another format ({entry.format}); step {step} of this run is taken; restore({entry.number}) takes it"
+        explanation = (
+            f"is of another format ({entry.format}), and step {step} of this run is loaded; "
+            f"restore({entry.number}) loads it"
+        )
         _warn_skipped(entry.path, problem or explanation)
         if not problem:
             break
 
 
 def _newer_problems(scan: Scan, foreign: Sequence[StepEntry]) -> dict[str, str]:
-    """What claims to be after the last good step, and is no step: by path, why."""
+    """Return path -> problem of entries that claim to follow the last complete step."""
     paths = {entry.path for entry in foreign}
     return {
         record.path: record.problem for record in scan.newer_problems if record.path not in paths
@@ -313,7 +339,9 @@ def _newer_problems(scan: Scan, foreign: Sequence[StepEntry]) -> dict[str, str]:
 def _in_resume_order(
     entries: Sequence[StepEntry], read: Callable[[StepEntry], StepContents]
 ) -> list[StepEntry]:
-    """The one to resume from first. What has no number in its name is opened."""
+    """Sort steps of other engines, the first to resume from first. Entries without a number in
+    their name are opened.
+    """
     return newest_first(
         [
             entry if entry.number is not None else replace(entry, number=read(entry).step)
@@ -330,17 +358,15 @@ def _select_foreign(
     load_failures: Mapping[str, str],
     read: Callable[[StepEntry], StepContents],
 ) -> tuple[StepEntry | None, dict[str, str]]:
-    """The first of the others that can be opened and has what is needed; and by path, why those
-    before it, or all, are not taken.
+    """Return the first usable step of another engine with the required parts, and path -> reason of
+    those skipped.
     """
     partial: StepEntry | None = None
     skipped: dict[str, str] = {}
     for entry in foreign:
         contents = read(entry)
-        problem, missing = (
-            load_failures.get(entry.path) or contents.problem,
-            _missing_parts(contents.parts, required),
-        )
+        problem = load_failures.get(entry.path) or contents.problem
+        missing = _missing_parts(contents.parts, required)
         if not problem and not missing:
             return entry, skipped
         if not problem and not strict and len(missing) < len(required):
@@ -354,17 +380,18 @@ def _select_foreign(
 def _log_foreign(
     entry: StepEntry, foreign: Sequence[StepEntry], skipped: Mapping[str, str]
 ) -> None:
-    """What is taken, and what is passed over for it."""
+    """Log the selected step of another engine and the steps skipped for it."""
     for path, reason in skipped.items():
         _warn_skipped(path, reason)
     latest = max(foreign, key=lambda other: -1 if other.number is None else other.number)
     if entry.pointer and latest.path not in skipped and latest.number != entry.number:
         _warn_skipped(
             latest.path,
-            f"{entry.pointer} names {entry.name}, which is taken; restore({latest.number}) takes it",
+            f"{entry.pointer} names {entry.name}, which is loaded; "
+            f"restore({latest.number}) loads this one",
         )
     _LOG.warning(
-        "%s is of another format (%s): it is read as it is, what is saved next is ours",
+        "%s is of another format (%s): it is read unchanged, and later saves are unified folders",
         entry.path,
         entry.format,
     )
@@ -373,26 +400,30 @@ def _log_foreign(
 def _check_fresh_start(
     root: str, unusable: Mapping[str, str], point: RestorePoint, *, allow_fresh: bool
 ) -> None:
-    """IncompleteError that names the steps that are there where a run would start fresh beside
-    them; a warning where that is asked for.
+    """Raise IncompleteError if the run would start fresh next to existing steps; log a warning if
+    the caller allows it.
     """
     steps = [
         f"{os.path.relpath(path, root)}: {' '.join(reason.split())}"
         for path, reason in unusable.items()
     ]
-    text = format_list(f"{root}: has steps, and none can be used", steps)
+    text = format_list(f"{root}: none of its steps can be loaded", steps)
     if point.kind != "none":
         _LOG.warning("%s\n%s is loaded", text, point.path)
     elif allow_fresh:
-        _LOG.warning("%s\nThe run starts fresh (allow_fresh=True)", text)
+        _LOG.warning("%s\nStarting fresh (allow_fresh=True)", text)
     else:
         raise IncompleteError(
-            f"{text}\nRepair one, name another with load_full_state_path, or pass restore(..., allow_fresh=True) to start fresh"
+            f"{text}\nRepair a step, set load_full_state_path, "
+            "or start fresh with restore(..., allow_fresh=True)"
         )
 
 
 def _backup_text(stale: StaleFolder) -> str:
-    return f"an interrupted replacement left the only copy of a checkpoint there; needed its name, {stale.checkpoint_name}: rename it back"
+    return (
+        "an interrupted replacement left the only copy of the checkpoint here; "
+        f"rename it back to {stale.checkpoint_name}"
+    )
 
 
 def _select_step(
@@ -401,52 +432,59 @@ def _select_step(
     step: int,
     *,
     root: str,
-    prefix: str,
     load_failures: Mapping[str, str],
     check: Callable[[StepRecord], str],
-) -> RestorePoint:
-    """The step that was asked for by its number: the next one where one of two is damaged, or the
-    load has failed with it.
+) -> RestorePoint | None:
+    """Select the step that was requested by number. Returns None if it does not exist.
+
+    If both tiers have it and one copy is damaged, or failed to load, the other copy is selected.
+    The last copy is not checked: its load raises a better error.
     """
     records = [record for record in reversed(scan.complete) if record.step == step]
     for attempt, record in enumerate(records, 1):
-        problem = load_failures.get(record.path) or (
-            check(record) if attempt < len(records) else ""
-        )  # of the last one the load says what is wrong
+        problem = load_failures.get(record.path)
+        if not problem and attempt < len(records):
+            problem = check(record)
         if not problem:
             return _own_point(record, scan, root, records[: attempt - 1])
         _warn_skipped(record.path, problem)
     if records:
-        return RestorePoint("none", bad=_bad_steps(records, root))
+        return RestorePoint("none", bad_steps=_bad_steps(records, root))
     for entry in foreign:
         if entry.number == step and entry.format and entry.path not in load_failures:
             return RestorePoint("foreign", entry.path, step, name=entry.name)
-    name = step_name(step, prefix)
-    descriptions = [
-        (stale.checkpoint_name, f"is not there: {stale.path}: {_backup_text(stale)}")
-        for stale in scan.stale_folders
+    return None
+
+
+def _missing_step_error(
+    scan: Scan, foreign: Sequence[StepEntry], name: str, root: str
+) -> NotFoundError:
+    """Say what is there instead of the requested step, and which steps are complete."""
+    problems = {
+        record.name: f"is {record.status}: {record.problem}" for record in reversed(scan.steps)
+    }
+    problems |= {
+        stale.checkpoint_name: f"does not exist: {stale.path}: {_backup_text(stale)}"
+        for stale in reversed(scan.stale_folders)
         if stale.only_copy
-    ]
-    descriptions += [
-        (record.name, f"is {record.status}: {record.problem}") for record in scan.steps
-    ]
-    problem = next((text for available, text in descriptions if available == name), "is not there")
-    steps = [record.step for record in scan.complete] + [
-        entry.number for entry in reversed(foreign) if entry.format
-    ]
+    }
+    steps = [record.step for record in scan.complete]
+    steps += [entry.number for entry in reversed(foreign) if entry.format]
     available = ", ".join(dict.fromkeys(map(str, steps))) or "none"
-    raise NotFoundError(f"{os.path.join(root, name)}: {problem}; complete steps are: {available}")
+    problem = problems.get(name, "does not exist")
+    return NotFoundError(f"{os.path.join(root, name)}: {problem}; complete steps: {available}")
 
 
 def diagnose(path: str) -> str:
-    """What a look at every header finds wrong, in a sentence; empty for a good checkpoint."""
+    """Check names, sizes and every header of a checkpoint. Returns the first problem, or "" for
+    none.
+    """
     try:
         folder = open_path(path, lock=False)
         try:
             if folder.manifest is not None and folder.manifest.node_group is not None:
-                gathered(
-                    [read_inventory(folder, node=0, is_replica=False)], label=path
-                )  # of several machines' folders this one may have enough
+                # raises if this folder alone is not enough
+                select_save([read_inventory(folder, node=0, is_replica=False)], label=path)
             problems = verify_folder(folder, deep=False).problems
         finally:
             folder.close()
@@ -461,8 +499,8 @@ def _warn_skipped(path: str, reason: str) -> None:
 
 
 def resolve_paths(options: ManagerOptions) -> ManagerOptions:
-    """The options with paths that no later change of the working directory moves. StorageError for
-    a local tier that is a URL.
+    """Return the options with absolute paths, so that a later `chdir` has no effect. Raises
+    StorageError if the local tier is a URL.
     """
     load_paths = {
         name: absolute_path(path)

@@ -1,8 +1,7 @@
-"""One save after the other, in the foreground or in the background, and what happens when one
-fails.
+"""Runs saves one after another, in the foreground or background, and decides what a failure means.
 
-Every rank goes through the same calls and sees the same errors of the engine, so all count alike:
-no rank raises alone.
+Every rank makes the same calls and sees the same errors of the engine, so all ranks count alike and
+none raises alone.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """A save. `for_root`: for the root, not only for the local tier. `arguments`: the arguments of
-    `Checkpointer.save`.
+    """One save. `arguments`: of `Checkpointer.save`. `for_root`: due in the root, not only in the
+    local tier.
     """
 
     step: int
@@ -40,7 +39,7 @@ class SaveJob:
     for_root: bool = True
 
     def arguments_at(self, target: SaveTarget) -> dict[str, Any]:
-        """The arguments, at this place."""
+        """Return the arguments for this target."""
         if not target.replace:
             return self.arguments
         return {
@@ -51,7 +50,7 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A save in the background. `retried`: it is another try of one that failed."""
+    """A save in the background. `retried`: it repeats a failed save."""
 
     job: SaveJob
     target: SaveTarget
@@ -60,11 +59,11 @@ class _InFlight:
 
 
 class SaveScheduler:
-    """The saves of a run. `last_begun`: the last step that was begun; `last_good`: the last one
-    known to be saved, or restored.
+    """The saves of a run.
 
-    `committed(wanted, place)` is called on every rank after each commit, in the background for a
-    save in the background.
+    `last_begun`: the last step whose save began. `last_good`: the last step known to be saved or
+    restored. `on_commit(job, target)` is called on every rank after each commit, in the background
+    for a background save.
     """
 
     def __init__(
@@ -75,35 +74,31 @@ class SaveScheduler:
         tiers: TieredStorage | None,
         on_commit: Callable[[SaveJob, SaveTarget], object],
     ) -> None:
-        self._checkpointer, self._options, self._tiers, self._on_commit = (
-            checkpointer,
-            options,
-            tiers,
-            on_commit,
-        )
+        self._checkpointer = checkpointer
+        self._options = options
+        self._tiers = tiers
+        self._on_commit = on_commit
         self._failures = FailureCount()
         self._in_flight: _InFlight | None = None
-        self._direct_next = (
-            False  # the next one that is due goes to the root: a local save that was due has failed
-        )
+        self._direct_next = False  # a due local save failed: the next goes to the root
         self._last_begun_at = time.monotonic()
         self.last_begun: int | None = None
         self.last_good: int | None = None
-        self._own_ids: set[str] = set()  # of what was restored, and of the saves since
-        self._last_in_root: int | None = (
-            None  # of the good ones the last that is in the root, or is to be copied there
-        )
+        self._own_ids: set[str] = set()  # of the restored save and all saves since
+        self._last_in_root: int | None = None  # last good step in the root, or to be copied there
 
     def mark_restored(self, step: int, save_id: str, *, in_root: bool) -> None:
-        """`in_root`: that save is in the root."""
-        self._own_ids = {save_id}  # those before are of a life that this one has gone back from
+        """Record the step that the run resumed from. `in_root`: that save is in the root."""
+        self._own_ids = {save_id}  # the run has gone back from earlier saves
         self.last_begun = self.last_good = step
         self._last_in_root = step if in_root else None
         self._last_begun_at = time.monotonic()
 
     def save_sync(self, job: SaveJob, *, is_last: bool) -> SaveReport | None:
-        """Saves now. `is_last`: there is no later one: it goes to the root, and a failure is
-        raised. None where it failed, is saved, or the step of an earlier life stays.
+        """Save now. Returns None if the save failed, is done already, or an existing step of a
+        previous run stays.
+
+        `is_last`: no later save follows; it goes to the root, and a failure is raised.
         """
         self.collect(is_last=is_last)
         if self._is_saved(job) and (
@@ -130,8 +125,8 @@ class SaveScheduler:
         return report
 
     def save_async(self, job: SaveJob, *, retried: bool) -> PendingSave | None:
-        """Begins a save. None where that failed, the step is saved, or an earlier save is under way
-        and the options say to skip.
+        """Start a save. Returns None if that failed, the step is saved already, or the options skip
+        saves while another is in flight.
         """
         if self._options.in_flight == "skip" and not self._checkpointer.idle():
             return None
@@ -162,8 +157,10 @@ class SaveScheduler:
         return pending
 
     def collect(self, *, strict: bool = False, is_last: bool = False) -> None:
-        """Waits for the save in flight and counts how it ended. `strict`: raises its error even if
-        it may fail. `is_last`: raises none, for the last save follows, and may succeed.
+        """Wait for the save in flight and count its result.
+
+        `strict` raises its error even if it is transient. `is_last` raises no error: the last save
+        follows and may succeed.
         """
         in_flight = self._in_flight
         if in_flight is None:
@@ -175,7 +172,7 @@ class SaveScheduler:
         except Exception as error:
             self._count_failure(in_flight, error, strict=strict, is_last=is_last)
         finally:
-            if in_flight.pending.done():  # not where a signal has ended the wait
+            if in_flight.pending.done():  # a signal may have ended the wait
                 self._in_flight = None
 
     def _count_failure(
@@ -185,7 +182,7 @@ class SaveScheduler:
             self._direct_next = self._direct_next or in_flight.job.for_root
         if is_last:
             self._warn(
-                "the save of step %d failed, the last save is tried all the same: %s",
+                "the save of step %d failed; the last save is still attempted: %s",
                 in_flight.job.step,
                 error,
             )
@@ -199,7 +196,9 @@ class SaveScheduler:
             self._warn_or_raise(error, retried=in_flight.retried, attempts=1)
 
     def clock_reason(self) -> str | None:
-        """Why a save is due by this rank's clock. Waits for nobody, and counts nothing."""
+        """Return why a save is due by this rank's clock, or None. Never waits and counts
+        nothing.
+        """
         in_flight, attempts, running = self._in_flight, self._failures.attempts, False
         if in_flight is None and self._direct_next:
             return "retry"
@@ -232,8 +231,8 @@ class SaveScheduler:
     def _save_with_fallback(
         self, job: SaveJob, start: Callable[[SaveTarget], _Result], *, retried: bool, is_last: bool
     ) -> tuple[SaveTarget, _Result] | None:
-        """Where it went and what `start` returned: in the local tier first, if there is one. None
-        for a failure that may be.
+        """Run `start` in the local tier, then in the root. Returns the target and the result, or
+        None for a tolerated failure.
         """
         target = SaveTarget(job.name)
         if self._tiers is not None:
@@ -260,7 +259,9 @@ class SaveScheduler:
     def _retry(
         self, start: Callable[[], _Result], *, retried: bool, is_last: bool
     ) -> _Result | None:
-        """What `start` returns, tried again after a growing pause. None for a failure that may be."""
+        """Return the result of `start`, retried after growing pauses, or None for a tolerated
+        failure.
+        """
         attempts = 0
         while True:
             try:
@@ -274,7 +275,7 @@ class SaveScheduler:
                     self._warn_or_raise(error, retried=retried, attempts=attempts)
                     return None
                 self._warn(
-                    "a save failed at attempt %d of %d: %s",
+                    "save attempt %d of %d failed: %s",
                     attempts,
                     self._options.retries + 1,
                     error,
@@ -282,8 +283,8 @@ class SaveScheduler:
             time.sleep(when.backoff_seconds(self._options, attempts))
 
     def _with_replace(self, job: SaveJob) -> SaveJob:
-        """The last save, which is nowhere else if it is not written: what an earlier life has left
-        at its step gives way.
+        """Make the last save replace an existing step of a previous run: its state is nowhere
+        else.
         """
         options = job.arguments["options"]
         if options.if_exists != "keep_complete":
@@ -294,7 +295,7 @@ class SaveScheduler:
             )
             if existing.status == "complete" and existing.save_id not in self._own_ids:
                 self._warn(
-                    "%s: save %s of an earlier life is replaced by the last save of this one",
+                    "%s: save %s of a previous run is replaced by the last save of this run",
                     existing.path,
                     existing.save_id,
                 )
@@ -310,7 +311,10 @@ class SaveScheduler:
         return report.existed and report.id not in self._own_ids
 
     def _warn_existing(self, job: SaveJob, report: SaveReport) -> None:
-        text = "step %d is not saved: %s is save %s of an earlier life, and stays; SaveOptions(if_exists='replace') replaces it"
+        text = (
+            "step %d is not saved: %s is save %s of a previous run and stays; "
+            "to replace it, set SaveOptions(if_exists='replace')"
+        )
         self._warn(text, job.step, report.path, report.id)
 
     def _mark_saved(self, job: SaveJob, report: SaveReport) -> None:
@@ -321,19 +325,19 @@ class SaveScheduler:
             self._last_in_root = job.step
 
     def _warn_local_failure(self, job: SaveJob, error: Exception) -> None:
-        """No matter for the run, as long as the root takes what is due."""
+        """Log a failed local save. It is harmless as long as the root takes what is due."""
         consequence = (
-            "it is saved to the root" if job.for_root else "the training goes on without it"
+            "saving to the root instead" if job.for_root else "training continues without it"
         )
         self._warn(
-            "the save of step %d to the local directory failed, %s: %s",
+            "the save of step %d to the local directory failed; %s: %s",
             job.step,
             consequence,
             error,
         )
 
     def _warn_or_raise(self, error: Exception, *, retried: bool, attempts: int) -> None:
-        """Warns, or raises the error."""
+        """Log a failed save, or raise its error after too many in a row."""
         options, failures = self._options, self._failures
         if failures.count(
             retried=retried,
@@ -343,7 +347,7 @@ class SaveScheduler:
         ):
             raise error
         self._warn(
-            "a save failed, the training goes on; %d of %d in a row: %s",
+            "a save failed, training continues; failure %d of %d in a row: %s",
             failures.in_a_row,
             options.raise_after,
             error,

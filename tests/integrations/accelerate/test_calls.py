@@ -332,10 +332,10 @@ def test_automatic_names_and_total_limit(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint_3", "checkpoint_4"]
     fresh = Job(project=tmp_path, total_limit=2, iteration=4)
     with pytest.raises(
-        uc.StorageError, match="checkpoint_4: is there already; needed load_state first"
+        uc.StorageError, match="checkpoint_4: already exists; call load_state first"
     ):
         save_state(fresh.accelerator)
-    with pytest.raises(uc.LayoutError, match="its number; needed a path, or no step"):
+    with pytest.raises(uc.LayoutError, match="its number as the step; pass a path, or no step"):
         save_state(fresh.accelerator, step=3)
 
 
@@ -419,7 +419,7 @@ def test_attached_the_script_needs_no_change(tmp_path: Path) -> None:
     ):
         resumed.accelerator.save_state(str(tmp_path / "stock"))
     with pytest.raises(
-        uc.NotFoundError, match=r"wrote itself; needed accelerator.load_state, or attach"
+        uc.NotFoundError, match=r"expected a unified one; use accelerator.load_state, or attach"
     ):
         load_state(resumed.accelerator, tmp_path / "stock")
 
@@ -485,27 +485,27 @@ def test_errors_that_users_make(tmp_path: Path) -> None:
     for path, said in (
         (
             tmp_path / "run",
-            "holds checkpoints and is none; needed one of them, the newest is checkpoint_0",
+            "got a folder of checkpoints, expected one of them; the latest is checkpoint_0",
         ),
-        (whole / "config.json", "is a file; needed a checkpoint folder"),
-        (tmp_path / "nothing", "is not there; needed a checkpoint folder"),
+        (whole / "config.json", "got a file, expected a checkpoint folder"),
+        (tmp_path / "nothing", "got nothing, expected a checkpoint folder"),
     ):
         with pytest.raises(uc.NotFoundError, match=said):
             load_state(job.accelerator, path)
     shutil.copytree(whole, tmp_path / "cut")
     (tmp_path / "cut" / "unified_checkpoint.json").unlink()
     with pytest.raises(
-        uc.NotFoundError, match="has no manifest: it is unfinished, or no checkpoint"
+        uc.NotFoundError, match="got no manifest; the folder is unfinished, or not a checkpoint"
     ):
         load_state(job.accelerator, tmp_path / "cut")
     with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
         save_state(job.accelerator, whole)
     with pytest.raises(
-        uc.StorageError, match=r"there is no path; needed one, or ProjectConfiguration"
+        uc.StorageError, match=r"got no path; pass one, or set ProjectConfiguration"
     ):
         save_state(job.accelerator)
     with pytest.raises(
-        uc.NotFoundError, match=r"there is no path; needed one, or ProjectConfiguration"
+        uc.NotFoundError, match=r"got no path; pass one, or set ProjectConfiguration"
     ):
         load_state(job.accelerator)
     (tmp_path / "mine").mkdir()
@@ -517,7 +517,7 @@ def test_errors_that_users_make(tmp_path: Path) -> None:
     ):
         save_state(job.accelerator, tmp_path / "logs")
     assert sorted(os.listdir(tmp_path)) == ["cut", "logs", "mine", "run"]
-    with pytest.raises(uc.NotFoundError, match="has no checkpoint to load"):
+    with pytest.raises(uc.NotFoundError, match="got no complete checkpoint"):
         load_state(Job(project=tmp_path / "fresh").accelerator)
 
 
@@ -560,7 +560,7 @@ def test_gradients_that_are_being_accumulated_are_not_saved_unsaid(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_state(Job().run(1, stop=3).accelerator, tmp_path / "c", options=FAST)
-    assert "gradients are being accumulated, and are not saved" in caplog.text
+    assert "accumulated gradients are not saved" in caplog.text
 
 
 def test_an_order_that_cannot_be_had_again_is_said(
@@ -573,18 +573,15 @@ def test_an_order_that_cannot_be_had_again_is_said(
     for _ in loader:
         save_state(accelerator, tmp_path / "c", options=FAST)
         break
-    assert (
-        "dataloader 0: is saved in the middle of an epoch, and its order cannot be had again"
-        in caplog.text
-    )
+    assert "dataloader 0: saved within an epoch whose order cannot be reproduced" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (DistributedType.DEEPSPEED, "DeepSpeed holds the state; needed FSDP2"),
-        (DistributedType.MEGATRON_LM, "Megatron-LM holds the state; needed FSDP2"),
-        (DistributedType.FSDP, "FSDP1 flattens parameters; needed FSDP2"),
+        (DistributedType.DEEPSPEED, "got DeepSpeed; use FSDP2"),
+        (DistributedType.MEGATRON_LM, "got Megatron-LM; use FSDP2"),
+        (DistributedType.FSDP, "got FSDP1, which flattens parameters; use FSDP2"),
     ],
 )
 def test_what_is_not_saved_is_refused_by_name(

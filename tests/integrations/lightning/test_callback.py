@@ -170,7 +170,7 @@ def test_weights_only_and_a_resume_without_an_optimizer(tmp_path: Path) -> None:
     )
     with pytest.raises(
         uc.MismatchError,
-        match=r"holds no optimizer, it was saved with save_weights_only; needed a full checkpoint",
+        match=r"got no optimizer \(save_weights_only\), expected a full checkpoint",
     ):
         fit(tmp_path, ckpt_path=folder)
 
@@ -193,7 +193,7 @@ def test_other_models_and_optimizers_are_refused(whole: tuple[Net, Path], tmp_pa
 
     with pytest.raises(
         uc.MismatchError,
-        match=r"holds the state of torch\.optim\.adamw\.AdamW; configure_optimizers gives torch\.optim\.sgd",
+        match=r"got the state of torch\.optim\.adamw\.AdamW, expected torch\.optim\.sgd",
     ):
         trainer(tmp_path).fit(Other(), ckpt_path=folder)
     with pytest.raises(
@@ -225,32 +225,30 @@ def test_paths_that_are_no_checkpoint(whole: tuple[Net, Path], tmp_path: Path) -
     def refused(path: Path) -> Any:
         return fit(tmp_path / "out", ckpt_path=path)
 
-    newest = rf"the newest is {folder}/step=3\.ckpt"
+    newest = rf"the latest is {folder}/step=3\.ckpt"
     for run in (tmp_path, tmp_path / "lightning_logs" / "version_0", folder):
         with pytest.raises(
-            uc.NotFoundError, match=rf"is a run's folder; needed one of its checkpoints, {newest}"
+            uc.NotFoundError, match=rf"got a run's folder, expected a checkpoint; {newest}"
         ):
             refused(run)
     with pytest.raises(
         uc.NotFoundError,
-        match=rf"has no valid manifest: it is unfinished.*; the newest beside it is {folder}/step=3",
+        match=rf"got no valid manifest; it is unfinished.*; the latest next to it is {folder}/step=3",
     ):
         refused(folder / "step=4.ckpt")
     with pytest.raises(
         uc.NotFoundError,
-        match=r"step=9\.ckpt: is not there; needed a checkpoint; the newest beside it is",
+        match=r"step=9\.ckpt: got nothing, expected a checkpoint; the latest next to it is",
     ):
         refused(folder / "step=9.ckpt")
-    with pytest.raises(uc.NotFoundError, match=r"is a link to gone\.ckpt, which is not there"):
+    with pytest.raises(uc.NotFoundError, match=r"got a dangling link to gone\.ckpt"):
         refused(tmp_path / "link.ckpt")
-    with pytest.raises(uc.FormatError, match="is a file of another format"):
+    with pytest.raises(uc.FormatError, match="got a file of another format"):
         refused(tmp_path / "weights.safetensors")
-    with pytest.raises(
-        uc.FormatError, match="is a folder of another format, without Lightning's state"
-    ):
+    with pytest.raises(uc.FormatError, match="got a folder without Lightning's state"):
         refused(tmp_path / "hub")
     uc.save(tmp_path / "plain", model=Net())
-    with pytest.raises(uc.FormatError, match="no Trainer of Lightning wrote it"):
+    with pytest.raises(uc.FormatError, match="checkpoint without Lightning's state"):
         refused(tmp_path / "plain")
 
 
@@ -382,9 +380,9 @@ def test_checkpoints_for_a_moment_go_and_others_stay(
         for name in ("foreign.ckpt", "file.ckpt", "last.ckpt", "nothing.ckpt"):
             made.strategy.remove_checkpoint(tmp_path / name)
     assert names(tmp_path) == ["file.ckpt", "foreign.ckpt", "last.ckpt", "step=8.ckpt"]
-    assert "foreign.ckpt stays: it is no checkpoint of this library" in caplog.text
+    assert "foreign.ckpt is not removed: it is not a unified checkpoint" in caplog.text
     assert "file.ckpt stays" in caplog.text
-    assert "last.ckpt stays: it is the newest" in caplog.text
+    assert "last.ckpt is not removed: it is the latest" in caplog.text
 
 
 def test_an_exception_leaves_a_checkpoint_from_which_training_goes_on(
@@ -449,19 +447,19 @@ def test_strategies_are_refused_by_name(tmp_path: Path) -> None:
     made._accelerator_connector.strategy = FSDPStrategy()
     with pytest.raises(
         uc.LayoutError,
-        match=r"FSDPStrategy is not saved by this version; needed ModelParallelStrategy",
+        match=r"got FSDPStrategy; use ModelParallelStrategy",
     ):
         callback.setup(made, Net(), "fit")
     for name in ("DeepSpeedStrategy", "SingleDeviceXLAStrategy"):
         made._accelerator_connector.strategy = type(name, (), {"save_checkpoint": None})()
-        with pytest.raises(uc.LayoutError, match=f"{name} is not saved by this version"):
+        with pytest.raises(uc.LayoutError, match=f"got {name}; use"):
             callback.setup(made, Net(), "fit")
     made = trainer(tmp_path, callbacks=[UnifiedCheckpointCallback()])
-    with pytest.raises(uc.CheckpointError, match="this Trainer has two of them"):
+    with pytest.raises(uc.CheckpointError, match="got two in this Trainer"):
         made.fit(Net())
     trainer(tmp_path, strategy=Mine(torch.device("cpu")), max_epochs=1).fit(Net())
     made = trainer(tmp_path, checkpoints={"dirpath": "memory://run"})
-    with pytest.raises(uc.StorageError, match="needed a local dirpath"):
+    with pytest.raises(uc.StorageError, match="set a local dirpath"):
         made.fit(Net())
 
 
@@ -504,7 +502,7 @@ def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[
     with pytest.raises(RuntimeError, match="size mismatch"):
         load_from_checkpoint(Net, tmp_path / "mine", width=8)
     uc.save(tmp_path / "plain", model=Net())
-    with pytest.raises(uc.CheckpointError, match="no Trainer of Lightning wrote it"):
+    with pytest.raises(uc.CheckpointError, match="checkpoint without Lightning's state"):
         load_from_checkpoint(Net, tmp_path / "plain")
 
 

@@ -236,7 +236,7 @@ def test_adapters_whose_parts_would_be_called_alike_are_refused() -> None:
         made.add_adapter(name, LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))  # type: ignore[operator]
     with pytest.raises(
         uc.LayoutError,
-        match="adapter 'a-b': its part is called adapter_model_a_b, as that of another one",
+        match="adapter 'a-b': got the part name adapter_model_a_b of another adapter",
     ):
         adapter_parts(made)
 

@@ -209,4 +209,4 @@ def test_an_own_way_to_write_weights_is_told_to_be_left_out(
             args=trainer(tmp_path, stock=True).args,
             callbacks=[UnifiedCheckpointCallback()],
         )
-    assert "Saves._save is not called within a checkpoint" in caplog.text
+    assert "Saves._save is not called for checkpoints" in caplog.text

@@ -110,10 +110,10 @@ def test_auto_resume_with_nothing_whole_raises(tmp_path: Path) -> None:
     os.truncate(tmp_path / "checkpoint-4" / "optimizer.safetensors", 100)
     with pytest.raises(
         uc.IncompleteError,
-        match=r"none can be resumed from \(2\):\n  checkpoint-4: optimizer.*\n  checkpoint-2: it has no",
+        match=r"none of its checkpoints can be resumed \(2\):\n  checkpoint-4: optimizer.*\n  checkpoint-2: it has no",
     ):
         trainer(tmp_path).train(resume_from_checkpoint=True)
-    with pytest.raises(uc.NotFoundError, match="has no valid manifest"):
+    with pytest.raises(uc.NotFoundError, match="got no valid manifest"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -161,17 +161,17 @@ def test_errors_that_users_make(tmp_path: Path) -> None:
     made, folder = trainer(tmp_path / "run"), tmp_path / "run" / "checkpoint-2"
     with pytest.raises(
         uc.NotFoundError,
-        match="is a run's folder; needed one of its checkpoints, the newest is checkpoint-2",
+        match="got a run's folder, expected a checkpoint; the latest is checkpoint-2",
     ):
         made.train(resume_from_checkpoint=str(tmp_path / "run"))
-    with pytest.raises(uc.NotFoundError, match="is a file"):
+    with pytest.raises(uc.NotFoundError, match="got a file"):
         made.train(resume_from_checkpoint=str(folder / "config.json"))
-    with pytest.raises(uc.NotFoundError, match="is not there"):
+    with pytest.raises(uc.NotFoundError, match="got nothing"):
         made.train(resume_from_checkpoint=str(tmp_path / "nothing"))
     shutil.copytree(folder, tmp_path / "cut")
     for name in ("unified_checkpoint.json", "trainer_state.json"):
         (tmp_path / "cut" / name).unlink()
-    with pytest.raises(uc.NotFoundError, match="it is unfinished, or damaged"):
+    with pytest.raises(uc.NotFoundError, match="it is unfinished or damaged"):
         made.train(resume_from_checkpoint=str(tmp_path / "cut"))
     shutil.rmtree(folder)
     with pytest.raises(ValueError, match="No valid checkpoint found"):

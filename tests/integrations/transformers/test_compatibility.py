@@ -49,7 +49,7 @@ def test_another_model_is_told_by_what_differs_in_its_configuration(
             attention_dropout=0.1,
         )
     )
-    match = r"checkpoint-2: is not of the Trainer's model: .*hidden_size is 32 there, 64 here(.|\n)*norm.weight: checkpoint has shape"
+    match = r"checkpoint-2: got a checkpoint of another model: .*hidden_size is 32 in the checkpoint, 64 in the model(.|\n)*norm.weight: checkpoint has shape"
     check_refused(trainer(tmp_path, net=wide), run / "checkpoint-2", uc.MismatchError, match)
 
 
@@ -57,7 +57,7 @@ def test_another_optimizer_is_refused_not_started_afresh(run: Path, tmp_path: Pa
     made = trainer(tmp_path, optim="sgd")
     with pytest.raises(
         uc.MismatchError,
-        match=r"its optimizer is torch.AdamW, the Trainer's is torch.SGD; needed the same `optim`",
+        match=r"got state of torch.AdamW, expected torch.SGD; use the same `optim`",
     ):
         made.train(resume_from_checkpoint=str(run / "checkpoint-2"))
 
@@ -70,7 +70,7 @@ def test_an_optimizer_that_was_deleted_is_named_and_the_way_on_works(
     shutil.copytree(run, tmp_path / "run")
     for file in folder.glob("optimizer*"):
         file.unlink()
-    match = r"holds model and no optimizer .*; to train on from its weights .* make the model with from_pretrained\("
+    match = r"got only model .*, expected an optimizer; to continue from its weights .* create the model with from_pretrained\("
     check_refused(trainer(tmp_path / "run"), folder, uc.MismatchError, match)
     trainer(tmp_path / "fresh", net=LlamaForCausalLM.from_pretrained(folder), max_steps=1).train()
 
@@ -81,7 +81,7 @@ def test_an_optimizer_that_was_deleted_is_named_and_the_way_on_works(
         (
             lambda folder: (folder / "global_step2").mkdir(),
             uc.FormatError,
-            "is DeepSpeed's; needed a checkpoint of this callback",
+            "got a DeepSpeed checkpoint, expected one of this callback",
         ),
         (
             lambda folder: (folder / "pytorch_model_fsdp_0").mkdir(),
@@ -138,8 +138,8 @@ def test_a_resume_reads_each_tensor_once(
 def test_dataparallel_and_deepspeed_are_refused_by_name(tmp_path: Path) -> None:
     made = trainer(tmp_path, stock=True)
     made.args._n_gpu = 2
-    with pytest.raises(uc.LayoutError, match="DataParallel; needed torchrun"):
+    with pytest.raises(uc.LayoutError, match="got DataParallel; use torchrun"):
         UnifiedCheckpointCallback().attach(made)
     made.args._n_gpu, made.is_deepspeed_enabled = 0, True
-    with pytest.raises(uc.LayoutError, match="DeepSpeed holds the state"):
+    with pytest.raises(uc.LayoutError, match="got DeepSpeed; use FSDP2"):
         UnifiedCheckpointCallback().attach(made)

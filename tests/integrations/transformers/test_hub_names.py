@@ -192,6 +192,6 @@ def test_what_the_hub_has_fused_and_memory_apart_is_refused_by_name(tmp_path: Pa
     }
     with pytest.raises(
         uc.FormatError,
-        match=r"Wqkv.weight: transformers .* makes it from NomicBertModel's tensors by more than cutting",
+        match=r"Wqkv.weight: transformers .* derives it from NomicBertModel's tensors by more than slicing",
     ):
         hub_tensors(NomicBertModel(NomicBertConfig(**sizes)))

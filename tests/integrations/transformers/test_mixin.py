@@ -61,19 +61,19 @@ def test_a_class_with_the_mixin_resumes_as_the_stock_one_goes_on(tmp_path: Path)
 
 
 def test_a_mixin_and_a_callback_are_one_too_many(tmp_path: Path) -> None:
-    with pytest.raises(uc.CheckpointError, match="the Trainer has one already"):
+    with pytest.raises(uc.CheckpointError, match="the Trainer already has one"):
         own(tmp_path, UnifiedCheckpointCallback())
-    with pytest.raises(uc.CheckpointError, match="the Trainer has one already"):
+    with pytest.raises(uc.CheckpointError, match="the Trainer already has one"):
         trainer(tmp_path, UnifiedCheckpointCallback())
 
 
 def test_a_mixin_in_the_wrong_place_says_so() -> None:
     with pytest.raises(
-        TypeError, match="Late: UnifiedCheckpointMixin comes after Trainer; needed class Late"
+        TypeError, match="Late: got UnifiedCheckpointMixin after Trainer; write class Late"
     ):
 
         class Late(Trainer, UnifiedCheckpointMixin):
             pass
 
-    with pytest.raises(TypeError, match="needed a subclass of Trainer, too"):
+    with pytest.raises(TypeError, match="inherit from Trainer too"):
         UnifiedCheckpointMixin()

@@ -84,7 +84,7 @@ def test_samples_that_fill_no_step_are_taken_again_and_the_log_says_so(
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         rest = train(seen(stopped, StopAt(17), batch=8, save_strategy="no"), resume=True)
     assert rest == order[56:72]
-    assert "4 samples of the epoch are taken again: 12 have been, a step is 8 now" in caplog.text
+    assert "4 samples of the epoch are repeated: 12 were seen, and a step now has 8" in caplog.text
 
 
 def test_a_stream_goes_on_at_the_sample(tmp_path: Path) -> None:

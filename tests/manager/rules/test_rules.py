@@ -26,8 +26,8 @@ from unified_ckpt.options import ManagerOptions
         ({"interval_steps": 5}, 10, ("interval",)),
         ({"interval_steps": 5}, 11, ()),
         ({"interval_steps": 5}, 0, ()),
-        ({"interval_steps": 5, "steps": {10}}, 10, ("interval", "given step")),
-        ({"steps": {0}}, 0, ("given step",)),
+        ({"interval_steps": 5, "steps": {10}}, 10, ("interval", "listed step")),
+        ({"steps": {0}}, 0, ("listed step",)),
         ({"interval_steps": 5, "enabled": False}, 10, ()),
     ],
 )

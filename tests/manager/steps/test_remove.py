@@ -233,7 +233,7 @@ def test_what_is_left_of_a_removal_that_failed_half_way_goes_after_the_next_save
         assert left.endswith("-checkpoint-1")
         (warned,) = warnings_of(caplog)
         assert warned.startswith(
-            f"{tmp_path / left} stays for now: it is what is left of a checkpoint that was to be removed: "
+            f"{tmp_path / left} cannot be removed yet: it is a partly removed checkpoint: "
         )
         manager.save(3, **state(3))  # in vain, and told again
         assert len(warnings_of(caplog)) == 3

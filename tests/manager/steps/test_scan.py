@@ -94,13 +94,9 @@ def test_a_name_that_says_another_step_than_the_manifest_is_told(tmp_path: Path)
     uc.save(tmp_path / "checkpoint-8", **state(8))
     found = {one.name: one for one in scanned(tmp_path).steps}
     assert (found["checkpoint-7"].status, found["checkpoint-7"].step) == ("misnamed", 5)
+    assert found["checkpoint-7"].problem == "its manifest has step 5; rename the folder accordingly"
     assert (
-        found["checkpoint-7"].problem
-        == "its manifest says step 5; needed a name that says the same"
-    )
-    assert (
-        found["checkpoint-8"].problem
-        == "its manifest says no step; needed a name that says the same"
+        found["checkpoint-8"].problem == "its manifest has no step; rename the folder accordingly"
     )
     assert [one.name for one in scanned(tmp_path).complete] == ["checkpoint-5"]
 
@@ -146,10 +142,10 @@ def test_leftovers_are_apart(tmp_path: Path) -> None:
     os.utime(tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors", (0, 0))
     found = {left.name: left for left in scanned(tmp_path).stale_folders}
     assert {name: (left.kind, left.is_unified, left.only_copy) for name, left in found.items()} == {
-        ".replaced-abc-checkpoint-1": ("replaced", True, True),
-        ".replaced-abc-checkpoint-2": ("replaced", True, False),
-        ".replaced-abc-checkpoint-9": ("replaced", False, False),
-        ".unified-abc-checkpoint-3": ("construction", True, False),
+        ".replaced-abc-checkpoint-1": ("backup", True, True),
+        ".replaced-abc-checkpoint-2": ("backup", True, False),
+        ".replaced-abc-checkpoint-9": ("backup", False, False),
+        ".unified-abc-checkpoint-3": ("staging", True, False),
     }
     left = found[".unified-abc-checkpoint-3"]
     assert (left.nbytes, left.files) == (3, 1)

@@ -48,7 +48,6 @@ def agreements(
     return [
         StepConsensus(
             store,
-            "test",
             rank=rank,
             ranks=range(world),
             margin_steps=margin,
@@ -102,10 +101,10 @@ def test_a_rank_that_is_past_the_agreed_step_says_so_at_once_and_tells_the_other
     other.poll(1)
     with pytest.raises(
         uc.RankError,
-        match=r"rank 1 is at step 7, past step 2 .* needed a margin_steps larger than 1",
+        match=r"rank 1 is at step 7, past the agreed step 2; got margin_steps=1",
     ):
         other.poll(7)
-    with pytest.raises(uc.RankError, match="rank 1 is at step 7, past step 2"):
+    with pytest.raises(uc.RankError, match="rank 1 is at step 7, past the agreed step 2"):
         late.poll(2)
 
 
@@ -119,7 +118,7 @@ def test_ranks_look_at_most_once_in_a_while() -> None:
     now = [0.0]
     store = Counted(dist.HashStore())
     one = StepConsensus(
-        store, "t", rank=0, ranks=range(2), margin_steps=2, poll_seconds=1.0, clock=lambda: now[0]
+        store, rank=0, ranks=range(2), margin_steps=2, poll_seconds=1.0, clock=lambda: now[0]
     )  # type: ignore[arg-type]
     for step in range(1000):
         now[0] += 0.01
@@ -130,7 +129,7 @@ def test_ranks_look_at_most_once_in_a_while() -> None:
 def test_in_a_large_world_they_look_less_often() -> None:
     assert (
         StepConsensus(
-            dist.HashStore(), "t", rank=0, ranks=range(50_000), margin_steps=2, poll_seconds=1.0
+            dist.HashStore(), rank=0, ranks=range(50_000), margin_steps=2, poll_seconds=1.0
         )._poll_seconds
         == 5.0
     )
@@ -163,7 +162,11 @@ def test_threads_that_drift_by_a_step_agree(seed: int) -> None:
     def act(comm: Comm) -> list[int]:
         look = 0.004 * comm.rank
         one = StepConsensus(
-            comm._store, "stop", rank=comm.rank, ranks=comm.ranks, margin_steps=2, poll_seconds=look
+            comm.key_store("stop"),
+            rank=comm.rank,
+            ranks=comm.ranks,
+            margin_steps=2,
+            poll_seconds=look,
         )
         acted = []
         for step in range(150):
@@ -289,8 +292,8 @@ def test_closed_in_another_thread_it_passes_signals_on(received: list[int]) -> N
 def test_a_program_ends_by_a_signal_after_its_managers_were_closed_in_another_thread() -> None:
     program = (
         "import signal, threading\n"
-        "from unified_ckpt.manager.stopping.signals import Interruption\n"
-        "one, other = Interruption(), Interruption()\n"
+        "from unified_ckpt.manager.stopping.signals import SignalFlag\n"
+        "one, other = SignalFlag(), SignalFlag()\n"
         "one.start(); other.start()\n"
         "for it in (one, other):\n"
         "    thread = threading.Thread(target=it.stop); thread.start(); thread.join()\n"

@@ -7,14 +7,14 @@ import sys
 
 _SCRIPT = """
 import threading
-from unified_ckpt.manager.stopping.at_exit import BeforeExit
+from unified_ckpt.manager.stopping.at_exit import ExitHook
 
 def finish():
     thread = threading.Thread(target=print, args=("a thread of its own",))
     thread.start()
     thread.join()
 
-waits = BeforeExit(finish)
+waits = ExitHook(finish)
 {more}
 print("main ends", flush=True)
 """
@@ -36,7 +36,7 @@ def test_the_process_ends_after_what_it_owes_which_may_start_threads() -> None:
 
 
 def test_what_other_threads_still_do_comes_first() -> None:
-    done = _run("threading.Timer(1, print, ('a save ends',)).start(); BeforeExit(lambda: None)")
+    done = _run("threading.Timer(1, print, ('a save ends',)).start(); ExitHook(lambda: None)")
     assert (done.returncode, done.stdout) == (0, "main ends\na save ends\na thread of its own\n"), (
         done.stderr
     )

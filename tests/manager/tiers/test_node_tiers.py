@@ -21,7 +21,7 @@ from tests.support.managers import QUICK, Gate, flip, steps_in, warnings_of
 from tests.support.refusals import same_error
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import merge_queue
-from unified_ckpt.manager.tiers.cluster_listing import merge_scans
+from unified_ckpt.manager.tiers.cluster_scan import merge_scans
 from unified_ckpt.manager.tiers.run_marker import MARKER
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
@@ -292,11 +292,11 @@ def test_fewer_machines_and_one_machine(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / ROOT)
     for disk in job.disks:
         (disk / MARKER).write_text(
-            json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []})
+            json.dumps({"root": str(tmp_path / ROOT), "root_saves": [], "foreign_saves": []})
         )
     with pytest.raises(
         uc.IncompleteError,
-        match=r"has steps, and none can be used \(1\):\n  .*checkpoint-13: .*no node has",
+        match=r"none of its steps can be loaded \(1\):\n  .*checkpoint-13: .*no node has",
     ):
         Job(tmp_path, (0, 0)).restored()
     assert Job(tmp_path, (0, 0)).restored(allow_fresh=True) is None
@@ -323,7 +323,7 @@ def test_damage_on_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         with job.manager(comm) as manager:
             job.restore(comm, manager, 12)
 
-    same_error(try_ranks(4, act), uc.NotFoundError, "checkpoint-12: is not there")
+    same_error(try_ranks(4, act), uc.NotFoundError, "checkpoint-12: does not exist")
 
 
 def test_a_stale_directory_of_another_run_on_one_machine(
@@ -337,7 +337,7 @@ def test_a_stale_directory_of_another_run_on_one_machine(
     assert stale.restored() == 10, "machine 1 was replaced by one that another run has used"
     stale.run(range(11, 21))
     assert stale.root_steps() == [10, 20]
-    assert any("checkpoints are of another run" in text for text in warnings_of(caplog))
+    assert any("checkpoints of another run are not used" in text for text in warnings_of(caplog))
     assert stale.restored() == 20
 
 
@@ -374,7 +374,7 @@ def test_a_root_that_fails_is_tried_again_and_told(
     gate.failures = 2
     job.run(range(1, 12), retries=2)
     assert job.root_steps() == [10]
-    assert sum("a copy failed at attempt" in text for text in warnings_of(caplog)) in (1, 2)
+    assert sum("copy attempt" in text for text in warnings_of(caplog)) in (1, 2)
     gate.failures = 1000
 
     def act(comm: Comm) -> None:
@@ -408,7 +408,7 @@ def test_a_local_disk_that_is_full_on_one_machine_stops_nothing_that_is_not_due(
     job.run(range(5, 8))
     assert job.local_steps() == [[4], [4]]
     assert any(
-        "the training goes on without it" in text and "1000 bytes free" in text
+        "training continues without it" in text and "1000 bytes free" in text
         for text in warnings_of(caplog)
     )
     full.clear()
@@ -506,7 +506,7 @@ def convoy_of(manager: uc.CheckpointManager) -> merge_queue.MergeQueue:
 
 def ended_or_blown(self: merge_queue.MergeQueue, fuse: FaultPoint) -> None:
     until = time.monotonic() + 20
-    while not fuse.triggered and not self._keys.check(["ended"]) and time.monotonic() < until:
+    while not fuse.triggered and not self._keys.check(["finished"]) and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -556,7 +556,7 @@ def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_somet
     job.run(range(1, 14))
     shutil.rmtree(tmp_path / ROOT)
     (job.disks[1] / MARKER).write_text(
-        json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []})
+        json.dumps({"root": str(tmp_path / ROOT), "root_saves": [], "foreign_saves": []})
     )
     assert job.restored() is None
 

@@ -176,7 +176,7 @@ def test_the_root_itself_is_refused_as_local_directory(tmp_path: Path, linked: b
     (tmp_path / "link").symlink_to(tmp_path / ROOT)
     with pytest.raises(
         uc.FormatError,
-        match=r"local_directory='.*': is the root, .*root, whose checkpoints .*; needed another folder",
+        match=r"local_directory='.*': got the root, .*root, expected another folder",
     ):
         tiers_of(None, tmp_path, local_directory=str(tmp_path / ("link" if linked else ROOT)))
 
@@ -219,7 +219,7 @@ def test_a_copy_that_fails_is_tried_again(
         train(manager, range(1, 11))
         manager.wait()
     assert steps_in(tmp_path / ROOT) == [10]
-    assert sum("a copy failed at attempt" in text for text in warnings_of(caplog)) == 2
+    assert sum("copy attempt" in text for text in warnings_of(caplog)) == 2
 
 
 def test_copies_that_fail_in_a_row_are_raised_on_all_ranks_in_the_same_call(
@@ -243,7 +243,7 @@ def test_copies_that_fail_in_a_row_are_raised_on_all_ranks_in_the_same_call(
 
     barrier = threading.Barrier(2)
     assert run_ranks(2, act) == [4, 4]
-    assert sum("failed, the training goes on; " in text for text in warnings_of(caplog)) == 2
+    assert sum("failed, training continues; " in text for text in warnings_of(caplog)) == 2
     assert steps_in(tmp_path / ROOT) == []
     assert [name for name in os.listdir(tmp_path / ROOT) if name.startswith(".unified")] == []
 
@@ -274,7 +274,7 @@ def test_a_copy_that_hangs_stops_nobody_and_is_reported_by_close(
         began = time.monotonic()
         with pytest.raises(
             uc.StorageError,
-            match=r"checkpoint-10: its copy to .* has got on by no byte for .* it is in .*local only",
+            match=r"checkpoint-10: its copy to .* made no progress for .* only in .*local",
         ):
             manager.close()
         return time.monotonic() - began
@@ -444,7 +444,7 @@ def test_restore_takes_the_newest_of_either_tier(tmp_path: Path) -> None:
         assert [one.step for one in manager.steps()] == [10, 12]
         assert manager.restore(10, **state(0)).step == 10  # type: ignore[union-attr]
         with pytest.raises(
-            uc.NotFoundError, match="checkpoint-11: is not there; complete steps are: 10, 12"
+            uc.NotFoundError, match="checkpoint-11: does not exist; complete steps: 10, 12"
         ):
             manager.restore(11, **state(0))
     shutil.rmtree(tmp_path / LOCAL)
@@ -541,10 +541,11 @@ def test_a_local_disk_that_is_full_sends_what_is_due_to_the_root(
     assert steps_in(tmp_path / LOCAL) == []
     texts = [text for text in warnings_of(caplog) if "to the local directory failed" in text]
     assert any(
-        "step 10 to the local directory failed, it is saved to the root: " in text for text in texts
+        "step 10 to the local directory failed; saving to the root instead: " in text
+        for text in texts
     )
     assert any(
-        "step 9 to the local directory failed, the training goes on without it: " in text
+        "step 9 to the local directory failed; training continues without it: " in text
         for text in texts
     )
     assert all("got 8192 bytes of free space, expected " in text for text in texts)
@@ -755,7 +756,7 @@ def test_a_stale_local_directory_of_another_run_is_not_mixed_in(
         train(manager, range(1, 12))
     assert (
         sum(
-            "3 checkpoints are of another run; they are not used, and stay" in text
+            "3 checkpoints of another run are not used; remove them" in text
             for text in warnings_of(caplog)
         )
         == 1
@@ -798,7 +799,7 @@ def test_of_the_same_step_a_newer_save_in_the_root_is_better(tmp_path: Path) -> 
         assert restored(tmp_path) == (11, tier)
 
 
-def test_strangers_by_the_rule() -> None:
+def test_foreign_saves() -> None:
     def rule(said: RunMarker | None, *, committed: str, local: str) -> set[str]:
         return set(
             foreign_saves(said, "/root", root_saves=committed.split(), local_saves=local.split())
@@ -821,7 +822,8 @@ def test_strangers_by_the_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b'{"root": 1}', b"\xff", b'{"root": "/", "saves": 3, "strangers": []}']
+    "body",
+    [b"", b"[]", b'{"root": 1}', b"\xff", b'{"root": "/", "root_saves": 3, "foreign_saves": []}'],
 )
 def test_a_marker_that_cannot_be_read_says_nothing(tmp_path: Path, body: bytes) -> None:
     (tmp_path / MARKER).write_bytes(body)
@@ -892,11 +894,12 @@ with uc.CheckpointManager({str(tmp_path / ROOT)!r}, options=uc.ManagerOptions(in
         text=True,
     )
     assert (
-        "the save of step 1 to the local directory failed, the training goes on without it: "
+        "the save of step 1 to the local directory failed; training continues without it: "
         in ran.stderr
     )
     assert (
-        "the save of step 2 to the local directory failed, it is saved to the root: " in ran.stderr
+        "the save of step 2 to the local directory failed; saving to the root instead: "
+        in ran.stderr
     )
     assert re.search(
         r"got 31\d+ bytes of free space, expected 40\d+: 4000\d+ of tensors and digests, \d+ of indexes and the manifest",

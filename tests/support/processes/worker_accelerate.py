@@ -215,7 +215,7 @@ def check_errors_reach_all(root: Path, kind: str) -> None:
     job.accelerator.save_state(root / "fails")
     for path, said in (
         (root / "fails", "ValueError: no good"),
-        (root / "nothing", "is not there; needed a checkpoint folder"),
+        (root / "nothing", "got nothing, expected a checkpoint folder"),
     ):
         with pytest.raises(uc.CheckpointError, match=said):
             job.accelerator.load_state(path)

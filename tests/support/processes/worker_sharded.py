@@ -117,7 +117,7 @@ def alone(root: Path, layout: str) -> None:
     made = trainer(run, layout, Opens(), only_model=True)
     made.train()
     assert not any("optimizer" in name for name in os.listdir(run / "checkpoint-6"))
-    refused(trainer(run, layout), True, uc.MismatchError, "holds model and no optimizer")
+    refused(trainer(run, layout), True, uc.MismatchError, "got only model")
 
 
 def errors(root: Path, layout: str, stopped: str) -> None:
@@ -131,10 +131,10 @@ def errors(root: Path, layout: str, stopped: str) -> None:
         made,
         str(run),
         uc.NotFoundError,
-        "is a run's folder; needed one of its checkpoints, the newest is checkpoint-4",
+        "got a run's folder, expected a checkpoint; the latest is checkpoint-4",
     )
-    refused(made, str(folder / "config.json"), uc.NotFoundError, "is a file")
-    refused(made, str(run / "nothing"), uc.NotFoundError, "is not there")
+    refused(made, str(folder / "config.json"), uc.NotFoundError, "got a file")
+    refused(made, str(run / "nothing"), uc.NotFoundError, "got nothing")
     meet()
     if RANK == 0:
         (run / "checkpoint-2" / "unified_checkpoint.json").unlink()
@@ -142,22 +142,20 @@ def errors(root: Path, layout: str, stopped: str) -> None:
         shutil.copytree(root / "start", run / "stock")
         shutil.copy(folder / "trainer_state.json", run / "stock")
     meet()
-    refused(made, str(run / "checkpoint-2"), uc.NotFoundError, "it is unfinished, or damaged")
-    refused(
-        trainer(run, layout), str(run / "stock"), uc.MismatchError, "holds model and no optimizer"
-    )
+    refused(made, str(run / "checkpoint-2"), uc.NotFoundError, "it is unfinished or damaged")
+    refused(trainer(run, layout), str(run / "stock"), uc.MismatchError, "got only model")
     refused(
         trainer(run, layout, optim="sgd"),
         str(folder),
         uc.MismatchError,
-        "the Trainer's is torch.SGD",
+        "expected torch.SGD",
         read=True,
     )
     refused(
         trainer(run, layout, net="mixtral"),
         str(folder),
         uc.MismatchError,
-        "is not of the Trainer's model: architectures is",
+        "got a checkpoint of another model: architectures is",
     )
     resumed = trainer(run, layout)
     resumed.train(resume_from_checkpoint=str(folder))
@@ -230,11 +228,12 @@ def refusals(root: Path, layout: str) -> None:
     made = trainer(root / "refused", "accelerate", stock=True)
     made.accelerator.state.fsdp_plugin.fsdp_version = 1
     with pytest.raises(
-        uc.LayoutError, match=r"FSDP1 keeps flat parameters; needed fsdp_config=\{'version': 2\}"
+        uc.LayoutError,
+        match=r"got FSDP1, which flattens parameters; use fsdp_config=\{'version': 2\}",
     ):
         UnifiedCheckpointCallback().attach(made)
     adapted = trainer(root / "refused", "tp=2", stock=True, peft=True)
-    with pytest.raises(uc.LayoutError, match="adapters \\(PEFT\\) and is sharded at load"):
+    with pytest.raises(uc.LayoutError, match="got adapters \\(PEFT\\) on a model sharded at load"):
         UnifiedCheckpointCallback().attach(adapted)
     staged = trainer(root / "refused", "pp=2", stock=True)
     with pytest.raises(uc.LayoutError, match="pipeline stages"):

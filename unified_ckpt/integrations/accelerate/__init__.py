@@ -1,6 +1,4 @@
-"""Saves and loads of Accelerate through `unified_ckpt`. Knows Accelerate's objects; decides nothing
-about files.
-"""
+"""Unified checkpoints for Accelerate. Knows its objects; decides no file layout."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Accelerate's checkpoints through the engine: `save_state(accelerator, path)`,
-`load_state(accelerator, path)`, one call each.
+"""Unified checkpoints for Accelerate: `save_state(accelerator, path)` and `load_state(accelerator,
+path)`.
 
-All that the accelerator has prepared or registered goes into one unified folder.
-`attach(accelerator)` puts the two in place of
-`accelerator.save_state` and `accelerator.load_state`, for scripts that are not ours.
+Everything that the accelerator has prepared or registered goes into one folder.
+`attach(accelerator)` replaces `accelerator.save_state` and `accelerator.load_state`, for scripts
+that cannot be changed.
 
-How state could be lost: an older checkpoint goes before the newer one is there (here after the
-commit); one that is not whole counts as the newest; a folder with other files in it is taken for
-the checkpoint's; something that the accelerator holds is not in the checkpoint and keeps its fresh
-value unsaid.
+How state could be lost: an older checkpoint is removed before the newer one is committed (removal
+follows the commit); an incomplete one counts as the latest; a folder with other files is taken for
+a checkpoint; an object of the accelerator is missing from the checkpoint and silently keeps its
+fresh value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ try:
     import accelerate  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "unified_ckpt.integrations.accelerate.calls: needs `pip install unified-ckpt[accelerate]`"
+        "unified_ckpt.integrations.accelerate: run `pip install unified-ckpt[accelerate]`"
     ) from error
 
 from unified_ckpt.api import Checkpointer
@@ -42,9 +42,7 @@ __all__ = ["attach", "load_state", "save_state", "save_state_async"]
 
 _LOG = logging.getLogger("unified_ckpt")
 _Path = str | os.PathLike[str]
-_CHECKPOINTER_ATTR = (
-    "_unified_checkpointer"  # an accelerator's attribute: plan and buffers stay from save to save
-)
+_CHECKPOINTER_ATTR = "_unified_checkpointer"  # keeps plans and buffers between saves
 _ATTACHED_ATTR = "_unified_attached"
 
 
@@ -57,10 +55,10 @@ def save_state(
     attach: Callable[[str], object] | None = None,
     options: SaveOptions | None = None,
 ) -> SaveReport:
-    """Saves all that the accelerator has prepared or registered. Every process calls.
+    """Save everything that the accelerator has prepared or registered. Every process calls it.
 
-    Without a path the folder is the project's next, `checkpoints/checkpoint_<n>`, and `total_limit`
-    holds after the commit; its step is n. The other arguments are those of `uc.save`. Raises
+    Without a path the folder is the project's next, `checkpoints/checkpoint_<n>`, with step n, and
+    `total_limit` applies after the commit. The other arguments are those of `uc.save`. Raises
     LayoutError for DeepSpeed, Megatron-LM, FSDP1 and XLA.
     """
     path, number, arguments = _begin_save(accelerator, path, step, attach, options)
@@ -79,8 +77,8 @@ def save_state_async(
     attach: Callable[[str], object] | None = None,
     options: SaveOptions | None = None,
 ) -> PendingSave:
-    """`save_state` that returns once this process's bytes are copied. The next save or load waits
-    for it, and raises its error.
+    """Start `save_state` and return once this process's bytes are copied. The next save or load
+    waits for it and raises its error.
     """
     path, number, arguments = _begin_save(accelerator, path, step, attach, options)
 
@@ -101,13 +99,13 @@ def load_state(
     strict: bool = True,
     options: LoadOptions | None = None,
 ) -> LoadReport:
-    """Puts everything back, on any number of processes and any layout. Every process calls, after
+    """Restore everything, on any number of processes and any layout. Every process calls it, after
     `accelerator.prepare`.
 
-    Without a path it takes the project's newest good checkpoint, and says in one warning which
-    newer ones it passed over. MismatchError, before anything is changed, for what the accelerator
-    has and the checkpoint lacks; `strict=False` loads what fits. What only the checkpoint has is
-    told in a warning. NotFoundError for what is no unified checkpoint.
+    Without a path it loads the project's latest complete checkpoint, and logs the newer ones it
+    skipped. Raises MismatchError, before anything is changed, if the accelerator has something that
+    the checkpoint lacks; `strict=False` loads what fits. What only the checkpoint has is logged.
+    Raises NotFoundError if the path is not a unified checkpoint.
     """
     options, checkpointer = options or LoadOptions(), _checkpointer(accelerator)
     checkpointer.wait()
@@ -151,12 +149,11 @@ def attach(
     save_options: SaveOptions | None = None,
     load_options: LoadOptions | None = None,
 ) -> None:
-    """Makes `accelerator.save_state` and `accelerator.load_state` go through the engine. Again is
-    no matter.
+    """Replace `accelerator.save_state` and `accelerator.load_state`. Calling it again does nothing.
 
-    As in Accelerate, a save to a path that holds a checkpoint replaces it (unless `save_options`
-    say otherwise), and automatic naming goes before a path. A folder that Accelerate wrote itself
-    is loaded by Accelerate. Its arguments for other formats mean nothing here.
+    As in Accelerate, a save replaces a checkpoint at its path (unless `save_options` says
+    otherwise), and automatic naming overrides a path. A folder that Accelerate wrote is loaded by
+    Accelerate. Arguments for other formats are ignored.
     """
     states.check_supported(accelerator)
     if vars(accelerator).get(_ATTACHED_ATTR):
@@ -202,7 +199,9 @@ def _begin_save(
     attach: Callable[[str], object] | None,
     options: SaveOptions | None,
 ) -> tuple[_Path, int, dict[str, Any]]:
-    """Collective. Where to, the number of the save, and what: arguments of `Checkpointer.save`."""
+    """Return the target, the number of the save, and the arguments of `Checkpointer.save`.
+    Collective.
+    """
     options, checkpointer = options or SaveOptions(), _checkpointer(accelerator)
     checkpointer.wait()
     number = accelerator.project_configuration.iteration
@@ -213,14 +212,13 @@ def _begin_save(
         states.check_supported(accelerator)
         if path is None and step is not None:
             raise LayoutError(
-                "save_state: the step of an automatically named checkpoint is its number; needed a path, or no step"
+                "save_state: got step= without a path, but automatic naming "
+                "uses its number as the step; pass a path, or no step"
             )
         target = folders.resolve_save_path(accelerator, path, if_exists=options.if_exists)
-        prepared, extra, rank_extra = (
-            states.prepared_objects(accelerator),
-            states.collect_extra(accelerator),
-            states.collect_rank_extra(accelerator),
-        )
+        prepared = states.prepared_objects(accelerator)
+        extra = states.collect_extra(accelerator)
+        rank_extra = states.collect_rank_extra(accelerator)
     files = hooks.run_save_hooks(collective, accelerator, os.fspath(target))
     return (
         target,
@@ -238,8 +236,8 @@ def _begin_save(
 
 
 def _check_contents(collective: Collective, accelerator: Any, path: str, *, strict: bool) -> None:
-    """Collective. Whether the checkpoint has what the accelerator holds; those who see the folder
-    tell the others.
+    """Compare the checkpoint with the accelerator. Collective; ranks that see the folder inform the
+    others.
     """
     with collective.step("open"):
         if accelerator.is_local_main_process and folders.is_committed(path):
@@ -258,14 +256,14 @@ def _check_contents(collective: Collective, accelerator: Any, path: str, *, stri
             raise states.mismatch_error(path, [*mismatches, *unused])
     if collective.rank == 0 and (mismatches or unused):
         _LOG.warning(
-            "load_state of %s leaves out what does not fit: %s",
+            "load_state of %s skips what does not fit: %s",
             path,
             "; ".join([*mismatches, *unused]),
         )
 
 
 def _is_native(accelerator: Any, path: _Path | None) -> bool:
-    """Collective. Whether Accelerate's own load is the one to use, by rank 0's eyes."""
+    """Whether Accelerate's own load applies, as rank 0 sees it. Collective."""
     collective = (
         _checkpointer(accelerator)
         ._get_comm()

@@ -1,9 +1,9 @@
-"""Where Accelerate's dataloaders stand: epoch, order, and with `use_stateful_dataloader` the
-position, also for another number of ranks.
+"""Positions of Accelerate's data loaders: epoch, order, and with `use_stateful_dataloader` the
+batch, also for another number of ranks.
 
-How data could be repeated or skipped: the epoch or the seed of the order is not put back; what was
-fetched is taken for what was seen; a position is counted in steps of another size. Positions are
-therefore kept as samples of all ranks.
+How data could be repeated or skipped: the epoch or the seed of the order is not restored;
+prefetched batches count as seen; a position is counted in steps of another size. Positions are
+therefore stored as samples of all ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, 
 from torch.utils.data import IterableDataset, RandomSampler
 
 _LOG = logging.getLogger("unified_ckpt")
-_LOADED_STATE_ATTR = (
-    "_unified_state"  # a dataloader's attribute: where it stands, from a load until it starts
-)
+_LOADED_STATE_ATTR = "_unified_state"  # attribute of a data loader from a load until it starts
 
 
 def loader_states(accelerator: Any) -> list[dict[str, Any]]:
-    """One state for each dataloader that is prepared: of this rank, now."""
+    """Return the current state of each prepared data loader on this rank."""
     return [
         _state(accelerator, index, loader) for index, loader in enumerate(accelerator._dataloaders)
     ]
@@ -36,7 +34,7 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
         return loaded
     running = _running(accelerator, loader)
     midway = running is not None and not running.end_of_dataloader
-    # Accelerate counts an epoch once its loop has ended, which is after a save at its last batch.
+    # Accelerate counts an epoch when its loop ends, after a save at the last batch.
     epoch = (
         running.iteration + (not midway) if running is not None else getattr(loader, "iteration", 0)
     )
@@ -48,7 +46,7 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
         and not isinstance(sampler, SeedableRandomSampler)
     ):
         _LOG.warning(
-            "dataloader %d: is saved in the middle of an epoch, and its order cannot be had again; needed "
+            "dataloader %d: saved within an epoch whose order cannot be reproduced; set "
             "DataLoaderConfiguration(use_seedable_sampler=True)",
             index,
         )
@@ -60,8 +58,9 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
         and isinstance(sampler, SeedableRandomSampler)
     ):
         _LOG.warning(
-            "dataloader %d: has workers and is in its first epoch, whose order Accelerate draws before it knows the seed; unless "
-            "loader.load_state_dict({}) came before the loop, the rest of the epoch will be in another order",
+            "dataloader %d: has workers and is in its first epoch, whose order Accelerate draws "
+            "before it knows the seed; call "
+            "loader.load_state_dict({}) before the loop, or the rest of the epoch is reordered",
             index,
         )
     if _is_stateful(loader):
@@ -77,9 +76,7 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
 
 
 def _running(accelerator: Any, loader: Any) -> Any:
-    """The dataloader that a loop goes through now, if it is this one or a copy of it that skips
-    batches.
-    """
+    """Return the active data loader if it is this one, or a copy of it that skips batches."""
     active = [
         candidate
         for candidate in accelerator.gradient_state.dataloader_references
@@ -92,7 +89,9 @@ def _running(accelerator: Any, loader: Any) -> Any:
 
 
 def _is_same(accelerator: Any, candidate: Any, loader: Any) -> bool:
-    """Whether it is the dataloader, or a copy of it that Accelerate has made to skip batches."""
+    """Whether `candidate` is the data loader, or a copy of it that Accelerate made to skip
+    batches.
+    """
     return candidate is loader or (
         candidate.dataset is loader.dataset
         and all(candidate is not prepared for prepared in accelerator._dataloaders)
@@ -113,13 +112,13 @@ def load_loader_states(
     same_ranks: bool,
     restore_rng: Callable[[], None],
 ) -> None:
-    """Puts the states back. `same_ranks`: they are this rank's own, else those of rank 0 of another
-    number of ranks.
+    """Restore the states. `same_ranks`: they are this rank's own; otherwise those of rank 0 of
+    another number of ranks.
 
-    `restore_rng` sets the random states: at once, and again where the interrupted epoch goes on,
-    since to start it draws from them.
+    `restore_rng` is called at once, and again when the interrupted epoch continues, because
+    starting it draws random numbers.
     """
-    vars(accelerator.gradient_state).pop("_add_dataloader", None)  # of a load before this one
+    vars(accelerator.gradient_state).pop("_add_dataloader", None)  # of an earlier load
     resuming = []
     for index, (loader, state) in enumerate(zip(accelerator._dataloaders, saved, strict=False)):
         loader.iteration = state["epoch"]
@@ -145,12 +144,10 @@ def _set_order(sampler: Any, order: Mapping[str, Any]) -> None:
 def _set_position(
     index: int, loader: Any, state: Mapping[str, Any], *, same_ranks: bool
 ) -> Mapping[str, Any]:
-    """The state that the dataloader has then."""
-    loader.base_dataloader.next_iter_state = None  # of a load before this one
+    """Restore the position and return the state that the data loader then has."""
+    loader.base_dataloader.next_iter_state = None  # of an earlier load
     if not state.get("untouched", True):
-        loader.load_state_dict(
-            {}
-        )  # its first loop makes an iterator as any later loop does, and draws as many random numbers
+        loader.load_state_dict({})  # the first loop then draws as many random numbers as later ones
     if state.get("position") is None:
         return state
     position, samples = state["position"], state["samples"]
@@ -158,13 +155,14 @@ def _set_position(
     if not same_ranks or (samples is not None and samples != _steps_taken(position) * step):
         if samples is None or not step:
             _LOG.warning(
-                "dataloader %d: where it stood cannot be told for another number of ranks; its epoch starts again",
+                "dataloader %d: its position cannot be converted to another number of ranks; "
+                "the epoch starts again",
                 index,
             )
             return {**state, "midway": False, "position": None}
         if samples % step:
             _LOG.warning(
-                "dataloader %d: %d samples come again: a step is of %d samples now",
+                "dataloader %d: %d samples are repeated, because a step now has %d samples",
                 index,
                 samples % step,
                 step,
@@ -179,9 +177,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _is_convertible(loader: Any) -> bool:
-    """Whether the position is a number of steps through one order that all ranks share, and nothing
-    else.
-    """
+    """Whether the position is only a number of steps through one order that all ranks share."""
     if isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDataset):
         return False
     return (
@@ -191,8 +187,8 @@ def _is_convertible(loader: Any) -> bool:
 
 
 def _steps_taken(position: Mapping[str, Any]) -> int:
-    """Batches that a rank has had, in the words of torchdata's StatefulDataLoader, without workers
-    or with.
+    """Return the batches that a rank has had, from the state of torchdata's StatefulDataLoader,
+    with or without workers.
     """
     if "_snapshot" in position:
         return int(position["_snapshot"]["_snapshot_step"]) + int(position["_steps_since_snapshot"])
@@ -200,7 +196,7 @@ def _steps_taken(position: Mapping[str, Any]) -> int:
 
 
 def _shift_position(position: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """A position at another step."""
+    """Return a copy of the position at another step."""
     shifted: dict[str, Any] = copy.deepcopy(dict(position))
     if "_snapshot" in shifted:
         main = shifted["_snapshot"]["_main_snapshot"]
@@ -217,12 +213,11 @@ def _shift_position(position: Mapping[str, Any], steps: int) -> dict[str, Any]:
 
 
 def _resume(accelerator: Any, resuming: list[Any], restore_rng: Callable[[], None]) -> None:
-    """Where an epoch goes on, through its dataloader or a copy that skips batches: random states as
-    they were at its first new batch.
+    """Restore random states when the interrupted epochs continue, right before the first new batch.
 
-    Accelerate tells its gradient state of each loop that starts, and asks the dataloader for its
-    state before it fetches the batch after the one that comes next; in the run that was saved
-    nothing had been drawn in between.
+    An epoch continues through its data loader, or a copy that skips batches. Accelerate registers
+    each loop that starts with its gradient state, and asks the data loader for its state before it
+    fetches the batch after the next one. The saved run had drawn nothing in between.
     """
     gradient_state = accelerator.gradient_state
     original = type(gradient_state)._add_dataloader
@@ -239,18 +234,16 @@ def _resume(accelerator: Any, resuming: list[Any], restore_rng: Callable[[], Non
             del gradient_state._add_dataloader
         del vars(loader)[_LOADED_STATE_ATTR]
         if started is not loader:
-            loader.iteration = started.iteration + 1  # the copy counts the epoch for itself alone
-        if not isinstance(started, DataLoaderDispatcher):  # which asks on rank 0 only
+            loader.iteration = started.iteration + 1  # the copy does not update the loader's epoch
+        if not isinstance(started, DataLoaderDispatcher):  # it asks on rank 0 only
             _call_at_first_batch(started, restore_rng)
 
     gradient_state._add_dataloader = on_start
 
 
 def _call_at_first_batch(started: Any, callback: Callable[[], None]) -> None:
-    original, skipped = (
-        type(started)._update_state_dict,
-        iter(range(getattr(started, "skip_batches", 0))),
-    )
+    original = type(started)._update_state_dict
+    skipped = iter(range(getattr(started, "skip_batches", 0)))
 
     def patched() -> None:
         if next(skipped, None) is None:

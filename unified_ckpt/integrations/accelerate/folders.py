@@ -1,5 +1,5 @@
-"""Where Accelerate's checkpoints lie: `ProjectConfiguration`'s names, which is the newest good one,
-which go.
+"""Folders of Accelerate's checkpoints: the names of `ProjectConfiguration`, the latest complete
+checkpoint, and rotation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PREFIX = "checkpoint_"
 
 
 def project_root(accelerator: Any) -> str | None:
-    """The folder of the automatically named checkpoints; None where they are not named so."""
+    """Return the folder of automatically named checkpoints, or None if naming is off."""
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None
     if accelerator.project_dir is None:
         raise LayoutError(
-            "automatic_checkpoint_naming has no folder to name checkpoints in; needed ProjectConfiguration(project_dir=...)"
+            "automatic_checkpoint_naming: got no folder; set ProjectConfiguration(project_dir=...)"
         )
     return writable_path(os.path.join(os.path.expanduser(accelerator.project_dir), "checkpoints"))
 
@@ -35,30 +35,32 @@ def project_root(accelerator: Any) -> str | None:
 def resolve_save_path(
     accelerator: Any, path: str | os.PathLike[str] | None, *, if_exists: str
 ) -> str | StepPath:
-    """Where a save goes: the path, or the project's next name. StorageError for a checkpoint that
-    is in the way and must not go.
+    """Return where a save goes: the path, or the next name of the project. Raises StorageError if a
+    checkpoint that must stay exists there.
     """
     if path is not None:
         folder = writable_path(os.path.expanduser(os.fspath(path)))
         parent, name = os.path.split(folder)
-        commit.check_existing_entries(
-            LocalStorage(parent), commit.PublishTarget(name, if_exists)
-        )  # again in the save; here before hooks write files
+        # before hooks write files; the save checks again
+        commit.check_existing_entries(LocalStorage(parent), commit.PublishTarget(name, if_exists))
         return folder
     root, number = project_root(accelerator), accelerator.project_configuration.iteration
     if root is None:
         raise StorageError(
-            "save_state: there is no path; needed one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            "save_state: got no path; pass one, "
+            "or set ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
     folder = os.path.join(root, f"{PREFIX}{number}")
     if if_exists == "error" and is_committed(folder):
         raise StorageError(
-            f"{folder}: is there already; needed load_state first, which counts on from the last, or ProjectConfiguration(iteration=...)"
+            f"{folder}: already exists; call load_state first, which continues the numbering, "
+            "or set ProjectConfiguration(iteration=...)"
         )
     return StepPath(folder)
 
 
 def is_committed(path: str) -> bool:
+    """Whether `path` is a committed unified checkpoint."""
     return commit.read_manifest_at(path) is not None
 
 
@@ -70,7 +72,7 @@ def is_native(path: str) -> bool:
 
 
 def has_only_native(accelerator: Any) -> bool:
-    """Whether the project has checkpoints that Accelerate wrote itself, and no good one of ours."""
+    """Whether the project has checkpoints that Accelerate wrote, and no complete unified one."""
     root = project_root(accelerator)
     if root is None or not os.path.isdir(root) or scan(LocalStorage(root), PREFIX).complete:
         return False
@@ -82,25 +84,27 @@ def has_only_native(accelerator: Any) -> bool:
 
 
 def latest_path(collective: Collective, accelerator: Any) -> str:
-    """The newest good checkpoint of the project, by rank 0's eyes; what is newer and no good is
-    told in one warning.
+    """Return the latest complete checkpoint of the project, as rank 0 sees it. Logs newer unusable
+    ones in one warning.
     """
     root = project_root(accelerator)
     if root is None:
         raise NotFoundError(
-            "load_state: there is no path; needed one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            "load_state: got no path; pass one, "
+            "or set ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
     if collective.rank == 0:
         scanned = scan(LocalStorage(root), PREFIX)
         skipped = "; ".join(f"{record.name}: {record.problem}" for record in scanned.newer_problems)
         if not scanned.complete:
             raise NotFoundError(
-                f"{root}: has no checkpoint to load{f' ({skipped})' if skipped else ''}; needed one that save_state has written"
+                f"{root}: got no complete checkpoint{f' ({skipped})' if skipped else ''}, "
+                "expected one of save_state; pass a path"
             )
         name = scanned.complete[-1].name
         if skipped:
             _LOG.warning(
-                "load_state takes %s and passes over what is newer: %s",
+                "load_state loads %s and skips newer folders: %s",
                 os.path.join(root, name),
                 skipped,
             )
@@ -109,27 +113,29 @@ def latest_path(collective: Collective, accelerator: Any) -> str:
 
 
 def check_path(path: str) -> None:
-    """NotFoundError that says what is there, where it is no unified checkpoint."""
+    """Raise NotFoundError, saying what is there, if `path` is not a unified checkpoint."""
     if is_native(path):
         raise NotFoundError(
-            f"{path}: is a checkpoint that Accelerate wrote itself; needed accelerator.load_state, or attach(accelerator), which reads both"
+            f"{path}: got a checkpoint of Accelerate, expected a unified one; "
+            "use accelerator.load_state, or attach(accelerator), which reads both"
         )
     if not os.path.isdir(path):
         raise NotFoundError(
-            f"{path}: is {'a file' if os.path.exists(path) else 'not there'}; needed a checkpoint folder"
+            f"{path}: got {'a file' if os.path.exists(path) else 'nothing'}, "
+            "expected a checkpoint folder"
         )
     if is_committed(path):
         return
     nested = [record.name for record in scan(LocalStorage(path), PREFIX).complete]
     if nested:
         raise NotFoundError(
-            f"{path}: holds checkpoints and is none; needed one of them, the newest is {nested[-1]}"
+            f"{path}: got a folder of checkpoints, expected one of them; the latest is {nested[-1]}"
         )
-    raise NotFoundError(f"{path}: has no manifest: it is unfinished, or no checkpoint")
+    raise NotFoundError(f"{path}: got no manifest; the folder is unfinished, or not a checkpoint")
 
 
 def advance_iteration(accelerator: Any, path: str) -> None:
-    """The next automatic name comes after all that are there, good or not, so that no name is given
+    """Set the next automatic number after all existing ones, usable or not, so that no name is used
     twice.
     """
     root = project_root(accelerator)
@@ -142,8 +148,8 @@ def advance_iteration(accelerator: Any, path: str) -> None:
 
 
 def rotate_project(accelerator: Any, path: str, number: int) -> None:
-    """After a commit: keeps `total_limit` good checkpoints, this one among them. Others are neither
-    counted nor removed.
+    """Keep `total_limit` complete checkpoints after a commit, the new one among them. Other folders
+    are neither counted nor removed.
     """
     root, configuration = project_root(accelerator), accelerator.project_configuration
     may_remove = (

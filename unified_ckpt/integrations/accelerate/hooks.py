@@ -1,5 +1,5 @@
-"""The files beside the state: a transformers model's configuration, and what the hooks registered
-with Accelerate write and read.
+"""Files next to the state: the configuration of a transformers model, and files of hooks registered
+with Accelerate.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from unified_ckpt.runtime.comm.collective import Collective
 
-_HOOK_FILES_PREFIX = (
-    ".accelerate-files-"  # begins a folder that holds the hooks' files until they are attached
-)
+_HOOK_FILES_PREFIX = ".accelerate-files-"  # folder of the hooks' files until they are attached
 
 
 def run_save_hooks(collective: Collective, accelerator: Any, path: str) -> str | None:
-    """Collective. The folder with what the hooks have written, None where there are none.
+    """Run the save hooks and return the folder with their files, None if there are no hooks.
+    Collective.
 
-    They get lists of their own: the weights that they take out are in the checkpoint all the same.
-    Under FSDP2 and TP, whose weights no process has whole, there are none in the list.
+    Hooks get copies of the lists, so weights that they remove are saved all the same. Under FSDP2
+    and TP the list of weights is empty, because no process has whole weights.
     """
     if not accelerator._save_model_state_pre_hook:
         return None
@@ -31,7 +30,7 @@ def run_save_hooks(collective: Collective, accelerator: Any, path: str) -> str |
     folder = os.path.join(parent, _HOOK_FILES_PREFIX + name)
     with collective.step("hook-files"):
         if collective.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of a save that was interrupted
+            shutil.rmtree(folder, ignore_errors=True)  # of an interrupted save
             os.makedirs(folder)
     with collective.step("hooks"):
         for hook in list(accelerator._save_model_state_pre_hook.values()):
@@ -46,8 +45,8 @@ def _state_dicts(accelerator: Any) -> list[dict[str, Any]]:
 
 
 def run_load_hooks(accelerator: Any, path: str) -> None:
-    """Before the models are filled, as Accelerate does. Models that a hook takes out of its list
-    are filled all the same.
+    """Run the load hooks before the models are filled. Models that a hook removes from its list are
+    filled all the same.
     """
     for hook in list(accelerator._load_model_state_pre_hook.values()):
         hook(list(accelerator._models), path)
@@ -56,7 +55,9 @@ def run_load_hooks(accelerator: Any, path: str) -> None:
 def make_attach(
     accelerator: Any, files: str | None, attach: Callable[[str], object] | None
 ) -> Callable[[str], None]:
-    """What puts all files into the folder of a checkpoint, on one rank."""
+    """Return the function that copies all these files into a checkpoint folder. It runs on one
+    rank.
+    """
     model = (
         accelerator.unwrap_model(accelerator._models[0], keep_torch_compile=False)
         if accelerator._models
@@ -77,8 +78,9 @@ def make_attach(
 
 
 def _configs(model: Any) -> list[Any]:
-    """As they are now: a save in the background writes them later. None for a model with adapters,
-    whose names are not the model's.
+    """Copy the configurations now, because a background save writes them later.
+
+    Empty for a model with adapters, whose tensors have other names than the model's.
     """
     if hasattr(model, "peft_config"):
         return []
@@ -88,7 +90,5 @@ def _configs(model: Any) -> list[Any]:
     if config is None or not hasattr(config, "save_pretrained"):
         return []
     if getattr(config, "architectures", None) is None:
-        config.architectures = [
-            type(model).__name__.removeprefix("FSDP")
-        ]  # which fully_shard puts before it
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # added by fully_shard
     return [config, generation] if hasattr(generation, "save_pretrained") else [config]

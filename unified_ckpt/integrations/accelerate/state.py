@@ -1,4 +1,6 @@
-"""What an Accelerator holds, as arguments of a save and a load, and what of it a checkpoint lacks."""
+"""Maps an Accelerator's objects to the arguments of a save and a load, and compares them with a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +19,35 @@ from unified_ckpt.integrations.accelerate.folders import is_committed
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 _LOG = logging.getLogger("unified_ckpt")
-KEY = "accelerate"  # in `extra`, and in it:
-SUMMARY = "holds"  # what there is, for the check before a load
+KEY = "accelerate"  # key in `extra`
+SUMMARY = "holds"  # key in it: compared before a load
 
 _UNSUPPORTED = {
-    DistributedType.DEEPSPEED: "DeepSpeed holds the state; needed FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2)",
-    DistributedType.MEGATRON_LM: "Megatron-LM holds the state; needed FSDP2 and ParallelismConfig(tp_size=...)",
-    DistributedType.XLA: "XLA tensors have no memory to read; needed a CPU, CUDA or other device of torch's own",
+    DistributedType.DEEPSPEED: "got DeepSpeed; "
+    "use FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2)",
+    DistributedType.MEGATRON_LM: "got Megatron-LM; use FSDP2 and ParallelismConfig(tp_size=...)",
+    DistributedType.XLA: "got XLA, whose tensors have no readable memory; "
+    "use a CPU, CUDA or other native device",
 }
 
 
 def check_supported(accelerator: Any) -> None:
-    """LayoutError for what this version does not save."""
+    """Raise LayoutError for a distributed type that cannot be saved."""
     kind = accelerator.distributed_type
     reason = _UNSUPPORTED.get(kind, "")
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        reason = "FSDP1 flattens parameters; needed FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2)"
+        reason = (
+            "got FSDP1, which flattens parameters; "
+            "use FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
     if reason:
         raise LayoutError(f"Accelerate: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedObjects:
-    """An accelerator's models and optimizers. `parts`: models after the first, and modules
-    registered for checkpointing.
+    """An accelerator's models and optimizers. `parts`: models after the first, and registered
+    modules.
     """
 
     model: torch.nn.Module | None
@@ -49,6 +56,7 @@ class PreparedObjects:
 
 
 def prepared_objects(accelerator: Any) -> PreparedObjects:
+    """Return the models and optimizers that the accelerator has prepared or registered."""
     models = list(accelerator._models)
     parts = {f"model_{i}": model for i, model in enumerate(models) if i}
     parts |= {
@@ -64,7 +72,9 @@ def prepared_objects(accelerator: Any) -> PreparedObjects:
 
 
 def summarize(accelerator: Any) -> dict[str, Any]:
-    """What there is, by kind: the classes of what counts by its class, else how many."""
+    """Describe what the accelerator has, by kind: class names where the class matters, else
+    counts.
+    """
     return {
         "models": len(accelerator._models),
         "optimizers": [type(item.optimizer).__qualname__ for item in accelerator._optimizers],
@@ -76,10 +86,10 @@ def summarize(accelerator: Any) -> dict[str, Any]:
 
 
 def collect_extra(accelerator: Any) -> dict[str, Any]:
-    """What is the same for all ranks."""
+    """Return the state that all ranks share."""
     if not accelerator.sync_gradients:
         _LOG.warning(
-            "save_state: gradients are being accumulated, and are not saved; needed a save after a step of the optimizer"
+            "save_state: accumulated gradients are not saved; save after an optimizer step"
         )
     custom = [
         None if isinstance(item, torch.nn.Module) else item.state_dict()
@@ -97,15 +107,15 @@ def collect_extra(accelerator: Any) -> dict[str, Any]:
 
 
 def collect_rank_extra(accelerator: Any) -> dict[str, Any]:
-    """What is this rank's own."""
+    """Return the state of this rank."""
     return {**RandomStates().state_dict(), "dataloaders": loader_states(accelerator)}
 
 
 def compare_summaries(
     current: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """In sentences, what the accelerator has and the checkpoint lacks or has otherwise; and what
-    only the checkpoint has.
+    """Return two lists of sentences: what the checkpoint lacks or has differently, and what only
+    the checkpoint has.
     """
     mismatches: list[str] = []
     unused: list[str] = []
@@ -121,7 +131,8 @@ def compare_summaries(
             continue
         is_prefix = kind != "custom objects" and current[kind] == saved_names[: len(current[kind])]
         (unused if is_prefix else mismatches).append(
-            f"{kind}: checkpoint has {_listed(saved_names)}, accelerator has {_listed(current[kind])}"
+            f"{kind}: checkpoint has {_listed(saved_names)}, "
+            f"accelerator has {_listed(current[kind])}"
         )
     if current["scaler"] and not saved.get("scaler", False):
         mismatches.append("scaler: checkpoint has none, accelerator has one")
@@ -133,17 +144,19 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def mismatch_error(path: str, differences: Sequence[str]) -> MismatchError:
+    """Return the MismatchError that lists these differences."""
     lines = "\n  ".join(differences)
     return MismatchError(
-        f"{path}: checkpoint and accelerator differ\n  {lines}\n  pass strict=False to load what fits",
+        f"{path}: checkpoint and accelerator differ\n  {lines}\n"
+        "  pass strict=False to load what fits",
         wrong=differences,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is this rank's: random states, and the dataloaders' states; those of rank 0 where
-    another number of ranks saved.
+    """Random states and data loader states of this rank; those of rank 0 if another number of ranks
+    saved.
     """
 
     rng_states: Mapping[str, Any]
@@ -152,8 +165,8 @@ class RankState:
 
 
 def read_rank_state(accelerator: Any, path: str, rank_extra: Any) -> RankState:
-    """`rank_extra`: as the load gave it back, None where another number of ranks saved. Sets the
-    random states in that case.
+    """Return the state for this rank. `rank_extra` is None if another number of ranks saved; random
+    states are then derived and set.
     """
     if rank_extra is not None:
         return (
@@ -162,9 +175,7 @@ def read_rank_state(accelerator: Any, path: str, rank_extra: Any) -> RankState:
             else RankState({}, (), same_ranks=True)
         )
     if not is_committed(path):
-        _LOG.warning(
-            "%s: is not on this machine; random states and dataloaders stay as they are", path
-        )
+        _LOG.warning("%s: not on this node; random states and data loaders are not restored", path)
         return RankState({}, (), same_ranks=False)
     with open_source(path) as source:
         saved = source.rank_extra
@@ -179,7 +190,7 @@ def read_rank_state(accelerator: Any, path: str, rank_extra: Any) -> RankState:
 
 
 def restore_objects(accelerator: Any, extra: Mapping[str, Any], rank_state: RankState) -> None:
-    """Puts back what is not tensors. `extra`: what is the same for all ranks."""
+    """Restore everything but tensors. `extra`: the state that all ranks share."""
     for scheduler, state in zip(accelerator._schedulers, extra.get("schedulers", ()), strict=False):
         scheduler.load_state_dict(state)
     if accelerator.scaler is not None and extra.get("scaler"):

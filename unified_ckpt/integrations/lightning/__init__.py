@@ -1,6 +1,4 @@
-"""Saves and loads of Lightning through `unified_ckpt`. Knows Lightning's objects; decides nothing
-about files.
-"""
+"""Unified checkpoints for Lightning. Knows its objects; decides no file layout."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Checkpoints of PyTorch Lightning through the engine:
-`Trainer(callbacks=[UnifiedCheckpointCallback()])`, and no more changes.
+"""Unified checkpoints for PyTorch Lightning: `Trainer(callbacks=[UnifiedCheckpointCallback()])`.
 
-Lightning decides when to save, under which name and what goes; the strategy's ways to save and load
-are replaced, so that each `.ckpt` is a unified folder which all ranks write together.
+Lightning decides when to save, under which name, and what to remove. The strategy's methods for
+saving and loading are replaced, so that each `.ckpt` is a unified folder that all ranks write
+together.
 
-How state could be lost: ModelCheckpoint removes the older one before the newer is there (here a
-save returns after its commit); its
-`last.ckpt` points to nothing for a moment, or is overwritten in place (links change in one step,
-folders are exchanged after the commit); a save is killed (what is unfinished never has the name of
-a checkpoint); a hook or a strategy leaves optimizer state out without a word.
+How state could be lost: ModelCheckpoint removes the older checkpoint before the newer one exists
+(here a save returns after its commit); its `last.ckpt` dangles for a moment, or is overwritten in
+place (links are replaced atomically, folders exchanged after the commit); a save is killed (an
+unfinished folder never has the name of a checkpoint); a hook or a strategy silently omits optimizer
+state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ImportError:
         from pytorch_lightning import Callback  # type: ignore[assignment]
     except ImportError as error:
         raise ImportError(
-            "unified_ckpt.integrations.lightning.callback: needs `pip install unified-ckpt[lightning]`"
+            "unified_ckpt.integrations.lightning: run `pip install unified-ckpt[lightning]`"
         ) from error
 
 from unified_ckpt.api import open as open_source
@@ -39,35 +39,35 @@ __all__ = ["UnifiedCheckpointCallback", "load_from_checkpoint"]
 
 
 class UnifiedCheckpointCallback(Callback):
-    """Makes a Trainer save and resume through the engine, with its ModelCheckpoints as they are.
+    """Makes a Trainer save and resume unified checkpoints, with its ModelCheckpoints unchanged.
 
-    One device, DDP, and ModelParallelStrategy (FSDP2, tensor parallel, both). Any number of
-    processes and any mesh may resume. A checkpoint that stock Lightning wrote is resumed by stock
-    Lightning. Works with `lightning` and with `pytorch_lightning`.
+    Supports one device, DDP, and ModelParallelStrategy (FSDP2, tensor parallel, both), with
+    `lightning` and `pytorch_lightning`. Any number of processes and any mesh may resume.
+    Checkpoints of stock Lightning are resumed by stock Lightning.
 
-    LayoutError for other strategies, by name.
+    Raises LayoutError, by name, for other strategies.
     """
 
     def __init__(
         self, *, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None
     ) -> None:
-        self._save_options, self._load_options = (
-            save_options or SaveOptions(),
-            load_options or LoadOptions(),
-        )
+        self._save_options = save_options or SaveOptions()
+        self._load_options = load_options or LoadOptions()
         self._patched: PatchedStrategy | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Patch the strategy of the Trainer, once."""
         if self._patched is None or self._patched.strategy is not trainer.strategy:
             owner = getattr(trainer.strategy.save_checkpoint, "__self__", None)
             if isinstance(owner, PatchedStrategy):
                 raise CheckpointError(
-                    "UnifiedCheckpointCallback: this Trainer has two of them; needed one"
+                    "UnifiedCheckpointCallback: got two in this Trainer, expected one; remove one"
                 )
             self._patched = PatchedStrategy(trainer, self._save_options, self._load_options)
         self._patched.begin(stage)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Release buffers after a run."""
         if self._patched is not None:
             self._patched.close()
 
@@ -75,16 +75,16 @@ class UnifiedCheckpointCallback(Callback):
 def load_from_checkpoint(
     cls: type[Any], path: str | os.PathLike[str], *, strict: bool | None = None, **arguments: Any
 ) -> Any:
-    """`LightningModule.load_from_checkpoint` for a unified folder: a module, or a
-    LightningDataModule, made from its saved hyperparameters, on the CPU and whole. `arguments`:
-    instead of saved hyperparameters, or beside them.
+    """Load a module, or a LightningDataModule, from a unified folder, on the CPU and unsharded.
 
-    NotFoundError or FormatError, saying what is there, where it is no unified folder.
+    Replaces `LightningModule.load_from_checkpoint`, which opens only files. `arguments` override or
+    extend the saved hyperparameters. Raises NotFoundError or FormatError, saying what is there, if
+    the path is not a unified folder.
     """
     path = os.path.abspath(path)
     if check_path(path) != "unified":
         raise CheckpointError(
-            f"{path}: stock Lightning wrote this; needed {cls.__name__}.load_from_checkpoint for it"
+            f"{path}: got a checkpoint of stock Lightning; use {cls.__name__}.load_from_checkpoint"
         )
     with open_source(path) as source:
         checkpoint: dict[str, Any] = dict(_lightning_extra(source.extra, path))
@@ -101,13 +101,14 @@ def _lightning_extra(extra: Any, path: str) -> Mapping[str, Any]:
     lightning_extra = extra.get("lightning") if isinstance(extra, Mapping) else None
     if not isinstance(lightning_extra, Mapping):
         raise CheckpointError(
-            f"{path}: a unified checkpoint, but no Trainer of Lightning wrote it; needed uc.load for its tensors"
+            f"{path}: got a unified checkpoint without Lightning's state; "
+            "use uc.load for its tensors"
         )
     return lightning_extra
 
 
 def _package(cls: type[Any]) -> str:
-    """The one of the two packages whose class this is."""
+    """Return which of the two Lightning packages this class is from."""
     names = [base.__module__ for base in cls.__mro__]
     return (
         "lightning.pytorch"

@@ -1,5 +1,5 @@
-"""Names on the disk as Lightning gives them: what a `ckpt_path` is, links to the last checkpoint,
-and what may be removed.
+"""Paths that Lightning chooses: what a `ckpt_path` is, links to the last checkpoint, and what may
+be removed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
-_TORCH_FILES = (b"PK\x03\x04", b"\x80")  # a zip of torch.save, and the pickle that it wrote before
-_DEPTH = 4  # of <root>/lightning_logs/version_0/checkpoints/<name>
+_TORCH_FILES = (b"PK\x03\x04", b"\x80")  # zip of torch.save, and its older pickle format
+_DEPTH = 4  # <root>/lightning_logs/version_0/checkpoints/<name>
 
 
 def check_path(path: str) -> Literal["unified", "stock"]:
-    """Who wrote the checkpoint there. NotFoundError or FormatError that says what is there, where
-    it is none.
+    """Return who wrote the checkpoint. Raises NotFoundError or FormatError, saying what is there,
+    if it is none.
     """
     if read_manifest_at(path) is not None:
         return "unified"
@@ -36,37 +36,41 @@ def check_path(path: str) -> Literal["unified", "stock"]:
         if magic.startswith(_TORCH_FILES):
             return "stock"
         raise FormatError(
-            f"ckpt_path {path}: is a file of another format; needed a unified folder, or a file that Lightning wrote"
+            f"ckpt_path {path}: got a file of another format, "
+            "expected a unified folder or a file of Lightning"
         )
     if os.path.islink(path):
         raise NotFoundError(
-            f"ckpt_path {path}: is a link to {os.readlink(path)}, which is not there; needed a checkpoint{_hint(path)}"
+            f"ckpt_path {path}: got a dangling link to {os.readlink(path)}, "
+            f"expected a checkpoint{_hint(path)}"
         )
     if not os.path.isdir(path):
-        raise NotFoundError(f"ckpt_path {path}: is not there; needed a checkpoint{_hint(path)}")
+        raise NotFoundError(f"ckpt_path {path}: got nothing, expected a checkpoint{_hint(path)}")
     entries = os.listdir(path)
     if {".metadata", "meta.pt"} <= set(entries):
         return "stock"
     if has_unified_files(dict.fromkeys(entries, 0)):
         raise NotFoundError(
-            f"ckpt_path {path}: has no valid manifest: it is unfinished, or was removed in part; needed a whole one{_hint(path)}"
+            f"ckpt_path {path}: got no valid manifest; it is unfinished or partly removed; "
+            f"pass a complete checkpoint{_hint(path)}"
         )
     nested = latest_in(path)
     if nested:
         raise NotFoundError(
-            f"ckpt_path {path}: is a run's folder; needed one of its checkpoints, the newest is {nested}"
+            f"ckpt_path {path}: got a run's folder, expected a checkpoint; the latest is {nested}"
         )
     if any(name.endswith((".safetensors", ".bin", ".distcp")) for name in entries):
         raise FormatError(
-            f"ckpt_path {path}: is a folder of another format, without Lightning's state; needed uc.load, for its weights alone"
+            f"ckpt_path {path}: got a folder without Lightning's state; use uc.load for its weights"
         )
     raise NotFoundError(
-        f"ckpt_path {path}: is a folder without a checkpoint; needed a unified folder, or a file that Lightning wrote"
+        f"ckpt_path {path}: got a folder without a checkpoint, "
+        "expected a unified folder or a file of Lightning"
     )
 
 
 def latest_in(path: str, *, depth: int = _DEPTH) -> str:
-    """The checkpoint with the highest step in a folder or below it; "" for none."""
+    """Return the checkpoint with the highest step in a folder or below it, "" for none."""
     checkpoints: list[tuple[int, str, str]] = []
     for folder, folders, _ in os.walk(path):
         for name in list(folders):
@@ -89,12 +93,12 @@ def latest_in(path: str, *, depth: int = _DEPTH) -> str:
 
 def _hint(path: str) -> str:
     latest = latest_in(os.path.dirname(path), depth=1)
-    return f"; the newest beside it is {latest}" if latest else ""
+    return f"; the latest next to it is {latest}" if latest else ""
 
 
 def latest_requeue(path: str) -> str:
-    """Where the newest checkpoint of a SLURM requeue was cut short, and only its name counts: the
-    newest whole one before it.
+    """Return the latest complete checkpoint of a SLURM requeue if the save of `path` was
+    interrupted, else `path`.
     """
     folder, name = os.path.split(path)
     if (
@@ -117,7 +121,7 @@ def latest_requeue(path: str) -> str:
     if not complete:
         return path
     _LOG.warning(
-        "%s is passed over: it is not there, its save was cut short; %s is taken",
+        "%s does not exist: its save was interrupted; %s is loaded",
         path,
         complete[-1],
     )
@@ -126,8 +130,10 @@ def latest_requeue(path: str) -> str:
 
 @contextlib.contextmanager
 def link_moved_aside(path: str) -> Iterator[None]:
-    """For the time of a save, a link has another name; it goes after the commit. Its new name
-    begins as before, so that `ckpt_path="last"` still finds it. One rank calls.
+    """Rename a link at `path` for the time of a save; remove it after the commit. One rank calls
+    it.
+
+    The temporary name starts like the old one, so that `ckpt_path="last"` still finds it.
     """
     folder, name = os.path.split(path)
     if LocalStorage(folder).kind(name) != "link":
@@ -149,12 +155,12 @@ def link_moved_aside(path: str) -> Iterator[None]:
     try:
         os.unlink(backup)
     except OSError as error:
-        _LOG.warning("%s is left, a link to the checkpoint before: %s", backup, error)
+        _LOG.warning("%s, a link to the previous checkpoint, cannot be removed: %s", backup, error)
 
 
 def replace_link(target: str, path: str) -> None:
-    """Makes a link, relative, in place of a link in one step. A checkpoint of ours there is removed
-    first, anything else is renamed.
+    """Create a relative link, replacing a link atomically. A unified checkpoint there is removed
+    first; anything else is renamed.
     """
     parent, name = os.path.split(os.path.abspath(path))
     storage = LocalStorage(parent)
@@ -166,7 +172,7 @@ def replace_link(target: str, path: str) -> None:
         backup = backup_name(storage, name, kind=kind)
         storage.rename(name, backup)
         _LOG.warning(
-            "%s: what had this name was no committed checkpoint; it is kept as %s",
+            "%s was not a committed checkpoint; it is kept as %s",
             path,
             storage.path(backup),
         )
@@ -180,9 +186,11 @@ def replace_link(target: str, path: str) -> None:
 
 
 def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -> None:
-    """Removes a link, or a checkpoint of ours that is not the newest; links to it then lead to the
-    newest. All else stays, and a warning says why. The first rank of each machine calls; one of
-    them is the first of all.
+    """Remove a link, or a unified checkpoint that is not the latest; links to it then point to the
+    latest.
+
+    Anything else stays, with a warning. The first rank of each node calls it; one of them is global
+    zero.
     """
     parent, name = os.path.split(os.path.abspath(path))
     kind = LocalStorage(parent).kind(name)
@@ -195,13 +203,13 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
         if manifest is not None and manifest.node_group is None and not is_global_zero:
             return
         if manifest is None:
-            reason = "it is no checkpoint of this library"
+            reason = "it is not a unified checkpoint"
         elif (
             last_committed
             and os.path.realpath(path) == os.path.realpath(last_committed)
-            and not name.startswith(".")
-        ):  # those are Lightning's own, for a moment
-            reason = "it is the newest"
+            and not name.startswith(".")  # hidden names are Lightning's temporary ones
+        ):
+            reason = "it is the latest"
         else:
             _retarget_links(parent, path, last_committed)
             reason = (
@@ -212,7 +220,7 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
     except CheckpointError as error:
         reason = str(error)
     if reason and is_global_zero:
-        _LOG.warning("%s stays: %s", path, reason)
+        _LOG.warning("%s is not removed: %s", path, reason)
 
 
 def _retarget_links(folder: str, removed: str, target: str) -> None:
@@ -227,7 +235,7 @@ def _retarget_links(folder: str, removed: str, target: str) -> None:
 
 
 def patch_links(callback: Any) -> None:
-    """A ModelCheckpoint(save_last="link") makes its links in one step."""
+    """Make the links of ModelCheckpoint(save_last="link") atomic."""
 
     def make_link(trainer: Any, filepath: str, linkpath: str) -> None:
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):

@@ -1,10 +1,11 @@
-"""Where a run is in its data and its random numbers, so that it goes on there. Stock Lightning
-saves neither; it starts a new shuffle.
+"""Tracks a run's data position and random states, so that it resumes there. Stock Lightning saves
+neither and reshuffles.
 
-A rank keeps its random states of now, and those from before its loaders' iterator was made. To go
-on in the middle of an epoch, the iterator is made again from the latter, which gives the same order
-and the same seeds of workers; the batches that were seen are drawn and dropped; then the states of
-then are put back. Loaders with a `state_dict` (StatefulDataLoader) go to their place by themselves.
+A rank stores its current random states, and those from before the iterator of its loaders was
+created. To resume in the middle of an epoch, the iterator is created again from the latter, which
+gives the same order and the same worker seeds. The batches already seen are drawn and dropped; then
+the current states are restored. Loaders with a `state_dict` (StatefulDataLoader) seek by
+themselves.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ _BATCHES = "epoch_loop.batch_progress"
 
 @dataclass(frozen=True, slots=True)
 class _ResumeTarget:
-    """What a resume has to restore. `order_rng`: None where the order cannot be made again.
-    `batches`: seen of the epoch, 0 where the next one begins. `loader_states`: states of those that
-    go to their place by themselves; `ended`: they are at the end of an epoch.
+    """What a resume restores.
+
+    `order_rng`: None if the order cannot be reproduced. `batches`: seen in the epoch; 0 where the
+    next epoch begins. `loader_states`: of loaders that seek by themselves; `ended`: they are at the
+    end of an epoch.
     """
 
     rng: Mapping[str, Any]
@@ -35,32 +38,30 @@ class _ResumeTarget:
 
 
 class PositionTracker:
-    """Follows a Trainer's fit loop, from before its first iterator."""
+    """Follows a Trainer's fit loop from before its first iterator."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._loop = trainer, trainer.fit_loop
         self._order_rng: dict[str, Any] | None = None
         self._target: _ResumeTarget | None = None
         self._rng_before_next_batch: tuple[Mapping[str, Any], int] | None = (
-            None  # random states until the next batch is drawn, and how many were before
+            None  # RNG until the next batch, and batches drawn so far
         )
-        self._original_load_states, self._original_run_start = (
-            self._loop._load_combined_loader_states,
-            self._loop.epoch_loop.on_run_start,
-        )
+        self._original_load_states = self._loop._load_combined_loader_states
+        self._original_run_start = self._loop.epoch_loop.on_run_start
         self._loop._load_combined_loader_states = self._before_iterator
         self._loop.epoch_loop.on_run_start = self._on_first_batch
 
     def reset(self) -> None:
-        """Before a run begins: a resume that failed leaves nothing to the next one."""
+        """Forget an earlier resume, so that a failed one leaves nothing to the next run."""
         self._target, self._rng_before_next_batch, self._order_rng = None, None, None
 
     def num_replicas(self) -> int:
-        """How many ranks the data are dealt to."""
+        """Return how many ranks share the data."""
         return int(self._sampler_kwargs()["num_replicas"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank."""
+        """Return the state of this rank."""
         fetcher, combined = self._loop._data_fetcher, self._loop._combined_loader
         ended = fetcher is None or fetcher.done
         return {
@@ -77,8 +78,8 @@ class PositionTracker:
         saved: Sequence[Mapping[str, Any]],
         replicas: int,
     ) -> None:
-        """What the next iterator is to go on from. Changes the loops' state where it is another
-        rank's, or another number of ranks.
+        """Set what the next iterator resumes from. Changes the loops' state if it is of another
+        rank, or another number of ranks.
         """
         trainer, sampler_kwargs = self._trainer, self._sampler_kwargs()
         loops = checkpoint["loops"]["fit_loop"]
@@ -94,16 +95,13 @@ class PositionTracker:
                 rank_state["ended"],
             )
             return
-        # by the place in the data: ranks that share theirs, as those of tensor parallelism, go on
-        # sharing their random numbers
+        # by data rank: ranks that share data (tensor parallel) keep sharing random numbers
         RandomStates().load_from_ranks(
             saved, rank=sampler_kwargs["rank"], world=sampler_kwargs["num_replicas"]
         )
-        num_replicas, first_rank, batches_seen = (
-            sampler_kwargs["num_replicas"],
-            saved[0],
-            loops[_BATCHES]["current"]["ready"],
-        )
+        num_replicas = sampler_kwargs["num_replicas"]
+        first_rank = saved[0]
+        batches_seen = loops[_BATCHES]["current"]["ready"]
         batches = (
             -(-batches_seen * replicas // num_replicas)
             if first_rank["ended"]
@@ -111,7 +109,7 @@ class PositionTracker:
         )
         if not first_rank["ended"] and batches * num_replicas != batches_seen * replicas:
             _LOG.warning(
-                "data: %d batches of %d ranks are no whole number for %d; some of the last come again",
+                "data: %d batches of %d ranks do not divide evenly among %d; the last are repeated",
                 batches_seen,
                 replicas,
                 num_replicas,
@@ -119,7 +117,8 @@ class PositionTracker:
         _recount(loops[_BATCHES]["current"], batches - batches_seen)
         if loops["state_dict"].pop("combined_loader", None):
             _LOG.warning(
-                "data: states of loaders are those of %d ranks; they begin the epoch again, and what was seen is dropped",
+                "data: loader states are of %d ranks; "
+                "loaders restart the epoch and drop the batches already seen",
                 replicas,
             )
         self._target = _ResumeTarget(
@@ -131,14 +130,13 @@ class PositionTracker:
         )
 
     def _before_iterator(self) -> None:
-        """In the place of the loop's own, which is called right before it makes an iterator."""
+        """Replace the loop's method that runs right before it creates an iterator."""
         self._original_load_states()
         target = self._target
         if target is not None:
             for sampler in self._samplers():
-                sampler.set_epoch(
-                    self._loop.epoch_progress.current.processed
-                )  # Lightning does so after workers have asked for the first
+                # Lightning sets it only after workers started
+                sampler.set_epoch(self._loop.epoch_progress.current.processed)
             self._loop._combined_loader._load_state_dicts(target.loader_states)
             RandomStates().load_state_dict(
                 target.order_rng if target.batches and target.order_rng is not None else target.rng
@@ -146,14 +144,15 @@ class PositionTracker:
         self._order_rng = RandomStates().state_dict()
 
     def _on_first_batch(self, fetcher: Any) -> None:
-        """In the place of the epoch loop's own, right before the first batch."""
+        """Replace the epoch loop's method that runs right before the first batch."""
         target, self._target = self._target, None
         loop, drawn = self._loop, self._loop.epoch_loop.batch_progress.total.ready
+        # the previous run only finished an epoch
         if (
             target is None
             and self._rng_before_next_batch is not None
             and self._rng_before_next_batch[1] == drawn
-        ):  # the run before had only the end of an epoch to do
+        ):
             RandomStates().load_state_dict(self._rng_before_next_batch[0])
         self._rng_before_next_batch = (target.rng, drawn) if target is not None else None
         if (
@@ -162,7 +161,7 @@ class PositionTracker:
             and not loop.is_resuming
             and not loop.epoch_loop.restarting
         ):
-            self._order_rng = RandomStates().state_dict()  # the loop makes a new iterator now
+            self._order_rng = RandomStates().state_dict()  # the loop creates a new iterator now
         if (
             target is not None
             and target.batches
@@ -171,7 +170,7 @@ class PositionTracker:
         ):
             for _ in range(target.batches):
                 next(fetcher)
-            fetcher.fetched -= target.batches  # the loop adds what it has seen
+            fetcher.fetched -= target.batches  # the loop adds the batches seen
         if (
             target is not None
             and target.loader_states
@@ -179,7 +178,7 @@ class PositionTracker:
             and loop.epoch_loop.batch_progress.current.ready == 0
         ):
             RandomStates().load_state_dict(target.rng)
-            iter(fetcher)  # the next epoch's
+            iter(fetcher)  # starts the next epoch
         self._original_run_start(fetcher)
         if target is not None and target.batches:
             RandomStates().load_state_dict(target.rng)

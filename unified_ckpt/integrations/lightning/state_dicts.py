@@ -1,5 +1,5 @@
-"""Between the dicts that Lightning and its hooks handle and the parts of a checkpoint: names, lazy
-reading, what a hook has changed.
+"""Converts between Lightning's state dicts and the parts of a checkpoint: names, lazy reads, and
+edits by hooks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, flatten_optimizer
 from unified_ckpt.views.model import with_model
 
-_PART_NBYTES = (
-    1 << 20
-)  # a dict of tensors that is smaller is read with the rest of what Lightning keeps
+_PART_NBYTES = 1 << 20  # smaller dicts of tensors stay in `extra`
 
 
 class LazyStateDict(MutableMapping[str, torch.Tensor]):
     """The tensors of one part of a checkpoint as a state dict. A tensor is read, whole, when it is
-    asked for.
+    accessed.
 
-    Hooks may take names out, put tensors in and rename. `stored`: name here -> name in the
-    checkpoint, of what nobody has touched;
-    `replaced`: what was put in.
+    Hooks may remove, insert and rename tensors. `stored`: name here -> name in the checkpoint, of
+    untouched tensors. `replaced`: tensors that hooks inserted.
     """
 
     def __init__(self, path: str, part: str) -> None:
@@ -45,6 +42,7 @@ class LazyStateDict(MutableMapping[str, torch.Tensor]):
 
     @property
     def changed(self) -> bool:
+        """Whether a hook changed anything."""
         return bool(self.replaced) or self.stored != self._initial
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -71,7 +69,7 @@ class LazyStateDict(MutableMapping[str, torch.Tensor]):
         return len(self.stored) + len(self.replaced)
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """As a dict's: with all tensors read."""
+        """Return a plain dict with all tensors read."""
         with SourceView(_open(self._path)) as source:
             return {
                 **{name: source[self._part][stored][...] for name, stored in self.stored.items()},
@@ -86,11 +84,11 @@ def _open(path: str) -> Source:
 def model_part(
     module: torch.nn.Module, state_dict: Mapping[str, Any], offered: Mapping[str, Any], *, rank: int
 ) -> Any:
-    """What a rank gives as the model: the module itself where no hook has changed `offered`, its
+    """Return what a rank saves as the model: the module itself if no hook changed `offered`, its
     state dict.
 
-    Plain tensors that are no parameters are rank 0's alone, as in stock Lightning: running
-    statistics differ from rank to rank.
+    Plain tensors that are not parameters are saved by rank 0 only, as in stock Lightning: running
+    statistics differ between ranks.
     """
     flat = flatten_model(module)
     if state_dict.keys() == offered.keys() and all(
@@ -110,8 +108,8 @@ def model_part(
 def optimizer_part(
     module: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> FlatOptimizer | None:
-    """The optimizers' state by the module's names, whatever hooks have made of its state dict.
-    LayoutError for what has no one place.
+    """Return the optimizers' state under the module's names. Ignores edits by hooks. Raises
+    LayoutError for state without a single owner.
     """
     return (
         flatten_optimizer(optimizers, flatten_model(module).param_names()) if optimizers else None
@@ -119,8 +117,8 @@ def optimizer_part(
 
 
 def extract_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Takes dicts of tensors which hooks have added out of a checkpoint: those that are large, or
-    sharded. They become parts.
+    """Remove dicts of tensors that hooks added, if large or sharded, from the checkpoint, and
+    return them as parts.
     """
     parts = {}
     for key, value in list(checkpoint.items()):
@@ -136,10 +134,11 @@ def extract_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[st
 def apply_edits(
     module: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool
 ) -> dict[str, torch.Tensor]:
-    """Copies into the module what a hook has put into the state dict. Returns the rest, to be read:
-    stored name -> target.
+    """Copy tensors that hooks inserted into the module. Returns what remains to be read: stored
+    name -> target.
 
-    MismatchError before anything is copied where names or shapes differ; names only if `strict`.
+    Raises MismatchError, before anything is copied, if names or shapes differ; names only if
+    `strict`.
     """
     flat = flatten_model(module)
     stored = state_dict.stored if isinstance(state_dict, LazyStateDict) else {}
@@ -152,7 +151,8 @@ def apply_edits(
     missing = sorted(flat.tensors.keys() - filled) if strict else []
     unexpected = sorted(state_dict.keys() - targets.keys()) if strict else []
     wrong = [
-        f"{name}: state_dict has shape {tuple(edits[name].shape)}, the module {tuple(targets[name].shape)}"
+        f"{name}: state_dict has shape {tuple(edits[name].shape)}, "
+        f"the module {tuple(targets[name].shape)}"
         for name in edits.keys() & targets
         if edits[name].shape != targets[name].shape
     ]
@@ -161,7 +161,7 @@ def apply_edits(
             *wrong,
             *(f"{missing_name}: is not in state_dict" for missing_name in missing),
             *(
-                f"{missing_name}: is in state_dict, wanted by nothing"
+                f"{missing_name}: is in state_dict, but not in the module"
                 for missing_name in unexpected
             ),
         ]
@@ -187,14 +187,13 @@ def _copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
         replicated = DTensor.from_local(
             full, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False
         )
-        value = replicated.redistribute(
-            target.device_mesh, target.placements
-        )  # each rank cuts its own part: nothing is sent
+        # each rank slices locally: nothing is sent
+        value = replicated.redistribute(target.device_mesh, target.placements)
     target.copy_(value)
 
 
 def _is_common(tensor: object) -> bool:
-    """Whether all ranks hold it together, or alike."""
+    """Whether all ranks hold the tensor jointly, or hold equal copies."""
     return isinstance(tensor, torch.nn.Parameter | DTensor)
 
 

@@ -1,4 +1,4 @@
-"""A Trainer's strategy with its ways to save, load and remove replaced."""
+"""A Trainer's strategy whose methods for saving, loading and removing are replaced."""
 
 from __future__ import annotations
 
@@ -50,31 +50,35 @@ _REMEDIES = {
 
 
 class PatchedStrategy:
-    """A strategy whose ways to save and load are replaced by these."""
+    """Replaces the checkpoint methods of a strategy with its own methods of the same names."""
 
     def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions) -> None:
         self.trainer, self.strategy, self._load_options = trainer, trainer.strategy, load_options
         _check_supported(self.strategy)
-        # Like Lightning, which writes last.ckpt again and again; the older one stays until the
-        # newer is committed.
+        # As in Lightning, which rewrites last.ckpt. The older one stays until the commit.
         self._save_options = with_default_if_exists(save_options, if_exists="replace")
         self._checkpointer = Checkpointer()
         self._position = PositionTracker(trainer)
-        self._path = ""  # of the unified folder that is being resumed from
-        self._saved_optimizers: list[str] | None = None  # what it says of its optimizers
-        self._last_committed = ""  # what this run committed last
-        self._offered_state: dict[str, Any] = {}  # the state dict as hooks have got it
+        self._path = ""  # unified folder to resume from, or ""
+        self._saved_optimizers: list[str] | None = None  # optimizer classes in that folder
+        self._last_committed = ""  # last commit of this run
+        self._offered_state: dict[str, Any] = {}  # the state dict before hooks edit it
         self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
-            "save_checkpoint", "load_checkpoint", "remove_checkpoint", "load_model_state_dict", "load_optimizer_state_dict",
-            "lightning_module_state_dict", "optimizer_state",
-        ):  # fmt: skip
+            "save_checkpoint",
+            "load_checkpoint",
+            "remove_checkpoint",
+            "load_model_state_dict",
+            "load_optimizer_state_dict",
+            "lightning_module_state_dict",
+            "optimizer_state",
+        ):
             self._originals[name] = getattr(self.strategy, name)
             setattr(self.strategy, name, getattr(self, name))
 
     def begin(self, stage: str) -> None:
-        """Before a run. StorageError for a place that cannot be written to."""
-        # Lightning would go on with what a resume that failed has left
+        """Prepare a run. Raises StorageError if checkpoints cannot be written to the directory."""
+        # of a failed resume
         self.trainer._checkpoint_connector._loaded_checkpoint = {}
         if stage != "fit":
             return
@@ -83,28 +87,31 @@ class PatchedStrategy:
             directory = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
             if is_url(directory):
                 raise StorageError(
-                    f"{directory}: checkpoints are written to mounted folders by this version; needed a local dirpath"
+                    f"{directory}: got a URL, expected a mounted folder; set a local dirpath"
                 )
             patch_links(callback)
 
     def close(self) -> None:
+        """Release buffers."""
         self._checkpointer.close()
 
-    # saving
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As it is: nothing gathered, nothing copied."""
+        """Return the module's own state dict: nothing is gathered or copied."""
         state: dict[str, Any] = self.strategy.lightning_module.state_dict()
         self._offered_state = dict(state)
         return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As it is, for hooks that look at it; what is saved is the optimizer's own."""
+        """Return the optimizer's own state dict, for hooks to inspect. The save reads the optimizer
+        itself.
+        """
         state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
         return state
 
     def _checkpoint_suffixes(self) -> tuple[str, ...]:
-        """How the names end that callbacks and requeues choose; any other name is the caller's."""
+        """Return the suffixes of names that callbacks and requeues choose; any other name is the
+        caller's.
+        """
         return (
             ".ckpt",
             *(
@@ -120,14 +127,15 @@ class PatchedStrategy:
         filepath: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
+        """Save a unified folder. All ranks call it."""
         if storage_options is not None:
             raise StorageError(
-                "save_checkpoint(storage_options=...): no CheckpointIO is at work here; needed None"
+                "save_checkpoint: got storage_options, expected None; "
+                "CheckpointIO plugins are not used"
             )
         trainer, rank = self.trainer, self.trainer.global_rank
-        path: str = self.strategy.broadcast(
-            _absolute(filepath)
-        )  # metrics in file names may differ between ranks
+        # metrics in file names may differ between ranks
+        path: str = self.strategy.broadcast(_absolute(filepath))
         lightning_state = {
             key: value
             for key, value in checkpoint.items()
@@ -161,11 +169,12 @@ class PatchedStrategy:
                 )
             except FormatError as error:
                 if "hyper_parameters" in str(error):
-                    error.add_note("save_hyperparameters(ignore=[...]) leaves arguments out")
+                    error.add_note("exclude arguments with save_hyperparameters(ignore=[...])")
                 raise
         self._last_committed, self._offered_state = path, {}
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint that Lightning no longer keeps. All ranks call it."""
         if self.trainer.local_rank == 0:
             remove_checkpoint(
                 _absolute(filepath),
@@ -173,11 +182,10 @@ class PatchedStrategy:
                 is_global_zero=self.trainer.is_global_zero,
             )
 
-    # loading
-
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
+        """Open a checkpoint as a lazy state dict; stock files are loaded by Lightning."""
         path, kind = self._resolve_path(checkpoint_path)
         self._path = path if kind == "unified" else ""
         if kind == "stock":
@@ -189,7 +197,8 @@ class PatchedStrategy:
             extra = source.extra if isinstance(source.extra, Mapping) else {}
             if "lightning" not in extra:
                 raise FormatError(
-                    f"ckpt_path {path}: no Trainer of Lightning wrote it; needed uc.load(path, model=module), and fit without it"
+                    f"ckpt_path {path}: got a checkpoint without Lightning's state; "
+                    "call uc.load(path, model=module), and fit without ckpt_path"
                 )
             checkpoint: dict[str, Any] = {
                 **extra["lightning"],
@@ -199,8 +208,9 @@ class PatchedStrategy:
             if self._is_fitting():
                 if self._saved_optimizers is None:
                     raise MismatchError(
-                        f"ckpt_path {path}: holds no optimizer, it was saved with save_weights_only; needed a full checkpoint to resume, "
-                        "or uc.load(path, model=module) and fit without it"
+                        f"ckpt_path {path}: got no optimizer (save_weights_only), "
+                        "expected a full checkpoint; "
+                        "or call uc.load(path, model=module) and fit without ckpt_path"
                     )
                 self._position.prepare_resume(checkpoint, source.rank_extra, extra["replicas"])
             checkpoint.update(
@@ -211,10 +221,11 @@ class PatchedStrategy:
                 }
             )
         if self._saved_optimizers is not None:
-            checkpoint["optimizer_states"] = []  # that it is there is all that Lightning looks at
+            checkpoint["optimizer_states"] = []  # Lightning only checks that the key exists
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model, with edits that hooks made to the state dict."""
         if not self._path:
             self._originals["load_model_state_dict"](checkpoint, strict=strict)
             return
@@ -225,7 +236,7 @@ class PatchedStrategy:
         options = self._load_options.model_copy(update={"parts": (MODEL,)})
         report = self._checkpointer.load(self._path, model=target, strict=strict, options=options)
         missing = report.missing if isinstance(target, dict) else ()
-        if report.wrong or missing:  # what is not strict is about names alone
+        if report.wrong or missing:  # strict concerns only names
             raise MismatchError(
                 "\n  ".join(
                     [f"{self._path}: checkpoint and module differ:", *report.wrong, *missing]
@@ -236,6 +247,7 @@ class PatchedStrategy:
             self.load_optimizer_state_dict(checkpoint)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' state."""
         if not self._path:
             self._originals["load_optimizer_state_dict"](checkpoint)
             return
@@ -244,8 +256,9 @@ class PatchedStrategy:
         if current != self._saved_optimizers:
             saved = ", ".join(self._saved_optimizers or ()) or "none"
             raise MismatchError(
-                f"ckpt_path {self._path}: holds the state of {saved}; configure_optimizers gives {', '.join(current) or 'none'}; needed the "
-                "same, or uc.load(path, model=module) and fit without it"
+                f"ckpt_path {self._path}: got the state of {saved}, "
+                f"expected {', '.join(current) or 'none'} of configure_optimizers; use the "
+                "same, or call uc.load(path, model=module) and fit without ckpt_path"
             )
         if optimizers:
             options = self._load_options.model_copy(update={"parts": (OPTIMIZER,)})
@@ -257,7 +270,7 @@ class PatchedStrategy:
             )
 
     def _resolve_path(self, checkpoint_path: str | os.PathLike[str]) -> tuple[str, str]:
-        """The path, and who wrote what is there; the same on every rank, as rank 0 sees it."""
+        """Return the path and who wrote it, as rank 0 sees it, on every rank."""
         answer: tuple[str, str, str] = ("", "", "")
         if self.trainer.is_global_zero:
             path = latest_requeue(_absolute(checkpoint_path))
@@ -275,21 +288,19 @@ class PatchedStrategy:
 
 
 def _check_supported(strategy: Any) -> None:
-    """LayoutError for a strategy that this version does not save. By name: there are two packages
-    of the same classes.
+    """Raise LayoutError for a strategy that cannot be saved. Compares names, because two packages
+    have the same classes.
     """
     class_names = [base.__name__ for base in type(strategy).__mro__]
     refused = next((name for name in class_names if name in _REMEDIES), None)
     if refused or not set(class_names) & set(_SUPPORTED):
         name = refused or class_names[0]
         remedy = _REMEDIES.get(name, f"one of {', '.join(_SUPPORTED)}")
-        raise LayoutError(
-            f"UnifiedCheckpointCallback: {name} is not saved by this version; needed {remedy}"
-        )
+        raise LayoutError(f"UnifiedCheckpointCallback: got {name}; use {remedy}")
     plugin = type(strategy.checkpoint_io).__name__
     if plugin != "TorchCheckpointIO":
         _LOG.warning(
-            "UnifiedCheckpointCallback: %s is only asked for checkpoints that stock Lightning wrote",
+            "UnifiedCheckpointCallback: %s is used only for checkpoints of stock Lightning",
             plugin,
         )
 
@@ -304,7 +315,7 @@ def _optimizer_class(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What people look for in a list of checkpoints."""
+    """Return the metrics that are finite numbers."""
     numbers = {
         name: float(value)
         for name, value in metrics.items()

@@ -1,6 +1,4 @@
-"""Saves and loads of Hugging Face's Trainer through `unified_ckpt`. Knows Hugging Face's Trainer's
-objects; decides nothing about files.
-"""
+"""Unified checkpoints for Hugging Face's Trainer. Knows its objects; decides no file layout."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Adapters (PEFT) as parts of a checkpoint: each in the names and the file that PEFT knows, and no
-weight of the base model.
+"""Stores PEFT adapters as parts of a checkpoint: each with the names and the file that PEFT
+expects, without base weights.
 
-How state could be lost: a parameter is trained that no adapter's file holds (a layer made trainable
-by hand, the encoder of a prompt method); two names of one adapter are one tensor, and PEFT needs
-both; running statistics change without being trained. All of that is stored beside the adapters.
+How state could be lost: a trained parameter is in no adapter file (a layer made trainable by hand,
+the encoder of a prompt method); two names of an adapter share one tensor, and PEFT needs both;
+running statistics change without being trained. All of these are stored next to the adapters.
 """
 
 from __future__ import annotations
@@ -22,36 +22,34 @@ from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.torch_state.modules import flatten_model
 from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART, DEFAULT_ADAPTER, adapter_part
 
-TRAINABLE_PART = "trainable"  # the part of what is trained and in no adapter
+TRAINABLE_PART = "trainable"  # part of trained tensors outside adapters
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has put adapters into the model, as a PeftModel or in transformers' own way
-    (`add_adapter`).
-    """
+    """Whether the model has PEFT adapters, as a PeftModel or through `add_adapter`."""
     return bool(getattr(model, "peft_config", None))
 
 
 def adapter_parts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """By part, what a checkpoint of the model holds, in the model's own memory where it has any:
-    each adapter in PEFT's names.
+    """Return the tensors of a checkpoint by part, each adapter with PEFT's names. They share the
+    model's memory where possible.
 
-    What PEFT computes for its file (a prompt's embedding) has no memory in the model; what it is
-    computed from is in `TRAINABLE_PART`.
+    Tensors that PEFT computes for its file (a prompt's embedding) have no memory in the model;
+    their inputs are in `TRAINABLE_PART`.
     """
     from peft import get_peft_model_state_dict
 
     model = _uncompiled(model)
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    prefix = (
-        "" if _is_peft_model(model) else "base_model.model."
-    )  # as transformers' save_pretrained
+    # as in transformers' save_pretrained
+    prefix = "" if _is_peft_model(model) else "base_model.model."
     parts: dict[str, dict[str, Tensor]] = {}
     for adapter in _configs(model):
         part = adapter_part(adapter)
         if part in parts:
             raise LayoutError(
-                f"adapter {adapter!r}: its part is called {part}, as that of another one; needed names that differ in letters"
+                f"adapter {adapter!r}: got the part name {part} of another adapter; "
+                "choose names that differ in letters"
             )
         adapter_state: Mapping[str, Tensor] = get_peft_model_state_dict(
             model, state_dict=dict(state), adapter_name=adapter
@@ -69,7 +67,7 @@ def adapter_parts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """id of a parameter -> its name for optimizer state in a checkpoint of the model."""
+    """Return id of a parameter -> its name for optimizer state in a checkpoint."""
     if not has_adapters(model):
         return flatten_model(model).param_names()
     return {
@@ -80,12 +78,12 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def with_single_file(options: SaveOptions) -> SaveOptions:
-    """PEFT opens one file for an adapter, however large."""
+    """Return the options without a file size limit: PEFT opens one file per adapter."""
     return options.model_copy(update={"max_file_bytes": 2**62})
 
 
 def write_configs(model: nn.Module, folder: str) -> None:
-    """What PEFT writes beside an adapter's weights: `adapter_config.json`, and the model card."""
+    """Write `adapter_config.json` and the model card, as PEFT does."""
     model = _uncompiled(model)
     if _is_peft_model(model):
         model.create_or_update_model_card(folder)  # type: ignore[operator]
@@ -108,19 +106,17 @@ def write_configs(model: nn.Module, folder: str) -> None:
 
 
 def link_adapters(model: nn.Module, folder: str) -> None:
-    """In a checkpoint whose parts are written: gives the adapters that are not the default one the
-    names that PEFT looks for.
+    """Give adapters other than the default one the file names that PEFT expects. Call it after the
+    parts are written.
     """
     for adapter in _configs(_uncompiled(model)):
         if adapter == DEFAULT_ADAPTER:
             continue
-        file, link = (
-            file_name(adapter_part(adapter), number=1, count=1),
-            os.path.join(_adapter_folder(folder, adapter), f"{ADAPTER_PART}.safetensors"),
-        )
+        file = file_name(adapter_part(adapter), number=1, count=1)
+        link = os.path.join(_adapter_folder(folder, adapter), f"{ADAPTER_PART}.safetensors")
         try:
             os.symlink(os.path.join(os.pardir, file), link)
-        except OSError:  # no links on this file system
+        except OSError:  # the file system has no links
             shutil.copyfile(os.path.join(folder, file), link)
 
 
@@ -145,8 +141,8 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of which no two are the same memory: PEFT wants every name in the file. The first one
-    of each stays the model's own.
+    """Copy tensors that share memory: PEFT needs every name in the file. The first of each stays
+    the model's own.
     """
     seen: set[int] = set()
     unshared = {}
@@ -157,7 +153,9 @@ def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What training changes: trainable parameters, those of prompt methods, and running statistics."""
+    """Return what training changes: trainable parameters, those of prompt methods, and running
+    statistics.
+    """
     tensors: dict[str, Tensor] = {
         name: parameter
         for name, parameter in model.named_parameters()

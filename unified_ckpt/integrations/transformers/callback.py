@@ -1,13 +1,13 @@
-"""Checkpoints of Hugging Face's Trainer through the engine: `Trainer(...,
-callbacks=[UnifiedCheckpointCallback()])`, and no more changes.
+"""Unified checkpoints for Hugging Face's Trainer: `Trainer(...,
+callbacks=[UnifiedCheckpointCallback()])`.
 
-The Trainer keeps its own way of saving; what it would write of weights, optimizer and random states
-goes to the engine instead, and its small files (config, tokenizer, trainer_state.json, ...) are
-attached to the same folder, so that all of it gets its name at once.
+The Trainer runs its own save. Weights, optimizer and random states go to the engine instead, and
+its small files (config, tokenizer, trainer_state.json, ...) are attached to the same folder, which
+gets its name in one step.
 
-How state could be lost: the Trainer writes beside the folder and dies (nothing has the name of a
-checkpoint yet); it rotates before the new one is there (here after the commit); a resume takes a
-folder that is not whole (only committed ones count).
+How state could be lost: the Trainer writes next to the folder and dies (nothing has the name of a
+checkpoint yet); it rotates before the new checkpoint exists (here after the commit); a resume loads
+an incomplete folder (only committed ones count).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
-        "unified_ckpt.integrations.transformers.callback: needs `pip install unified-ckpt[transformers]`"
+        "unified_ckpt.integrations.transformers: run `pip install unified-ckpt[transformers]`"
     ) from error
 
 from unified_ckpt.errors import CheckpointError
@@ -37,29 +37,28 @@ __all__ = [
 
 
 class UnifiedCheckpointCallback(TrainerCallback):
-    """Makes a Trainer save and resume through the engine. It finds the Trainer that it is given to;
-    or say `attach(trainer)`.
+    """Makes a Trainer save and resume unified checkpoints. It finds its Trainer by itself; or call
+    `attach(trainer)`.
 
-    One process, DDP, FSDP2 and models sharded at load; any of them resumes any other's checkpoints.
-    `train(resume_from_checkpoint=True)` takes the newest committed step; a checkpoint that the
-    stock Trainer wrote is resumed by the stock Trainer, or read as an old format where that cannot
-    load it into the layout at hand. Any number of processes may resume: random states are given
-    back where it is the same number, else derived from the saved seed and the rank, which the log
-    says.
+    Supports one process, DDP, FSDP2 and models sharded at load; each resumes the checkpoints of the
+    others. `train(resume_from_checkpoint=True)` loads the latest committed step. A checkpoint of
+    the stock Trainer is resumed by the stock Trainer, or read as an old format if that cannot load
+    it into this layout. Any number of processes may resume: random states are restored for the same
+    number, else derived from the saved seed and the rank, which is logged.
 
-    A model with adapters (PEFT) is stored as those: `adapter_model.safetensors` and what else is
-    trained, and nothing of the base.
+    A model with adapters (PEFT) is stored as `adapter_model.safetensors` and other trained tensors,
+    without the base weights.
 
-    `save_only_model`: in place of the Trainer's argument of that name; None: as that says. The
-    Trainer takes a model that is sharded at load only with `save_only_model=True`; False here saves
-    its optimizer all the same.
+    `save_only_model` overrides the Trainer's argument; None leaves it to the Trainer. The Trainer
+    accepts a model that is sharded at load only with `save_only_model=True`; False here saves the
+    optimizer all the same.
 
-    `async_save`: training goes on once the bytes are copied; a thread writes and commits. A save
-    waits for the one before it, `train` for the last; errors come with the next save, or at the
-    end.
+    `async_save`: training continues once the bytes are copied; a thread writes and commits. A save
+    waits for the one before it, `train` for the last one. Errors are raised by the next save, or at
+    the end.
 
-    LayoutError for what this version does not save: adapters on a model sharded at load, FSDP1,
-    pipeline stages, DeepSpeed, DataParallel.
+    Raises LayoutError for adapters on a model sharded at load, FSDP1, pipeline stages, DeepSpeed
+    and DataParallel.
     """
 
     def __init__(
@@ -71,32 +70,33 @@ class UnifiedCheckpointCallback(TrainerCallback):
         async_save: bool = False,
     ) -> None:
         self._async_save = async_save
-        self._save_options, self._load_options = (
-            save_options or SaveOptions(),
-            load_options or LoadOptions(),
-        )
+        self._save_options = save_options or SaveOptions()
+        self._load_options = load_options or LoadOptions()
         self._save_only_model = save_only_model
         self._patched: PatchedTrainer | None = None
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
+        """Attach to the Trainer under construction."""
         trainer = _trainer_under_construction()
         if trainer is not None:
             self.attach(trainer)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Check that the callback has a Trainer."""
         if self._patched is None:
             raise CheckpointError(
-                "UnifiedCheckpointCallback: no Trainer was found at its construction; needed callback.attach(trainer)"
+                "UnifiedCheckpointCallback: got no Trainer; call callback.attach(trainer)"
             )
 
     def attach(self, trainer: Trainer) -> None:
-        """Binds the callback to a Trainer. Once is enough; again is no matter. CheckpointError
-        where another one has done so.
+        """Attach the callback to a Trainer. Calling it again does nothing. Raises CheckpointError
+        if another callback is attached.
         """
         if self._patched is None or self._patched.trainer is not trainer:
             if isinstance(getattr(trainer._save_checkpoint, "__self__", None), PatchedTrainer):
                 raise CheckpointError(
-                    "UnifiedCheckpointCallback: the Trainer has one already, or is a UnifiedCheckpointMixin; needed one"
+                    "UnifiedCheckpointCallback: the Trainer already has one, "
+                    "or is a UnifiedCheckpointMixin; use one"
                 )
             only_model, async_save = self._save_only_model, self._async_save
             self._patched = PatchedTrainer(
@@ -109,10 +109,10 @@ class UnifiedCheckpointCallback(TrainerCallback):
 
 
 class UnifiedCheckpointMixin:
-    """The same for a class: `class MyTrainer(UnifiedCheckpointMixin, Trainer)`. The mixin stands
-    first.
+    """The callback as a base class: `class MyTrainer(UnifiedCheckpointMixin, Trainer)`, with the
+    mixin first.
 
-    The callback's options are further arguments of the constructor.
+    The constructor also takes the options of the callback.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -120,7 +120,8 @@ class UnifiedCheckpointMixin:
         order = cls.__mro__
         if Trainer in order and order.index(Trainer) < order.index(UnifiedCheckpointMixin):
             raise TypeError(
-                f"{cls.__name__}: UnifiedCheckpointMixin comes after Trainer; needed class {cls.__name__}(UnifiedCheckpointMixin, …)"
+                f"{cls.__name__}: got UnifiedCheckpointMixin after Trainer; "
+                f"write class {cls.__name__}(UnifiedCheckpointMixin, …)"
             )
 
     def __init__(
@@ -135,7 +136,8 @@ class UnifiedCheckpointMixin:
         super().__init__(*args, **kwargs)
         if not isinstance(self, Trainer):
             raise TypeError(
-                f"{type(self).__name__}: UnifiedCheckpointMixin is for Trainers; needed a subclass of Trainer, too"
+                f"{type(self).__name__}: got UnifiedCheckpointMixin without Trainer; "
+                "inherit from Trainer too"
             )
         UnifiedCheckpointCallback(
             save_options=save_options,
@@ -146,7 +148,7 @@ class UnifiedCheckpointMixin:
 
 
 def _trainer_under_construction() -> Trainer | None:
-    """The Trainer whose `__init__` is calling."""
+    """Return the Trainer whose `__init__` is on the call stack, or None."""
     frame = inspect.currentframe()
     while frame is not None:
         candidate = frame.f_locals.get("self")

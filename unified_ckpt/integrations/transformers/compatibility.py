@@ -1,5 +1,5 @@
-"""What a checkpoint is, beside the Trainer that is to go on from it: whose format, which model,
-which optimizer. Errors that users make.
+"""Checks whether a Trainer can use a checkpoint: its format, its model, its optimizer. Explains
+mistakes of users.
 """
 
 from __future__ import annotations
@@ -21,42 +21,48 @@ from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.torch_state.flatten import OPTIMIZER
 from unified_ckpt.sources.files.json import read_config
 
-_FRESH_OPTIMIZER_HINT = "to train on from its weights with a fresh optimizer, make the model with from_pretrained({path}) and do not resume"
+_FRESH_OPTIMIZER_HINT = (
+    "to continue from its weights with a fresh optimizer, "
+    "create the model with from_pretrained({path}) and do not resume"
+)
 _DEEPSPEED = ("latest", "zero_to_fp32.py")
-_MAX_LISTED = 5  # settings that differ, in one error
+_MAX_LISTED = 5  # differing settings in one error
+# settings that do not change tensors
 _IGNORED_SETTINGS = {
     "transformers_version",
     "use_cache",
     "dtype",
-}  # of a configuration: do not change the tensors
+}
 
 
 def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
-    """Whose state it has: the library and the class."""
+    """Return the library and class name of an optimizer."""
     cls = type(optimizer)
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
 def check_has_optimizer(path: str) -> None:
-    """MismatchError where a checkpoint has no optimizer state to go on with."""
+    """Raise MismatchError if a checkpoint has no optimizer state."""
     with open_source(path) as source:
         if OPTIMIZER not in source.parts:
             raise MismatchError(
-                f"resume_from_checkpoint {path}: holds {', '.join(source.parts)} and no optimizer (save_only_model, or deleted since); "
-                f"needed a full checkpoint; {_FRESH_OPTIMIZER_HINT.format(path=repr(path))}"
+                f"resume_from_checkpoint {path}: got only {', '.join(source.parts)} "
+                "(save_only_model, or deleted since), "
+                f"expected an optimizer; {_FRESH_OPTIMIZER_HINT.format(path=repr(path))}"
             )
 
 
 def check_optimizer(path: str, optimizer: torch.optim.Optimizer) -> None:
-    """MismatchError where the saved optimizer state is another class's, which a load would take for
-    its own, or leave unused.
+    """Raise MismatchError if the saved optimizer state is of another class. A load would misuse or
+    ignore it.
     """
     with open_source(path) as source:
         saved = (source.extra or {}).get("optimizer")
     current = optimizer_class(optimizer)
     if saved not in (None, current):
         raise MismatchError(
-            f"resume_from_checkpoint {path}: its optimizer is {saved}, the Trainer's is {current}; needed the same `optim`; "
+            f"resume_from_checkpoint {path}: got state of {saved}, "
+            f"expected {current}; use the same `optim`; "
             + _FRESH_OPTIMIZER_HINT.format(path=repr(path))
         )
 
@@ -64,7 +70,7 @@ def check_optimizer(path: str, optimizer: torch.optim.Optimizer) -> None:
 def explain_model_mismatch(
     error: MismatchError, path: str, model: torch.nn.Module
 ) -> MismatchError:
-    """The error with what differs between the configurations, which is what the user has to change."""
+    """Add the settings that differ between the two configurations to the error."""
     saved, current = {}, {}
     if isinstance(model, PreTrainedModel) and os.path.isfile(os.path.join(path, "config.json")):
         saved = read_config(path)
@@ -73,12 +79,13 @@ def explain_model_mismatch(
         }
     keys = sorted((saved.keys() & current.keys()) - _IGNORED_SETTINGS)
     differences = [
-        f"{key} is {saved[key]!r} there, {current[key]!r} here"
+        f"{key} is {saved[key]!r} in the checkpoint, {current[key]!r} in the model"
         for key in keys
         if saved[key] != current[key]
     ]
     detail = f": {'; '.join(differences[:_MAX_LISTED])}" if differences else ""
-    text = f"{path}: is not of the Trainer's model{detail}\n{str(error).removesuffix(chr(10) + '  pass strict=False to skip them')}"
+    mismatches = str(error).removesuffix("\n  pass strict=False to skip them")
+    text = f"{path}: got a checkpoint of another model{detail}\n{mismatches}"
     explained = MismatchError(
         text, missing=error.missing, unexpected=error.unexpected, wrong=error.wrong
     )
@@ -87,17 +94,18 @@ def explain_model_mismatch(
 
 
 def can_load(path: str, trainer: Any) -> bool:
-    """Whether the engine reads a checkpoint: ours, and the stock Trainer's of another layout, which
-    that cannot load into this model.
+    """Whether the engine loads this checkpoint: a unified one, or a Trainer's that the Trainer
+    cannot load into this layout.
 
-    FormatError for DeepSpeed's.
+    Raises FormatError for a DeepSpeed checkpoint.
     """
     if is_unified(path):
         return True
     entries = os.listdir(path)
     if any(name in _DEEPSPEED or name.startswith("global_step") for name in entries):
         raise FormatError(
-            f"resume_from_checkpoint {path}: is DeepSpeed's; needed a checkpoint of this callback or of the stock Trainer"
+            f"resume_from_checkpoint {path}: got a DeepSpeed checkpoint, "
+            "expected one of this callback or of the stock Trainer"
         )
     if any(name.startswith("pytorch_model_fsdp") for name in entries):
         return not trainer.is_fsdp_enabled
@@ -108,8 +116,9 @@ def can_load(path: str, trainer: Any) -> bool:
 
 
 def needs_hub_names(path: str, model: torch.nn.Module) -> bool:
-    """Whether a folder of weights is in the hub's names, and the model has others in memory: the
-    stock Trainer leaves such tensors at random values when it resumes.
+    """Whether the folder has hub names and the model has other names in memory.
+
+    The stock Trainer leaves such tensors at random values when it resumes.
     """
     if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         return False

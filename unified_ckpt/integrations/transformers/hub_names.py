@@ -1,10 +1,10 @@
-"""The two names of a transformers model's tensors: those in memory, which checkpoints have, and
-those of the hub.
+"""Maps the two sets of names of a transformers model: names in memory, which checkpoints have, and
+names on the hub.
 
-transformers 5 joins and renames tensors of some models as it loads them (the experts of Mixtral),
-and undoes it in `save_pretrained`. Its own conversion is run here on tensors without bytes; where
-each result lies in what it was cut from is read off its strides. So this follows whatever
-transformers does, and refuses what is not a cut: a transposed or fused tensor.
+transformers 5 merges and renames tensors of some models at load (the experts of Mixtral), and
+reverses it in `save_pretrained`. This module runs that conversion on tensors without bytes, and
+derives from the strides where each result lies in its base tensor. So it follows any version of
+transformers, and refuses results that are not slices: transposed or fused tensors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from unified_ckpt.views.derived import ElementRange, RangesTensor, derive
 def open_hub_names(
     path: str | os.PathLike[str], *, model: torch.nn.Module | None = None
 ) -> SourceView:
-    """A checkpoint of ours with the names and shapes of the hub: what vLLM and transformers 4 read.
+    """Open a unified checkpoint with the names and shapes of the hub, for vLLM and transformers 4.
     Lazy; weights only.
 
-    `model`: the one that was saved; None: made without memory from the folder's config.json.
-    FormatError for a tensor that the hub has in another order of bytes, not only cut otherwise.
+    `model`: the saved model; None builds it without memory from the folder's config.json. Raises
+    FormatError for a tensor whose bytes are ordered differently on the hub.
     """
     return _open_view(
         path,
@@ -48,8 +48,10 @@ def open_hub_names(
 
 
 def open_model_names(path: str | os.PathLike[str], *, model: torch.nn.Module) -> SourceView:
-    """A checkpoint in the hub's names, or in the model's own, with those that the model has in
-    memory: `uc.load` takes it, with the model, its optimizer and all else that the checkpoint has.
+    """Open a checkpoint with hub names, or the model's own names, under the names in memory.
+
+    `uc.load` accepts the result, with the model, its optimizer and everything else in the
+    checkpoint.
     """
     return _open_view(path, lambda source: _in_model_names(source, model_tensors(model)))
 
@@ -64,8 +66,8 @@ def _open_view(path: str | os.PathLike[str], transform: Callable[[Source], Sourc
 
 
 def _in_model_names(source: Source, recipes: Mapping[str, RangesTensor]) -> Source:
-    """The weights under the model's names; the optimizer's state is of the model in memory, and has
-    these already.
+    """Rename the weights. Optimizer state belongs to the model in memory and has its names
+    already.
     """
     if not isinstance(source, IndexedOptimizerSource):
         return derive(source, recipes, parts=WEIGHTS, unchanged=set(source.parts) - set(WEIGHTS))
@@ -79,8 +81,8 @@ def _in_model_names(source: Source, recipes: Mapping[str, RangesTensor]) -> Sour
 
 
 def hub_tensors(model: torch.nn.Module) -> dict[str, RangesTensor]:
-    """The hub's tensors of a model that is called otherwise in memory, or cut otherwise: each as
-    elements of one of memory's.
+    """Return the hub tensors that differ from those in memory in name or shape, each as a slice of
+    a tensor in memory.
     """
     memory_tensors = {
         name: torch.empty(tensor.shape, dtype=torch.uint8, device="meta")
@@ -96,8 +98,9 @@ def hub_tensors(model: torch.nn.Module) -> dict[str, RangesTensor]:
         base = names.get(id(tensor)) or names.get(id(tensor._base))
         if base is None or not tensor.is_contiguous():
             raise FormatError(
-                f"{name}: transformers {transformers.__version__} makes it from {type(model).__name__}'s tensors by more than cutting and "
-                "renaming; needed a model whose hub tensors are parts of its own; save_pretrained writes any"
+                f"{name}: transformers {transformers.__version__} derives it from "
+                f"{type(model).__name__}'s tensors by more than slicing and "
+                "renaming, expected a slice; use save_pretrained"
             )
         if name != base or tensor.shape != memory_tensors[base].shape:
             recipes[name] = RangesTensor(
@@ -108,7 +111,9 @@ def hub_tensors(model: torch.nn.Module) -> dict[str, RangesTensor]:
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, RangesTensor]:
-    """The other way: the model's tensors, each as whole tensors of the hub, one after another."""
+    """Return the inverse of `hub_tensors`: the model's tensors, each as whole hub tensors in
+    sequence.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     pieces_by_name: dict[str, list[tuple[int, str, int]]] = {}
     for name, recipe in hub_tensors(model).items():
@@ -124,7 +129,8 @@ def model_tensors(model: torch.nn.Module) -> dict[str, RangesTensor]:
             ends.append(start + count)
         if ends[-1] != prod(shapes[name]):
             raise FormatError(
-                f"{name}: the hub's tensors of it end at element {ends[-1]} of {prod(shapes[name])}; needed all of it, once"
+                f"{name}: got hub tensors for {ends[-1]} elements, "
+                f"expected {prod(shapes[name])}, each once"
             )
         recipes[name] = RangesTensor(
             shapes[name], tuple(ElementRange(hub_name, 0, count) for _, hub_name, count in pieces)
@@ -134,8 +140,8 @@ def model_tensors(model: torch.nn.Module) -> dict[str, RangesTensor]:
 
 @contextlib.contextmanager
 def _without_conversion_record(model: torch.nn.Module) -> Iterator[None]:
-    """The model without its note of what its own loading has converted: nothing, if that was from a
-    checkpoint of ours.
+    """Hide the model's record of its own load conversion, which is empty after a load from a
+    unified checkpoint.
     """
     removed = {
         name: vars(model).pop(name) for name in ("_weight_conversions",) if name in vars(model)
@@ -147,9 +153,7 @@ def _without_conversion_record(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _ContiguousAsView(TorchFunctionMode):
-    """Lets `contiguous` give back the view that it is called on, so that its strides tell where it
-    lies.
-    """
+    """Makes `contiguous` return the view itself, so that its strides show where it lies."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))

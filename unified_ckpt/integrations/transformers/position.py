@@ -1,14 +1,13 @@
-"""Where a Trainer's run is in its data, counted in samples, so that a run with another total batch
-size goes on at the same sample.
+"""Tracks a Trainer's data position in samples, so that a run with another total batch size
+continues at the same sample.
 
-The Trainer counts steps. A step is another number of samples after a change of processes, of the
-batch size or of gradient accumulation, and the first step that is counted so lies somewhere else in
-the epoch: samples are seen twice, or never.
+The Trainer counts steps. The size of a step changes with the number of processes, the batch size
+and gradient accumulation. The same step then lies elsewhere in the epoch, and samples are repeated
+or skipped.
 
-What stays true under such a change: Accelerate's seeded sampler gives an order that depends on seed
-and epoch alone, and its shards deal batches out in turn, so the first `n` rounds are the first `n *
-batch size * processes` samples of the order. Where a sampler's order is not known to be like that,
-the log says so.
+What holds under such a change: the order of Accelerate's seeded sampler depends only on seed and
+epoch, and its shards distribute batches in turn. The first `n` rounds are therefore the first `n *
+batch size * processes` samples. For a sampler whose order may differ, a warning is logged.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ _UNKNOWN_ORDER = "other"
 
 @dataclass(frozen=True, slots=True)
 class BatchGeometry:
-    """How a run takes samples: `round_samples` in one batch of every process, `accumulation` rounds
-    a step, in an `order` given by a seed over so many samples.
+    """How a run consumes samples.
+
+    `round_samples`: in one batch of every process. `accumulation`: rounds per step. `order`: how
+    the samples are ordered, drawn from `seed` over `length` samples.
     """
 
     round_samples: int
@@ -43,7 +44,7 @@ class BatchGeometry:
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Samples of the epoch that have been taken. `rounds`: batches to skip in each process."""
+    """Samples of the epoch that were consumed. `rounds`: batches to skip in each process."""
 
     epoch: int
     samples: int
@@ -51,7 +52,7 @@ class DataPosition:
 
 
 def position_at(epoch: float, *, rounds_in_epoch: int, geometry: BatchGeometry) -> DataPosition:
-    """`epoch`: the Trainer's, whose fraction is the rounds that are done of it."""
+    """Return the position at the Trainer's `epoch`, whose fraction is the rounds done of it."""
     whole_epochs = math.floor(epoch)
     rounds = round((epoch - whole_epochs) * rounds_in_epoch)
     whole_epochs, rounds = divmod(whole_epochs * rounds_in_epoch + rounds, rounds_in_epoch)
@@ -61,14 +62,12 @@ def position_at(epoch: float, *, rounds_in_epoch: int, geometry: BatchGeometry) 
 def convert_position(
     saved_position: Mapping[str, Any], geometry: BatchGeometry
 ) -> tuple[DataPosition, list[str]]:
-    """The place in a run of another pace, and what is to be said of it. Steps are whole: samples
-    that fill none are taken again.
+    """Convert a position to another geometry, and return what to warn about. Samples that fill no
+    whole step are repeated.
     """
-    epoch, samples, saved_geometry = (
-        saved_position["epoch"],
-        saved_position["samples"],
-        BatchGeometry(**saved_position["pace"]),
-    )
+    epoch = saved_position["epoch"]
+    samples = saved_position["samples"]
+    saved_geometry = BatchGeometry(**saved_position["pace"])
     if (saved_geometry.round_samples, saved_geometry.accumulation) == (
         geometry.round_samples,
         geometry.accumulation,
@@ -79,11 +78,13 @@ def convert_position(
     repeated = samples % step_samples
     if repeated:
         notes.append(
-            f"{repeated} samples of the epoch are taken again: {samples} have been, a step is {step_samples} now"
+            f"{repeated} samples of the epoch are repeated: {samples} were seen, "
+            f"and a step now has {step_samples}"
         )
     if _UNKNOWN_ORDER in (saved_geometry.order, geometry.order):
         notes.append(
-            "the order of this data loader may depend on batch size or processes: samples may be taken twice, or never"
+            "the order of this data loader may depend on batch size or processes: "
+            "samples may be repeated or skipped"
         )
     elif (saved_geometry.order, saved_geometry.seed, saved_geometry.length) != (
         geometry.order,
@@ -91,19 +92,19 @@ def convert_position(
         geometry.length,
     ):
         notes.append(
-            f"the data is {geometry.order} of {geometry.length} samples, seed {geometry.seed}; it was {saved_geometry.order} of {saved_geometry.length}, seed {saved_geometry.seed}: "
-            "the rest of this epoch is not what is left of it"
+            f"the data is {geometry.order} of {geometry.length} samples, seed {geometry.seed}; "
+            f"it was {saved_geometry.order} of {saved_geometry.length}, "
+            f"seed {saved_geometry.seed}: "
+            "the rest of this epoch differs"
         )
     samples -= repeated
     return DataPosition(epoch, samples, samples // geometry.round_samples), notes
 
 
 def read_geometry(trainer: Any, loader: Any) -> BatchGeometry:
-    """The pace of a Trainer with the loader that it has made."""
+    """Return the geometry of a Trainer with this data loader."""
     accumulation = trainer.args.gradient_accumulation_steps
-    split = (
-        trainer.accelerator.split_batches
-    )  # then the batch size is that of all processes together
+    split = trainer.accelerator.split_batches  # then the batch size counts all processes
     per_round = (
         trainer._train_batch_size
         if split
@@ -115,7 +116,7 @@ def read_geometry(trainer: Any, loader: Any) -> BatchGeometry:
 
 def _order(loader: Any, world: int) -> tuple[str, int | None, int | None]:
     if isinstance(loader.dataset, IterableDataset):
-        # `datasets` gives each process shards of its own, where there are enough.
+        # `datasets` gives each process its own shards if there are enough.
         sharded = world > 1 and type(loader.dataset).__module__.startswith("datasets.")
         return (_UNKNOWN_ORDER if sharded else "a stream"), None, None
     sampler = loader.batch_sampler
@@ -132,8 +133,8 @@ def _order(loader: Any, world: int) -> tuple[str, int | None, int | None]:
 
 
 class PositionTracker:
-    """A Trainer's place in its data: told at a save, and set at a resume, by ways of the Trainer
-    that this replaces.
+    """Records a Trainer's data position at saves and restores it at a resume, by replacing methods
+    of the Trainer.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -142,27 +143,22 @@ class PositionTracker:
         self._geometry: BatchGeometry | None = None
         self._rounds_in_epoch = 0
         self._resume_position: DataPosition | None = None
-        if hasattr(
-            trainer, "_init_training_state"
-        ):  # Trainers before have one function for all of it
-            self._original_values, self._original_state = (
-                trainer.set_initial_training_values,
-                trainer._init_training_state,
-            )
-            trainer.set_initial_training_values, trainer._init_training_state = (
-                self._set_values,
-                self._init_state,
-            )
+        # older Trainers have one function for all of it
+        if hasattr(trainer, "_init_training_state"):
+            self._original_values = trainer.set_initial_training_values
+            self._original_state = trainer._init_training_state
+            trainer.set_initial_training_values = self._set_values
+            trainer._init_training_state = self._init_state
 
     def resume_from(self, checkpoint: str | None) -> None:
-        """The checkpoint of ours that the next training goes on from, or None."""
+        """Set the unified checkpoint that the next training resumes from, or None."""
         self._saved_position = None
         if checkpoint is not None:
             with open_source(checkpoint) as source:
                 self._saved_position = (source.extra or {}).get("data")
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint stores of it."""
+        """Return what a checkpoint stores of the position."""
         if self._geometry is None:
             return None
         position = position_at(
@@ -178,24 +174,22 @@ class PositionTracker:
         }
 
     def _set_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """The stock one; the end of training lies as many samples, or steps where `max_steps` says
-        so, ahead as it did.
+        """Replace the Trainer's method: training ends after as many samples as before, or steps if
+        `max_steps` is set.
         """
         epochs, steps_in_epoch, examples, samples, total_batch, rounds_in_epoch, max_steps = (
             self._original_values(args, dataloader)
         )
-        self._geometry, self._rounds_in_epoch, self._resume_position = (
-            read_geometry(self._trainer, dataloader),
-            rounds_in_epoch,
-            None,
-        )
+        self._geometry = read_geometry(self._trainer, dataloader)
+        self._rounds_in_epoch = rounds_in_epoch
+        self._resume_position = None
         if self._saved_position is not None:
             self._resume_position, notes = convert_position(self._saved_position, self._geometry)
-            steps_done, steps_saved = (
+            steps_done = (
                 self._resume_position.epoch * steps_in_epoch
-                + self._resume_position.rounds // args.gradient_accumulation_steps,
-                self._saved_position["step"],
+                + self._resume_position.rounds // args.gradient_accumulation_steps
             )
+            steps_saved = self._saved_position["step"]
             if self._geometry.length is not None and steps_done != steps_saved:
                 if args.max_steps > 0:
                     epochs = math.ceil((steps_done + max_steps - steps_saved) / steps_in_epoch)
@@ -205,8 +199,8 @@ class PositionTracker:
         return epochs, steps_in_epoch, examples, samples, total_batch, rounds_in_epoch, max_steps
 
     def _init_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """The stock one; the epoch and the batches to skip are those of the samples that have been
-        taken.
+        """Replace the Trainer's method: return the epoch, and the batches to skip, of the samples
+        consumed.
         """
         initial: tuple[int, int] = self._original_state(*args, **kwargs)
         if self._resume_position is None:
@@ -233,4 +227,4 @@ class PositionTracker:
                 self._saved_position["step"],
                 max_steps,
             )
-            _LOG.info("resuming at epoch %d, %d samples in; step %d goes on to %d", *values)
+            _LOG.info("resuming in epoch %d after %d samples, from step %d to %d", *values)

@@ -1,4 +1,6 @@
-"""Which checkpoint of a Trainer's run to go on from, and what is wrong with a path that is none."""
+"""Selects the checkpoint that a Trainer's run resumes from, and explains a path that is not a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 
 
 def sorted_steps(*paths: Any, **options: Any) -> list[str]:
-    """transformers' `sort_checkpoints`, without what was in the way of a save: its names look like
-    those of steps.
+    """Return transformers' `sort_checkpoints` without backups of saves, whose names look like
+    steps.
     """
     return [
         path
@@ -37,11 +39,11 @@ def sorted_steps(*paths: Any, **options: Any) -> list[str]:
 def latest_checkpoint(
     checkpointer: Checkpointer, run: str, *, timeout_seconds: float
 ) -> str | bool:
-    """The newest whole checkpoint of the run, ours or the Trainer's own, the same on every rank;
-    True where there is none.
+    """Return the latest complete checkpoint of the run, unified or the Trainer's own, the same on
+    every rank; True if there is none.
 
-    IncompleteError where there are some and none is whole: the stock Trainer would take what is
-    left of one, without its optimizer.
+    Raises IncompleteError if some exist and none is complete: the stock Trainer would load what is
+    left, without optimizer.
     """
     comm = checkpointer._get_comm()
     collective = comm.begin_collective(
@@ -52,22 +54,22 @@ def latest_checkpoint(
             name, skipped = _select_latest(os.path.abspath(run))
             if skipped and not name:
                 text = format_list(
-                    f"{run}: has checkpoints, and none can be resumed from",
+                    f"{run}: none of its checkpoints can be resumed",
                     [f"{entry}: {problem}" for entry, problem in skipped.items()],
                 )
                 raise IncompleteError(
                     f"{text}\nRepair one, or start fresh with resume_from_checkpoint=False"
                 )
             for entry, problem in skipped.items():
-                _LOG.warning("%s/%s is passed over: %s", run, entry, problem)
+                _LOG.warning("%s/%s is skipped: %s", run, entry, problem)
             collective.put("newest", f".{name}".encode())
     name = collective.get("newest").decode()[1:]
     return os.path.join(run, name) if name else True
 
 
 def _select_latest(run: str) -> tuple[str, dict[str, str]]:
-    """The newest whole checkpoint, empty for none; and by name, why those that are newer, or all,
-    are not.
+    """Return the name of the latest complete checkpoint, "" for none, and name -> problem of those
+    skipped.
     """
     scanned = scan(LocalStorage(run), PREFIX)
     native = {entry.path: entry for entry in foreign_steps(scanned, list_steps(run, prefix=PREFIX))}
@@ -78,7 +80,7 @@ def _select_latest(run: str) -> tuple[str, dict[str, str]]:
         elif record.status == "complete" or record.is_unified or record.unreadable:
             problem = record.problem
         else:
-            continue  # nothing is in it
+            continue  # empty folder
         if not problem and not os.path.isfile(os.path.join(record.path, TRAINER_STATE)):
             problem = f"it has no {TRAINER_STATE}"
         if not problem:
@@ -88,26 +90,32 @@ def _select_latest(run: str) -> tuple[str, dict[str, str]]:
 
 
 def check_path(path: str) -> None:
-    """NotFoundError that says what is there, where it is no checkpoint."""
+    """Raise NotFoundError, saying what is there, if `path` is not a checkpoint."""
     if not os.path.isdir(path):
         raise NotFoundError(
-            f"resume_from_checkpoint {path}: is {'a file' if os.path.exists(path) else 'not there'}; needed a checkpoint folder"
+            f"resume_from_checkpoint {path}: "
+            f"got {'a file' if os.path.exists(path) else 'nothing'}, "
+            "expected a checkpoint folder"
         )
     if is_unified(path):
         return
     entries = dict.fromkeys(os.listdir(path), 0)
     if has_traces(entries):
         raise NotFoundError(
-            f"resume_from_checkpoint {path}: has no valid manifest: it is unfinished, or damaged; pass a whole one"
+            f"resume_from_checkpoint {path}: got no valid manifest; it is unfinished or damaged, "
+            "pass a complete checkpoint"
         )
     if TRAINER_STATE in entries:
         return
     nested = [record.name for record in scan(LocalStorage(os.path.abspath(path)), PREFIX).complete]
     if nested:
         raise NotFoundError(
-            f"resume_from_checkpoint {path}: is a run's folder; needed one of its checkpoints, the newest is {nested[-1]}"
+            f"resume_from_checkpoint {path}: got a run's folder, expected a checkpoint; "
+            f"the latest is {nested[-1]}"
         )
-    problem = "has neither a manifest nor a trainer_state.json: it is unfinished, or no checkpoint"
+    problem = (
+        "got neither a manifest nor a trainer_state.json; it is unfinished, or not a checkpoint"
+    )
     raise NotFoundError(f"resume_from_checkpoint {path}: {problem}")
 
 
@@ -116,4 +124,5 @@ def _step_number(name: str) -> int:
 
 
 def is_unified(path: str) -> bool:
+    """Whether `path` is a committed unified checkpoint."""
     return commit.read_manifest_at(path) is not None

@@ -1,7 +1,7 @@
-"""A learning rate scheduler's state for other param groups than it was saved with.
+"""Converts the state of a learning rate scheduler to other param groups than it was saved with.
 
-The Trainer makes a group for each mesh that parameters lie on, so another layout can have more
-groups or fewer; a scheduler keeps lists with an entry for each, and torch takes them as they come.
+The Trainer makes one group per mesh on which parameters lie, so another layout may have more groups
+or fewer. A scheduler stores lists with one entry per group, and torch loads them unchecked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# What torch's schedulers keep for each param group.
+# Entries of torch's schedulers with one value per param group.
 _PER_GROUP = {
     "base_lrs",
     "_last_lr",
@@ -29,10 +29,10 @@ def regroup_state(
     names: Mapping[int, str],
     saved: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The state with an entry for each group of the optimizer: that of the saved group which its
-    parameters were in.
+    """Return the state with one entry per group of the optimizer: that of the saved group that held
+    its parameters.
 
-    `names`: id of a parameter -> its name; `saved`: the saved groups, their parameters under
+    `names`: id of a parameter -> its name. `saved`: the saved groups, with parameter names under
     "names".
     """
     group_of = {name: index for index, group in enumerate(saved) for name in group["names"]}
@@ -43,9 +43,8 @@ def regroup_state(
             for parameter in group["params"]
             if names.get(id(parameter)) in group_of
         }
-        group_indices.append(
-            min(saved_groups, default=min(index, len(saved) - 1))
-        )  # one without parameters: any will do
+        # a group without parameters: any
+        group_indices.append(min(saved_groups, default=min(index, len(saved) - 1)))
     return _select_groups(state, group_indices, len(saved))
 
 
@@ -56,6 +55,6 @@ def _select_groups(
     for key, value in state.items():
         if key in _PER_GROUP and isinstance(value, list) and len(value) == count:
             selected[key] = [value[number] for number in group_indices]
-        elif key == "_schedulers":  # of one that is made of several
+        elif key == "_schedulers":  # composed schedulers
             selected[key] = [_select_groups(scheduler, group_indices, count) for scheduler in value]
     return selected

@@ -1,4 +1,4 @@
-"""A Trainer with its ways to save and load replaced."""
+"""A Trainer whose methods for saving and loading are replaced."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 _LOG = logging.getLogger("unified_ckpt")
-# begins a folder that holds the Trainer's small files until they are attached
+# folder of the Trainer's small files until they are attached
 _SMALL_FILES_PREFIX = ".trainer-files-"
 
 
 class PatchedTrainer:
-    """A Trainer with its ways to save and load replaced by these."""
+    """Replaces the checkpoint methods of a Trainer with its own methods of the same names."""
 
     def __init__(
         self,
@@ -74,51 +74,52 @@ class PatchedTrainer:
         writable_path(trainer.args.output_dir)
         self.trainer, self._load_options, self._async_save = trainer, load_options, async_save
         self._save_only_model = save_only_model
-        self._small_files: str | None = None  # the folder of the small files of the save in flight
-        # As the stock Trainer: a run that went back saves its steps again.
+        self._small_files: str | None = None  # folder of the save in flight
+        # As in the stock Trainer: a run that went back saves its steps again.
         self._save_options = with_default_if_exists(save_options, if_exists="replace")
         self._checkpointer = Checkpointer()
         self._deferred_rotation: tuple[str, int, int | None] | None = (
-            None  # a rotation that waits for a push
+            None  # a rotation waiting for a push
         )
         self._report: LoadReport | None = None  # of the last load of optimizer state
         self._position = PositionTracker(trainer)
         self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
-            "train", "_finalize_training", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
-            "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "_load_best_model",
-        ):  # fmt: skip
+            "train",
+            "_finalize_training",
+            "_save_checkpoint",
+            "_save_optimizer_and_scheduler",
+            "_save_scaler",
+            "_save_rng_state",
+            "_load_from_checkpoint",
+            "_load_optimizer_and_scheduler",
+            "_load_scaler",
+            "_load_rng_state",
+            "_load_best_model",
+        ):
             self._originals[name] = getattr(trainer, name)
             setattr(trainer, name, getattr(self, name))
 
-    # saving
-
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """The Trainer's own, into a folder for its small files; then everything, into the
-        checkpoint's.
-        """
+        """Write the Trainer's small files to a folder of their own, then the whole checkpoint."""
         trainer, state = self.trainer, self.trainer.state
         _check_supported(trainer, self._async_save)
         self.wait()
         run_folder = trainer._get_output_dir(trial=trial)
-        path, self._small_files = (
-            os.path.join(run_folder, f"{PREFIX}{state.global_step}"),
-            os.path.join(run_folder, f"{_SMALL_FILES_PREFIX}{state.global_step}"),
-        )
+        path = os.path.join(run_folder, f"{PREFIX}{state.global_step}")
+        self._small_files = os.path.join(run_folder, f"{_SMALL_FILES_PREFIX}{state.global_step}")
         best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
         if state.best_global_step and os.path.isdir(best_path):
             state.best_model_checkpoint = best_path
         small_folder = os.path.join(self._small_files, f"{PREFIX}{state.global_step}")
         try:
             self._save_small_files(model, trial)
-            if best_path == path:  # the stock one has found it where its small files are
+            if best_path == path:  # the Trainer set the path of its small files
                 state.best_model_checkpoint = best_path
                 if trainer.args.should_save:
                     state.save_to_json(os.path.join(small_folder, stock.TRAINER_STATE_NAME))
-            arguments, steps = (
-                self._save_arguments(small_folder),
-                (state.global_step, state.best_global_step),
-            )
+            arguments = self._save_arguments(small_folder)
+            steps = (state.global_step, state.best_global_step)
             if self._async_save:
                 self._checkpointer.save_async(
                     StepPath(path),
@@ -136,8 +137,8 @@ class PatchedTrainer:
         self._rotate(run_folder, *steps)
 
     def _save_small_files(self, model: torch.nn.Module, trial: Any) -> None:
-        """The stock way to save, of whose files only the small ones are written, into a folder of
-        their own, and none is pushed.
+        """Run the Trainer's own save so that it writes only small files, to a folder of their own,
+        and pushes nothing.
         """
         folder, trainer = self._small_files, self.trainer
         patches = {
@@ -151,17 +152,18 @@ class PatchedTrainer:
             self._originals["_save_checkpoint"](model, trial)
 
     def _save_arguments(self, small_folder: str) -> dict[str, Any]:
-        """The arguments of a save, but for the path. `small_folder`: the folder of the small files."""
+        """Return the arguments of a save, except the path. `small_folder`: the folder of the small
+        files.
+        """
         trainer = self.trainer
         only_model = (
             trainer.args.save_only_model if self._save_only_model is None else self._save_only_model
         )
         model = trainer.accelerator.unwrap_model(trainer.model)
         ddp = isinstance(trainer.model_wrapped, DistributedDataParallel) and not has_adapters(model)
+        # DDP knows which rank's buffers count
         return {
-            **_model_arguments(
-                trainer.model_wrapped if ddp else model
-            ),  # DDP says whose running statistics count
+            **_model_arguments(trainer.model_wrapped if ddp else model),
             "optimizer": None if only_model else _unwrap_optimizer(trainer.optimizer),
             "step": trainer.state.global_step,
             "extra": None if only_model else self._collect_extra(),
@@ -173,7 +175,7 @@ class PatchedTrainer:
         }
 
     def wait(self) -> None:
-        """Returns once no save is in flight; raises its error."""
+        """Block until no save is in flight. Raises its error."""
         try:
             self._checkpointer.wait()
         finally:
@@ -185,7 +187,7 @@ class PatchedTrainer:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _save_configs(self, output_dir: str, _internal_call: bool = False) -> None:
-        """In place of `save_model` within a checkpoint: what the stock one writes, but the weights."""
+        """Replace `save_model` within a checkpoint: write what it writes, except the weights."""
         trainer = self.trainer
         if not trainer.args.should_save:
             return
@@ -193,7 +195,7 @@ class PatchedTrainer:
         model = trainer.accelerator.unwrap_model(trainer.model)
         if has_adapters(model):
             write_configs(model, output_dir)
-        elif hasattr(model, "config"):  # as save_pretrained does
+        elif hasattr(model, "config"):  # as in save_pretrained
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         configs: list[Any] = [
             getattr(model, "config", None),
@@ -204,7 +206,7 @@ class PatchedTrainer:
         )
         for config in configs if not has_adapters(model) else ():
             if hasattr(config, "save_pretrained"):
-                # The dtype of the weights as stored, which from_pretrained takes from here.
+                # from_pretrained uses this dtype, so it must be that of the stored weights.
                 with (
                     _patched(config, "dtype", dtype)
                     if dtype and hasattr(config, "dtype")
@@ -217,13 +219,13 @@ class PatchedTrainer:
         torch.save(trainer.args, os.path.join(output_dir, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """In the checkpoint."""
+        """Do nothing: the checkpoint holds it."""
 
     def _save_scaler(self, output_dir: str) -> None:
-        """In the checkpoint."""
+        """Do nothing: the checkpoint holds it."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """In the checkpoint."""
+        """Do nothing: the checkpoint holds it."""
 
     def _collect_extra(self) -> dict[str, Any]:
         trainer = self.trainer
@@ -238,7 +240,7 @@ class PatchedTrainer:
         }
 
     def _rotate(self, run_folder: str, saved_step: int, best_step: int | None) -> None:
-        """Keeps as many as `save_total_limit`, the newest and the best among them."""
+        """Keep `save_total_limit` checkpoints, the latest and the best among them."""
         args, pushed = self.trainer.args, getattr(self.trainer, "push_in_progress", None)
         if not args.should_save or args.save_total_limit is None:
             return
@@ -247,9 +249,7 @@ class PatchedTrainer:
             if pushed is not None and not pushed.is_done()
             else None
         )
-        if (
-            self._deferred_rotation is not None
-        ):  # what is on its way to the hub stays until it is there
+        if self._deferred_rotation is not None:  # never remove a checkpoint during its upload
             return
         limit = max(args.save_total_limit, 1)
         steps = [
@@ -267,14 +267,10 @@ class PatchedTrainer:
             protected=lambda: {saved_step, *([best_step] if best_step else [])},
         )
 
-    # loading
-
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """The stock one, from the newest committed step where it is to resume from whatever there
-        is.
-        """
+        """Train, from the latest committed step if `resume_from_checkpoint` is True."""
         _check_supported(self.trainer, self._async_save)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = latest_checkpoint(
@@ -299,7 +295,7 @@ class PatchedTrainer:
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock one, which removes all but the best checkpoint."""
+        """Run the Trainer's own method, which removes all but the best checkpoint."""
         self.wait()
         with _patched(stock, "sort_checkpoints", sorted_steps):
             return self._originals["_finalize_training"](*args, **kwargs)
@@ -310,10 +306,8 @@ class PatchedTrainer:
         if is_unified(resume_from_checkpoint):
             self._load_model(resume_from_checkpoint)
             return
-        unwrapped, loadable = (
-            self.trainer.accelerator.unwrap_model(self.trainer.model),
-            can_load(resume_from_checkpoint, self.trainer),
-        )
+        unwrapped = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        loadable = can_load(resume_from_checkpoint, self.trainer)
         if loadable:
             check_has_optimizer(resume_from_checkpoint)
         if needs_hub_names(resume_from_checkpoint, unwrapped):
@@ -346,9 +340,8 @@ class PatchedTrainer:
         model = trainer.accelerator.unwrap_model(trainer.model)
         optimizer, weights = _unwrap_optimizer(trainer.optimizer), _model_arguments(model)
         check_optimizer(checkpoint, optimizer)
-        options = self._load_options.model_copy(
-            update={"parts": ("optimizer",)}
-        )  # the model has been loaded before; it tells names
+        # the model is loaded; it provides names
+        options = self._load_options.model_copy(update={"parts": ("optimizer",)})
         self._report = self._checkpointer.load(
             checkpoint, **weights, optimizer=optimizer, options=options
         )
@@ -356,7 +349,7 @@ class PatchedTrainer:
         if saved is not None and trainer.lr_scheduler is not None:
             with open_source(checkpoint) as source:
                 groups = source.source.metadata().groups
-            if groups:  # else the optimizer's own are the saved ones, one by one
+            if groups:  # otherwise the groups match one by one
                 saved = regroup_state(
                     saved, _unwrap_optimizer(trainer.optimizer), parameter_names(model), groups
                 )
@@ -388,41 +381,43 @@ class PatchedTrainer:
 
 
 def _warn_overrides(trainer_class: type) -> None:
-    """Ways to write weights that a subclass has of its own, which no checkpoint of ours goes
-    through.
-    """
+    """Log methods of a subclass that write weights: no checkpoint calls them."""
     for name in ("save_model", "_save"):
         if getattr(trainer_class, name) is not getattr(stock.Trainer, name):
             _LOG.warning(
-                "%s.%s is not called within a checkpoint: the engine writes the weights",
+                "%s.%s is not called for checkpoints: the engine writes the weights",
                 trainer_class.__name__,
                 name,
             )
 
 
 def _check_supported(trainer: Any, async_save: bool) -> None:
-    """LayoutError for what this version does not save."""
+    """Raise LayoutError for a Trainer that cannot be saved."""
     reason = ""
     if trainer.is_deepspeed_enabled:
-        reason = "DeepSpeed holds the state"
+        reason = "got DeepSpeed; use FSDP2"
     elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-        reason = "FSDP1 keeps flat parameters; needed fsdp_config={'version': 2}"
+        reason = "got FSDP1, which flattens parameters; use fsdp_config={'version': 2}"
     elif has_adapters(trainer.model) and trainer.is_distributed_loading_by_transformers:
-        reason = "the model has adapters (PEFT) and is sharded at load; needed FSDP2 through Accelerate, or no adapters"
+        reason = "got adapters (PEFT) on a model sharded at load; use FSDP2 through Accelerate"
     elif getattr(trainer.model, "_pp_stage", None) is not None:
-        reason = "pipeline stages (pp_size), which transformers runs forward only; needed pp_size=1"
+        reason = "got pipeline stages, which transformers only runs forward; use pp_size=1"
     elif trainer.args.n_gpu > 1:
-        reason = "DataParallel; needed torchrun"
+        reason = "got DataParallel; use torchrun"
     elif trainer.args.push_to_hub and async_save:
-        reason = "push_to_hub would send a checkpoint that is still being written; needed async_save=False"
+        reason = (
+            "got push_to_hub, which would upload an unfinished checkpoint; use async_save=False"
+        )
     elif trainer.args.enable_jit_checkpoint and trainer.args.world_size > 1:
-        reason = "enable_jit_checkpoint stops each process at a step of its own, and one waits for the others; needed one process"
+        reason = (
+            "got enable_jit_checkpoint, which stops each process at another step; use one process"
+        )
     if reason:
-        raise LayoutError(f"UnifiedCheckpointCallback: {reason}, which this version does not save")
+        raise LayoutError(f"UnifiedCheckpointCallback: {reason}")
 
 
 def _model_arguments(model: torch.nn.Module) -> dict[str, Any]:
-    """The arguments of a save or load that are the model: adapters alone where it has any."""
+    """Return the model arguments of a save or load: only the adapters, if the model has any."""
     return {"parts": adapter_parts(model)} if has_adapters(model) else {"model": model}
 
 
@@ -433,14 +428,14 @@ def _attach(model: torch.nn.Module, small_folder: str, folder: str) -> None:
 
 
 def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """What Accelerate has wrapped."""
+    """Return the optimizer inside Accelerate's wrapper."""
     unwrapped: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return unwrapped
 
 
 @contextlib.contextmanager
 def _patched(owner: object, name: str, value: object) -> Iterator[None]:
-    """Another value for an attribute of one object."""
+    """Set an attribute of one object temporarily."""
     previous = vars(owner).get(name, sys)
     setattr(owner, name, value)
     try:

@@ -1,1 +1,1 @@
-"""TODO package."""
+"""Pure rules: when to save, what a failure means, which metrics count. No files, no ranks."""

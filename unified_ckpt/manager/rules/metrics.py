@@ -1,5 +1,6 @@
-"""What of a caller's metrics is stored: finite numbers. One that has diverged is no reason to end a
-training, nor to lose its last save.
+"""Decides which metrics of a caller are stored: finite numbers only.
+
+A diverged metric neither ends a training run nor costs its last save.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 def finite_metrics(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
-    """Those that are finite numbers. Pure."""
+    """Return the metrics that are finite numbers. Pure."""
     numbers = {str(name): _finite_float(value) for name, value in (metrics or {}).items()}
     return {name: value for name, value in numbers.items() if value is not None}
 
 
 class Metrics:
-    """Of one manager. Tells of each name once that its value is not stored, on rank 0, whose values
-    count. `best`: a name to be passed.
+    """The metrics of one manager. `best_metric`: a name that every save should pass.
+
+    Rank 0, whose values count, warns once per name that is not stored.
     """
 
     def __init__(self, *, best_metric: str | None = None) -> None:
@@ -30,6 +32,7 @@ class Metrics:
     def storable(
         self, metrics: Mapping[str, SupportsFloat] | None, *, step: int, rank: int
     ) -> dict[str, float]:
+        """Return the finite metrics, and log the others."""
         accepted = finite_metrics(metrics)
         if (
             self._best_metric is not None
@@ -38,17 +41,24 @@ class Metrics:
             and rank == 0
         ):
             self._warned.add(self._best_metric)
-            text = "step %d is saved without the metric %r, which best_metric names; pass metrics={%r: …} to save. This is said once"
+            text = (
+                "step %d is saved without the metric %r of best_metric; "
+                "pass metrics={%r: …} to save. This is logged once"
+            )
             _LOG.warning(text, step, self._best_metric, self._best_metric)
         for name, value in (metrics or {}).items():
             if rank == 0 and str(name) not in accepted and str(name) not in self._warned:
                 self._warned.add(str(name))
-                text = "step %d is saved without the metric %r, which is %r; needed a finite number. This is said once"
+                text = (
+                    "step %d is saved without the metric %r: got %r, expected a finite number. "
+                    "This is logged once"
+                )
                 _LOG.warning(text, step, name, value)
         return accepted
 
 
 def _finite_float(value: SupportsFloat) -> float | None:
+    # RuntimeError: a tensor with several elements
     try:
         number = float(value)
     except (
@@ -56,6 +66,6 @@ def _finite_float(value: SupportsFloat) -> float | None:
         ValueError,
         RuntimeError,
         OverflowError,
-    ):  # a tensor with several elements raises the third
+    ):
         return None
     return number if math.isfinite(number) else None

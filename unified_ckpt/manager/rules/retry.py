@@ -1,5 +1,5 @@
-"""What a failed save means: try again, warn, or raise. Counts only, so that ranks which see the
-same errors decide alike.
+"""Classifies failed saves: retry, warn or raise. Counts only, so ranks that see the same errors
+decide alike.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ _TRANSIENT = (StorageError, RankError, IntegrityError, IncompleteError, NotFound
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying again can help: the storage or another rank failed. What the caller passed
-    stays wrong however often it is tried.
-    """
+    """Whether a retry can help: the storage or another rank failed. Wrong arguments stay wrong."""
     return isinstance(error, _TRANSIENT)
 
 
 @dataclass(slots=True)
 class FailureCount:
-    """`in_a_row`: saves that failed since the last good one; `attempts`: of the last of them,
-    itself and its retries.
+    """`in_a_row`: failed saves since the last good one. `attempts`: of the last failed save, with
+    its retries.
     """
 
     in_a_row: int = 0
     attempts: int = 0
 
     def clear(self) -> None:
+        """Reset after a good save."""
         self.in_a_row = self.attempts = 0
 
     def count(self, *, retried: bool, attempts: int, raise_after: int, retries: int) -> bool:
-        """Counts a failure of `attempts` attempts; `retried`: it was another try of the last failed
-        save. Whether to raise it now.
+        """Count a failure of `attempts` attempts and return whether to raise it. `retried`: it
+        repeats the last failed save.
         """
         if retried:
             self.attempts += attempts

@@ -1,5 +1,5 @@
-"""When to save, and which rules keep what was saved. Pure: options, step and what was before in;
-reasons out.
+"""When to save, and which retention rules apply. Pure functions of the options, the step and the
+last save.
 """
 
 from __future__ import annotations
@@ -7,17 +7,17 @@ from __future__ import annotations
 from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rule, Rules
 from unified_ckpt.options import ManagerOptions
 
-LOCAL_INTERVAL = "local interval"  # the one reason for which the local tier is enough
+LOCAL_INTERVAL = "local interval"  # the only reason that does not involve the root
 
 
 def due_reasons(
     options: ManagerOptions, step: int, *, last_step: int | None, first: bool
 ) -> tuple[str, ...]:
-    """Why a save is due at this step, by its number alone, so that every rank decides alike. Empty:
-    it is not.
+    """Return why a save is due at this step by its number alone, so that every rank decides alike.
+    Empty if it is not.
 
-    `last_step`: the last one saved or restored; `first`: nothing was saved, restored or asked about
-    before.
+    `last_step`: the last step saved or restored. `first`: nothing was saved, restored or asked
+    about before.
     """
     if not options.enabled or step == last_step:
         return ()
@@ -31,15 +31,15 @@ def due_reasons(
     ):
         reasons.append(LOCAL_INTERVAL)
     if step in options.steps:
-        reasons.append("given step")
+        reasons.append("listed step")
     if options.on_start and first:
         reasons.append("start")
     return tuple(reasons)
 
 
 def saves_automatically(options: ManagerOptions) -> bool:
-    """Whether any option makes `save` save while the run goes on. Without one, only `finish`, a
-    stop and `force` do.
+    """Whether any option makes `save` save during the run. Otherwise only `finish`, a stop and
+    `force` do.
     """
     steps = (
         options.interval_steps is not None
@@ -51,7 +51,7 @@ def saves_automatically(options: ManagerOptions) -> bool:
 
 
 def uses_clock(options: ManagerOptions) -> bool:
-    """Whether rank 0 may ask for saves between those that the step's number gives."""
+    """Whether rank 0 may request saves in addition to those given by the step number."""
     retries_in_background = options.asynchronous and (
         options.retries > 0 or options.local_directory is not None
     )
@@ -63,11 +63,11 @@ def uses_clock(options: ManagerOptions) -> bool:
 def clock_reason(
     options: ManagerOptions, *, seconds_since_last: float, in_flight: bool, failures: int
 ) -> str | None:
-    """Why a save is due by rank 0's clock. `seconds_since_last`: since the start of the last save,
-    or of the run.
+    """Return why a save is due by rank 0's clock, or None. `seconds_since_last`: since the start of
+    the last save, or of the run.
 
-    `failures`: saves in the background that failed in a row; each is tried again, after a pause
-    that doubles, `retries` times.
+    `failures`: consecutive failed background saves. Each is retried `retries` times, after a pause
+    that doubles.
     """
     if in_flight:
         return None
@@ -85,12 +85,12 @@ def clock_reason(
 
 
 def backoff_seconds(options: ManagerOptions, attempt: int) -> float:
-    """Before attempt `attempt`, from 1, to save once more."""
+    """Return the pause before attempt `attempt`, counted from 1."""
     return options.retry_seconds * 2.0 ** (attempt - 1)
 
 
 def retention_rules(options: ManagerOptions) -> Rules:
-    """The retention rules that the options name."""
+    """Return the retention rules that the options name."""
     common: list[Rule] = []
     if options.keep_every_seconds is not None:
         common.append(EverySeconds(options.keep_every_seconds))
@@ -107,7 +107,7 @@ def retention_rules(options: ManagerOptions) -> Rules:
 
 
 def local_retention_rules(options: ManagerOptions) -> Rules:
-    """The retention rules of the local tier."""
+    """Return the retention rules of the local tier."""
     latest = (LatestN(options.keep_latest_local),)
     return Rules(latest, latest)
 
@@ -122,9 +122,7 @@ def _limits(latest: int | None, every_steps: int | None) -> list[Rule]:
 
 
 def _with_best(options: ManagerOptions, rules: list[Rule]) -> list[Rule]:
-    """A metric that is named without a number still saves its best one, where other rules would
-    remove it.
-    """
+    """Add a rule that keeps the best checkpoint if `best_metric` is set without `keep_best`."""
     if rules and options.best_metric is not None and options.keep_best is None:
         rules.append(BestN(options.best_metric, options.best_mode, 0))
     return rules

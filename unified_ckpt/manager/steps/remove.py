@@ -1,9 +1,8 @@
-"""Removing a checkpoint that nobody reads, so that a crash at any moment leaves a good one or none,
-never half of one.
+"""Removes checkpoints that nobody reads. A crash at any moment leaves a whole checkpoint or none.
 
-A reader holds a shared `flock` on the manifest; who removes takes an exclusive one without waiting.
-The folder takes the name of a construction first, in one step and durably: nobody looks there. Then
-its files go, the manifest before the others. Where the file system knows no locks, there are none.
+A reader holds a shared `flock` on the manifest; removal takes an exclusive one without waiting. The
+folder is first renamed to a hidden name, atomically and durably; then its files are deleted, the
+manifest first. On a file system without locks, none are taken.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
-    """Removes the checkpoint `name` if it is this save's. False, and nothing is changed, where
-    somebody reads it or it is another one.
+    """Remove the checkpoint `name` if it is this save. Returns False, with nothing changed, if it
+    is being read or is another save.
 
-    StorageError where it cannot be removed whole; what is left is no checkpoint then.
+    Raises StorageError if it cannot be removed completely; what remains is not a checkpoint.
     """
     with exclusive_lock(storage.path(name)) as exclusive:
         manifest = commit.read_manifest(storage, name) if exclusive else None
         if manifest is None or manifest.save_id != save_id:
             return False
         trash = names.trash_name(name, save_id)
-        if storage.kind(trash) is not None:  # left by a removal that was cut off
+        if storage.kind(trash) is not None:  # left by an interrupted removal
             storage.remove_folder(trash)
         storage.rename(name, trash)
         storage.sync_folder("")
@@ -39,11 +38,11 @@ def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
 
 
 def remove_broken(storage: LocalStorage, expected: StepRecord, prefix: str) -> bool:
-    """Removes a folder that is no whole checkpoint if it is still as it was `expected`. False, and
-    nothing is changed, where it is not, or somebody reads it.
+    """Remove a folder that is not a complete checkpoint, if it is still as `expected`. Returns
+    False, with nothing changed, otherwise.
 
-    No lock keeps a save from replacing a folder without a manifest: what was moved aside then is
-    another folder, and is moved back.
+    Also returns False if it is being read. A save may replace a folder without a manifest despite
+    the lock; the folder that was renamed is then another one, and is renamed back.
     """
     name, manifest_path = expected.name, f"{expected.name}/{names.MANIFEST}"
     with exclusive_lock(storage.path(name)) as exclusive:
@@ -66,13 +65,14 @@ def remove_broken(storage: LocalStorage, expected: StepRecord, prefix: str) -> b
 
 
 def remove_folder(storage: LocalStorage, name: str) -> None:
-    """Removes a folder that holds no checkpoint, or a copy of one that is elsewhere."""
+    """Remove a folder that holds no checkpoint, or a copy of one that is elsewhere."""
     clear_folder(storage, name, fsync=True)
 
 
 def remove_all(storage: LocalStorage, save_ids: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Removes checkpoints, name -> save id, and what is left of earlier ones that could not be
-    removed whole. Returns those that went, and by names why others did not.
+    """Remove checkpoints, name -> save id, and what earlier removals left behind.
+
+    Returns the removed names, and name -> reason of those that remain.
     """
     removed: list[str] = []
     remaining: dict[str, str] = {}
@@ -80,7 +80,7 @@ def remove_all(storage: LocalStorage, save_ids: dict[str, str]) -> tuple[list[st
         try:
             remove_folder(storage, name)
         except NotFoundError:
-            continue  # somebody else has cleared it meanwhile
+            continue  # removed by another process meanwhile
         except CheckpointError as error:
             remaining[name] = _partial_text(error)
     for name, save_id in save_ids.items():
@@ -97,4 +97,4 @@ def remove_all(storage: LocalStorage, save_ids: dict[str, str]) -> tuple[list[st
 
 
 def _partial_text(error: CheckpointError) -> str:
-    return f"it is what is left of a checkpoint that was to be removed: {error}"
+    return f"it is a partly removed checkpoint: {error}"

@@ -1,5 +1,5 @@
-"""Which checkpoints of a root go after a commit, and their removal. Runs on one rank, in the thread
-of the save that has just ended.
+"""Applies the retention rules to a root after a commit. Runs on one rank, in the thread of the
+save.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 def damaged_saves(storage: LocalStorage, scanned: Scan) -> dict[str, str]:
-    """Save ids of the newest complete ones with a header that is not theirs, and what is wrong:
-    down to the newest full one that is good. These must not count as what the run goes on from.
-    Raises what cannot be read.
+    """Return save id -> problem of the latest checkpoints with a wrong header, down to the latest
+    good full one.
+
+    Such checkpoints must not count as restore points. Raises the error of a folder that cannot be
+    read.
     """
     problems: dict[str, str] = {}
     for record in reversed(scanned.complete):
@@ -37,8 +39,8 @@ def damaged_saves(storage: LocalStorage, scanned: Scan) -> dict[str, str]:
 def removable(
     scanned: Scan, rules: Rules, *, protected: Collection[int], excluded: Collection[str] = ()
 ) -> list[StepRecord]:
-    """Good checkpoints that no rule keeps. What is incomplete, misnamed or not ours is never among
-    them, nor saves that are `excluded`.
+    """Return complete checkpoints that no rule keeps. Never includes incomplete, misnamed or
+    foreign folders, nor saves in `excluded`.
     """
     candidates = [record for record in scanned.complete if record.save_id not in excluded]
     kept_steps = retained(
@@ -55,11 +57,11 @@ def rotate(
     protected: Callable[[], Collection[int]],
     excluded: Collection[str] = (),
 ) -> None:
-    """Removes what the rules do not keep. `protected`: steps that always stay, the one just saved
-    among them; asked for after the look at what is there, so that who says it before he saves is
-    heard. `excluded`: ids of saves that the rules are not about.
+    """Remove what the rules do not keep.
 
-    What cannot be removed is told in a warning and tried again after the next save.
+    `protected` returns steps that always stay, such as the one just saved. It is called after the
+    scan, so that a step protected before its save began is seen. `excluded`: save ids that the
+    rules ignore. What cannot be removed is logged, and retried after the next save.
     """
     if not rules.full and not rules.model_only:
         return
@@ -69,9 +71,9 @@ def rotate(
         storage, {record.name: record.save_id or "" for record in to_remove}
     )
     if removed:
-        _LOG.info("removed from %s by the rules: %s", storage.root, ", ".join(removed))
+        _LOG.info("removed from %s by the retention rules: %s", storage.root, ", ".join(removed))
     for name, reason in remaining.items():
-        _LOG.warning("%s stays for now: %s", storage.path(name), reason)
+        _LOG.warning("%s cannot be removed yet: %s", storage.path(name), reason)
 
 
 def rotate_after_save(
@@ -82,8 +84,8 @@ def rotate_after_save(
     protected: Callable[[], Collection[int]],
     excluded: Collection[str] = (),
 ) -> None:
-    """Rotates after a save. A failure of that is no failure of the save."""
+    """Apply `rotate`; a failure is logged and does not fail the save."""
     try:
         rotate(storage, prefix, rules, protected=protected, excluded=excluded)
     except (CheckpointError, OSError) as error:
-        _LOG.warning("%s: old checkpoints stay for now: %s", storage.root, error)
+        _LOG.warning("%s: cannot remove old checkpoints yet: %s", storage.root, error)

@@ -1,8 +1,8 @@
-"""The checkpoints under a root, as they are on the disk. Reads manifests and sizes, no tensor;
-starts without torch.
+"""Scans the checkpoints under a root. Reads manifests and file sizes, never tensors; imports
+without torch.
 
-A step is what the manifest says, never what the folder's name says. No valid manifest, no
-checkpoint.
+The step is the one in the manifest, not the one in the folder name. Without a valid manifest there
+is no checkpoint.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from unified_ckpt.format.manifest import has_valid_crc, parse_manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.step_names import StepEntry
 
-_RESUME_PART = "optimizer"  # the part without which training cannot go on
+_RESUME_PART = "optimizer"  # training can continue only with this part
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One folder. `problem`: what is wrong with it, empty when complete. `is_unified`: it bears a
-    trace of this library.
+    """One folder under a root.
 
-    "misnamed": complete, but its manifest says another step than its name. `step`, `created` and
-    `save_id` are the manifest's, None where there is no valid one. `parts`: those that are there;
-    `omitted_parts`: of the state that was saved, those that were left out on purpose. `nbytes`,
-    `files`: of all that lies in the folder. `in_node_group`: it is one of the folders of its save,
-    which may be on as many machines. `unreadable`: it may be a checkpoint: it cannot be read just
-    now, has an undamaged manifest that this version cannot read, or is a link.
+    `status`: "misnamed" is complete, but the manifest names another step than the folder name.
+    `problem`: what is wrong; "" if complete. `is_unified`: this library wrote it. `step`, `created`
+    and `save_id` are those of the manifest, None without a valid one. `parts`: those present.
+    `omitted_parts`: parts of the saved state that were left out on purpose. `nbytes`, `files`: of
+    the whole folder. `in_node_group`: it is one of several folders of its save, which may be on
+    several nodes. `unreadable`: it may be a checkpoint, because it cannot be read now, has an
+    undamaged manifest that this version cannot parse, or is a link.
     """
 
     name: str
@@ -59,11 +59,12 @@ class StepRecord:
 
     @property
     def full(self) -> bool:
+        """Whether training can continue from it: it has optimizer state."""
         return _RESUME_PART in self.parts
 
     @property
     def retention_entry(self) -> SavedStep:
-        """What retention needs to know of a complete one."""
+        """What the retention rules need to know of a complete checkpoint."""
         if self.step is None or self.created is None:
             raise AssertionError(f"{self.path} is {self.status}")
         return SavedStep(
@@ -76,15 +77,15 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class StaleFolder:
-    """What an interrupted save or removal has left: a folder under construction, or one moved
-    aside. `age_seconds`: since its last change.
+    """What an interrupted save or removal left: a staging folder or a backup.
 
-    `only_copy`: it holds a checkpoint that is nowhere else.
+    `age_seconds`: since its last change. `only_copy`: it holds a checkpoint that exists nowhere
+    else.
     """
 
     name: str
     path: str
-    kind: Literal["construction", "replaced"]
+    kind: Literal["staging", "backup"]
     is_unified: bool
     only_copy: bool
     nbytes: int
@@ -93,26 +94,26 @@ class StaleFolder:
 
     @property
     def checkpoint_name(self) -> str:
-        """The name of the checkpoint that it is, or was to be."""
+        """The name of the checkpoint that it is, or was to become."""
         return _checkpoint_name(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What lies under a root. `steps` by step, those without one first."""
+    """What lies under a root. `steps` are sorted by step; those without one come first."""
 
     steps: tuple[StepRecord, ...]
     stale_folders: tuple[StaleFolder, ...]
 
     @property
     def complete(self) -> list[StepRecord]:
-        """The good ones, in the order of their steps."""
+        """The complete checkpoints, by step."""
         return [record for record in self.steps if record.status == "complete"]
 
     @property
     def newer_problems(self) -> list[StepRecord]:
-        """Folders that are no checkpoint and whose names claim a step after the last good one, the
-        newest first.
+        """Unusable folders whose names claim a step after the last complete one, the highest
+        first.
         """
         numbered = [
             (number, record)
@@ -124,8 +125,8 @@ class Scan:
 
     @property
     def newer_backups(self) -> list[StaleFolder]:
-        """Only copies of checkpoints that an interrupted replacement has left under another name,
-        of steps after the last good one.
+        """Only copies that an interrupted replacement left under another name, of steps after the
+        last complete one.
         """
         return [
             stale
@@ -139,11 +140,10 @@ class Scan:
 
 
 def scan(storage: LocalStorage, prefix: str) -> Scan:
-    """Every `<prefix><number>` under the root, and what interrupted saves have left. An empty scan
-    where there is no root.
+    """Scan every `<prefix><number>` folder under the root, and what interrupted saves left. Empty
+    if there is no root.
 
-    A link with such a name is told and not followed: what it leads to is not the run's to replace
-    or remove.
+    A link is reported and not followed: the run must not replace or remove its target.
     """
     if storage.kind("") is None:
         return Scan((), ())
@@ -162,14 +162,14 @@ def scan(storage: LocalStorage, prefix: str) -> Scan:
         for entry in entries
         if (kind := _stale_kind(entry)) is not None and storage.kind(entry) == "folder"
     ]
-    # Where names cannot be exchanged, a crash may leave a step under no name but this one.
+    # Without atomic exchange of names, a crash may leave a step only under this name.
     backups = [
         entry
         for entry in entries
         if is_step_name(original := names.original_name(entry), prefix) and original not in kinds
     ]
     stale += [
-        (entry, "replaced")
+        (entry, "backup")
         for entry in backups
         if storage.kind(f"{entry}/{names.MANIFEST}") == "file"
     ]
@@ -180,8 +180,8 @@ def scan(storage: LocalStorage, prefix: str) -> Scan:
 
 
 def foreign_steps(scanned: Scan, entries: Iterable[StepEntry]) -> list[StepEntry]:
-    """Those of a root's entries that are not the steps of its scan: what other engines wrote, and
-    ours under other names.
+    """Return the entries of a root that are not steps of its scan: those of other engines, and ours
+    under other names.
     """
     own_paths = {
         record.path
@@ -198,11 +198,12 @@ def is_step_name(entry: str, prefix: str) -> bool:
 
 
 def step_name(step: int, prefix: str) -> str:
+    """Return the folder name of a step."""
     return f"{prefix}{step}"
 
 
 def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
-    """A folder by its manifest and the sizes of its files."""
+    """Inspect one folder: its manifest and the sizes of its files."""
     try:
         with os.scandir(storage.path(name)) as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
@@ -219,11 +220,9 @@ def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecor
             unreadable=True,
         )
     replica_sizes = file_sizes(storage.path(f"{name}/{names.REPLICAS}"))
-    nbytes, files, is_unified = (
-        sum(sizes.values()) + sum(replica_sizes.values()),
-        len(sizes) + len(replica_sizes),
-        has_unified_files(sizes),
-    )
+    nbytes = sum(sizes.values()) + sum(replica_sizes.values())
+    files = len(sizes) + len(replica_sizes)
+    is_unified = has_unified_files(sizes)
     body: bytes | None = None
     try:
         body = storage.read(f"{name}/{names.MANIFEST}") if names.MANIFEST in sizes else None
@@ -256,7 +255,7 @@ def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecor
     status: Literal["complete", "incomplete", "misnamed"] = "incomplete" if problem else "complete"
     if not problem and (manifest.step is None or name != step_name(manifest.step, prefix)):
         claim = "no step" if manifest.step is None else f"step {manifest.step}"
-        status, problem = "misnamed", f"its manifest says {claim}; needed a name that says the same"
+        status, problem = "misnamed", f"its manifest has {claim}; rename the folder accordingly"
     return StepRecord(
         name=name,
         path=storage.path(name),
@@ -277,18 +276,21 @@ def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecor
 
 
 def _link_record(storage: LocalStorage, name: str) -> StepRecord:
-    problem = f"it is a link to {os.path.realpath(storage.path(name))}; needed a folder: move it here, or load it by its path"
+    problem = (
+        f"it is a link to {os.path.realpath(storage.path(name))}, not a folder; "
+        "move the target here, or load it by its path"
+    )
     return StepRecord(
         name, storage.path(name), "incomplete", problem, False, None, 0, 0, unreadable=True
     )
 
 
 def file_sizes(folder: str) -> dict[str, int]:
-    """Sizes of all files in a folder, by path; of a file, its own."""
+    """Return path -> size of all files in a folder; for a file, its own size."""
     sizes = {folder: os.stat(folder).st_size} if os.path.isfile(folder) else {}
     for parent, _, files in os.walk(folder):
         for path in (os.path.join(parent, file) for file in files):
-            with suppress(OSError):  # its owner is at work in it
+            with suppress(OSError):  # changed by its owner meanwhile
                 sizes[path] = os.lstat(path).st_size
     return sizes
 
@@ -299,26 +301,28 @@ def has_unified_files(entries: Mapping[str, int]) -> bool:
 
 
 def trailing_number(name: str) -> int:
-    """The number at the end of a name, -1 where there is none: what it claims, not what it is."""
+    """Return the number at the end of a name, -1 if there is none. This is what the name claims,
+    not what the folder is.
+    """
     digits = name[len(name.rstrip("0123456789")) :]
     return int(digits) if digits else -1
 
 
-def _stale_kind(entry: str) -> Literal["construction", "replaced"] | None:
+def _stale_kind(entry: str) -> Literal["staging", "backup"] | None:
     if names.is_staging(entry):
-        return "construction"
-    return "replaced" if names.is_replaced(entry, _checkpoint_name(entry)) else None
+        return "staging"
+    return "backup" if names.is_replaced(entry, _checkpoint_name(entry)) else None
 
 
 def _checkpoint_name(entry: str) -> str:
-    """The checkpoint's name in that of a folder moved aside."""
+    """Return the name of the checkpoint in the name of a stale folder."""
     return names.original_name(entry) or entry.partition("-")[2].partition("-")[2]
 
 
 def _stale_folder(
     storage: LocalStorage,
     name: str,
-    kind: Literal["construction", "replaced"],
+    kind: Literal["staging", "backup"],
     complete_names: set[str],
 ) -> StaleFolder:
     sizes: dict[str, int] = {}
@@ -328,13 +332,13 @@ def _stale_folder(
             try:
                 status = os.lstat(path)
             except OSError:
-                continue  # its owner is at work in it
+                continue  # changed by its owner meanwhile
             last_change = max(last_change, status.st_mtime)
             if path != folder:
                 sizes[os.path.relpath(path, storage.path(name))] = status.st_size
-    is_unified = kind == "construction" or has_unified_files(sizes)
+    is_unified = kind == "staging" or has_unified_files(sizes)
     only_copy = (
-        kind == "replaced"
+        kind == "backup"
         and names.MANIFEST in sizes
         and _checkpoint_name(name) not in complete_names
     )
@@ -352,8 +356,9 @@ def _stale_folder(
 
 @dataclass(frozen=True, slots=True)
 class BadStep:
-    """An own step that is there and cannot be used. `local`: in the local tier; the save of that id
-    in the root may be good.
+    """A step of this run that exists and cannot be used.
+
+    `local`: in the local tier; the same save in the root may be good.
     """
 
     step: int

@@ -1,1 +1,1 @@
-"""TODO package."""
+"""Stops all ranks at one step, and waits before a process ends. Knows nothing of checkpoints."""

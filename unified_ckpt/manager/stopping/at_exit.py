@@ -1,4 +1,4 @@
-"""What a process still does before it ends."""
+"""Runs a function before the process ends."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _POLL_SECONDS = 0.2
 
 
 class ExitHook:
-    """Calls `finish` once the main thread has ended, and all that the process waits for, saves in
-    the background among them; the process ends after that. Not after `cancel`.
+    """Calls `callback` once the main thread and all other non-daemon threads have ended, background
+    saves included. The process then ends.
 
-    A thread and no function of atexit: what is called there may start no threads any more (Python
-    3.12), and copies need some.
+    Uses a thread instead of `atexit`, whose functions cannot start threads (Python 3.12); uploads
+    need some.
     """
 
     def __init__(self, callback: Callable[[], object]) -> None:
@@ -21,7 +21,7 @@ class ExitHook:
         _ExitThread(callback, self._cancelled).start()
 
     def cancel(self) -> None:
-        """May come from `finish` as well."""
+        """Do not call `callback`. May be called by `callback` itself."""
         self._cancelled.set()
 
 
@@ -31,6 +31,7 @@ class _ExitThread(threading.Thread):
         self._callback, self._cancelled = callback, cancelled
 
     def run(self) -> None:
+        """Poll the other threads, then call `callback`."""
         while not self._cancelled.wait(_POLL_SECONDS):
             if all(
                 thread.daemon or isinstance(thread, _ExitThread) or not thread.is_alive()

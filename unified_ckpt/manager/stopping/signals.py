@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a flag that the training looks at. Saves nothing, stops nothing."""
+"""Turns SIGTERM and SIGINT into a flag that training polls. Saves nothing and stops nothing."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class SignalFlag:
-    """While inside, SIGTERM and the first SIGINT only set a flag. Does nothing outside of the main
-    thread, where Python allows nothing.
+    """While active, SIGTERM and the first SIGINT only set a flag. Does nothing outside the main
+    thread, where Python forbids handlers.
 
-    A callable that stood there before for SIGTERM is called too; a second SIGINT goes to what stood
-    there before, which is how Ctrl-C twice still ends a program. `stop` puts back what was there
-    before. Where it cannot, because it is called in another thread or somebody else has come
-    meanwhile and may call us, what comes goes on to what was there before.
+    A previous SIGTERM handler is called too. A second SIGINT goes to the previous handler, so
+    Ctrl-C twice still ends a program. `stop` restores the previous handlers. It cannot do so in
+    another thread, or if another handler was installed since; signals are then forwarded to the
+    previous handler.
     """
 
     def __init__(self) -> None:
         self._previous: dict[int, _Handler] = {}
         self._stopped = self._deferring = False
-        self._deferred: list[int] = []  # kept for `stop`
+        self._deferred: list[int] = []  # raised again by `stop`
         self.received: str | None = None
 
     def start(self) -> None:
-        """Once."""
+        """Install the handlers. Call it once."""
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in _SIGNALS:
@@ -37,12 +37,13 @@ class SignalFlag:
                 self._previous[signum] = signal.signal(signum, self._handle)
 
     def defer(self) -> None:
-        """From now on nobody looks at the flag: what would only set it is kept, and sent again by
-        `stop`.
+        """Stop polling: a signal that would only set the flag is kept, and `stop` raises it
+        again.
         """
         self._deferring = True
 
     def stop(self) -> None:
+        """Restore the previous handlers and raise deferred signals."""
         self._stopped = True
         if threading.current_thread() is threading.main_thread():
             for signum in self._previous:
@@ -65,7 +66,7 @@ class SignalFlag:
         self.stop()
 
     def _previous_action(self, signum: int) -> _Handler:
-        """What stood there before, and still listens."""
+        """Return the previous handler that is still active."""
         previous = self._previous.get(signum)
         owner = getattr(previous, "__self__", None)
         return (
@@ -82,9 +83,8 @@ class SignalFlag:
         is_first = self.received is None
         self.received = self.received or signal.Signals(signum).name
         if signum == signal.SIGINT and not is_first:
-            self._deferred = [
-                deferred for deferred in self._deferred if deferred != signum
-            ]  # answered now
+            # handled here
+            self._deferred = [deferred for deferred in self._deferred if deferred != signum]
             if callable(previous):
                 previous(signum, frame)
             elif previous == signal.SIG_DFL:
@@ -95,11 +95,9 @@ class SignalFlag:
             self._deferred.append(signum)
 
     def _forward(self, signum: int, frame: FrameType | None, previous: _Handler) -> None:
-        """As if we had never been there."""
+        """Handle a signal as if this handler had never been installed."""
         if callable(previous):
             previous(signum, frame)
-        elif (
-            previous != signal.SIG_IGN and signal.getsignal(signum) == self._handle
-        ):  # else somebody else decides what happens
+        elif previous != signal.SIG_IGN and signal.getsignal(signum) == self._handle:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)

@@ -1,5 +1,5 @@
-"""What may come at any moment on any rank: a signal, a scheduler's notice, rank 0's clock. Turned
-into steps on which all ranks agree.
+"""Turns asynchronous requests (signals, a scheduler's notice, rank 0's clock) into steps on which
+all ranks agree.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from unified_ckpt.runtime.comm.comm import Comm
 
 
 class StopSignals:
-    """Asked once per step on every rank. Owns the signals until `close`.
+    """Polled once per step on every rank. Owns the signal handlers until `close`.
 
-    `requested`: set it, from any thread, to have all ranks stop. `stopped`: whether the step to
-    stop at has been reached.
+    `requested`: set it from any thread to stop all ranks. `stopped`: the agreed stop step has been
+    reached.
     """
 
     def __init__(self, options: ManagerOptions) -> None:
@@ -34,17 +34,18 @@ class StopSignals:
             self._signals.start()
 
     def defer(self) -> None:
-        """No step is asked about any more. A signal that comes before `close` is sent again then."""
+        """End polling. A signal that arrives before `close` is raised again by `close`."""
         self._signals.defer()
 
     def close(self) -> None:
+        """Restore the signal handlers and raise deferred signals."""
         self._signals.stop()
 
     def save_reasons(
         self, step: int, comm: Comm, clock_reason: Callable[[], str | None]
     ) -> tuple[str, ...]:
-        """Why to save at this step, the same on every rank: "preemption", or what rank 0's clock
-        said. Waits for nobody.
+        """Return why to save at this step: "preemption", or the reason of rank 0's clock. The same
+        on every rank; never waits.
         """
         if not self._opened:
             self._open(comm)
@@ -68,21 +69,19 @@ class StopSignals:
         return tuple(reason for reason in reasons if reason is not None)
 
     def _open(self, comm: Comm) -> None:
-        """Each rank counts the managers that it has made, so that a later one finds no notices of
-        an earlier one.
+        """Number the managers of this rank, so that a new manager sees no requests of an earlier
+        one.
         """
-        store = comm.key_store("manager")
-        manager_index = store.add(f"managers/{comm.rank}", 1)
+        manager_index = comm.key_store("manager").add(f"managers/{comm.rank}", 1)
         consensus = partial(
             StepConsensus,
-            store,
             rank=comm.rank,
             ranks=comm.ranks,
             margin_steps=self._options.margin_steps,
             poll_seconds=self._options.notice_seconds,
         )
         if self.watching:
-            self._stop_consensus = consensus(f"{manager_index}/stop")
+            self._stop_consensus = consensus(comm.key_store(f"manager/{manager_index}/stop"))
         if uses_clock(self._options):
-            self._clock_consensus = consensus(f"{manager_index}/save")
+            self._clock_consensus = consensus(comm.key_store(f"manager/{manager_index}/save"))
         self._opened = True

@@ -1,1 +1,4 @@
-"""TODO package."""
+"""A local directory in front of the root: uploads, merges, and whose checkpoints are whose.
+
+Knows nothing of when to save.
+"""

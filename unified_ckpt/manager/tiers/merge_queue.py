@@ -1,19 +1,20 @@
-"""Local saves of several machines, merged to the root: the first rank of each machine is its lead,
-the first lead says what is merged now.
+"""Merges local saves of several nodes into the root. The first rank of each node is its leader; the
+first leader schedules the merges.
 
-All leads take part in each merge, in a thread of their own, and talk through the store only:
-training and its process group see nothing. The first lead's copies (`copies.py`) decide which save
-comes next, and set a numbered key; the others look for it and follow.
+All leaders take part in each merge, in a thread of their own. They communicate only through the
+store, so training and its process group are not involved. The upload queue of the first leader
+(`upload_queue.py`) selects the next save and publishes it under a numbered key; the other leaders
+poll this key.
 
-How it could lose data or hang:
-- leads merge different saves: only the first one decides, and the meeting of a merge names the
-  folder;
-- a lead removes a local save that is still to be merged: local ones go at commits only, and what
-  the first lead owes then stays on all;
-- a lead is away: the others fail when its silence is too long; the first one tries again, and
-  tells its ranks when it gives up;
-- a lead's process ends while others still merge: at exit it waits until the first lead has ended
-  what it owed when this one last saved, as long as anybody gets on.
+How data could be lost, or a process could hang:
+- Leaders merge different saves: only the first leader selects, and the collective of a merge names
+  the folder.
+- A leader removes a local save that still has to be merged: local saves are removed only at
+  commits, and everything that the first leader has pending then stays on all nodes.
+- A leader is gone: the others fail once it has been silent for too long. The first leader retries,
+  and reports to its ranks when it gives up.
+- The process of a leader ends while others still merge: at exit it waits until the first leader has
+  finished what was pending at its last save, as long as there is progress.
 """
 
 from __future__ import annotations
@@ -36,15 +37,25 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 
 _LOG = logging.getLogger("unified_ckpt")
-NOT_COPIED = "%s is not copied: %s/%s is save %s of an earlier life, and stays; if_exists='replace' replaces it"
+NOT_COPIED = (
+    "%s is not copied: %s/%s is save %s of a previous run and stays; "
+    "to replace it, set if_exists='replace'"
+)
 _POLL_SECONDS = 0.2
-_HEARTBEAT_SECONDS = 1.0  # between two signs of life of a lead that merges
+# Keys of the store, under tiers/<token>/keys:
+_MERGE = "merge"  # the current merge: its number and its job
+_FINISHED = "finished"  # number of the last job that has finished or failed
+_SAVES = "saves"  # ids of the saves in the root
+_HEARTBEATS = "heartbeats"  # counter of all leaders
+_HEARTBEAT_SECONDS = 1.0  # minimum interval between heartbeats of a merging leader
 
 
 @dataclass(frozen=True, slots=True)
 class UploadJob:
-    """A local checkpoint that is due in the root. `if_exists`: for another save of its name there;
-    `number`: of those that were due.
+    """A local checkpoint to be written to the root.
+
+    `if_exists` applies to another save of this name in the root. `number` counts the saves that
+    were due, from 1.
     """
 
     step: int
@@ -55,12 +66,20 @@ class UploadJob:
     number: int
 
 
-class MergeQueue:
-    """This machine's part in all merges of a manager. `ranks`: of the job; `leads`: among them, by
-    machine; `token`: of the manager.
+@dataclass(frozen=True, slots=True)
+class TierPaths:
+    """The folders of both tiers on this node, absolute."""
 
-    `note` is called in the other leads' threads with the ids that are in the root. The first lead
-    calls `merge`, `publish_saves` and `mark_finished`.
+    local: str
+    root: str
+
+
+class MergeQueue:
+    """This node's part in all merges of a manager.
+
+    `comm`: all ranks of the job. `leaders`: one rank per node, in the order of nodes. `token`:
+    identifies the manager. `on_committed` is called in the threads of the other leaders with the
+    save ids in the root. Only the first leader calls `merge`, `publish_saves` and `mark_finished`.
     """
 
     def __init__(
@@ -69,23 +88,20 @@ class MergeQueue:
         leaders: Sequence[int],
         token: str,
         *,
-        source: str,
-        target: str,
+        paths: TierPaths,
         timeout_seconds: float,
         on_committed: Callable[[frozenset[str]], object],
     ) -> None:
         self._merge_comm = comm.subgroup(f"tiers/{token}/merge", leaders)
-        self._commit_comm = comm.subgroup(f"tiers/{token}/keep", leaders)
+        self._commit_comm = comm.subgroup(f"tiers/{token}/commits", leaders)
         self._keys = comm.key_store(f"tiers/{token}/keys")
-        self._source, self._target, self._timeout_seconds, self._on_committed = (
-            source,
-            target,
-            timeout_seconds,
-            on_committed,
-        )
+        self._source = paths.local
+        self._target = paths.root
+        self._timeout_seconds = timeout_seconds
+        self._on_committed = on_committed
         self._poll_seconds = poll_interval(_POLL_SECONDS, pollers=len(leaders))
-        self._last_published = self._last_received = 0  # of what was told, and of what was heard
-        self._last_scheduled = 0  # the number of the last save that was due, the same on every lead
+        self._last_published = self._last_received = 0  # numbers of merges published and received
+        self._last_scheduled = 0  # number of the last save that was due, equal on every leader
         self._stopped = threading.Event()
         self._last_heartbeat = 0.0
         self._thread: threading.Thread | None = None
@@ -97,46 +113,48 @@ class MergeQueue:
             self._thread.start()
             self._exit_hook = ExitHook(self._before_exit)
 
-    # every lead
-
     def schedule(self, number: int) -> None:
-        """The save of this number is to be merged."""
+        """Record that the save of this number is to be merged."""
         self._last_scheduled = number
 
     def broadcast_pending(self, pending: set[int]) -> set[int]:
-        """Collective over the leads, after each local commit. The steps that the first lead owes,
-        its own `pending`, on all.
+        """Return the steps that the first leader has pending. Collective over the leaders, after
+        each local commit.
         """
         collective = self._commit_comm.begin_collective(
-            "keep", cached=False, timeout_seconds=self._timeout_seconds
+            "pending", cached=False, timeout_seconds=self._timeout_seconds
         )
         body = collective.broadcast(
-            "owed", json.dumps(sorted(pending)).encode() if collective.rank == 0 else None
+            "pending", json.dumps(sorted(pending)).encode() if collective.rank == 0 else None
         )
         return set(json.loads(body))
 
     def wait(self) -> None:
-        """For a follower: returns once what is due is merged, or has failed. StorageError where
-        nobody gets on.
+        """Block a follower until every scheduled merge has finished or failed. Raises StorageError
+        if there is no progress.
         """
         last_progress, heartbeats = time.monotonic(), -1
         while self._last_scheduled and self._merge_comm.rank != 0 and not self._stopped.is_set():
-            if self._keys.check(["ended"]) and int(self._keys.get("ended")) >= self._last_scheduled:
+            if (
+                self._keys.check([_FINISHED])
+                and int(self._keys.get(_FINISHED)) >= self._last_scheduled
+            ):
                 return
             if (count := self.heartbeat_count()) != heartbeats:
                 last_progress, heartbeats = time.monotonic(), count
             if time.monotonic() - last_progress > self._timeout_seconds:
                 raise StorageError(
-                    f"{self._source}: what was to be merged to {self._target} gets on by no byte; it is local only"
+                    f"{self._source}: no progress of the merge to {self._target} for "
+                    f"{self._timeout_seconds:g} s; the save is only local"
                 )
             self._stopped.wait(self._poll_seconds)
 
     def heartbeat_count(self) -> int:
-        """Grows as long as some lead gets on."""
-        return self._keys.add("signs", 0)
+        """Return a counter that grows while some leader makes progress."""
+        return self._keys.add(_HEARTBEATS, 0)
 
     def stop(self) -> None:
-        """Gives up what is under way. A merge that hangs clears itself away if it ever comes back."""
+        """Abandon the running merge. If a hanging merge ever returns, it removes its own files."""
         if self._exit_hook is not None:
             self._exit_hook.cancel()
         self._stopped.set()
@@ -145,49 +163,47 @@ class MergeQueue:
         self._merge_comm.detach()
         self._commit_comm.detach()
 
-    # the first lead
-
     def merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> int:
-        """Collective: has all leads come, and merges. Bytes written by this machine."""
+        """Start a merge on all leaders and run it. Collective. Returns the bytes written by this
+        node.
+        """
         self._last_published += 1
-        self._keys.set("merge", json.dumps({"number": self._last_published, "order": asdict(job)}))
+        self._keys.set(_MERGE, json.dumps({"number": self._last_published, "job": asdict(job)}))
         return self._merge(job, on_progress)
 
     def publish_saves(self, saves: frozenset[str]) -> None:
-        """After a merge, what is in the root: the others note it."""
-        self._keys.set("saves", json.dumps(sorted(saves)))
+        """Publish the ids of the saves in the root, after a merge."""
+        self._keys.set(_SAVES, json.dumps(sorted(saves)))
 
     def mark_finished(self, job: UploadJob) -> None:
-        """This one and those before it have ended, well or not."""
-        self._keys.set("ended", str(job.number))
-
-    # the others
+        """Publish that this job and all jobs before it have finished or failed."""
+        self._keys.set(_FINISHED, str(job.number))
 
     def _follow(self) -> None:
         last_body = b""
         while not self._stopped.is_set():
             try:
-                if self._keys.check(["saves"]) and (body := self._keys.get("saves")) != last_body:
+                if self._keys.check([_SAVES]) and (body := self._keys.get(_SAVES)) != last_body:
                     last_body = body
                     self._on_committed(frozenset(json.loads(body)))
-                if self._keys.check(["merge"]):
-                    message = json.loads(self._keys.get("merge"))
+                if self._keys.check([_MERGE]):
+                    message = json.loads(self._keys.get(_MERGE))
                     if message["number"] > self._last_received:
                         self._last_received = message["number"]
-                        self._merge(UploadJob(**message["order"]), self._raise_if_stopped)
-            except Exception as error:  # the first lead has it too, and tells it to all ranks
+                        self._merge(UploadJob(**message["job"]), self._raise_if_stopped)
+            except Exception as error:  # the first leader fails too, and reports it
                 _LOG.debug("a merge to %s failed: %s", self._target, error)
             self._stopped.wait(self._poll_seconds)
 
     def _raise_if_stopped(self, nbytes: int) -> None:
         if self._stopped.is_set():
-            raise StorageError(f"{self._target}: given up after {nbytes} bytes more")
+            raise StorageError(f"{self._target}: the merge was cancelled after {nbytes} more bytes")
 
     def _merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> int:
         def heartbeat(nbytes: int) -> None:
             if time.monotonic() - self._last_heartbeat > _HEARTBEAT_SECONDS:
                 self._last_heartbeat = time.monotonic()
-                self._keys.add("signs", 1)
+                self._keys.add(_HEARTBEATS, 1)
             on_progress(nbytes)
 
         options = MergeOptions(
@@ -199,10 +215,8 @@ class MergeQueue:
         )
         with contextlib.suppress(OSError):
             os.makedirs(self._target, exist_ok=True)
-        storage, paths = (
-            LocalStorage(self._target, write_policy=BACKGROUND),
-            [os.path.join(self._source, job.name)],
-        )
+        storage = LocalStorage(self._target, write_policy=BACKGROUND)
+        paths = [os.path.join(self._source, job.name)]
         report = merge_paths(
             self._merge_comm,
             paths,
@@ -221,9 +235,8 @@ class MergeQueue:
         try:
             self.wait()
         except RankError as error:
-            _LOG.debug(
-                "the first lead has ended: %s", error
-            )  # after what it owed, and with a word if that has failed
+            # it finished its merges, or has reported the failure
+            _LOG.debug("the first leader has ended: %s", error)
         except CheckpointError as error:
-            _LOG.error("a merge failed while the process ended: %s", error)
+            _LOG.error("a merge failed while the process was ending: %s", error)
         self.stop()

@@ -1,5 +1,7 @@
-"""The newest saves of this life in the root, which stay whatever the rules say: a later step of an
-earlier life may be there, damaged.
+"""Steps in the root that no retention rule may remove: the latest saves of this run.
+
+A later step of a previous run may exist and be damaged, so the highest number alone does not
+protect the latest good save.
 """
 
 from __future__ import annotations
@@ -8,28 +10,30 @@ import threading
 
 
 class ProtectedSteps:
-    """Saves that go straight to the root and copies to it end in any order, in several threads.
+    """Tracks direct saves to the root and uploads, which end in any order, in several threads.
 
-    A straight save stays until the next one is there, or a copy of what was saved after it. `due`:
-    how many local saves were due before.
+    A direct save stays protected until the next one is committed, or an upload of a save made after
+    it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._scheduled: dict[int, int] = {}  # by step of a straight save
+        self._scheduled: dict[int, int] = {}  # step of a direct save -> scheduled saves before it
 
     def on_begin(self, step: int, *, scheduled: int) -> None:
-        """Before a straight save has its name."""
+        """Protect a direct save before its folder has its name. `scheduled`: number of local saves
+        scheduled for the root so far.
+        """
         with self._lock:
             self._scheduled = {**self._scheduled, step: scheduled}
 
     def on_commit(self, step: int) -> None:
-        """That save is there: those before it need not stay."""
+        """Record that a direct save is committed; earlier ones need no protection."""
         with self._lock:
             self._scheduled = {step: self._scheduled[step]}
 
     def on_upload(self, number: int) -> None:
-        """The due save of this number, from 1, is there."""
+        """Record that the scheduled save of this number, from 1, is in the root."""
         with self._lock:
             self._scheduled = {
                 step: scheduled
@@ -38,5 +42,6 @@ class ProtectedSteps:
             }
 
     def steps(self) -> set[int]:
+        """Return the protected steps."""
         with self._lock:
             return set(self._scheduled)

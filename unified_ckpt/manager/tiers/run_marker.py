@@ -1,22 +1,22 @@
-"""Which checkpoints of a local directory are of the run that a root belongs to. A local directory
-outlives jobs: the next may be another.
+"""Decides which checkpoints of a local directory belong to the run of a root. A local directory
+outlives jobs, so the next job may be another run.
 
-A small file in the local directory says which root it goes with, which saves were committed there
-when it was last written, and which saves lay in the local directory already when this run first
-came, strangers. The root itself bears no mark.
+A small file in the local directory records the root, the saves committed there when it was last
+written, and the foreign saves that lay in the local directory when this run first used it. Nothing
+is written to the root.
 
-The rule: a local checkpoint counts if
+A local checkpoint counts if
 - the same save (its id is random, 64 bits) is committed in the root; or
-- the file names this root, by path, the checkpoint is not one of the strangers, and the directory
-  is known to be of this run: a save that the file names, or one that lies in the directory and is
-  no stranger, is committed in the root; or neither file nor root has any.
+- the file names this root by path, the checkpoint is not a foreign save, and the directory is known
+  to be of this run: a save that the file names, or a local save that is not foreign, is committed
+  in the root; or neither the file nor the root has any save.
 
-What it does not know:
-- a root that was emptied by hand is a new run, and so is one that was moved: local checkpoints do
-  not count then, those in the root do;
-- a root that was emptied before anything was ever committed in it is the same run still: its
-  local checkpoints count;
-- two runs that use one local directory at the same time: the one that came last owns it.
+Limits:
+- A root that was emptied by hand, or moved, is a new run: local checkpoints do not count then,
+  those in the root do.
+- A root that was emptied before anything was committed in it is still the same run: its local
+  checkpoints count.
+- If two runs use one local directory at the same time, it belongs to the one that came last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MARKER = ".unified_tier.json"
 
 @dataclass(frozen=True, slots=True)
 class RunMarker:
-    """What the file says. `root_saves`: ids committed in the root; `foreign_saves`: ids in the
+    """The content of the file. `root_saves`: ids committed in the root. `foreign_saves`: ids in the
     local directory that are of other runs.
     """
 
@@ -47,26 +47,26 @@ class RunMarker:
 
 
 def read(directory: str) -> RunMarker | None:
-    """What the directory says; None where it says nothing that can be read."""
+    """Read the marker of a local directory. Returns None if there is none, or it cannot be read."""
     try:
         with open_binary(path := os.path.join(directory, MARKER)) as file:
             fields = parse_json(file.read(), file=path)
         return RunMarker(
             str(fields["root"]),
-            frozenset(map(str, fields["saves"])),
-            frozenset(map(str, fields["strangers"])),
+            frozenset(map(str, fields["root_saves"])),
+            frozenset(map(str, fields["foreign_saves"])),
         )
     except (CheckpointError, OSError, KeyError, TypeError):
         return None
 
 
 def write(directory: str, marker: RunMarker) -> None:
-    """In one step; StorageError where it cannot be."""
+    """Write the marker atomically. Raises StorageError on failure."""
     body = json.dumps(
         {
             "root": marker.root,
-            "saves": sorted(marker.root_saves),
-            "strangers": sorted(marker.foreign_saves),
+            "root_saves": sorted(marker.root_saves),
+            "foreign_saves": sorted(marker.foreign_saves),
         }
     )
     path = os.path.join(directory, MARKER)
@@ -79,7 +79,7 @@ def write(directory: str, marker: RunMarker) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(f"{path}.new")
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"{path}: cannot write: {error.strerror}") from error
 
 
 def foreign_saves(
@@ -89,8 +89,8 @@ def foreign_saves(
     root_saves: Collection[str],
     local_saves: Collection[str],
 ) -> frozenset[str]:
-    """Of the saves in the `local_saves` directory those that do not count, by the rule above;
-    `root_saves`: those in the root.
+    """Return the saves in the local directory that do not count, by the rule above. `root_saves`:
+    ids committed in the root.
     """
     uncommitted = frozenset(local_saves) - frozenset(root_saves)
     return (
@@ -108,7 +108,7 @@ def belongs_to_root(
     root_saves: Collection[str],
     local_saves: Collection[str],
 ) -> bool:
-    """Whether a local directory is known to be of the run of this root, by the rule above."""
+    """Whether a local directory is known to be of this root's run, by the rule above."""
     if marker is None or marker.root != root:
         return False
     known_saves = (marker.root_saves | frozenset(local_saves)) - marker.foreign_saves
@@ -118,8 +118,8 @@ def belongs_to_root(
 def attributable_steps(
     marker: RunMarker | None, root: str, local: Scan, *, root_saves: Collection[str]
 ) -> Scan:
-    """The local steps without those of which nobody knows the save, unless the directory is of this
-    run: they may be another's.
+    """Drop local steps of unknown saves, unless the directory is of this run: they may be another
+    run's.
     """
     if belongs_to_root(marker, root, root_saves=root_saves, local_saves=save_ids(local.steps)):
         return local
@@ -129,14 +129,15 @@ def attributable_steps(
 
 
 def save_ids(records: Collection[StepRecord]) -> frozenset[str]:
+    """Return the save ids of these records."""
     return frozenset(record.save_id for record in records if record.save_id is not None)
 
 
 def merge_tiers(root: Scan, local: Scan, excluded: Collection[str]) -> Scan:
-    """Both tiers in the order in which they are to be trusted, the best last. `excluded`: saves of
-    the local one that do not count.
+    """Return the steps of both tiers in order of preference, the best last. `excluded`: local saves
+    that do not count.
 
-    Of one step in both the local one is better, if it is the same save or was created later.
+    Of one step in both tiers the local one is better if it is the same save, or was created later.
     """
     in_root = {record.step: record for record in root.complete}
 

@@ -1,8 +1,9 @@
-"""Two tiers of one run: a local directory for frequent saves, and the root, to which some are
-copied. Rank 0 acts, all are told alike.
+"""Two tiers of a run: a local directory for frequent saves, and the root, to which some of them are
+uploaded.
 
-On several machines the first rank of each, its lead, acts for that machine's local directory.
-Nothing here waits for the root's storage but what says so.
+Rank 0 acts, and every rank learns the result. On several nodes the first rank of each node, its
+leader, acts for the local directory of that node. No call waits for the storage of the root unless
+its docstring says so.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from unified_ckpt.engine.folder import commit
@@ -23,7 +25,7 @@ from unified_ckpt.manager.steps.remove import remove_folder
 from unified_ckpt.manager.steps.rotate import rotate_after_save
 from unified_ckpt.manager.steps.scan import BadStep, Scan, scan
 from unified_ckpt.manager.tiers import run_marker
-from unified_ckpt.manager.tiers.merge_queue import MergeQueue, UploadJob
+from unified_ckpt.manager.tiers.merge_queue import MergeQueue, TierPaths, UploadJob
 from unified_ckpt.manager.tiers.protected_steps import ProtectedSteps
 from unified_ckpt.manager.tiers.run_marker import RunMarker
 from unified_ckpt.manager.tiers.upload_queue import SOURCE_DAMAGED, UploadQueue
@@ -39,8 +41,8 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Where a save goes: `path`, below the root unless absolute, on this machine. `replace`: what
-    is there is of another run.
+    """Where a save goes on this node. `path` is relative to the root unless absolute. `replace`:
+    the folder there is of another run.
     """
 
     path: str
@@ -49,8 +51,10 @@ class SaveTarget:
 
 
 class TieredStorage:
-    """Of the ranks of one manager. `root`, `local_directory`: absolute, and two. `machines`:
-    collective, the machine of each rank. Collective calls say so; the others are for leads.
+    """The two tiers of one manager's ranks.
+
+    `root` and `local_directory` are absolute and differ. `nodes` is collective and returns the node
+    of each rank. Collective methods say so; the others are for leaders.
     """
 
     def __init__(
@@ -65,91 +69,69 @@ class TieredStorage:
         self.root, self.local_directory = root, os.path.realpath(options.local_directory or "")
         if self.root == self.local_directory:
             raise FormatError(
-                f"local_directory={options.local_directory!r}: is the root, {root}, whose checkpoints would go by keep_latest_local; "
-                "needed another folder"
+                f"local_directory={options.local_directory!r}: got the root, {root}, "
+                "expected another folder; choose one on a local disk"
             )
-        self._options, self._ranks, self._nodes, self._timeout_seconds = (
-            options,
-            ranks,
-            nodes,
-            timeout_seconds,
-        )
+        self._options = options
+        self._ranks = ranks
+        self._nodes = nodes
+        self._timeout_seconds = timeout_seconds
+        self._paths = TierPaths(self.local_directory, root)
         self._upload_queue = UploadQueue(
-            self.local_directory,
-            root,
+            self._paths,
             options,
             stall_seconds=timeout_seconds,
             on_uploaded=self._after_upload,
         )
-        self._leaders: tuple[int, ...] = ()  # once they are known
-        self._token = secrets.token_hex(8)  # rank 0's is that of all
-        self._merge_queue: MergeQueue | None = None  # on the leads of several machines
-        self._scheduled = 0  # local saves that were due
-        self._last_local_steps: set[int] = (
-            set()
-        )  # the last steps that were saved locally: a later one may be there, and be damaged
+        self._leaders: tuple[int, ...] = ()  # known after the first collective
+        self._token = secrets.token_hex(8)  # rank 0's token is used by all
+        self._merge_queue: MergeQueue | None = None  # on leaders, if there are several nodes
+        self._scheduled = 0  # count of local saves that were due
+        self._last_local_steps: set[int] = set()  # a later step may exist and be damaged
         self._protected = ProtectedSteps()
-        self.bad_steps: frozenset[BadStep] = (
-            frozenset()
-        )  # what lies in both tiers and is known to be damaged
-        self._marker: RunMarker | None = None  # once it is opened
-        self._local_lock = (
-            threading.Lock()
-        )  # of the local directory: a save's thread and that of copies
-        self._failures_in_a_row = 0  # copies in a row
-        self._local_suspect = False  # what lay in the local directory was damaged
-
-    # collective
+        self.bad_steps: frozenset[BadStep] = frozenset()  # damaged steps of both tiers
+        self._marker: RunMarker | None = None  # None until the local directory is opened
+        # saves and uploads change the local directory in threads
+        self._local_lock = threading.Lock()
+        self._failures_in_a_row = 0
+        self._local_suspect = False  # a local checkpoint was damaged
 
     def select_target(
         self, step: int, name: str, *, for_root: bool, direct: bool, is_last: bool
     ) -> SaveTarget:
-        """Collective. Where the save `name` of `step` goes; `for_root` for the root too, `direct`
-        to it. Raises what copies have failed with
-        `raise_after` times in a row, but for a `is_last` save, which may succeed.
+        """Choose where a save goes. Collective.
 
-        One machine's `is_last` save goes straight to the root, and one after damage; those of
-        several machines are merged in any case.
+        `for_root`: it is due in the root too. `direct`: it goes directly to the root. Raises the
+        error of uploads that failed `raise_after` times in a row, unless `is_last`: the last save
+        may succeed. On one node the last save goes directly to the root, and so does the next one
+        due after damage. On several nodes a due save is merged in any case.
         """
         self._leaders = self._leaders or first_ranks(self._nodes())
         single_node = len(self._leaders) == 1
         direct = direct or (single_node and (is_last or (for_root and self._local_suspect)))
 
         def answer(collective: Collective) -> dict[str, Any]:
-            return {
-                "place": asdict(
-                    self._select_target(collective, name, for_root=for_root, direct=direct)
-                ),
-                "token": self._token,
-            }
+            target = self._select_target(collective, name, for_root=for_root, direct=direct)
+            return {"target": asdict(target), "token": self._token}
 
-        reply = self._exchange(
-            "where",
-            answer,
-            leader_action=None
-            if direct
-            else lambda collective: self._answer_target(collective, name),
-        )
+        leader_action = None if direct else partial(self._answer_target, name=name)
+        reply = self._exchange("select_target", answer, leader_action=leader_action)
         self._count_outcomes(reply["outcomes"], strict=False, is_last=is_last)
         self._token = reply["token"]
         self._join_merges()
-        target = SaveTarget(**reply["place"])
+        target = SaveTarget(**reply["target"])
         self._local_suspect = self._local_suspect and (target.local or not for_root)
-        self._last_local_steps = (
-            self._last_local_steps | {step} if target.local else self._last_local_steps
-        )
-        return (
-            replace(target, path=os.path.join(self.local_directory, name))
-            if target.local
-            else target
-        )
+        if not target.local:
+            return target
+        self._last_local_steps = self._last_local_steps | {step}
+        return replace(target, path=os.path.join(self.local_directory, name))
 
     def begin_direct(self, step: int) -> None:
-        """Before a save that goes straight to the root."""
+        """Record that a save is about to go directly to the root."""
         self._protected.on_begin(step, scheduled=self._scheduled)
 
     def _join_merges(self) -> None:
-        """The lead's part in merges, from the first save on."""
+        """Take part in merges as a leader, from the first save on."""
         if (
             self._merge_queue is None
             and len(self._leaders) > 1
@@ -159,15 +141,16 @@ class TieredStorage:
                 self._ranks(),
                 self._leaders,
                 self._token,
-                source=self.local_directory,
-                target=self.root,
+                paths=self._paths,
                 timeout_seconds=self._timeout_seconds,
                 on_committed=self._update_marker,
             )
 
     def wait_until_in_root(self, step: int, name: str) -> bool:
-        """Collective, before the last save. Whether the last step saved locally is in the root too,
-        once its copy is waited for. Raises that copy's silence.
+        """Wait for the upload of the last local step and return whether it is in the root.
+        Collective, before the last save.
+
+        Raises StorageError if the upload makes no progress.
         """
 
         def answer(collective: Collective) -> dict[str, Any]:
@@ -176,29 +159,27 @@ class TieredStorage:
                 commit.read_manifest(LocalStorage(path), name)
                 for path in (self.root, self.local_directory)
             )
-            return {
-                "settled": root_manifest is not None
-                and (local_manifest is None or local_manifest.save_id == root_manifest.save_id)
-            }
+            in_root = root_manifest is not None and (
+                local_manifest is None or local_manifest.save_id == root_manifest.save_id
+            )
+            return {"in_root": in_root}
 
-        reply = self._exchange("settle", answer)
-        self._count_outcomes(
-            [outcome for outcome in reply["outcomes"] if outcome["step"] != step],
-            strict=False,
-            is_last=True,
-        )  # of `step`: as told
-        return bool(reply["settled"])
+        reply = self._exchange("wait_until_in_root", answer)
+        # the result already covers `step`
+        others = [outcome for outcome in reply["outcomes"] if outcome["step"] != step]
+        self._count_outcomes(others, strict=False, is_last=True)
+        return bool(reply["in_root"])
 
     def flush(self) -> None:
-        """Collective. Returns once nothing is owed to the root. Raises the error of a copy that
-        failed, or its silence.
+        """Block until no upload is pending. Collective. Raises the error of a failed or stalled
+        upload.
         """
 
         def answer(collective: Collective) -> dict[str, Any]:
             self._upload_queue.wait(heartbeat=collective.heartbeat)
             return {}
 
-        reply = self._exchange("copies", answer)
+        reply = self._exchange("flush", answer)
         if (
             self._merge_queue is not None
             and self._marker is not None
@@ -214,14 +195,15 @@ class TieredStorage:
         *,
         leader_action: Callable[[Collective], None] | None = None,
     ) -> dict[str, Any]:
-        """What `rank0_action` says on rank 0, and how copies ended that were not told yet, on every
-        rank.
-        `leader_action`: called on the other leads.
+        """Run `rank0_action` on rank 0 and return its answer on every rank, with the upload results
+        not yet reported.
+
+        `leader_action` runs on the other leaders.
         """
         collective = self._ranks().begin_collective(
             operation, cached=False, timeout_seconds=self._timeout_seconds
         )
-        with collective.step("tell"):
+        with collective.step("exchange"):
             if collective.rank == 0:
                 answer = rank0_action(collective)
                 outcomes = [
@@ -234,11 +216,11 @@ class TieredStorage:
                 ]
                 saves = sorted(self._marker.root_saves) if self._marker is not None else []
                 collective.put(
-                    "told", json.dumps({**answer, "outcomes": outcomes, "saves": saves}).encode()
+                    "reply", json.dumps({**answer, "outcomes": outcomes, "saves": saves}).encode()
                 )
             elif leader_action is not None and collective.rank in self._leaders:
                 leader_action(collective)
-            reply: dict[str, Any] = json.loads(collective.get("told"))
+            reply: dict[str, Any] = json.loads(collective.get("reply"))
         if (
             self._merge_queue is not None
             and self._marker is not None
@@ -250,8 +232,10 @@ class TieredStorage:
     def _count_outcomes(
         self, outcomes: list[dict[str, Any]], *, strict: bool, is_last: bool = False
     ) -> None:
-        """Every rank counts alike. `strict`: raises the first error, else the one that is
-        `raise_after` in a row; `is_last`: none.
+        """Count failed uploads, alike on every rank.
+
+        `strict` raises the first error; otherwise the error that is `raise_after` in a row is
+        raised, unless `is_last`.
         """
         failure: CheckpointError | None = None
         for outcome in outcomes:
@@ -263,7 +247,8 @@ class TieredStorage:
                 failure = failure or decode_error(outcome["error"])
             elif outcome["error"] and self._ranks().rank == 0:
                 text = (
-                    "the copy of step %d to %s failed, the training goes on; %d of %d in a row: %s"
+                    "the copy of step %d to %s failed, training continues; "
+                    "failure %d of %d in a row: %s"
                 )
                 _LOG.warning(
                     text,
@@ -276,12 +261,10 @@ class TieredStorage:
         if failure is not None:
             raise failure
 
-    # of rank 0, and of the other leads
-
     def _select_target(
         self, collective: Collective, name: str, *, for_root: bool, direct: bool
     ) -> SaveTarget:
-        """On rank 0: the local directory, where all machines can use theirs."""
+        """Choose the local directory if every node can use its own. Rank 0 only."""
         if direct:
             return SaveTarget(name)
         cached: list[frozenset[str]] = []
@@ -291,40 +274,39 @@ class TieredStorage:
             return cached[0]
 
         answers, other_leaders = [self._check_local(name, root_saves)], self._leaders[1:]
-        if any(collective.get(f"opened/{rank}") == b"0" for rank in other_leaders):
+        if any(collective.get(f"has_marker/{rank}") == b"0" for rank in other_leaders):
             try:
                 body: list[str] | str = sorted(root_saves())
             except (CheckpointError, OSError) as error:
                 body = str(error)
-            collective.put("committed", json.dumps(body).encode())
-        answers += [json.loads(collective.get(f"look/{rank}")) for rank in other_leaders]
+            collective.put("root-saves", json.dumps(body).encode())
+        answers += [json.loads(collective.get(f"local/{rank}")) for rank in other_leaders]
         problem = next((answer["error"] for answer in answers if answer["error"]), None)
         if problem is not None and for_root:
             _LOG.warning(
-                "the local directory cannot be used, this save goes to %s: %s", self.root, problem
+                "the local directory cannot be used; saving to %s instead: %s", self.root, problem
             )
             return SaveTarget(name)
-        return SaveTarget(
-            name, local=True, replace=any(answer["replace"] for answer in answers)
-        )  # one that is not due says itself what is wrong
+        # a save that is not due raises the problem itself
+        return SaveTarget(name, local=True, replace=any(answer["replace"] for answer in answers))
 
     def _answer_target(self, collective: Collective, name: str) -> None:
-        """On the other leads, what `_select_target` waits for."""
+        """Send what `_select_target` on rank 0 waits for. Other leaders only."""
 
         def root_saves() -> frozenset[str]:
-            body = json.loads(collective.get("committed"))
+            body = json.loads(collective.get("root-saves"))
             if isinstance(body, str):
                 raise StorageError(body)
             return frozenset(body)
 
-        collective.put(f"opened/{collective.rank}", b"0" if self._marker is None else b"1")
+        collective.put(f"has_marker/{collective.rank}", b"0" if self._marker is None else b"1")
         collective.put(
-            f"look/{collective.rank}", json.dumps(self._check_local(name, root_saves)).encode()
+            f"local/{collective.rank}", json.dumps(self._check_local(name, root_saves)).encode()
         )
 
     def _check_local(self, name: str, root_saves: Callable[[], frozenset[str]]) -> dict[str, Any]:
-        """Whether what this machine's local directory has by this name is to be replaced, or why it
-        cannot be used.
+        """Whether the save of this name in the local directory is to be replaced, or why the
+        directory cannot be used.
         """
         try:
             with self._local_lock:
@@ -338,8 +320,10 @@ class TieredStorage:
         }
 
     def _open_local(self, root_saves: frozenset[str]) -> RunMarker:
-        """Before the first save: whose the local directory is, by what is `root_saves` in the root.
-        Clears away what this run's interrupted saves have left there.
+        """Decide, before the first save, which local checkpoints are of this run, given the saves
+        in the root.
+
+        Also removes what interrupted saves of this run left in the local directory.
         """
         os.makedirs(self.local_directory, exist_ok=True)
         storage, prefix = LocalStorage(self.local_directory), self._options.step_prefix
@@ -351,13 +335,14 @@ class TieredStorage:
         run_marker.write(self.local_directory, marker)
         if foreign_ids:
             _LOG.warning(
-                "%s: %d checkpoints are of another run; they are not used, and stay until `prune`",
+                "%s: %d checkpoints of another run are not used; "
+                "remove them with `unified-ckpt prune`",
                 self.local_directory,
                 len(foreign_ids),
             )
         if previous is not None and previous.root == self.root:
             for stale in local.stale_folders:
-                if stale.kind == "construction" and not stale.only_copy:
+                if stale.kind == "staging" and not stale.only_copy:
                     remove_folder(storage, stale.name)
         self._marker = marker
         return marker
@@ -365,14 +350,14 @@ class TieredStorage:
     def on_commit(
         self, target: SaveTarget, step: int, *, for_root: bool, options: SaveOptions
     ) -> None:
-        """After the commit, on every rank: leads have it copied where it is due, and apply the
-        rules. What fails is a warning.
+        """Schedule the upload and apply retention after a commit. Called on every rank; a failure
+        is logged.
         """
         try:
             self._after_commit(target, step, for_root=for_root, options=options)
         except (CheckpointError, OSError) as error:
             _LOG.warning(
-                "%s: step %d is saved; old checkpoints stay for now: %s",
+                "%s: step %d is saved; cannot remove old checkpoints yet: %s",
                 self.local_directory,
                 step,
                 error,
@@ -415,21 +400,18 @@ class TieredStorage:
             self._upload_queue.release()
             self._apply_local_retention(None)
         elif self._marker is not None:
-            self._merge_queue.publish_saves(
-                self._marker.root_saves
-            )  # local ones go on all machines alike, with the next commit
+            # all nodes remove local ones at the next commit
+            self._merge_queue.publish_saves(self._marker.root_saves)
 
     def _apply_root_retention(self) -> None:
-        """Touches the root's storage. The local directory learns of a new save there before an old
-        one goes.
+        """Remove old checkpoints from the root. The local marker learns of a new save there before
+        an old one goes.
         """
         root_saves = self._root_save_ids()
         self._update_marker(root_saves | (self._marker.root_saves if self._marker else frozenset()))
-        storage, rules, bad_ids = (
-            LocalStorage(self.root),
-            when.retention_rules(self._options),
-            {bad.save_id for bad in self.bad_steps if not bad.local},
-        )
+        storage = LocalStorage(self.root)
+        rules = when.retention_rules(self._options)
+        bad_ids = {bad.save_id for bad in self.bad_steps if not bad.local}
         rotate_after_save(
             storage,
             self._options.step_prefix,
@@ -440,18 +422,20 @@ class TieredStorage:
         self._update_marker(self._root_save_ids())
 
     def _apply_local_retention(self, required: set[int] | None) -> None:
-        """`required`: steps that stay in any case; None: those that this machine still copies,
-        asked for under the lock, so that of a commit and the end of a copy the later one sees what
-        both have changed.
+        """Remove old local checkpoints. `required`: steps that stay.
+
+        None means the steps that this node still uploads. They are read under the lock, so the
+        later of a commit and an upload sees what both changed.
         """
         with self._local_lock:
             required = self._upload_queue.pending_steps() if required is None else required
             excluded = self._marker.foreign_saves if self._marker else frozenset()
+            # later it is removed, for space
             excluded |= {
                 bad.save_id
                 for bad in self.bad_steps
                 if bad.local and bad.step > max(self._last_local_steps, default=0)
-            }  # then it goes, for room
+            }
             rules = when.local_retention_rules(self._options)
             rotate_after_save(
                 LocalStorage(self.local_directory),
@@ -463,8 +447,8 @@ class TieredStorage:
         self._update_marker(None)
 
     def _update_marker(self, saves: frozenset[str] | None) -> None:
-        """The local directory, if this run has one, says which saves are in the root; None: those
-        that it knows.
+        """Write the ids of the saves in the root to the marker of the local directory; None keeps
+        the ids it has.
         """
         with self._local_lock:
             if self._marker is None:
@@ -476,7 +460,7 @@ class TieredStorage:
                     run_marker.write(self.local_directory, self._marker)
             except CheckpointError as error:
                 _LOG.warning(
-                    "after a restart local checkpoints may be taken for those of another run: %s",
+                    "after a restart, local checkpoints may be excluded as another run's: %s",
                     error,
                 )
 
@@ -485,15 +469,15 @@ class TieredStorage:
             scan(LocalStorage(self.root), self._options.step_prefix).complete
         )
 
-    # of any rank
-
     def scan(self) -> Scan:
-        """Both tiers, the best last; without the local checkpoints of other runs."""
+        """Scan both tiers, the better copy of a step last, without local checkpoints of other
+        runs.
+        """
         return scan_tiers(self.root, self.local_directory, self._options.step_prefix)[0]
 
     def flush_this_rank(self) -> None:
-        """Not collective: waits for what is owed as long as it gets on. Raises its silence, tells
-        its failures.
+        """Wait for pending uploads without a collective, as long as they progress. Failed uploads
+        are logged.
         """
         self._upload_queue.wait()
         for outcome in self._upload_queue.pop_outcomes():
@@ -505,20 +489,21 @@ class TieredStorage:
             self._merge_queue.wait()
 
     def stop(self) -> None:
+        """Abandon pending uploads and merges."""
         self._upload_queue.stop()
         if self._merge_queue is not None:
             self._merge_queue.stop()
 
 
 def scan_tiers(root: str, local_directory: str, prefix: str) -> tuple[Scan, frozenset[str]]:
-    """What lies in both, the best last, and the ids of the local saves that are of other runs and
-    not among them.
+    """Scan both tiers, the better copy last. Also returns the ids of excluded local saves, which
+    are of other runs.
     """
     root_scan = scan(LocalStorage(root), prefix)
     try:
         local_scan = scan(LocalStorage(local_directory), prefix)
     except CheckpointError as error:
-        _LOG.warning("the local directory cannot be looked at: %s", error)
+        _LOG.warning("cannot list the local directory: %s", error)
         local_scan = Scan((), ())
     marker, root_saves = run_marker.read(local_directory), run_marker.save_ids(root_scan.complete)
     excluded = run_marker.foreign_saves(

@@ -1,5 +1,5 @@
-"""Copies from the local directory to the root, one after the other, in a thread of one rank.
-Training waits for none of them.
+"""Uploads local checkpoints to the root, one at a time, in a thread of one rank. Training never
+waits for it.
 """
 
 from __future__ import annotations
@@ -16,68 +16,64 @@ from unified_ckpt.errors import IncompleteError, IntegrityError, RankError, Stor
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.retry import is_transient
 from unified_ckpt.manager.stopping.at_exit import ExitHook
-from unified_ckpt.manager.tiers.merge_queue import NOT_COPIED, MergeQueue, UploadJob
+from unified_ckpt.manager.tiers.merge_queue import NOT_COPIED, MergeQueue, TierPaths, UploadJob
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 
 _LOG = logging.getLogger("unified_ckpt")
-_POLL_SECONDS = 0.2  # between two looks of who waits
-SOURCE_DAMAGED = (IntegrityError, IncompleteError)  # of the source: to try again does not help
+_POLL_SECONDS = 0.2  # poll interval of `wait`
+SOURCE_DAMAGED = (IntegrityError, IncompleteError)  # the source is damaged: a retry cannot help
 
 
 @dataclass(frozen=True, slots=True)
 class UploadOutcome:
-    """How a copy ended. `error`: after all of its attempts."""
+    """How an upload ended. `error`: of the last attempt."""
 
     step: int
     error: Exception | None
 
 
 class _CancelledError(StorageError):
-    """Nobody waits for this copy any more."""
+    """The upload was cancelled: nobody waits for it."""
 
 
 class UploadQueue:
-    """One copy runs; one waits, the newest that was ordered: an older one gives way to it. `copied`
-    is called after each good one.
+    """One upload runs and one waits: a newer job replaces the one that waits. `on_uploaded` is
+    called after each success.
 
-    A daemon thread, since a write to storage that hangs cannot be ended; at exit the process waits
-    for it as long as it gets on.
-    `silence_seconds`: how long it may give no sign of life before those who wait do not wait any
-    more. `merge_queue`: where the saves lie on several machines: these are merged then.
+    Uses a daemon thread, because a hanging write cannot be ended. At exit the process waits for it
+    as long as there is progress. `stall_seconds`: time without progress after which waiters give
+    up. `merge_queue`: set if the saves lie on several nodes; they are then merged.
     """
 
     def __init__(
         self,
-        source: str,
-        target: str,
+        paths: TierPaths,
         options: ManagerOptions,
         *,
         stall_seconds: float,
         on_uploaded: Callable[[UploadJob], object],
     ) -> None:
-        self._source, self._target, self._options, self._on_uploaded = (
-            source,
-            target,
-            options,
-            on_uploaded,
-        )
+        self._source = paths.local
+        self._target = paths.root
+        self._options = options
+        self._on_uploaded = on_uploaded
         self._stall_seconds = stall_seconds
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._exit_hook: ExitHook | None = None
         self._queued: UploadJob | None = None
         self._running: UploadJob | None = None
-        self._in_use: UploadJob | None = None  # of the current one, until `let_go`
+        self._in_use: UploadJob | None = None  # the running job until `release`
         self._outcomes: list[UploadOutcome] = []
         self._cancelled = False
         self._last_progress = time.monotonic()
-        self._merge_heartbeats = 0  # of other machines
+        self._merge_heartbeats = 0  # of other nodes, as last seen
         self.merge_queue: MergeQueue | None = None
 
     def submit(self, job: UploadJob) -> None:
-        """Has a checkpoint copied, after the one that is on its way. Returns at once."""
+        """Queue a checkpoint for upload after the running one. Returns at once."""
         with self._condition:
             superseded, self._queued = self._queued, job
             if self._running is None:
@@ -91,22 +87,24 @@ class UploadQueue:
             self._condition.notify_all()
         if superseded is not None and superseded.step != job.step:
             _LOG.warning(
-                "%s/%s is not copied to %s: %s is newer, and the copy before has not ended yet",
+                "%s/%s is not copied to %s: %s is newer, and the previous copy is still running",
                 *(self._source, superseded.name, self._target, job.name),
             )
 
     def pending_steps(self) -> set[int]:
-        """Steps that are being copied or wait for it: their files are needed."""
+        """Return the steps whose local files are still needed."""
         with self._condition:
             return {job.step for job in (self._queued, self._in_use) if job is not None}
 
     def release(self) -> None:
-        """For `copied`: the files of the copied one are needed no more."""
+        """Mark the local files of the running upload as no longer needed. For use in
+        `on_uploaded`.
+        """
         with self._condition:
             self._in_use = None
 
     def pop_outcomes(self) -> list[UploadOutcome]:
-        """What has ended since it was last asked."""
+        """Return the uploads that ended since the last call."""
         with self._condition:
             outcomes, self._outcomes = self._outcomes, []
             return outcomes
@@ -114,8 +112,8 @@ class UploadQueue:
     def wait(
         self, *, step: int | None = None, heartbeat: Callable[[], object] = lambda: None
     ) -> None:
-        """Returns once nothing is owed, or nothing of `step`. StorageError where the copy gives no
-        sign of life; it may go on.
+        """Block until nothing is pending, or nothing of `step`. Raises StorageError if an upload
+        stalls; it may continue.
         """
         while True:
             with self._condition:
@@ -131,14 +129,15 @@ class UploadQueue:
                 if stalled > self._stall_seconds:
                     job = self._running or self._queued
                     raise StorageError(
-                        f"{self._source}/{job.name if job else ''}: its copy to {self._target} has got on by no byte for "
-                        f"{stalled:.1f} s; needed storage that answers; it is in {self._source} only"
+                        f"{self._source}/{job.name if job else ''}: "
+                        f"its copy to {self._target} made no progress for "
+                        f"{stalled:.1f} s; check that storage; the save is only in {self._source}"
                     )
                 self._condition.wait(_POLL_SECONDS)
             heartbeat()
 
     def stop(self) -> None:
-        """Gives up what is owed. A copy that hangs clears itself away if it ever comes back."""
+        """Abandon pending uploads. If a hanging one ever returns, it removes its own files."""
         if self._exit_hook is not None:
             self._exit_hook.cancel()
         with self._condition:
@@ -163,7 +162,7 @@ class UploadQueue:
                 try:
                     self._on_uploaded(job)
                 except Exception as failure:
-                    _LOG.warning("%s: what follows a copy failed: %s", self._target, failure)
+                    _LOG.warning("%s: clean-up after a copy failed: %s", self._target, failure)
             self._publish_finished(job)
             with self._condition:
                 self._running = self._in_use = None
@@ -171,7 +170,7 @@ class UploadQueue:
                 self._condition.notify_all()
 
     def _upload_with_retries(self, job: UploadJob) -> Exception | None:
-        """None once it is there, or the error of the last attempt."""
+        """Return None once the checkpoint is in the root, or the error of the last attempt."""
         attempt, max_attempts = 0, self._options.retries + 1
         while True:
             attempt += 1
@@ -184,11 +183,11 @@ class UploadQueue:
                     or not is_transient(error)
                 ):
                     return error
-                _LOG.warning("a copy failed at attempt %d of %d: %s", attempt, max_attempts, error)
+                _LOG.warning("copy attempt %d of %d failed: %s", attempt, max_attempts, error)
             else:
                 return None
             if not self._pause(when.backoff_seconds(self._options, attempt)):
-                return _CancelledError(f"{job.name}: given up")
+                return _CancelledError(f"{job.name}: the copy was cancelled")
 
     def _publish_finished(self, job: UploadJob) -> None:
         if self.merge_queue is not None:
@@ -196,7 +195,9 @@ class UploadQueue:
                 self.merge_queue.mark_finished(job)
             except RankError as error:
                 _LOG.warning(
-                    "the other machines are not told that %s has ended: %s", job.name, error
+                    "cannot report to the other nodes that the merge of %s has ended: %s",
+                    job.name,
+                    error,
                 )
 
     def _upload(self, job: UploadJob) -> None:
@@ -206,7 +207,7 @@ class UploadQueue:
             nbytes = self.merge_queue.merge(job, self._on_progress)
             seconds = time.monotonic() - start
             _LOG.info(
-                "merged %s to %s: %.3f GB by this machine in %.2f s",
+                "merged %s to %s: %.3f GB by this node in %.2f s",
                 job.name,
                 self._target,
                 nbytes / 1e9,
@@ -234,10 +235,10 @@ class UploadQueue:
                 seconds,
             )
         else:
-            _LOG.info("%s is in %s already", path, self._target)
+            _LOG.info("%s is already in %s", path, self._target)
 
     def _pause(self, seconds: float) -> bool:
-        """False where it was given up meanwhile. Resting is a sign of life."""
+        """Sleep; return False if cancelled meanwhile. A pause counts as progress."""
         deadline = time.monotonic() + seconds
         with self._condition:
             while not self._cancelled and (remaining := deadline - time.monotonic()) > 0:
@@ -249,11 +250,13 @@ class UploadQueue:
     def _on_progress(self, nbytes: int) -> None:
         self._last_progress = time.monotonic()
         if self._cancelled:
-            raise _CancelledError(f"{self._target}: given up after {nbytes} bytes more")
+            raise _CancelledError(
+                f"{self._target}: the copy was cancelled after {nbytes} more bytes"
+            )
 
     def _before_exit(self) -> None:
         try:
             self.wait()
         except StorageError as error:
-            _LOG.error("a copy failed while the process ended: %s", error)
+            _LOG.error("a copy failed while the process was ending: %s", error)
         self.stop()

@@ -1,11 +1,10 @@
-"""What the local directories of all machines hold between them, for a restore: rank 0 asks, the
-other machines' leads answer.
+"""Lists what the folders of all nodes hold between them, for a restore: rank 0 asks, and the
+leaders of the other nodes answer.
 
-A local save counts where any machine's directory counts it (`lineage.py`), and is good where a
-gathering of its folders, as a load makes it, finds a complete copy between the machines. So a
-machine may be lost, or replaced by an empty one, and a folder of another run in the way of a load
-is no choice. With one tier the root is looked at in this way, for it may be a folder of each
-machine's own.
+A local save counts if the directory of any node counts it (`run_marker.py`). It is good if the
+nodes have a complete copy of it between them, checked as a load would. So a node may be lost or
+replaced by an empty one, and a folder of another run that would block a load is never selected.
+With one tier the root is listed in the same way, because each node may have a root of its own.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ _END = "."
 
 
 class ClusterScan:
-    """Inside a phase of a meeting of all ranks. `leads`: one rank of each machine, 0 the first.
-    Rank 0 calls `scan`, `diagnose` and `close`, the other leads `serve`.
+    """Works inside a step of a collective of all ranks. `leaders`: one rank per node, rank 0 first.
+
+    Rank 0 calls `scan`, `diagnose` and `close`; the other leaders call `serve`.
     """
 
     def __init__(
@@ -49,36 +49,30 @@ class ClusterScan:
         directory: str,
         prefix: str,
     ) -> None:
-        self._collective, self._leaders, self._root, self._directory, self._prefix = (
-            collective,
-            leaders,
-            root,
-            directory,
-            prefix,
-        )
-        self._comm = comm.subgroup("tiers/survey", leaders, parent=collective)
+        self._collective = collective
+        self._leaders = leaders
+        self._root = root
+        self._directory = directory
+        self._prefix = prefix
+        self._comm = comm.subgroup("tiers/cluster-scan", leaders, parent=collective)
         self._requests_sent = 0
-        self._whole_saves: set[str | None] = (
-            set()
-        )  # saves in the root that rank 0 sees, of one folder
-        self._answers: dict[
-            int, dict[str, Any]
-        ] = {}  # by lead, where the root may be a folder of each machine
+        # complete in one folder of the root, as rank 0 sees it
+        self._whole_saves: set[str | None] = set()
+        # by leader, if each node may have a root of its own
+        self._answers: dict[int, dict[str, Any]] = {}
 
     def scan(self, root_scan: Scan) -> Scan:
-        """On rank 0: both tiers, the best last. `root_scan`: the root, as rank 0 sees it."""
+        """Return both tiers over all nodes, the better copy last. Rank 0 only. `root_scan`: the
+        root as rank 0 sees it.
+        """
         saves = run_marker.save_ids(root_scan.complete)
         self._whole_saves = {
             entry.save_id for entry in root_scan.complete if not entry.in_node_group
         }
         self._collective.put("root-saves", json.dumps(sorted(saves)).encode())
         if self._directory == self._root:
-            self._collective.put(
-                "root-entries",
-                json.dumps(
-                    [entry.name for entry in list_steps(self._root, prefix=self._prefix)]
-                ).encode(),
-            )
+            names = [entry.name for entry in list_steps(self._root, prefix=self._prefix)]
+            self._collective.put("root-entries", json.dumps(names).encode())
         answers = [self._describe_local(saves)] + [
             json.loads(self._collective.get(f"local/{rank}")) for rank in self._leaders[1:]
         ]
@@ -86,31 +80,28 @@ class ClusterScan:
             self._answers = dict(zip(self._leaders, answers, strict=True))
         local_scan, excluded = merge_scans(
             [
-                ([decode_record(entry) for entry in answer["steps"]], answer["strangers"])
+                ([decode_record(entry) for entry in answer["steps"]], answer["excluded"])
                 for answer in answers
             ],
             self._directory,
         )
-        if not saves and any(
-            answer["known"] for answer in answers
-        ):  # the root was emptied: a directory that was not told so does not count either
+        # the root was emptied: exclude all
+        if not saves and any(answer["knows_root_saves"] for answer in answers):
             excluded = run_marker.save_ids(local_scan.steps)
-        return (
-            local_scan
-            if self._directory == self._root
-            else run_marker.merge_tiers(root_scan, local_scan, excluded)
-        )
+        if self._directory == self._root:
+            return local_scan
+        return run_marker.merge_tiers(root_scan, local_scan, excluded)
 
     def root_entries(self) -> tuple[list[StepEntry], dict[str, str]]:
-        """On rank 0, after `scan`: the root's entries on all machines, as if they lay in rank 0's,
-        and by path why one is not on all.
+        """Return the root's entries over all nodes, and path -> reason of those that some node
+        lacks. Rank 0 only, after `scan`.
         """
         entries = list_steps(self._root, prefix=self._prefix)
         absences: dict[str, str] = {}
         for rank, answer in self._answers.items():
             additional = [
                 replace(StepEntry(**entry), path=os.path.join(self._root, entry["name"]))
-                for entry in answer["more"]
+                for entry in answer["additional"]
             ]
             absences |= {
                 os.path.join(self._root, name): f"rank {rank}'s node does not have it"
@@ -125,8 +116,8 @@ class ClusterScan:
         return entries, absences
 
     def diagnose(self, record: StepRecord, *, diagnose_root: Callable[[str], str]) -> str:
-        """On rank 0: why these machines cannot load a step of the local tier, empty where they can;
-        `diagnose_root`: one of the root.
+        """Return why the nodes cannot load a local step, "" if they can. Rank 0 only.
+        `diagnose_root` checks a step in the root.
         """
         if os.path.dirname(record.path) == self._root and (
             self._directory != self._root or record.save_id in self._whole_saves
@@ -136,43 +127,43 @@ class ClusterScan:
         try:
             save_id = self._loadable_save(record.name)
         except CheckpointError as error:
-            self._collective.raise_if_failed()  # what ends the restore says nothing of the step
+            # an error of the restore itself says nothing about the step
+            self._collective.raise_if_failed()
             return str(error)
-        return (
-            ""
-            if save_id == record.save_id
-            else f"another save, {save_id}, is in the way of save {record.save_id}"
-        )
+        if save_id == record.save_id:
+            return ""
+        return f"got another save of this name, {save_id}, expected {record.save_id}"
 
     def close(self) -> None:
+        """End the `serve` of the other leaders. Rank 0 only."""
         self._request(_END)
         self._comm.detach()
 
     def serve(self) -> None:
-        """On the other leads, until rank 0 has chosen."""
+        """Answer rank 0 until it has selected. Other leaders only."""
         saves = frozenset(json.loads(self._collective.get("root-saves")))
         self._collective.put(
             f"local/{self._collective.rank}", json.dumps(self._describe_local(saves)).encode()
         )
         for request in count(1):
-            name = self._collective.get(f"ask/{request}").decode()
+            name = self._collective.get(f"request/{request}").decode()
             if name == _END:
                 break
             try:
                 self._loadable_save(name)
             except CheckpointError as error:
                 self._collective.raise_if_failed()
-                _LOG.debug("%s: %s", name, error)  # rank 0 has it too
+                _LOG.debug("%s: %s", name, error)  # rank 0 raises it too
         self._comm.detach()
 
     def _request(self, name: str) -> None:
         self._requests_sent += 1
         self._collective.heartbeat()
-        self._collective.put(f"ask/{self._requests_sent}", name.encode())
+        self._collective.put(f"request/{self._requests_sent}", name.encode())
 
     def _describe_local(self, saves: frozenset[str]) -> dict[str, Any]:
-        """What this machine's directory holds, which of that is of other runs, and whether it knows
-        of saves in the root.
+        """Describe this node's directory: its steps, which are of other runs, and whether it knows
+        saves in the root.
         """
         entries: dict[str, StepEntry] = {}
         try:
@@ -182,22 +173,21 @@ class ClusterScan:
                     entry.name: entry for entry in list_steps(self._root, prefix=self._prefix)
                 }
         except CheckpointError as error:
-            _LOG.warning("the local directory cannot be looked at: %s", error)
+            _LOG.warning("cannot list the local directory: %s", error)
             scanned = Scan((), ())
         if self._directory == self._root:
-            root_names = set(
-                json.loads(self._collective.get("root-entries"))
-            )  # of rank 0: where the root is shared, the difference is nothing
+            # of rank 0; equal if the root is shared
+            root_names = set(json.loads(self._collective.get("root-entries")))
             additional = [
                 asdict(entry) for name, entry in entries.items() if name not in root_names
             ]
             steps = [asdict(entry) for entry in scanned.steps]
             return {
                 "steps": steps,
-                "strangers": [],
-                "known": False,
+                "excluded": [],
+                "knows_root_saves": False,
                 "absent": sorted(root_names - entries.keys()),
-                "more": additional,
+                "additional": additional,
             }
         marker = run_marker.read(self._directory)
         excluded = run_marker.foreign_saves(
@@ -209,13 +199,13 @@ class ClusterScan:
         )
         return {
             "steps": [asdict(entry) for entry in scanned.steps],
-            "strangers": sorted(excluded),
-            "known": knows_root_saves,
+            "excluded": sorted(excluded),
+            "knows_root_saves": knows_root_saves,
         }
 
     def _loadable_save(self, name: str) -> str | None:
-        """Collective over the leads. The save that a load of this name would take. Its errors are
-        those of the load.
+        """Return the save id that a load of this name would read. Collective over the leaders;
+        raises the errors of the load.
         """
         with ExitStack() as stack:
             paths, nodes = [os.path.join(self._directory, name)], range(self._comm.world)
@@ -229,19 +219,20 @@ class ClusterScan:
                 stack,
                 timeout_seconds=timeout,
             )
-            with self._comm.begin_collective(
-                "gathered", cached=False, timeout_seconds=timeout
-            ).step("gathered"):  # others may read here until then
+            collective = self._comm.begin_collective(
+                "diagnose", cached=False, timeout_seconds=timeout
+            )
+            with collective.step("read"):  # other nodes may read this folder until here
                 return source.save_id if isinstance(source, ClusterSource) else None
 
 
 def merge_scans(
     answers: Iterable[tuple[Sequence[StepRecord], Sequence[str]]], directory: str
 ) -> tuple[Scan, frozenset[str]]:
-    """What all machines have as if it lay in one `directory`: a record for each save; and the saves
-    that no machine counts. Pure.
+    """Merge the scans of all nodes as if they lay in one `directory`. Pure.
 
-    Of each machine: its steps, and the ids of those that it does not count.
+    `answers`: per node, its steps and the save ids that it excludes. Returns one record per save,
+    and the saves that every node excludes.
     """
     records_by_node = [
         (record, set(excluded)) for records, excluded in answers for record in records
@@ -272,12 +263,10 @@ def merge_scans(
 
 
 def _merge_records(records: Sequence[StepRecord], directory: str) -> StepRecord:
-    """The folders of one save."""
+    """Merge the records of one save's folders."""
     parts = sorted({part.removesuffix(SHARD_SUFFIX) for record in records for part in record.parts})
-    nbytes, files = (
-        sum(record.nbytes for record in records),
-        sum(record.files for record in records),
-    )
+    nbytes = sum(record.nbytes for record in records)
+    files = sum(record.files for record in records)
     return replace(
         records[0],
         path=os.path.join(directory, records[0].name),
@@ -288,7 +277,7 @@ def _merge_records(records: Sequence[StepRecord], directory: str) -> StepRecord:
 
 
 def decode_record(fields: Mapping[str, Any]) -> StepRecord:
-    """As it was before it went through JSON."""
+    """Rebuild a StepRecord from its JSON."""
     return StepRecord(
         **{
             **fields,

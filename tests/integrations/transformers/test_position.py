@@ -138,7 +138,7 @@ def test_places() -> None:
     saved = {
         "epoch": 2,
         "samples": 48,
-        "pace": {
+        "geometry": {
             "round_samples": 8,
             "accumulation": 2,
             "order": "shuffled",

@@ -245,12 +245,12 @@ def _check_contents(collective: Collective, accelerator: Any, path: str, *, stri
                 extra = source.extra
             accelerate_extra = extra.get(states.KEY, {}) if isinstance(extra, dict) else {}
             collective.set_once(
-                "holds", json.dumps(accelerate_extra.get(states.SUMMARY, {}), sort_keys=True)
+                "summary", json.dumps(accelerate_extra.get(states.SUMMARY, {}), sort_keys=True)
             )
     with collective.step("check"):
-        if not collective.has("holds"):
+        if not collective.has("summary"):
             folders.check_path(path)
-        current, saved = states.summarize(accelerator), json.loads(collective.get("holds"))
+        current, saved = states.summarize(accelerator), json.loads(collective.get("summary"))
         mismatches, unused = states.compare_summaries(current, saved)
         if strict and mismatches:
             raise states.mismatch_error(path, [*mismatches, *unused])
@@ -276,5 +276,5 @@ def _is_native(accelerator: Any, path: _Path | None) -> bool:
                 if path is not None
                 else folders.has_only_native(accelerator)
             )
-            collective.put("stock", b"yes" if native else b"no")
-    return collective.get("stock") == b"yes"
+            collective.put("native", b"yes" if native else b"no")
+    return collective.get("native") == b"yes"

@@ -12,7 +12,7 @@ from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.folder import commit
 from unified_ckpt.engine.folder.commit import StepPath
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
-from unified_ckpt.manager.steps.rotate import rotate_after_save as keep_by_rules
+from unified_ckpt.manager.steps.rotate import rotate_after_save
 from unified_ckpt.manager.steps.scan import is_step_name, scan
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
@@ -108,8 +108,8 @@ def latest_path(collective: Collective, accelerator: Any) -> str:
                 os.path.join(root, name),
                 skipped,
             )
-        collective.put("newest", name.encode())
-    return os.path.join(root, collective.get("newest").decode())
+        collective.put("latest", name.encode())
+    return os.path.join(root, collective.get("latest").decode())
 
 
 def check_path(path: str) -> None:
@@ -165,6 +165,6 @@ def rotate_project(accelerator: Any, path: str, number: int) -> None:
     ):
         return
     rules = (LatestN(max(configuration.total_limit, 1)),)
-    keep_by_rules(
+    rotate_after_save(
         LocalStorage(root), PREFIX, Rules(full=rules, model_only=rules), protected=lambda: {number}
     )

@@ -20,7 +20,7 @@ from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 _LOG = logging.getLogger("unified_ckpt")
 KEY = "accelerate"  # key in `extra`
-SUMMARY = "holds"  # key in it: compared before a load
+SUMMARY = "summary"  # key in it: compared before a load
 
 _UNSUPPORTED = {
     DistributedType.DEEPSPEED: "got DeepSpeed; "

@@ -110,8 +110,6 @@ def _lightning_extra(extra: Any, path: str) -> Mapping[str, Any]:
 def _package(cls: type[Any]) -> str:
     """Return which of the two Lightning packages this class is from."""
     names = [base.__module__ for base in cls.__mro__]
-    return (
-        "lightning.pytorch"
-        if any(name.startswith("lightning.pytorch.") for name in names)
-        else "pytorch_lightning"
-    )
+    if any(name.startswith("lightning.pytorch.") for name in names):
+        return "lightning.pytorch"
+    return "pytorch_lightning"

@@ -24,7 +24,7 @@ _TORCH_FILES = (b"PK\x03\x04", b"\x80")  # zip of torch.save, and its older pick
 _DEPTH = 4  # <root>/lightning_logs/version_0/checkpoints/<name>
 
 
-def check_path(path: str) -> Literal["unified", "stock"]:
+def check_path(path: str) -> Literal["unified", "native"]:
     """Return who wrote the checkpoint. Raises NotFoundError or FormatError, saying what is there,
     if it is none.
     """
@@ -34,7 +34,7 @@ def check_path(path: str) -> Literal["unified", "stock"]:
         with open_binary(path) as file:
             magic = file.read(4)
         if magic.startswith(_TORCH_FILES):
-            return "stock"
+            return "native"
         raise FormatError(
             f"ckpt_path {path}: got a file of another format, "
             "expected a unified folder or a file of Lightning"
@@ -48,7 +48,7 @@ def check_path(path: str) -> Literal["unified", "stock"]:
         raise NotFoundError(f"ckpt_path {path}: got nothing, expected a checkpoint{_hint(path)}")
     entries = os.listdir(path)
     if {".metadata", "meta.pt"} <= set(entries):
-        return "stock"
+        return "native"
     if has_unified_files(dict.fromkeys(entries, 0)):
         raise NotFoundError(
             f"ckpt_path {path}: got no valid manifest; it is unfinished or partly removed; "
@@ -72,21 +72,21 @@ def check_path(path: str) -> Literal["unified", "stock"]:
 def latest_in(path: str, *, depth: int = _DEPTH) -> str:
     """Return the checkpoint with the highest step in a folder or below it, "" for none."""
     checkpoints: list[tuple[int, str, str]] = []
-    for folder, folders, _ in os.walk(path):
-        for name in list(folders):
-            manifest = (
-                None if name.startswith(".") else read_manifest_at(os.path.join(folder, name))
-            )
+    for folder, subfolders, _ in os.walk(path):
+        for name in list(subfolders):
+            if name.startswith("."):
+                continue
+            manifest = read_manifest_at(os.path.join(folder, name))
             if manifest is not None:
                 checkpoints.append(
                     (manifest.step or 0, manifest.created, os.path.join(folder, name))
                 )
         level = os.path.relpath(folder, path).count(os.sep) + (folder != path)
         names = {os.path.split(checkpoint_path)[1] for _, _, checkpoint_path in checkpoints}
-        folders[:] = (
+        subfolders[:] = (
             []
             if level >= depth - 1
-            else [name for name in folders if name not in names and not name.startswith(".")]
+            else [name for name in subfolders if name not in names and not name.startswith(".")]
         )
     return max(checkpoints)[2] if checkpoints else ""
 
@@ -212,11 +212,8 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
             reason = "it is the latest"
         else:
             _retarget_links(parent, path, last_committed)
-            reason = (
-                ""
-                if remove(LocalStorage(parent), name, save_id=manifest.save_id)
-                else "it is being read"
-            )
+            removed = remove(LocalStorage(parent), name, save_id=manifest.save_id)
+            reason = "" if removed else "it is being read"
     except CheckpointError as error:
         reason = str(error)
     if reason and is_global_zero:
@@ -224,13 +221,11 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
 
 
 def _retarget_links(folder: str, removed: str, target: str) -> None:
+    if not target:
+        return
     for entry in os.listdir(folder):
         link_path = os.path.join(folder, entry)
-        if (
-            target
-            and os.path.islink(link_path)
-            and os.path.realpath(link_path) == os.path.realpath(removed)
-        ):
+        if os.path.islink(link_path) and os.path.realpath(link_path) == os.path.realpath(removed):
             replace_link(target, link_path)
 
 

@@ -44,9 +44,8 @@ class PositionTracker:
         self._trainer, self._loop = trainer, trainer.fit_loop
         self._order_rng: dict[str, Any] | None = None
         self._target: _ResumeTarget | None = None
-        self._rng_before_next_batch: tuple[Mapping[str, Any], int] | None = (
-            None  # RNG until the next batch, and batches drawn so far
-        )
+        # RNG until the next batch, and batches drawn so far
+        self._rng_before_next_batch: tuple[Mapping[str, Any], int] | None = None
         self._original_load_states = self._loop._load_combined_loader_states
         self._original_run_start = self._loop.epoch_loop.on_run_start
         self._loop._load_combined_loader_states = self._before_iterator
@@ -147,13 +146,10 @@ class PositionTracker:
         """Replace the epoch loop's method that runs right before the first batch."""
         target, self._target = self._target, None
         loop, drawn = self._loop, self._loop.epoch_loop.batch_progress.total.ready
-        # the previous run only finished an epoch
-        if (
-            target is None
-            and self._rng_before_next_batch is not None
-            and self._rng_before_next_batch[1] == drawn
-        ):
-            RandomStates().load_state_dict(self._rng_before_next_batch[0])
+        before = self._rng_before_next_batch
+        if target is None and before is not None and before[1] == drawn:
+            # the previous run only finished an epoch
+            RandomStates().load_state_dict(before[0])
         self._rng_before_next_batch = (target.rng, drawn) if target is not None else None
         if (
             target is None

@@ -159,11 +159,8 @@ def apply_edits(
     if missing or unexpected or wrong:
         lines = [
             *wrong,
-            *(f"{missing_name}: is not in state_dict" for missing_name in missing),
-            *(
-                f"{missing_name}: is in state_dict, but not in the module"
-                for missing_name in unexpected
-            ),
+            *(f"{name}: is not in state_dict" for name in missing),
+            *(f"{name}: is in state_dict, but not in the module" for name in unexpected),
         ]
         raise MismatchError(
             "after on_load_checkpoint, state_dict and module differ:\n  " + "\n  ".join(lines),
@@ -213,6 +210,6 @@ def _is_part(key: str, value: object) -> bool:
     except FormatError:
         return False
     return (
-        any(isinstance(tensor_value, DTensor) for tensor_value in value.values())
-        or sum(tensor_value.nbytes for tensor_value in value.values()) >= _PART_NBYTES
+        any(isinstance(item, DTensor) for item in value.values())
+        or sum(item.nbytes for item in value.values()) >= _PART_NBYTES
     )

@@ -78,7 +78,7 @@ class PatchedStrategy:
 
     def begin(self, stage: str) -> None:
         """Prepare a run. Raises StorageError if checkpoints cannot be written to the directory."""
-        # of a failed resume
+        # Lightning would reuse the checkpoint of a failed resume
         self.trainer._checkpoint_connector._loaded_checkpoint = {}
         if stage != "fit":
             return
@@ -112,14 +112,9 @@ class PatchedStrategy:
         """Return the suffixes of names that callbacks and requeues choose; any other name is the
         caller's.
         """
-        return (
-            ".ckpt",
-            *(
-                callback.FILE_EXTENSION
-                for callback in self.trainer.checkpoint_callbacks
-                if getattr(callback, "FILE_EXTENSION", "")
-            ),
-        )
+        callbacks = self.trainer.checkpoint_callbacks
+        suffixes = [getattr(callback, "FILE_EXTENSION", "") for callback in callbacks]
+        return (".ckpt", *filter(None, suffixes))
 
     def save_checkpoint(
         self,
@@ -147,11 +142,10 @@ class PatchedStrategy:
         model = model_part(module, checkpoint["state_dict"], self._offered_state, rank=rank)
         optimizer = optimizer_part(module, optimizers)
         parts = extract_parts(lightning_state, rank=rank)
+        optimizer_classes = [_optimizer_class(item) for item in optimizers]
         extra = {
             "lightning": lightning_state,
-            "optimizers": [_optimizer_class(item) for item in optimizers]
-            if has_optimizer
-            else None,
+            "optimizers": optimizer_classes if has_optimizer else None,
             "replicas": self._position.num_replicas(),
         }
         with link_moved_aside(path) if rank == 0 else contextlib.nullcontext():
@@ -174,7 +168,7 @@ class PatchedStrategy:
         self._last_committed, self._offered_state = path, {}
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint that Lightning no longer keeps. All ranks call it."""
+        """Remove a checkpoint that Lightning drops. All ranks call it."""
         if self.trainer.local_rank == 0:
             remove_checkpoint(
                 _absolute(filepath),
@@ -188,11 +182,9 @@ class PatchedStrategy:
         """Open a checkpoint as a lazy state dict; stock files are loaded by Lightning."""
         path, kind = self._resolve_path(checkpoint_path)
         self._path = path if kind == "unified" else ""
-        if kind == "stock":
-            native: dict[str, Any] = self._originals["load_checkpoint"](
-                path, weights_only=weights_only
-            )
-            return native
+        if kind == "native":
+            load: Callable[..., dict[str, Any]] = self._originals["load_checkpoint"]
+            return load(path, weights_only=weights_only)
         with open_source(path) as source:
             extra = source.extra if isinstance(source.extra, Mapping) else {}
             if "lightning" not in extra:
@@ -209,7 +201,7 @@ class PatchedStrategy:
                 if self._saved_optimizers is None:
                     raise MismatchError(
                         f"ckpt_path {path}: got no optimizer (save_weights_only), "
-                        "expected a full checkpoint; "
+                        "expected a full checkpoint; pass one, "
                         "or call uc.load(path, model=module) and fit without ckpt_path"
                     )
                 self._position.prepare_resume(checkpoint, source.rank_extra, extra["replicas"])

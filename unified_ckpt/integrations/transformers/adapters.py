@@ -94,14 +94,12 @@ def write_configs(model: nn.Module, folder: str) -> None:
         config.base_model_name_or_path = (
             config.base_model_name_or_path or getattr(base_model, "name_or_path", None) or None
         )
-        auto_mapping = (
-            {
+        auto_mapping = None
+        if config.task_type is None:
+            auto_mapping = {
                 "base_model_class": type(base_model).__name__,
                 "parent_library": type(base_model).__module__,
             }
-            if config.task_type is None
-            else None
-        )
         config.save_pretrained(_adapter_folder(folder, adapter), auto_mapping_dict=auto_mapping)
 
 

@@ -39,12 +39,12 @@ def open_hub_names(
     `model`: the saved model; None builds it without memory from the folder's config.json. Raises
     FormatError for a tensor whose bytes are ordered differently on the hub.
     """
-    return _open_view(
-        path,
-        lambda source: derive(
-            source, hub_tensors(model if model is not None else meta_model(path)), parts=WEIGHTS
-        ),
-    )
+
+    def with_hub_names(source: Source) -> Source:
+        tensors = hub_tensors(model if model is not None else meta_model(path))
+        return derive(source, tensors, parts=WEIGHTS)
+
+    return _open_view(path, with_hub_names)
 
 
 def open_model_names(path: str | os.PathLike[str], *, model: torch.nn.Module) -> SourceView:
@@ -115,15 +115,17 @@ def model_tensors(model: torch.nn.Module) -> dict[str, RangesTensor]:
     sequence.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    pieces_by_name: dict[str, list[tuple[int, str, int]]] = {}
+    ranges_by_name: dict[str, list[tuple[int, str, int]]] = {}
     for name, recipe in hub_tensors(model).items():
-        (piece,) = recipe.ranges
-        pieces_by_name.setdefault(piece.name, []).append((piece.first, name, piece.count))
+        (element_range,) = recipe.ranges
+        ranges_by_name.setdefault(element_range.name, []).append(
+            (element_range.first, name, element_range.count)
+        )
     recipes = {}
-    for name, pieces in pieces_by_name.items():
-        pieces.sort()
+    for name, ranges in ranges_by_name.items():
+        ranges.sort()
         ends = [0]
-        for start, _, count in pieces:
+        for start, _, count in ranges:
             if start != ends[-1]:
                 break
             ends.append(start + count)
@@ -133,7 +135,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, RangesTensor]:
                 f"expected {prod(shapes[name])}, each once"
             )
         recipes[name] = RangesTensor(
-            shapes[name], tuple(ElementRange(hub_name, 0, count) for _, hub_name, count in pieces)
+            shapes[name], tuple(ElementRange(hub_name, 0, count) for _, hub_name, count in ranges)
         )
     return recipes
 

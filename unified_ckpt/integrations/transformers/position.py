@@ -67,7 +67,7 @@ def convert_position(
     """
     epoch = saved_position["epoch"]
     samples = saved_position["samples"]
-    saved_geometry = BatchGeometry(**saved_position["pace"])
+    saved_geometry = BatchGeometry(**saved_position["geometry"])
     if (saved_geometry.round_samples, saved_geometry.accumulation) == (
         geometry.round_samples,
         geometry.accumulation,
@@ -125,11 +125,9 @@ def _order(loader: Any, world: int) -> tuple[str, int | None, int | None]:
     sampler = getattr(sampler, "sampler", sampler)
     if type(sampler) is SeedableRandomSampler:
         return "shuffled", int(sampler.initial_seed), len(sampler)
-    return (
-        ("in its own order", None, len(sampler))
-        if type(sampler) is SequentialSampler
-        else (_UNKNOWN_ORDER, None, None)
-    )
+    if type(sampler) is SequentialSampler:
+        return "in its own order", None, len(sampler)
+    return _UNKNOWN_ORDER, None, None
 
 
 class PositionTracker:
@@ -170,7 +168,7 @@ class PositionTracker:
             "epoch": position.epoch,
             "samples": position.samples,
             "step": self._trainer.state.global_step,
-            "pace": asdict(self._geometry),
+            "geometry": asdict(self._geometry),
         }
 
     def _set_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
@@ -220,7 +218,7 @@ class PositionTracker:
             return
         for note in notes:
             _LOG.warning("resuming with another total batch size: %s", note)
-        if BatchGeometry(**self._saved_position["pace"]) != self._geometry:
+        if BatchGeometry(**self._saved_position["geometry"]) != self._geometry:
             values = (
                 self._resume_position.epoch,
                 self._resume_position.samples,

@@ -15,8 +15,7 @@ from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder import commit
 from unified_ckpt.errors import IncompleteError, NotFoundError
 from unified_ckpt.format.names import is_backup
-from unified_ckpt.manager.steps.scan import foreign_steps, scan
-from unified_ckpt.manager.steps.scan import has_unified_files as has_traces
+from unified_ckpt.manager.steps.scan import foreign_steps, has_unified_files, scan
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.detect.names import TRAINER_STATE
 from unified_ckpt.sources.step_names import list_steps, read_step
@@ -49,7 +48,7 @@ def latest_checkpoint(
     collective = comm.begin_collective(
         f"resume in {run}", cached=False, timeout_seconds=timeout_seconds
     )
-    with collective.step("newest"):
+    with collective.step("latest"):
         if collective.rank == 0:
             name, skipped = _select_latest(os.path.abspath(run))
             if skipped and not name:
@@ -62,8 +61,8 @@ def latest_checkpoint(
                 )
             for entry, problem in skipped.items():
                 _LOG.warning("%s/%s is skipped: %s", run, entry, problem)
-            collective.put("newest", f".{name}".encode())
-    name = collective.get("newest").decode()[1:]
+            collective.put("latest", f".{name}".encode())
+    name = collective.get("latest").decode()[1:]
     return os.path.join(run, name) if name else True
 
 
@@ -100,9 +99,9 @@ def check_path(path: str) -> None:
     if is_unified(path):
         return
     entries = dict.fromkeys(os.listdir(path), 0)
-    if has_traces(entries):
+    if has_unified_files(entries):
         raise NotFoundError(
-            f"resume_from_checkpoint {path}: got no valid manifest; it is unfinished or damaged, "
+            f"resume_from_checkpoint {path}: got no valid manifest; it is unfinished or damaged; "
             "pass a complete checkpoint"
         )
     if TRAINER_STATE in entries:

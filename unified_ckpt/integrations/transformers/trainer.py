@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import trainer as stock
+from transformers import trainer as hf_trainer
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
@@ -78,9 +78,8 @@ class PatchedTrainer:
         # As in the stock Trainer: a run that went back saves its steps again.
         self._save_options = with_default_if_exists(save_options, if_exists="replace")
         self._checkpointer = Checkpointer()
-        self._deferred_rotation: tuple[str, int, int | None] | None = (
-            None  # a rotation waiting for a push
-        )
+        # arguments of a rotation that waits for a push
+        self._deferred_rotation: tuple[str, int, int | None] | None = None
         self._report: LoadReport | None = None  # of the last load of optimizer state
         self._position = PositionTracker(trainer)
         self._originals: dict[str, Callable[..., Any]] = {}
@@ -117,7 +116,7 @@ class PatchedTrainer:
             if best_path == path:  # the Trainer set the path of its small files
                 state.best_model_checkpoint = best_path
                 if trainer.args.should_save:
-                    state.save_to_json(os.path.join(small_folder, stock.TRAINER_STATE_NAME))
+                    state.save_to_json(os.path.join(small_folder, hf_trainer.TRAINER_STATE_NAME))
             arguments = self._save_arguments(small_folder)
             steps = (state.global_step, state.best_global_step)
             if self._async_save:
@@ -160,18 +159,20 @@ class PatchedTrainer:
             trainer.args.save_only_model if self._save_only_model is None else self._save_only_model
         )
         model = trainer.accelerator.unwrap_model(trainer.model)
-        ddp = isinstance(trainer.model_wrapped, DistributedDataParallel) and not has_adapters(model)
-        # DDP knows which rank's buffers count
+        options = self._save_options
+        wrapped = model
+        if has_adapters(model):
+            options = with_single_file(options)
+        elif isinstance(trainer.model_wrapped, DistributedDataParallel):
+            wrapped = trainer.model_wrapped  # DDP knows which rank's buffers count
         return {
-            **_model_arguments(trainer.model_wrapped if ddp else model),
+            **_model_arguments(wrapped),
             "optimizer": None if only_model else _unwrap_optimizer(trainer.optimizer),
             "step": trainer.state.global_step,
             "extra": None if only_model else self._collect_extra(),
             "rank_extra": None if only_model else RandomStates().state_dict(),
             "attach": lambda folder: _attach(model, small_folder, folder),
-            "options": with_single_file(self._save_options)
-            if has_adapters(model)
-            else self._save_options,
+            "options": options,
         }
 
     def wait(self) -> None:
@@ -201,9 +202,8 @@ class PatchedTrainer:
             getattr(model, "config", None),
             getattr(model, "generation_config", None),
         ]
-        dtype = self._save_options.model_dtype or str(getattr(model, "dtype", "")).removeprefix(
-            "torch."
-        )
+        model_dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
+        dtype = self._save_options.model_dtype or model_dtype
         for config in configs if not has_adapters(model) else ():
             if hasattr(config, "save_pretrained"):
                 # from_pretrained uses this dtype, so it must be that of the stored weights.
@@ -230,11 +230,10 @@ class PatchedTrainer:
     def _collect_extra(self) -> dict[str, Any]:
         trainer = self.trainer
         scaler = getattr(trainer.accelerator, "scaler", None)
+        scheduler = trainer.lr_scheduler
         return {
             "optimizer": optimizer_class(_unwrap_optimizer(trainer.optimizer)),
-            "scheduler": trainer.lr_scheduler.state_dict()
-            if trainer.lr_scheduler is not None
-            else None,
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "data": self._position.state(),
         }
@@ -244,12 +243,10 @@ class PatchedTrainer:
         args, pushed = self.trainer.args, getattr(self.trainer, "push_in_progress", None)
         if not args.should_save or args.save_total_limit is None:
             return
-        self._deferred_rotation = (
-            (run_folder, saved_step, best_step)
-            if pushed is not None and not pushed.is_done()
-            else None
-        )
-        if self._deferred_rotation is not None:  # never remove a checkpoint during its upload
+        self._deferred_rotation = None
+        if pushed is not None and not pushed.is_done():
+            # never remove a checkpoint during its upload
+            self._deferred_rotation = (run_folder, saved_step, best_step)
             return
         limit = max(args.save_total_limit, 1)
         steps = [
@@ -258,7 +255,8 @@ class PatchedTrainer:
             if record.step is not None
         ]
         latest = sorted(steps)[-limit:]
-        count = max(limit - (1 if best_step in steps and best_step not in latest else 0), 1)
+        best_is_older = best_step in steps and best_step not in latest
+        count = max(limit - best_is_older, 1)
         rules = Rules(full=(LatestN(count),), model_only=(LatestN(count),))
         rotate_after_save(
             LocalStorage(run_folder),
@@ -297,7 +295,7 @@ class PatchedTrainer:
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own method, which removes all but the best checkpoint."""
         self.wait()
-        with _patched(stock, "sort_checkpoints", sorted_steps):
+        with _patched(hf_trainer, "sort_checkpoints", sorted_steps):
             return self._originals["_finalize_training"](*args, **kwargs)
 
     def _load_from_checkpoint(
@@ -383,7 +381,7 @@ class PatchedTrainer:
 def _warn_overrides(trainer_class: type) -> None:
     """Log methods of a subclass that write weights: no checkpoint calls them."""
     for name in ("save_model", "_save"):
-        if getattr(trainer_class, name) is not getattr(stock.Trainer, name):
+        if getattr(trainer_class, name) is not getattr(hf_trainer.Trainer, name):
             _LOG.warning(
                 "%s.%s is not called for checkpoints: the engine writes the weights",
                 trainer_class.__name__,

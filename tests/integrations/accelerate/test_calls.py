@@ -219,7 +219,7 @@ def test_another_batch_size_finds_its_place_by_samples(
     stopped = Job(workers=workers).run(1, stop=3)
     save_state(stopped.accelerator, tmp_path / "c", options=FAST)
     order = [ids.tolist() for batch in Job().loader for ids in batch]
-    for size, first, said in ((6, 12, ""), (8, 8, "4 samples come again")):
+    for size, first, said in ((6, 12, ""), (8, 8, "4 samples are repeated")):
         job = Job(seed=7)
         loader = job.accelerator.prepare(
             torch.utils.data.DataLoader(
@@ -354,7 +354,7 @@ def test_what_is_not_whole_is_passed_over_and_never_counted(
     resumed = Job(seed=7, project=tmp_path, total_limit=2)
     assert load_state(resumed.accelerator).step == 0
     warned = [
-        record.getMessage() for record in caplog.records if "passes over" in record.getMessage()
+        record.getMessage() for record in caplog.records if "skips newer" in record.getMessage()
     ]
     assert len(warned) == 1
     assert "checkpoint_2: optimizer.safetensors is missing" in warned[0]

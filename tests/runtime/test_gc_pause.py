@@ -1,4 +1,4 @@
-"""The garbage collector is paused while it would only cost time, and runs again whatever happened."""
+"""The garbage collector pauses inside a block, and runs again after any error."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class _GCPause:
                 gc.enable()
 
     def _reset_after_fork(self) -> None:
-        """Restores the collector in a child, which lacks the threads that paused it."""
+        """Restore the collector in a child, which lacks the threads that paused it."""
         self._lock = threading.Lock()
         if self._depth and self._was_enabled:
             gc.enable()

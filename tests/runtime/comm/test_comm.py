@@ -29,16 +29,16 @@ SOON = 0.5
 
 
 def in_threads(count: int, act: Callable[[int], object]) -> list[Any]:
-    """What each rank returned or raised."""
+    """Runs ranks as threads; returns what each returned or raised."""
     results: list[Any] = [None] * count
 
-    def one(rank: int) -> None:
+    def run(rank: int) -> None:
         try:
             results[rank] = act(rank)
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(count)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,15 +108,15 @@ def test_begin_collective_compares_calls_and_arguments(
     connected: Connect, calls: list[tuple[str, dict[str, int] | None]], text: str | None
 ) -> None:
     """A rank that failed before it knew its arguments is not compared. The next collective works."""
-    ours = connected(3)
+    members = connected(3)
 
     def act(rank: int) -> str | None:
         error = None
         try:
-            ours[rank].begin_collective(Call(*calls[rank]), timeout_seconds=SECONDS)
+            members[rank].begin_collective(Call(*calls[rank]), timeout_seconds=SECONDS)
         except RankError as raised:
             error = str(raised)
-        ours[rank].begin_collective("again", timeout_seconds=SECONDS)
+        members[rank].begin_collective("again", timeout_seconds=SECONDS)
         return error
 
     (found,) = set(in_threads(3, act))
@@ -124,32 +124,34 @@ def test_begin_collective_compares_calls_and_arguments(
 
 
 def test_collective_exchanges_values_of_all_ranks(connected: Connect) -> None:
-    ours = connected(4)
+    members = connected(4)
 
     def act(rank: int) -> list[object]:
         said: list[object] = []
-        for turn in range(3):
-            meeting = ours[rank].begin_collective(
-                "save", cached=turn == 1 or rank > 0, timeout_seconds=SECONDS
+        for barrier in range(3):
+            collective = members[rank].begin_collective(
+                "save", cached=barrier == 1 or rank > 0, timeout_seconds=SECONDS
             )
-            said.append(meeting.all_cached)
-            said.append(meeting.broadcast("id", f"id-{turn}".encode() if rank == 0 else None))
-            said.append(meeting.collect("sizes", f"{rank}".encode(), dst=2, ranks=(3, 1)))
-            meeting.finish_step("written")
+            said.append(collective.all_cached)
+            said.append(collective.broadcast("id", f"id-{barrier}".encode() if rank == 0 else None))
+            said.append(collective.collect("sizes", f"{rank}".encode(), dst=2, ranks=(3, 1)))
+            collective.finish_step("written")
         return said
 
     results = in_threads(4, act)
     for rank, said in enumerate(results):
-        told = [b"3", b"1"] if rank == 2 else []
-        assert said == [x for turn in range(3) for x in (turn == 1, f"id-{turn}".encode(), told)]
+        decoded = [b"3", b"1"] if rank == 2 else []
+        assert said == [
+            x for barrier in range(3) for x in (barrier == 1, f"id-{barrier}".encode(), decoded)
+        ]
 
 
 def test_put_accepts_any_bytes(connected: Connect) -> None:
-    ours, value = connected(2), bytes(range(256)) * 5000
+    members, value = connected(2), bytes(range(256)) * 5000
     results = in_threads(
         2,
         lambda r: (
-            ours[r]
+            members[r]
             .begin_collective("x", timeout_seconds=SECONDS)
             .broadcast("v", value if r == 0 else None)
         ),
@@ -158,11 +160,11 @@ def test_put_accepts_any_bytes(connected: Connect) -> None:
 
 
 def test_missing_rank_is_named_on_every_other_rank(connected: Connect) -> None:
-    ours = connected(5)
+    members = connected(5)
 
     def act(rank: int) -> None:
         if rank not in (1, 3, 4):
-            ours[rank].begin_collective("save to /ckpt", timeout_seconds=SOON)
+            members[rank].begin_collective("save to /ckpt", timeout_seconds=SOON)
 
     results = in_threads(5, act)
     text = r"^save to /ckpt: rank\(s\) 1, 3-4 did not arrive within 0.5 s; expected the same call on all 5 ranks$"
@@ -172,19 +174,19 @@ def test_missing_rank_is_named_on_every_other_rank(connected: Connect) -> None:
 
 
 def test_group_errors_name_global_ranks() -> None:
-    ours = comms(3, ranks=(4, 7, 9))
+    members = comms(3, ranks=(4, 7, 9))
     with pytest.raises(RankError, match=r"rank\(s\) 7, 9 did not arrive"):
-        ours[0].begin_collective("save", timeout_seconds=SOON)
+        members[0].begin_collective("save", timeout_seconds=SOON)
 
 
 @pytest.mark.parametrize("step", ["agree", "collect"])
 def test_step_errors_name_global_ranks(step: str) -> None:
-    ours = comms(2, ranks=(4, 7))
+    members = comms(2, ranks=(4, 7))
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=SOON)
+        collective = members[rank].begin_collective("save", timeout_seconds=SOON)
         if rank == 0:
-            meeting.finish_step("written") if step == "agree" else meeting.collect(
+            collective.finish_step("written") if step == "agree" else collective.collect(
                 "sizes", b"1", dst=0, ranks=range(2)
             )
 
@@ -193,14 +195,14 @@ def test_step_errors_name_global_ranks(step: str) -> None:
 
 
 def test_error_of_one_rank_is_raised_on_all(connected: Connect) -> None:
-    ours = connected(4)
+    members = connected(4)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
-        meeting.finish_step("planned")
+        collective = members[rank].begin_collective("save", timeout_seconds=SECONDS)
+        collective.finish_step("planned")
         if rank == 2:
             time.sleep(0.05)
-        meeting.finish_step("written", LayoutError("w: a gap") if rank == 1 else None)
+        collective.finish_step("written", LayoutError("w: a gap") if rank == 1 else None)
 
     for error in in_threads(4, act):
         assert type(error) is LayoutError
@@ -209,10 +211,10 @@ def test_error_of_one_rank_is_raised_on_all(connected: Connect) -> None:
 
 
 def test_foreign_error_becomes_rank_error() -> None:
-    ours = comms(2)
+    members = comms(2)
 
     def act(rank: int) -> None:
-        ours[rank].begin_collective("save", timeout_seconds=SECONDS).finish_step(
+        members[rank].begin_collective("save", timeout_seconds=SECONDS).finish_step(
             "written", ZeroDivisionError("oh") if rank == 1 else None
         )
 
@@ -226,11 +228,11 @@ def test_foreign_error_becomes_rank_error() -> None:
 
 
 def test_mismatch_lists_reach_every_rank() -> None:
-    ours = comms(3)
+    members = comms(3)
     error = MismatchError("bad", missing=["a"], unexpected=["b", "c"], wrong=["d: shape"])
 
     def act(rank: int) -> None:
-        ours[rank].begin_collective("load", timeout_seconds=SECONDS).finish_step(
+        members[rank].begin_collective("load", timeout_seconds=SECONDS).finish_step(
             "matched", error if rank == 0 else None
         )
 
@@ -245,25 +247,25 @@ def test_mismatch_lists_reach_every_rank() -> None:
 
 
 def test_all_ranks_raise_the_same_of_two_errors() -> None:
-    ours = comms(4)
+    members = comms(4)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
-        meeting.finish_step("written", LayoutError(f"from {rank}") if rank in (1, 2) else None)
+        collective = members[rank].begin_collective("save", timeout_seconds=SECONDS)
+        collective.finish_step("written", LayoutError(f"from {rank}") if rank in (1, 2) else None)
 
     assert len({(type(error), str(error)) for error in in_threads(4, act)}) == 1
 
 
 def test_failing_rank_does_not_wait_for_slow_ranks() -> None:
-    ours, left = comms(2), threading.Event()
+    members, left = comms(2), threading.Event()
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
+        collective = members[rank].begin_collective("save", timeout_seconds=SECONDS)
         if rank == 1:
             assert left.wait(SECONDS), "rank 0 waits for rank 1"
-            meeting.finish_step("written")
+            collective.finish_step("written")
         try:
-            meeting.finish_step("written", IntegrityError("no"))
+            collective.finish_step("written", IntegrityError("no"))
         finally:
             left.set()
 
@@ -274,20 +276,20 @@ def test_failing_rank_does_not_wait_for_slow_ranks() -> None:
 
 @pytest.mark.parametrize("way", ["get", "broadcast", "collect", "agree"])
 def test_waiting_ranks_receive_an_error_at_once(connected: Connect, way: str) -> None:
-    ours = connected(3)
+    members = connected(3)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=600)
-        with meeting.step("write"):
+        collective = members[rank].begin_collective("save", timeout_seconds=600)
+        with collective.step("write"):
             if rank == 0:
                 time.sleep(0.1)
                 raise IntegrityError("the disk is full")
             if way == "get":
-                meeting.get("window/0")
+                collective.get("window/0")
             elif way == "broadcast":
-                meeting.broadcast("id", None)
+                collective.broadcast("id", None)
             elif way == "collect":
-                meeting.collect("sizes", b"1", dst=rank, ranks=range(3))
+                collective.collect("sizes", b"1", dst=rank, ranks=range(3))
 
     started = time.monotonic()
     for error in in_threads(3, act):
@@ -297,27 +299,27 @@ def test_waiting_ranks_receive_an_error_at_once(connected: Connect, way: str) ->
 
 
 def test_step_that_all_ranks_finish() -> None:
-    ours = comms(3)
+    members = comms(3)
 
     def act(rank: int) -> list[str]:
-        meeting, seen = (
-            ours[rank].begin_collective("save", timeout_seconds=SECONDS),
+        collective, observed = (
+            members[rank].begin_collective("save", timeout_seconds=SECONDS),
             [],
         )
         for name in ("plan", "write"):
-            with meeting.step(name):
-                seen.append(name)
-        return seen
+            with collective.step(name):
+                observed.append(name)
+        return observed
 
     assert in_threads(3, act) == [["plan", "write"]] * 3
 
 
 def test_shared_error_is_published_once() -> None:
-    ours = comms(2)
+    members = comms(2)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
-        with meeting.step("outer"), meeting.step("inner"):
+        collective = members[rank].begin_collective("save", timeout_seconds=SECONDS)
+        with collective.step("outer"), collective.step("inner"):
             if rank == 1:
                 raise LayoutError("oh")
 
@@ -328,17 +330,17 @@ def test_shared_error_is_published_once() -> None:
 
 
 def test_secondary_error_waits_for_its_cause() -> None:
-    ours = comms(2)
+    members = comms(2)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
+        collective = members[rank].begin_collective("save", timeout_seconds=SECONDS)
         error: CheckpointError = (
             RankError("rank 1 gave up") if rank == 0 else IntegrityError("the disk is full")
         )
         mark(error, Spread.SECONDARY if rank == 0 else Spread.LOCAL)
         if rank == 1:
             time.sleep(0.2)
-        meeting.finish_step("write", error)
+        collective.finish_step("write", error)
 
     for error in in_threads(2, act):
         with pytest.raises(IntegrityError, match=r"^rank 1: the disk is full$"):
@@ -347,22 +349,20 @@ def test_secondary_error_waits_for_its_cause() -> None:
 
 @pytest.mark.parametrize("where", ["roll call", "phase", "key"])
 def test_collective_ends_when_its_parent_fails(where: str) -> None:
-    """Rank 2 fails before it comes to the smaller meeting, or in it before it says what the others
-    wait for; the next ones are fine.
-    """
-    ours = comms(3)
+    """Rank 2 fails before it joins the subgroup, or in it; the next collectives work."""
+    members = comms(3)
 
     def act(rank: int) -> list[int | str]:
         numbers = list[int | str]()
-        inner = ours[rank].subgroup("some", [0, 1, 2])
-        for turn in range(4):
-            outer = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
+        inner = members[rank].subgroup("some", [0, 1, 2])
+        for barrier in range(4):
+            outer = members[rank].begin_collective("save", timeout_seconds=SECONDS)
             try:
                 with outer.step("part"):
-                    if turn == 1 and rank == 2 and where == "roll call":
+                    if barrier == 1 and rank == 2 and where == "roll call":
                         raise LayoutError("oh")
                     part = inner.begin_collective("part", timeout_seconds=SECONDS, parent=outer)
-                    if turn == 1 and rank == 2:
+                    if barrier == 1 and rank == 2:
                         raise LayoutError("oh")
                     if where == "key":
                         part.collect("said", b"1", dst=0, ranks=range(3))
@@ -380,14 +380,14 @@ def test_collective_ends_when_its_parent_fails(where: str) -> None:
 
 
 def test_rank_stuck_in_a_step_is_named(connected: Connect) -> None:
-    ours, over = connected(3), threading.Event()
+    members, over = connected(3), threading.Event()
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=SOON)
+        collective = members[rank].begin_collective("save", timeout_seconds=SOON)
         if rank == 2:
             over.wait(SECONDS)
         try:
-            meeting.finish_step("written")
+            collective.finish_step("written")
         finally:
             over.set()
 
@@ -399,33 +399,33 @@ def test_rank_stuck_in_a_step_is_named(connected: Connect) -> None:
 @pytest.mark.parametrize("way", ["agree", "get", "collect"])
 @pytest.mark.parametrize("alive", [True, False])
 def test_wait_lasts_as_long_as_heartbeats(connected: Connect, way: str, alive: bool) -> None:
-    """Rank 1 takes five times as long as silence may last."""
-    ours, over = connected(3), threading.Event()
+    """Rank 1 takes five timeouts, with or without heartbeats."""
+    members, over = connected(3), threading.Event()
 
     def act(rank: int) -> object:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=0.4)
+        collective = members[rank].begin_collective("save", timeout_seconds=0.4)
         if rank == 1:
             for _ in range(200):
                 if alive:
-                    meeting.heartbeat()
+                    collective.heartbeat()
                 if over.wait(0.01):
                     break
         if way == "agree":
             try:
-                meeting.finish_step("written")
+                collective.finish_step("written")
             finally:
                 over.set()
         elif way == "get":
             if rank == 1:
-                meeting.put("id", b"7")
+                collective.put("id", b"7")
             try:
-                return meeting.get("id")
+                return collective.get("id")
             finally:
                 if rank == 0:
                     over.set()
         else:
             try:
-                return meeting.collect("sizes", b"7", dst=0, ranks=range(3))
+                return collective.collect("sizes", b"7", dst=0, ranks=range(3))
             finally:
                 if rank == 0:
                     over.set()
@@ -447,17 +447,17 @@ def test_wait_lasts_as_long_as_heartbeats(connected: Connect, way: str, alive: b
 
 
 def test_wait_ends_after_the_last_heartbeat() -> None:
-    ours, over = comms(2), threading.Event()
+    members, over = comms(2), threading.Event()
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=0.3)
+        collective = members[rank].begin_collective("save", timeout_seconds=0.3)
         if rank == 1:
             for _ in range(60):
-                meeting.heartbeat()
+                collective.heartbeat()
                 time.sleep(0.01)
             over.wait(SECONDS)
         try:
-            meeting.finish_step("written")
+            collective.finish_step("written")
         finally:
             over.set()
 
@@ -469,35 +469,35 @@ def test_wait_ends_after_the_last_heartbeat() -> None:
 
 
 def test_heartbeats_are_rare() -> None:
-    """However often a rank says that it lives, the store hears of it twenty times in the time-out."""
+    """The store receives at most twenty heartbeats per timeout."""
     store = dist.HashStore()
     adds: list[str] = []
     counting: Any = Paced(
         store, lambda name, arguments: adds.append(arguments[0]) if name == "add" else None
     )
-    meeting = Comm(counting, rank=0, ranks=(0,)).begin_collective("save", timeout_seconds=2)
+    collective = Comm(counting, rank=0, ranks=(0,)).begin_collective("save", timeout_seconds=2)
     adds.clear()
     deadline = time.monotonic() + 0.45
     while time.monotonic() < deadline:
-        meeting.heartbeat()
+        collective.heartbeat()
     assert 1 <= len(adds) <= 5
 
 
 def test_background_collective_keeps_keys_until_all_finish(
     connected: Connect,
 ) -> None:
-    ours, turn = connected(2), threading.Barrier(2)
+    members, barrier = connected(2), threading.Barrier(2)
 
     def act(rank: int) -> None:
-        background = ours[rank].begin_collective("save", timeout_seconds=SECONDS)
+        background = members[rank].begin_collective("save", timeout_seconds=SECONDS)
         background.move_to_background()
         background.put(f"said/{rank}", b"1")
 
         def meet_others(there: bool) -> None:
-            turn.wait(SECONDS)
+            barrier.wait(SECONDS)
             for _ in range(2):
-                ours[rank].begin_collective("idle", timeout_seconds=SECONDS)
-            turn.wait(SECONDS)
+                members[rank].begin_collective("idle", timeout_seconds=SECONDS)
+            barrier.wait(SECONDS)
             assert [background.has(f"said/{r}") for r in range(2)] == [there, there]
 
         meet_others(True)
@@ -512,64 +512,69 @@ def test_background_collective_keeps_keys_until_all_finish(
 
 
 def test_any_busy_is_true_on_all_ranks() -> None:
-    ours = comms(3)
+    members = comms(3)
 
     def act(rank: int) -> list[bool]:
-        meetings = [
-            ours[rank].begin_collective("idle", timeout_seconds=SECONDS, busy=rank in who)
+        collectives = [
+            members[rank].begin_collective("idle", timeout_seconds=SECONDS, busy=rank in who)
             for who in ((), (1,), (0, 2), ())
         ]
-        return [meeting.any_busy for meeting in meetings]
+        return [collective.any_busy for collective in collectives]
 
     assert in_threads(3, act) == [[False, True, True, False]] * 3
 
 
 def test_get_of_an_unset_key_is_an_error() -> None:
-    (one,) = comms(1)
+    (run,) = comms(1)
     with pytest.raises(RankError, match=r"rank 0 waited 0.5 s for 'window/0', which no rank set"):
-        one.begin_collective("save", timeout_seconds=SOON).get("window/0")
+        run.begin_collective("save", timeout_seconds=SOON).get("window/0")
 
 
 def test_collect_names_missing_ranks() -> None:
-    ours = comms(3)
+    members = comms(3)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].begin_collective("save", timeout_seconds=SOON)
+        collective = members[rank].begin_collective("save", timeout_seconds=SOON)
         if rank != 1:
-            meeting.collect("sizes", b"1", dst=0, ranks=range(3))
+            collective.collect("sizes", b"1", dst=0, ranks=range(3))
 
     with pytest.raises(RankError, match=r"rank\(s\) 1 did not reach 'sizes' within 0.5 s"):
         raise in_threads(3, act)[0]
 
 
 def test_late_rank_does_not_join_a_closed_collective() -> None:
-    ours = comms(2)
+    members = comms(2)
     with pytest.raises(RankError, match=r"rank\(s\) 1 did not arrive"):
-        ours[0].begin_collective("first", cached=True, timeout_seconds=SOON)
+        members[0].begin_collective("first", cached=True, timeout_seconds=SOON)
     with pytest.raises(RankError, match=r"rank\(s\) 0 did not arrive"):
-        ours[1].begin_collective("first", cached=True, timeout_seconds=SOON)
-    meetings = in_threads(
-        2, lambda rank: ours[rank].begin_collective("second", cached=True, timeout_seconds=SECONDS)
+        members[1].begin_collective("first", cached=True, timeout_seconds=SOON)
+    collectives = in_threads(
+        2,
+        lambda rank: members[rank].begin_collective("second", cached=True, timeout_seconds=SECONDS),
     )
-    assert [meeting.all_cached for meeting in meetings] == [True, True]
-    assert meetings[0].number == meetings[1].number == 2
+    assert [collective.all_cached for collective in collectives] == [True, True]
+    assert collectives[0].number == collectives[1].number == 2
 
 
 def test_next_collective_works_after_an_error() -> None:
-    ours = comms(3)
+    members = comms(3)
 
     def act(rank: int) -> bool:
-        for turn in range(20):
-            meeting = ours[rank].begin_collective("save", cached=True, timeout_seconds=SECONDS)
-            with pytest.raises(LayoutError, match=rf"^rank {turn % 3}: oh$"):
-                meeting.finish_step("written", LayoutError("oh") if rank == turn % 3 else None)
+        for barrier in range(20):
+            collective = members[rank].begin_collective(
+                "save", cached=True, timeout_seconds=SECONDS
+            )
+            with pytest.raises(LayoutError, match=rf"^rank {barrier % 3}: oh$"):
+                collective.finish_step(
+                    "written", LayoutError("oh") if rank == barrier % 3 else None
+                )
         return True
 
     assert in_threads(3, act) == [True] * 3
 
 
 class Paced:
-    """A store that lets a test say when calls go through."""
+    """A store whose calls a test can delay."""
 
     def __init__(self, store: dist.Store, before: Callable[[str, tuple[Any, ...]], None]) -> None:
         self._store, self._before = store, before
@@ -585,12 +590,12 @@ class Paced:
 
 
 class Died(BaseException):
-    """Of a rank that does nothing more from here on."""
+    """Raised in a rank that is to do nothing more."""
 
 
 @pytest.mark.parametrize("last", [True, False])
 def test_rank_that_dies_at_any_store_call_is_named(last: bool) -> None:
-    """Of two calls with two steps each, in which rank 2 is the last to say anything, or the first."""
+    """Two collectives of two steps, in which rank 2 acts last or first."""
 
     def words_of(fatal: int) -> int:
         store, words, enough = dist.HashStore(), 0, 0
@@ -603,21 +608,23 @@ def test_rank_that_dies_at_any_store_call_is_named(last: bool) -> None:
                 raise Died
 
         dying: Any = Paced(store, before_of_2)
-        ours = [Comm(dying if rank == 2 else store, rank=rank, ranks=range(3)) for rank in range(3)]
+        members = [
+            Comm(dying if rank == 2 else store, rank=rank, ranks=range(3)) for rank in range(3)
+        ]
 
         def act(rank: int) -> None:
             nonlocal enough
             for _ in range(2):
                 if (rank == 2) == last:
                     time.sleep(0.03)
-                meeting = ours[rank].begin_collective("save", cached=True, timeout_seconds=2)
+                collective = members[rank].begin_collective("save", cached=True, timeout_seconds=2)
                 for step in ("planned", "written"):
                     if (rank == 2) == last:
                         time.sleep(0.03)
-                    meeting.finish_step(step)
+                    collective.finish_step(step)
             if rank == 2:
                 enough = words
-            meeting.finish_step("end")
+            collective.finish_step("end")
 
         *lived, died = in_threads(3, act)
         if isinstance(died, Died):
@@ -637,79 +644,79 @@ def test_rank_that_dies_at_any_store_call_is_named(last: bool) -> None:
 
 
 def test_two_ranks_timing_out_close_one_collective() -> None:
-    store, tired, back = dist.HashStore(), threading.Event(), threading.Event()
+    store, timed_out, returned = dist.HashStore(), threading.Event(), threading.Event()
 
     def before_of_0(name: str, arguments: tuple[Any, ...]) -> None:
         if name == "set" and arguments[0] == "1/arrived/0":
-            back.set()
+            returned.set()
         if name == "check" and arguments[0] == ["0/arrived/2"]:
-            tired.wait(1)  # until rank 1 has seen that rank 2 is absent, too
+            timed_out.wait(1)  # until rank 1 has seen that rank 2 is absent, too
 
     def before_of_1(name: str, arguments: tuple[Any, ...]) -> None:
         if name == "check" and arguments[0] == ["0/arrived/2"]:
-            tired.set()
-            back.wait(5)  # until rank 0 has closed the meeting and come to the next
+            timed_out.set()
+            returned.wait(5)  # until rank 0 has closed the meeting and come to the next
 
     paced: list[Any] = [Paced(store, before_of_0), Paced(store, before_of_1), store]
-    ours = [Comm(paced[rank], rank=rank, ranks=range(3)) for rank in range(3)]
+    members = [Comm(paced[rank], rank=rank, ranks=range(3)) for rank in range(3)]
 
     def act(rank: int) -> int:
         if rank == 2:
-            assert back.wait(5)
+            assert returned.wait(5)
             time.sleep(0.2)
         else:
             with pytest.raises(RankError, match=r"rank\(s\) 2 did not arrive"):
-                ours[rank].begin_collective("first", timeout_seconds=SOON)
-        return ours[rank].begin_collective("second", timeout_seconds=3).number
+                members[rank].begin_collective("first", timeout_seconds=SOON)
+        return members[rank].begin_collective("second", timeout_seconds=3).number
 
     assert in_threads(3, act) == [1, 1, 1]
 
 
 def test_fast_rank_joins_the_next_collective() -> None:
-    store, back = dist.HashStore(), threading.Event()
-    came = 0
+    store, returned = dist.HashStore(), threading.Event()
+    arrivals = 0
 
     def before_of_0(name: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal came
+        nonlocal arrivals
         if name == "add" and arguments == ("collectives", 0):
-            came += 1
-            if came == 2:
-                threading.Timer(0.2, back.set).start()
+            arrivals += 1
+            if arrivals == 2:
+                threading.Timer(0.2, returned.set).start()
 
     def before_of_1(name: str, arguments: tuple[Any, ...]) -> None:
         if name == "compare_set" and arguments[0] == "collectives":
-            back.wait(1)
+            returned.wait(1)
 
     paced: list[Any] = [Paced(store, before_of_0), Paced(store, before_of_1)]
-    ours = [Comm(paced[rank], rank=rank, ranks=range(2)) for rank in range(2)]
+    members = [Comm(paced[rank], rank=rank, ranks=range(2)) for rank in range(2)]
 
     def act(rank: int) -> int:
-        meeting = ours[rank].begin_collective("first", timeout_seconds=3)
+        collective = members[rank].begin_collective("first", timeout_seconds=3)
         with pytest.raises(LayoutError, match="rank 0: oh"):
-            meeting.finish_step("planned", LayoutError("oh") if rank == 0 else None)
-        return ours[rank].begin_collective("second", timeout_seconds=3).number
+            collective.finish_step("planned", LayoutError("oh") if rank == 0 else None)
+        return members[rank].begin_collective("second", timeout_seconds=3).number
 
     assert in_threads(2, act) == [1, 1]
 
 
 @pytest.mark.parametrize("turns_of_a_comm", [200, 1, 7])
 def test_keys_are_deleted(turns_of_a_comm: int) -> None:
-    """However many calls one `Comm` serves: a one-shot save makes a new one."""
+    """Also over many `Comm`s: a one-shot save creates one each."""
     store = dist.HashStore()
     counts = list[int]()
 
     def act(rank: int) -> None:
-        for turn in range(200):
-            if turn % turns_of_a_comm == 0:
+        for barrier in range(200):
+            if barrier % turns_of_a_comm == 0:
                 comm = Comm(store, rank=rank, ranks=range(3))
-            meeting = comm.begin_collective("save", cached=True, timeout_seconds=SECONDS)
-            meeting.broadcast("id", b"1" if rank == 0 else None)
-            meeting.collect("sizes", b"1", dst=0, ranks=range(3))
-            meeting.finish_step("planned")
-            meeting.finish_step("written")
-            if rank == 0 and turn in (5, 199):
+            collective = comm.begin_collective("save", cached=True, timeout_seconds=SECONDS)
+            collective.broadcast("id", b"1" if rank == 0 else None)
+            collective.collect("sizes", b"1", dst=0, ranks=range(3))
+            collective.finish_step("planned")
+            collective.finish_step("written")
+            if rank == 0 and barrier in (5, 199):
                 counts.append(store.num_keys())
-            if turn % turns_of_a_comm == turns_of_a_comm - 1:
+            if barrier % turns_of_a_comm == turns_of_a_comm - 1:
                 comm.detach()
 
     assert in_threads(3, act) == [None] * 3
@@ -721,10 +728,10 @@ def test_keys_of_failed_collectives_are_deleted() -> None:
     store = dist.HashStore()
     counts = list[int]()
     for _ in range(10):
-        one = Comm(store, rank=0, ranks=range(2))
+        run = Comm(store, rank=0, ranks=range(2))
         with pytest.raises(RankError, match=r"rank\(s\) 1 did not arrive"):
-            one.begin_collective("save", cached=True, timeout_seconds=0.01)
-        one.detach()
+            run.begin_collective("save", cached=True, timeout_seconds=0.01)
+        run.detach()
         pair = comms(2, store)
         in_threads(
             2,
@@ -754,11 +761,11 @@ def test_lost_store_is_a_rank_error(call: str) -> None:
     comm = Comm(store, rank=0, ranks=(0,))
 
     def act() -> None:
-        meeting = comm.begin_collective("save", cached=True, timeout_seconds=SOON)
-        meeting.put("x", b"1")
-        meeting.get("x")
-        meeting.collect("sizes", b"1", dst=0, ranks=(0,))
-        meeting.finish_step("written")
+        collective = comm.begin_collective("save", cached=True, timeout_seconds=SOON)
+        collective.put("x", b"1")
+        collective.get("x")
+        collective.collect("sizes", b"1", dst=0, ranks=(0,))
+        collective.finish_step("written")
 
     act()
     gone = True
@@ -771,13 +778,13 @@ def test_lost_store_is_a_rank_error(call: str) -> None:
 
 
 def test_single_process() -> None:
-    meeting = single_process().begin_collective("save", cached=True, timeout_seconds=SOON)
-    assert meeting.all_cached
-    assert meeting.broadcast("id", b"7") == b"7"
-    assert meeting.collect("sizes", b"1", dst=0, ranks=(0,)) == [b"1"]
-    meeting.finish_step("written")
+    collective = single_process().begin_collective("save", cached=True, timeout_seconds=SOON)
+    assert collective.all_cached
+    assert collective.broadcast("id", b"7") == b"7"
+    assert collective.collect("sizes", b"1", dst=0, ranks=(0,)) == [b"1"]
+    collective.finish_step("written")
     with pytest.raises(LayoutError, match=r"^oh$"):
-        meeting.finish_step("done", LayoutError("oh"))
+        collective.finish_step("done", LayoutError("oh"))
 
 
 @pytest.mark.parametrize(

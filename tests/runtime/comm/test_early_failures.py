@@ -1,6 +1,4 @@
-"""A rank that fails where the others do not look for it: they learn of it at once, wherever they
-wait.
-"""
+"""One rank fails early: the others raise its error at once, wherever they wait."""
 
 from __future__ import annotations
 
@@ -32,16 +30,14 @@ SHAPES = {"both": (40, 30), "alone": (7,)}
 
 
 def wanted(rank: int) -> dict[str, torch.Tensor]:
-    """Ranks 0 and 1 read one tensor together, rank 2 another."""
+    """Ranks 0 and 1 read one tensor together, rank 2 reads another."""
     return {"alone": torch.zeros(7)} if rank == 2 else {"both": torch.zeros(40, 30)}
 
 
 def test_a_rank_that_left_before_the_exchange_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 fails while rank 1 waits for rank 0's window; rank 0 comes last, and would wait for
-    rank 1 for as long as it may.
-    """
+    """Rank 2 fails while rank 1 waits for rank 0, which arrives last."""
     run_ranks(
         1,
         lambda comm: make_checkpointer(comm).save(
@@ -50,15 +46,15 @@ def test_a_rank_that_left_before_the_exchange_is_not_waited_for(
     )
     left, ready = threading.Event(), TileBuffers.prepare
 
-    def late(windows: TileBuffers, meeting: Collective, **what: Any) -> Any:
-        if meeting.rank == 2:
+    def late(tile_buffers: TileBuffers, collective: Collective, **what: Any) -> Any:
+        if collective.rank == 2:
             raise StorageError("oh")
-        if meeting.rank == 0:
+        if collective.rank == 0:
             assert left.wait(SECONDS)
         try:
-            return ready(windows, meeting, **what)
+            return ready(tile_buffers, collective, **what)
         finally:
-            if meeting.rank == 1:
+            if collective.rank == 1:
                 left.set()
 
     def act(comm: Comm) -> None:
@@ -76,9 +72,7 @@ def test_a_rank_that_left_before_the_exchange_is_not_waited_for(
 def test_a_load_that_gets_on_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, verify: str
 ) -> None:
-    """Rank 0's storage takes more than twice the time-out; the others wait for its tiles, or until
-    all are through.
-    """
+    """Rank 0's storage takes more than twice the timeout; the others wait."""
     names = [f"w{number}" for number in range(16)]
     full = {name: torch.arange(160_000.0).reshape(400, 400) for name in names}
     layout = uc.Layout(
@@ -114,36 +108,34 @@ def test_a_load_that_gets_on_is_waited_for(
 
 
 def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -> None:
-    """In the background, with a layout that is known, the ranks of a machine go straight to a
-    meeting of their own.
-    """
-    machines = [0, 0, 1, 1]
+    """A cached background save starts with a collective of each node group."""
+    nodes = [0, 0, 1, 1]
     options = SAVE.model_copy(update={"if_exists": "replace", "timeout_seconds": SECONDS})
 
     def act(comm: Comm) -> list[BaseException | None]:
-        found: list[BaseException | None] = []
-        with on_machine(comm, machines) as made:
-            for turn in range(5):
-                extra = object() if turn % 2 and comm.rank == 3 else turn
-                state = {"w": torch.full((4, 3), float(turn))}
+        results: list[BaseException | None] = []
+        with on_machine(comm, nodes) as made:
+            for barrier in range(5):
+                extra = object() if barrier % 2 and comm.rank == 3 else barrier
+                state = {"w": torch.full((4, 3), float(barrier))}
                 try:
                     made.save_async(
-                        folder_of(tmp_path, machines[comm.rank]),
+                        folder_of(tmp_path, nodes[comm.rank]),
                         model=state,
                         rank_extra=extra,
                         options=options,
                     ).result(SECONDS)
                 except uc.CheckpointError as error:
-                    found.append(error)
+                    results.append(error)
                 else:
-                    found.append(None)
-        return found
+                    results.append(None)
+        return results
 
     started = time.monotonic()
-    found = run_ranks(4, act)
+    results = run_ranks(4, act)
     assert time.monotonic() - started < SECONDS / 2
-    for turn, of_ranks in enumerate(zip(*found, strict=True)):
-        if turn % 2:
+    for barrier, of_ranks in enumerate(zip(*results, strict=True)):
+        if barrier % 2:
             same_error(of_ranks, FormatError, "rank 3: rank_extra")
         else:
             assert of_ranks == (None,) * 4
@@ -152,15 +144,15 @@ def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -
 def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machines 0 and 1 share a folder, 2 and 3 another; rank 3 has no socket left."""
+    """Nodes 0 and 1 share a folder, 2 and 3 another; rank 3 can open no socket."""
     make = PeerTransport.__init__
 
     def without_sockets(
-        post: PeerTransport, volume: WriteAlignment, find: Any, *, rank: int, **what: Any
+        transport: PeerTransport, volume: WriteAlignment, find: Any, *, rank: int, **what: Any
     ) -> None:
         if threading.current_thread().name == "rank-3":
             raise OSError(errno.EMFILE, "Too many open files")
-        make(post, volume, find, rank=rank, **what)
+        make(transport, volume, find, rank=rank, **what)
 
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1, 2, 3]) as made:
@@ -181,8 +173,8 @@ def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(
 
 
 def test_after_commit_fails_on_all_machines_or_none(tmp_path: Path) -> None:
-    """On one rank of one machine, while a rank of the other is late."""
-    machines = [0, 0, 1, 1]
+    """One rank of one node fails, while a rank of the other node is late."""
+    nodes = [0, 0, 1, 1]
 
     def after(rank: int) -> None:
         if rank == 3:
@@ -190,12 +182,12 @@ def test_after_commit_fails_on_all_machines_or_none(tmp_path: Path) -> None:
         time.sleep(1.0 if rank == 1 else 0.0)
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, machines) as made:
+        with on_machine(comm, nodes) as made:
             what = {
                 "model": {"w": torch.ones(4, 3)},
                 "options": SAVE,
                 "after_commit": lambda _: after(comm.rank),
             }
-            made.save_async(folder_of(tmp_path, machines[comm.rank]), **what).result(SECONDS)
+            made.save_async(folder_of(tmp_path, nodes[comm.rank]), **what).result(SECONDS)
 
     same_error(try_ranks(4, act), StorageError, "rank 3: after")

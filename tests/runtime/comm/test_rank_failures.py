@@ -1,6 +1,4 @@
-"""One rank fails at any moment of a call: all ranks raise one error at once, nobody waits for the
-time-out, and the next call is fine.
-"""
+"""One rank fails at any moment: all raise one error at once, and the next call works."""
 
 from __future__ import annotations
 
@@ -62,15 +60,15 @@ _OWN = (
 
 @dataclass
 class Moments:
-    """Counts what each rank does in its threads, and makes one of these fail."""
+    """Counts the operations of each rank, and makes one of them fail."""
 
-    at: tuple[int, int] | None = None  # rank and number of the moment
+    moment: tuple[int, int] | None = None  # rank and number of the moment
     failed: str = ""
     seen: dict[int, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def arm(self, at: tuple[int, int]) -> None:
-        self.at, self.failed, self.seen = at, "", {}
+    def arm(self, moment: tuple[int, int]) -> None:
+        self.at, self.failed, self.seen = moment, "", {}
 
     def disarm(self) -> None:
         self.at = None
@@ -100,7 +98,7 @@ class Moments:
 
 @pytest.fixture
 def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
-    made, start = Moments(), threading.Thread.start
+    created, start = Moments(), threading.Thread.start
 
     def of_the_same_rank(thread: threading.Thread) -> None:
         thread.of_rank = getattr(threading.current_thread(), "of_rank", None)  # type: ignore[attr-defined]
@@ -114,30 +112,28 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
         (TileBuffer, ("open_for", "advance", "set_done")),
     ):
         for name in names:
-            made.watch(owner, name, monkeypatch)
-    made.watch(TileBuffers, "prepare", monkeypatch)
-    made.watch(PeerStorage, "read_at", monkeypatch)
-    return made
+            created.watch(owner, name, monkeypatch)
+    created.watch(TileBuffers, "prepare", monkeypatch)
+    created.watch(PeerStorage, "read_at", monkeypatch)
+    return created
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of all ranks. `machines`: of each rank; `apart`: whether each machine has a folder of
-    its own.
-    """
+    """A call of all ranks. `nodes`: of each rank; `separate`: each node has its own folder."""
 
     do: str  # save, load or repair
-    machines: tuple[int, ...] = (0, 0, 0, 0)
-    apart: bool = False
+    nodes: tuple[int, ...] = (0, 0, 0, 0)
+    separate: bool = False
     background: bool = False
     again: bool = False  # a save that is not the first of its layout
     copies: int = 1
     damaged: bool = False
 
     def place(self, root: Path, rank: int) -> Path:
-        return folder_of(root, self.machines[rank]) if self.apart else root / NAME
+        return folder_of(root, self.nodes[rank]) if self.separate else root / NAME
 
-    def save(self, made: uc.Checkpointer, root: Path, rank: int, step: int) -> int:
+    def save(self, created: uc.Checkpointer, root: Path, rank: int, step: int) -> int:
         cuts = {"w": 0, "o": 1}
         model = {
             n: (full + step).chunk(WORLD, cuts[n])[rank].clone() if n in cuts else full + step
@@ -161,32 +157,32 @@ class Call:
             "options": options,
         }
         if self.background:
-            made.save_async(self.place(root, rank), **what).result(2 * LONG)
+            created.save_async(self.place(root, rank), **what).result(2 * LONG)
         else:
-            made.save(self.place(root, rank), **what)
+            created.save(self.place(root, rank), **what)
         return step
 
-    def load(self, made: uc.Checkpointer, root: Path, rank: int) -> int:
+    def load(self, created: uc.Checkpointer, root: Path, rank: int) -> int:
         target = {
             "w": torch.zeros(500 // WORLD, 90),
             "o": torch.zeros(FULL["o"].chunk(WORLD, 1)[rank].shape),
             "b": torch.zeros(5),
         }
         options = LOAD.model_copy(update={"timeout_seconds": LONG})
-        report = made.load(self.place(root, rank), model=target, layout=LAYOUT, options=options)
+        report = created.load(self.place(root, rank), model=target, layout=LAYOUT, options=options)
         assert report.step is not None
         assert torch.equal(target["w"], (FULL["w"] + report.step).chunk(WORLD)[rank])
         assert torch.equal(target["o"], (FULL["o"] + report.step).chunk(WORLD, 1)[rank])
         assert torch.equal(target["b"], FULL["b"] + report.step)
         return report.step
 
-    def __call__(self, made: uc.Checkpointer, root: Path, rank: int) -> object:
+    def __call__(self, created: uc.Checkpointer, root: Path, rank: int) -> object:
         if self.do == "save":
-            return self.save(made, root, rank, 2)
+            return self.save(created, root, rank, 2)
         return (
-            self.load(made, root, rank)
+            self.load(created, root, rank)
             if self.do == "load"
-            else len(made.repair(self.place(root, rank)))
+            else len(created.repair(self.place(root, rank)))
         )
 
     def prepare(self, root: Path) -> None:
@@ -195,60 +191,58 @@ class Call:
             return
 
         def act(comm: Comm) -> None:
-            with on_machine(comm, self.machines) as made:
-                self.save(made, root, comm.rank, 1)
+            with on_machine(comm, self.nodes) as created:
+                self.save(created, root, comm.rank, 1)
 
         run_ranks(WORLD, act)
         for file in self.place(root, WORLD - 1).glob("model*.safetensors") if self.damaged else ():
             flip(file.parent, file.name)
 
 
-APART = {"machines": (0, 0, 1, 1), "apart": True}
-SHARED = {"machines": (0, 0, 1, 1)}
+SEPARATE = {"nodes": (0, 0, 1, 1), "separate": True}
+SHARED = {"nodes": (0, 0, 1, 1)}
 CALLS = {
     "save": Call("save"),
     "save again": Call("save", again=True),
     "save in the background": Call("save", background=True, again=True),
     "save, shared folder": Call("save", **SHARED),
     "save in the background, shared folder": Call("save", background=True, again=True, **SHARED),
-    "save, machines apart": Call("save", **APART),
-    "save again, machines apart": Call("save", again=True, **APART),
-    "save in the background, machines apart": Call("save", background=True, again=True, **APART),
-    "save of two copies": Call("save", copies=2, **APART),
+    "save, nodes separate": Call("save", **SEPARATE),
+    "save again, nodes separate": Call("save", again=True, **SEPARATE),
+    "save in the background, nodes separate": Call("save", background=True, again=True, **SEPARATE),
+    "save of two copies": Call("save", copies=2, **SEPARATE),
     "load": Call("load"),
     "load, shared folder": Call("load", **SHARED),
-    "load, machines apart": Call("load", **APART),
-    "load, a damaged copy": Call("load", copies=2, damaged=True, **APART),
-    "repair": Call("repair", copies=2, damaged=True, **APART),
+    "load, nodes separate": Call("load", **SEPARATE),
+    "load, a damaged copy": Call("load", copies=2, damaged=True, **SEPARATE),
+    "repair": Call("repair", copies=2, damaged=True, **SEPARATE),
 }
 
 
 def run(
-    call: Call, root: Path, moments: Moments, at: tuple[int, int]
+    call: Call, root: Path, moments: Moments, moment: tuple[int, int]
 ) -> tuple[list[object], list[object], float]:
-    """What the call gave on each rank when it failed there, and right after; and how many seconds
-    both took.
-    """
+    """Returns each rank's results of the failed call and of the next one, and the seconds."""
     together, seconds = threading.Barrier(WORLD), list[float]()
 
     def act(comm: Comm) -> tuple[object, object]:
         threading.current_thread().of_rank = comm.rank  # type: ignore[attr-defined]
-        with on_machine(comm, call.machines) as made:
+        with on_machine(comm, call.nodes) as created:
             if call.again:
-                call.save(made, root, comm.rank, 1)
-            found: list[object] = []
-            for prepare in (lambda: moments.arm(at), moments.disarm):
+                call.save(created, root, comm.rank, 1)
+            results: list[object] = []
+            for prepare in (lambda: moments.arm(moment), moments.disarm):
                 together.wait(2 * LONG)
                 if comm.rank == 0:
                     prepare()
                 together.wait(2 * LONG)
                 began = time.monotonic()
                 try:
-                    found.append(call(made, root, comm.rank))
+                    results.append(call(created, root, comm.rank))
                 except uc.CheckpointError as error:
-                    found.append(error)
+                    results.append(error)
                 seconds.append(time.monotonic() - began)
-        return found[0], found[1]
+        return results[0], results[1]
 
     pairs = run_ranks(WORLD, act)
     return [first for first, _ in pairs], [second for _, second in pairs], max(seconds)
@@ -268,11 +262,11 @@ def test_one_rank_fails_at_any_moment(tmp_path: Path, moments: Moments, name: st
             root = tmp_path / f"{rank}-{number}"
             shutil.copytree(tmp_path / "start", root)
             first, second, seconds = run(call, root, moments, (rank, number))
-            at = f"rank {rank}, moment {number}: {moments.failed}"
-            assert seconds < AT_ONCE, f"{at}: took {seconds:.0f} s"
-            assert second == fine, f"{at}: {second}"
+            moment = f"rank {rank}, moment {number}: {moments.failed}"
+            assert seconds < AT_ONCE, f"{moment}: took {seconds:.0f} s"
+            assert second == fine, f"{moment}: {second}"
             if isinstance(first[0], uc.CheckpointError):
                 same_error(first, type(first[0]), "made to fail" if call.do == "save" else ".")
             else:
-                assert first == fine, at
+                assert first == fine, moment
             shutil.rmtree(root)

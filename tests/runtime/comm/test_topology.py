@@ -20,8 +20,8 @@ def test_nodes_are_numbered_by_their_first_ranks() -> None:
 
 def test_all_gather_returns_all_values() -> None:
     def act(comm: Comm) -> list[object]:
-        meeting = comm.begin_collective("talk", cached=False, timeout_seconds=5)
-        with meeting.step("talk"):
-            return topology.all_gather(meeting, "word", ["é", comm.rank, None])
+        collective = comm.begin_collective("talk", cached=False, timeout_seconds=5)
+        with collective.step("talk"):
+            return topology.all_gather(collective, "word", ["é", comm.rank, None])
 
     assert run_ranks(3, act) == [[["é", rank, None] for rank in range(3)]] * 3

@@ -1,6 +1,4 @@
-"""Files of other machines over TCP: who may read what, and what is left when somebody dies or a
-load is over.
-"""
+"""Folders served over TCP: who may read what, and that nothing is left afterwards."""
 
 from __future__ import annotations
 
@@ -64,10 +62,10 @@ def raw(server: FolderServer) -> socket.socket:
     return socket.create_connection((server.address.host, server.address.port), timeout=SECONDS)
 
 
-def ask(connection: socket.socket, **asked: object) -> tuple[dict[str, object], bytes]:
-    """A request as anybody could send it."""
-    words = json.dumps(asked).encode()
-    connection.sendall(struct.pack("<QQ", len(words), 0) + words)
+def ask(connection: socket.socket, **request: object) -> tuple[dict[str, object], bytes]:
+    """Sends a raw request and returns the answer."""
+    message = json.dumps(request).encode()
+    connection.sendall(struct.pack("<QQ", len(message), 0) + message)
     try:
         head = connection.recv(16, socket.MSG_WAITALL)
     except ConnectionResetError:
@@ -75,8 +73,8 @@ def ask(connection: socket.socket, **asked: object) -> tuple[dict[str, object], 
     if len(head) < 16:
         return {"closed": True}, b""
     size, nbytes = struct.unpack("<QQ", head)
-    told = json.loads(connection.recv(size, socket.MSG_WAITALL))
-    return told, connection.recv(nbytes, socket.MSG_WAITALL) if nbytes else b""
+    header = json.loads(connection.recv(size, socket.MSG_WAITALL))
+    return header, connection.recv(nbytes, socket.MSG_WAITALL) if nbytes else b""
 
 
 def test_served_file_can_be_read(server: FolderServer) -> None:
@@ -134,15 +132,15 @@ NAMES = [
 def test_unserved_names_are_rejected(server: FolderServer, name: str, operation: str) -> None:
     with raw(server) as connection:
         connection.sendall(server.address.token.encode())
-        told, body = ask(connection, folder=0, file=name, operation=operation, start=0, nbytes=3)
-        assert "is not a file of this checkpoint" in str(told["error"])
-        assert "size" not in told
+        header, body = ask(connection, folder=0, file=name, operation=operation, start=0, nbytes=3)
+        assert "is not a file of this checkpoint" in str(header["error"])
+        assert "size" not in header
         assert body == b""
         assert ask(connection, folder=0, file="served", operation="size")[0] == {"size": len(BODY)}
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"folder": 2, "file": "served", "operation": "read"},
         {"folder": -2, "file": "served", "operation": "read"},
@@ -156,12 +154,12 @@ def test_unserved_names_are_rejected(server: FolderServer, name: str, operation:
     ],
 )
 def test_invalid_requests_are_answered_with_errors(
-    server: FolderServer, asked: dict[str, object]
+    server: FolderServer, fields: dict[str, object]
 ) -> None:
     with raw(server) as connection:
         connection.sendall(server.address.token.encode())
-        told, body = ask(connection, **asked)
-        assert "error" in told
+        header, body = ask(connection, **fields)
+        assert "error" in header
         assert body == b""
         assert ask(connection, folder=0, file="served", operation="size")[0] == {"size": len(BODY)}
 
@@ -224,9 +222,7 @@ def test_silent_peer_is_waited_for_once(tmp_path: Path) -> None:
 
 
 def test_frames_are_sent_without_nagle_delay() -> None:
-    """Each small read would take 40 ms: the kernel waits for the other end's word that it has the
-    first part.
-    """
+    """With Nagle's algorithm each small read would take 40 ms."""
     accepted: list[int] = []
 
     def serve(connection: socket.socket) -> None:
@@ -243,9 +239,7 @@ def test_frames_are_sent_without_nagle_delay() -> None:
 
 
 def test_loopback_address_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's machine may resolve its own name so (Debian); the others reach it as they reach
-    MASTER_ADDR.
-    """
+    """Rank 0's node may resolve its own name to a loopback address (Debian)."""
     monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
     assert tcp._reachable_host("127.0.1.1") == "10.1.2.3"
     assert tcp._reachable_host("10.9.9.9") == "10.9.9.9"
@@ -279,21 +273,21 @@ def save_halves(root: Path) -> None:
 
 def test_repeated_loads_leave_no_threads_or_files(tmp_path: Path) -> None:
     save_halves(tmp_path)
-    held: list[Held] = []
+    snapshots: list[Held] = []
     keys: list[int] = []
 
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
-            for turn in range(30):
+            for number in range(30):
                 target = {"w": torch.zeros_like(FULL)}
                 made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
                 assert torch.equal(target["w"], FULL)
-                if turn in (4, 29):
+                if number in (4, 29):
                     with counting(comm):
                         if comm.rank == 0:
                             keys.append(comm._store.num_keys())
-                            held.append(Held())
-                            held[0].no_more()
+                            snapshots.append(Held())
+                            snapshots[0].no_more()
 
     run_ranks(2, act)
     assert keys[1] <= keys[0]
@@ -312,22 +306,22 @@ def test_failed_load_leaves_no_threads_or_files(tmp_path: Path) -> None:
                 folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=LOAD
             )
 
-    held: list[Held] = []
+    snapshots: list[Held] = []
     for _ in range(6):
         same_error(try_ranks(2, act), uc.IntegrityError, "no node has these bytes intact")
-        held.append(Held())
-    held[0].no_more()
+        snapshots.append(Held())
+    snapshots[0].no_more()
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
-    """Servers that end after so many answers."""
+    """Servers that stop after some answers."""
     answer, count = FolderServer._handle, iter(range(1 << 30))
 
-    def some(self: FolderServer, connection: socket.socket, asked: dict[str, object]) -> None:
+    def some(self: FolderServer, connection: socket.socket, request: dict[str, object]) -> None:
         if next(count) >= after:
             self.close()
             raise ConnectionResetError("dead")
-        answer(self, connection, asked)
+        answer(self, connection, request)
 
     monkeypatch.setattr(FolderServer, "_handle", some)
 
@@ -336,7 +330,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
 def test_peer_dies_during_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """Every rank has an error within the time-out; nobody hangs."""
+    """Every rank raises an error within the timeout."""
     save_halves(tmp_path)
     dying(monkeypatch, after=after)
 
@@ -347,8 +341,8 @@ def test_peer_dies_during_a_load(
                 folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=options
             )
 
-    found = try_ranks(2, act, timeout_seconds=30)
-    for error in found:
+    data = try_ranks(2, act, timeout_seconds=30)
+    for error in data:
         assert isinstance(error, uc.StorageError | uc.IntegrityError | uc.IncompleteError), error
         with pytest.raises(uc.CheckpointError, match="does not answer"):
             raise error
@@ -357,15 +351,15 @@ def test_peer_dies_during_a_load(
 def test_peer_dies_and_another_copy_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Own disk is damaged, one peer is dead, the other one has it."""
+    """The local copy is damaged, one peer is dead, and another peer has a copy."""
 
     def save(comm: Comm) -> None:
         with on_machine(comm, [0, 1, 2]) as made:
             made.save(folder_of(tmp_path, comm.rank), model={"w": FULL.clone()}, options=SAVE)
 
     run_ranks(3, save)
-    for machine in (0, 1):
-        (file,) = folder_of(tmp_path, machine).glob("model*.safetensors")
+    for node in (0, 1):
+        (file,) = folder_of(tmp_path, node).glob("model*.safetensors")
         body = bytearray(file.read_bytes())
         body[-1] ^= 1
         file.write_bytes(body)

@@ -29,76 +29,81 @@ SECONDS = 30.0  # far more than any of this needs
 
 @pytest.fixture
 def make() -> Iterator[Callable[[int], TileBuffer]]:
-    made: list[tuple[TileBuffer, int]] = []
+    created: list[tuple[TileBuffer, int]] = []
 
-    def one(world: int) -> TileBuffer:
-        made.append(create_tile_buffer(world=world, tile_nbytes=TILE))
-        return made[-1][0]
+    def create(world: int) -> TileBuffer:
+        created.append(create_tile_buffer(world=world, tile_nbytes=TILE))
+        return created[-1][0]
 
-    yield one
-    for window, fd in made:
-        window.close()
+    yield create
+    for tile_buffer, fd in created:
+        tile_buffer.close()
         os.close(fd)
 
 
-def opened(window: TileBuffer, *, world: int) -> TileBuffer:
-    return open_tile_buffer(window.token, world=world, tile_nbytes=TILE)
+def opened(tile_buffer: TileBuffer, *, world: int) -> TileBuffer:
+    return open_tile_buffer(tile_buffer.token, world=world, tile_nbytes=TILE)
 
 
 def test_memory_is_shared(make: Callable[[int], TileBuffer]) -> None:
-    ours = make(3)
-    theirs = opened(ours, world=3)
-    theirs.tile(1)[:] = torch.arange(TILE, dtype=torch.int64).to(torch.uint8)
-    assert ours.tile(1).tolist() == [i % 256 for i in range(TILE)]
-    assert ours.tile(0).sum() == 0
-    theirs.set_done(2, 5)
-    assert [ours.done(rank) for rank in range(3)] == [0, 0, 5]
-    theirs.close()
-    assert ours.tile(1)[1] == 1, "closing one view of it leaves the others alone"
+    owned = make(3)
+    view = opened(owned, world=3)
+    view.tile(1)[:] = torch.arange(TILE, dtype=torch.int64).to(torch.uint8)
+    assert owned.tile(1).tolist() == [i % 256 for i in range(TILE)]
+    assert owned.tile(0).sum() == 0
+    view.set_done(2, 5)
+    assert [owned.done(rank) for rank in range(3)] == [0, 0, 5]
+    view.close()
+    assert owned.tile(1)[1] == 1, "closing one view of it leaves the others alone"
 
 
 def test_tiles_use_slots_in_turn() -> None:
-    window, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
+    tile_buffer, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
     for number in range(2 * SLOTS):
-        window.tile(number)[:] = number + 1
-    assert [int(window.tile(number)[0]) for number in range(SLOTS)] == [
+        tile_buffer.tile(number)[:] = number + 1
+    assert [int(tile_buffer.tile(number)[0]) for number in range(SLOTS)] == [
         SLOTS + 1 + i for i in range(SLOTS)
     ]
-    assert window.tile(0).data_ptr() == window.tile(SLOTS).data_ptr()
-    assert all(window.tile(number).data_ptr() % 4096 == 0 for number in range(SLOTS)), (
+    assert tile_buffer.tile(0).data_ptr() == tile_buffer.tile(SLOTS).data_ptr()
+    assert all(tile_buffer.tile(number).data_ptr() % 4096 == 0 for number in range(SLOTS)), (
         "aligned for any dtype and for the disk"
     )
-    assert window.tile(0).numel() == TILE
-    window.close()
+    assert tile_buffer.tile(0).numel() == TILE
+    tile_buffer.close()
     os.close(fd)
 
 
 @pytest.mark.parametrize("world", [1, 8, 4096])
 def test_counters_of_many_ranks_leave_tiles_untouched(world: int) -> None:
-    window, fd = create_tile_buffer(world=world, tile_nbytes=TILE)
-    window.tile(0)[:] = 7
-    window.tile(1)[:] = 7
-    window.open_for(3)
-    window.advance(9)
+    tile_buffer, fd = create_tile_buffer(world=world, tile_nbytes=TILE)
+    tile_buffer.tile(0)[:] = 7
+    tile_buffer.tile(1)[:] = 7
+    tile_buffer.open_for(3)
+    tile_buffer.advance(9)
     for rank in range(world):
-        window.set_done(rank, rank + 1)
-    assert [window.done(rank) for rank in range(world)] == list(range(1, world + 1))
-    assert window.current_exchange() == 3
-    assert window.progress() == 9
-    assert not window.failed()
-    assert (window.tile(0) == 7).all()
-    assert (window.tile(1) == 7).all()
-    window.close()
+        tile_buffer.set_done(rank, rank + 1)
+    assert [tile_buffer.done(rank) for rank in range(world)] == list(range(1, world + 1))
+    assert tile_buffer.current_exchange() == 3
+    assert tile_buffer.progress() == 9
+    assert not tile_buffer.failed()
+    assert (tile_buffer.tile(0) == 7).all()
+    assert (tile_buffer.tile(1) == 7).all()
+    tile_buffer.close()
     os.close(fd)
 
 
 def test_open_for_resets_counters(make: Callable[[int], TileBuffer]) -> None:
-    window = make(2)
-    window.open_for(1)
-    window.advance(4)
-    window.set_done(1, 4)
-    window.open_for(2)
-    assert (window.current_exchange(), window.progress(), window.done(0), window.done(1)) == (
+    tile_buffer = make(2)
+    tile_buffer.open_for(1)
+    tile_buffer.advance(4)
+    tile_buffer.set_done(1, 4)
+    tile_buffer.open_for(2)
+    assert (
+        tile_buffer.current_exchange(),
+        tile_buffer.progress(),
+        tile_buffer.done(0),
+        tile_buffer.done(1),
+    ) == (
         2,
         0,
         0,
@@ -118,12 +123,12 @@ def test_tokens_are_unique() -> None:
 
 def test_close_releases_memory() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    window, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
-    other = opened(window, world=2)
+    tile_buffer, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
+    other = opened(tile_buffer, world=2)
     mapped = f" {os.fstat(fd).st_ino} "
     assert Path("/proc/self/maps").read_text().count(mapped) == 2
     other.close()
-    window.close()
+    tile_buffer.close()
     os.close(fd)
     assert len(os.listdir("/proc/self/fd")) <= before
     assert mapped not in Path("/proc/self/maps").read_text()
@@ -132,10 +137,10 @@ def test_close_releases_memory() -> None:
 # the two ways of an exchange
 
 
-def waiting(windows: dict[int, TileBuffer], *, seconds: float = SECONDS) -> PeerWait:
+def waiting(tile_buffers: dict[int, TileBuffer], *, seconds: float = SECONDS) -> PeerWait:
     return PeerWait(
         timeout_seconds=seconds,
-        tile_buffers=windows,
+        tile_buffers=tile_buffers,
         raise_if_failed=lambda: None,
         progress=lambda: 0,
     )
@@ -144,48 +149,52 @@ def waiting(windows: dict[int, TileBuffer], *, seconds: float = SECONDS) -> Peer
 WORLD, COUNT, SHARE = 3, 7, TILE // 3
 
 
-def mine(rank: int) -> slice:
+def own_tiles(rank: int) -> slice:
     return slice(rank * SHARE, (rank + 1) * SHARE)
 
 
-def fill(windows: dict[int, TileBuffer], rank: int) -> list[list[int]]:
-    """Each rank fills its part of each of rank 0's tiles. Rank 0 returns what it found in them."""
-    window, wait, found = windows[0], waiting(windows), []
+def fill(tile_buffers: dict[int, TileBuffer], rank: int) -> list[list[int]]:
+    """Each rank fills its part of rank 0's tiles. Rank 0 returns their contents."""
+    tile_buffer, wait, contents = tile_buffers[0], waiting(tile_buffers), []
     if rank == 0:
-        window.open_for(1)
+        tile_buffer.open_for(1)
     for number in range(COUNT):
         wait.until_progress(0, exchange=1, tiles=number - SLOTS + 1)
-        window.tile(number)[mine(rank)] = 10 * number + rank
-        window.set_done(rank, number + 1)
+        tile_buffer.tile(number)[own_tiles(rank)] = 10 * number + rank
+        tile_buffer.set_done(rank, number + 1)
         if rank == 0:
-            wait.until_done(window, range(WORLD), number + 1)
-            found.append([int(window.tile(number)[mine(r)].unique()) for r in range(WORLD)])
-            window.advance(number + 1)
-    return found
+            wait.until_done(tile_buffer, range(WORLD), number + 1)
+            contents.append(
+                [int(tile_buffer.tile(number)[own_tiles(r)].unique()) for r in range(WORLD)]
+            )
+            tile_buffer.advance(number + 1)
+    return contents
 
 
-def empty(windows: dict[int, TileBuffer], rank: int) -> list[int]:
-    """Rank 0 fills its tiles; the others return what they found in them."""
-    window, wait, found = windows[0], waiting(windows), []
+def empty(tile_buffers: dict[int, TileBuffer], rank: int) -> list[int]:
+    """Rank 0 fills its tiles; the others return their contents."""
+    tile_buffer, wait, contents = tile_buffers[0], waiting(tile_buffers), []
     if rank == 0:
-        window.open_for(2)
+        tile_buffer.open_for(2)
     for number in range(COUNT):
         if rank == 0:
-            wait.until_done(window, range(1, WORLD), number - SLOTS + 1)
-            window.tile(number)[:] = 100 + number
-            window.advance(number + 1)
+            wait.until_done(tile_buffer, range(1, WORLD), number - SLOTS + 1)
+            tile_buffer.tile(number)[:] = 100 + number
+            tile_buffer.advance(number + 1)
         else:
             wait.until_progress(0, exchange=2, tiles=number + 1)
-            found.append(int(window.tile(number).unique()))
-            window.set_done(rank, number + 1)
-    return found
+            contents.append(int(tile_buffer.tile(number).unique()))
+            tile_buffer.set_done(rank, number + 1)
+    return contents
 
 
 def test_ranks_fill_and_empty_tiles_of_another_rank(make: Callable[[int], TileBuffer]) -> None:
-    windows = {rank: make(WORLD) for rank in range(WORLD)}
+    tile_buffers = {rank: make(WORLD) for rank in range(WORLD)}
     with ThreadPoolExecutor(WORLD) as pool:
         filled, emptied = zip(
-            *pool.map(lambda rank: (fill(windows, rank), empty(windows, rank)), range(WORLD)),
+            *pool.map(
+                lambda rank: (fill(tile_buffers, rank), empty(tile_buffers, rank)), range(WORLD)
+            ),
             strict=True,
         )
     assert filled[0] == [[10 * number + rank for rank in range(WORLD)] for number in range(COUNT)]
@@ -228,7 +237,7 @@ sys.stdin.read()
 
 
 class Child:
-    """Another process: a rank with a window of its own."""
+    """Another process: a rank with a tile buffer of its own."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -264,24 +273,24 @@ def child() -> Iterator[Child]:
 def test_another_process_shares_memory_and_dies(
     make: Callable[[int], TileBuffer], child: Child
 ) -> None:
-    """One test, as it takes seconds to start a process that imports torch."""
-    window = make(2)
+    """One test for all, because a process that imports torch starts slowly."""
+    tile_buffer = make(2)
     assert child.says() == str(3 * TILE), (
         "a view of a closed window that is still held stays readable"
     )
-    theirs = open_tile_buffer(child.says(), world=2, tile_nbytes=TILE)
-    wait = waiting({0: window, 1: theirs})
-    window.open_for(1)
-    child.tell(window.token)
-    seen = []
+    view = open_tile_buffer(child.says(), world=2, tile_nbytes=TILE)
+    wait = waiting({0: tile_buffer, 1: view})
+    tile_buffer.open_for(1)
+    child.tell(tile_buffer.token)
+    observed = []
     for number in range(6):
-        wait.until_done(window, (1,), number + 1)
-        seen.append(int(window.tile(number).unique()))
-        window.advance(number + 1)
+        wait.until_done(tile_buffer, (1,), number + 1)
+        observed.append(int(tile_buffer.tile(number).unique()))
+        tile_buffer.advance(number + 1)
     wait.until_progress(1, exchange=5, tiles=1)
-    assert seen == [1, 2, 3, 4, 5, 6]
-    assert int(theirs.tile(0).unique()) == 99
-    theirs.set_done(0, 1)
+    assert observed == [1, 2, 3, 4, 5, 6]
+    assert int(view.tile(0).unique()) == 99
+    view.set_done(0, 1)
     assert child.says() == "through"
 
     child.process.kill()  # nobody has waited for it yet: it is a zombie
@@ -291,62 +300,62 @@ def test_another_process_shares_memory_and_dies(
     ):
         wait.until_progress(1, exchange=6, tiles=3)
     assert time.monotonic() - started < SECONDS / 2, "long before the time-out"
-    theirs.close()
+    view.close()
     with pytest.raises(
         StorageError,
         match=rf"shared memory of process {pid}: .*; (run the ranks of a node|keep every rank running)",
     ):
-        open_tile_buffer(theirs.token, world=2, tile_nbytes=TILE)
+        open_tile_buffer(view.token, world=2, tile_nbytes=TILE)
 
 
 # waiting
 
 
 def test_wait_names_a_missing_rank(make: Callable[[int], TileBuffer]) -> None:
-    windows = {0: make(3), 2: make(3)}
-    wait = waiting(windows, seconds=0.2)
-    windows[2].open_for(4)
-    windows[2].advance(1)
+    tile_buffers = {0: make(3), 2: make(3)}
+    wait = waiting(tile_buffers, seconds=0.2)
+    tile_buffers[2].open_for(4)
+    tile_buffers[2].advance(1)
     with pytest.raises(RankError, match=r"rank 2 did not reach tile 1 of exchange 4 within 0.2 s"):
         wait.until_progress(2, exchange=4, tiles=2)
     with pytest.raises(RankError, match=r"rank 2 did not reach tile 0 of exchange 5 within 0.2 s"):
         wait.until_progress(2, exchange=5, tiles=1)
-    windows[0].set_done(0, 1)
+    tile_buffers[0].set_done(0, 1)
     with pytest.raises(RankError, match=r"rank 2 did not reach its part of tile 0 within 0.2 s"):
-        wait.until_done(windows[0], (0, 2), 1)
+        wait.until_done(tile_buffers[0], (0, 2), 1)
 
 
 def test_wait_returns_for_a_rank_in_a_later_exchange(
     make: Callable[[int], TileBuffer],
 ) -> None:
-    windows = {1: make(2)}
-    windows[1].open_for(8)
-    waiting(windows, seconds=0.2).until_progress(1, exchange=7, tiles=100)
-    windows[1].set_done(0, 9)
-    waiting(windows, seconds=0.2).until_done(windows[1], (), 100)
+    tile_buffers = {1: make(2)}
+    tile_buffers[1].open_for(8)
+    waiting(tile_buffers, seconds=0.2).until_progress(1, exchange=7, tiles=100)
+    tile_buffers[1].set_done(0, 9)
+    waiting(tile_buffers, seconds=0.2).until_done(tile_buffers[1], (), 100)
 
 
 def test_failed_rank_ends_all_waits(make: Callable[[int], TileBuffer]) -> None:
-    windows = {0: make(2), 1: make(2)}
-    wait = waiting(windows)
-    threading.Timer(0.1, windows[1].mark_failed).start()
+    tile_buffers = {0: make(2), 1: make(2)}
+    wait = waiting(tile_buffers)
+    threading.Timer(0.1, tile_buffers[1].mark_failed).start()
     started = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 failed during the exchange"):
         wait.until_progress(1, exchange=1, tiles=1)
     with pytest.raises(RankError, match=r"rank 1 failed during the exchange"):
-        wait.until_done(windows[0], (1,), 1)
+        wait.until_done(tile_buffers[0], (1,), 1)
     with pytest.raises(RankError, match=r"rank 1 failed during the exchange") as caught:
-        wait.until_done(windows[0], (1,), 1)
+        wait.until_done(tile_buffers[0], (1,), 1)
     assert spread_of(caught.value) is Spread.SECONDARY, "the failed rank reports why"
     assert time.monotonic() - started < SECONDS / 2
 
 
 def test_timeout_counts_from_the_last_heartbeat(make: Callable[[int], TileBuffer]) -> None:
-    """Whoever gets on is waited for: three signs of life, and then none."""
-    window, signs = make(2), iter([1, 2, 3, 3])
+    """Three heartbeats, then none."""
+    tile_buffer, signs = make(2), iter([1, 2, 3, 3])
     wait = PeerWait(
         timeout_seconds=0.2,
-        tile_buffers={1: window},
+        tile_buffers={1: tile_buffer},
         raise_if_failed=lambda: None,
         progress=lambda: next(signs),
     )
@@ -357,20 +366,20 @@ def test_timeout_counts_from_the_last_heartbeat(make: Callable[[int], TileBuffer
 
 
 def test_tiles_done_before_a_failure_count(make: Callable[[int], TileBuffer]) -> None:
-    window = make(2)
-    window.open_for(1)
-    window.advance(1)
-    window.mark_failed()
-    waiting({1: window}).until_progress(1, exchange=1, tiles=1)
+    tile_buffer = make(2)
+    tile_buffer.open_for(1)
+    tile_buffer.advance(1)
+    tile_buffer.mark_failed()
+    waiting({1: tile_buffer}).until_progress(1, exchange=1, tiles=1)
 
 
 def test_marking_failed_marks_on_errors(make: Callable[[int], TileBuffer]) -> None:
-    window = make(2)
-    with marking_failed(window):
+    tile_buffer = make(2)
+    with marking_failed(tile_buffer):
         pass
-    assert not window.failed()
-    with pytest.raises(ZeroDivisionError, match="oh"), marking_failed(window):
+    assert not tile_buffer.failed()
+    with pytest.raises(ZeroDivisionError, match="oh"), marking_failed(tile_buffer):
         raise ZeroDivisionError("oh")
-    assert window.failed()
+    assert tile_buffer.failed()
     with pytest.raises(ZeroDivisionError, match="oh"), marking_failed(None):
         raise ZeroDivisionError("oh")

@@ -19,7 +19,7 @@ WORLD, TILE = 3, 8192
 
 
 class Ranks:
-    """Ranks as threads, each with its windows."""
+    """Runs ranks as threads, each with its tile buffers."""
 
     def __init__(self) -> None:
         self.elsewhere = (
@@ -33,12 +33,12 @@ class Ranks:
         self, *, tile_nbytes: int, partners: dict[int, set[int]]
     ) -> list[dict[int, TileBuffer]]:
         def act(rank: int) -> dict[int, TileBuffer]:
-            meeting = self.comms[rank].begin_collective("save", cached=False, timeout_seconds=20)
-            found = self.windows[rank].prepare(
-                meeting, tile_nbytes=tile_nbytes, partners=partners.get(rank, set())
+            collective = self.comms[rank].begin_collective("save", cached=False, timeout_seconds=20)
+            results = self.windows[rank].prepare(
+                collective, tile_nbytes=tile_nbytes, partners=partners.get(rank, set())
             )
-            meeting.finish_step("ready")
-            return found
+            collective.finish_step("ready")
+            return results
 
         with ThreadPoolExecutor(WORLD) as pool:
             return list(pool.map(act, range(WORLD)))
@@ -46,10 +46,10 @@ class Ranks:
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    made = Ranks()
-    yield made
-    for windows in made.windows:
-        windows.close()
+    created = Ranks()
+    yield created
+    for buffers in created.windows:
+        buffers.close()
 
 
 def _mapped() -> int:
@@ -58,7 +58,7 @@ def _mapped() -> int:
 
 
 def mapped(ranks: Ranks) -> int:
-    """Windows in this process since the ranks were made, own ones and opened ones."""
+    """Returns how many tile buffers this process maps."""
     return _mapped() - ranks.elsewhere
 
 
@@ -66,11 +66,11 @@ ALL = {rank: set(range(WORLD)) for rank in range(WORLD)}
 
 
 def test_partners_share_memory(ranks: Ranks) -> None:
-    found = ranks.ready(tile_nbytes=TILE, partners=ALL)
-    assert [set(one) for one in found] == [{0, 1, 2}] * WORLD
+    results = ranks.ready(tile_nbytes=TILE, partners=ALL)
+    assert [set(one) for one in results] == [{0, 1, 2}] * WORLD
     for rank in range(WORLD):
-        found[rank][rank].tile(0)[:] = rank + 1
-    for one in found:
+        results[rank][rank].tile(0)[:] = rank + 1
+    for one in results:
         assert [int(one[rank].tile(0)[-1]) for rank in range(WORLD)] == [1, 2, 3]
 
 
@@ -82,18 +82,18 @@ def test_tile_buffers_are_reused(ranks: Ranks) -> None:
 
 def test_small_tile_buffer_is_replaced_on_all_ranks(ranks: Ranks) -> None:
     ranks.ready(tile_nbytes=TILE, partners=ALL)
-    found = ranks.ready(tile_nbytes=2 * TILE, partners=ALL)
+    results = ranks.ready(tile_nbytes=2 * TILE, partners=ALL)
     for rank in range(WORLD):
-        found[rank][rank].tile(1)[:] = 40 + rank
-    for one in found:
+        results[rank][rank].tile(1)[:] = 40 + rank
+    for one in results:
         assert [one[p].tile_nbytes for p in range(WORLD)] == [2 * TILE] * WORLD
         assert [int(one[p].tile(1)[-1]) for p in range(WORLD)] == [40, 41, 42]
     assert mapped(ranks) == WORLD * WORLD, "the old ones are given back"
 
 
 def test_ranks_without_partners_have_no_tile_buffer(ranks: Ranks) -> None:
-    found = ranks.ready(tile_nbytes=TILE, partners={0: {0, 2}, 2: {0, 2}})
-    assert [set(one) for one in found] == [{0, 2}, set(), {0, 2}]
+    results = ranks.ready(tile_nbytes=TILE, partners={0: {0, 2}, 2: {0, 2}})
+    assert [set(one) for one in results] == [{0, 2}, set(), {0, 2}]
     assert mapped(ranks) == 4
 
 
@@ -105,16 +105,16 @@ def test_failed_tile_buffer_works_again(ranks: Ranks) -> None:
 
 
 def test_partner_without_a_tile_buffer_is_named(ranks: Ranks) -> None:
-    meeting = Collective(dist.HashStore(), 0, rank=0, ranks=(0, 1), timeout_seconds=0.2)
+    collective = Collective(dist.HashStore(), 0, rank=0, ranks=(0, 1), timeout_seconds=0.2)
     with pytest.raises(RankError, match=r"rank\(s\) 1 did not reach 'tile-buffer/1' within 0.2 s"):
-        ranks.windows[0].prepare(meeting, tile_nbytes=TILE, partners={0, 1})
+        ranks.windows[0].prepare(collective, tile_nbytes=TILE, partners={0, 1})
 
 
 def test_close_releases_everything(ranks: Ranks) -> None:
     before = len(os.listdir("/proc/self/fd"))
     ranks.ready(tile_nbytes=TILE, partners=ALL)
-    for windows in ranks.windows:
-        windows.close()
-        windows.close()
+    for buffers in ranks.windows:
+        buffers.close()
+        buffers.close()
     assert len(os.listdir("/proc/self/fd")) <= before
     assert mapped(ranks) == 0

@@ -1,4 +1,4 @@
-"""A folder that is pinned is read in, whatever takes its name; and never by its name again."""
+"""A handle reads one folder, even if another takes its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 @pytest.fixture
 def pinned(tmp_path: Path) -> LocalStorage:
-    """Of a folder whose name another one has by now."""
+    """A storage with a handle of a folder whose name another folder has taken."""
     for name in ("first", "second"):
         (tmp_path / name / "below").mkdir(parents=True)
         (tmp_path / name / name).touch()
@@ -27,9 +27,9 @@ def pinned(tmp_path: Path) -> LocalStorage:
 
 
 def read(storage: LocalStorage) -> bytes:
-    found = bytearray(5)
-    storage.read_at("f", 0, memoryview(found))
-    return bytes(found)
+    contents = bytearray(5)
+    storage.read_at("f", 0, memoryview(contents))
+    return bytes(contents)
 
 
 def test_open_handle_reads_the_same_folder(pinned: LocalStorage) -> None:

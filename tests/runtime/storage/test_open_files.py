@@ -1,6 +1,4 @@
-"""Files kept open: few, of all storages together; none closed under a reader; none that another
-file has taken the place of.
-"""
+"""Files kept open: a bounded number, never closed in use, never another file's."""
 
 from __future__ import annotations
 
@@ -27,23 +25,23 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of(root: Path) -> list[str]:
-    """The files below `root` that this process has open."""
-    found = []
+    """Returns the files below `root` that this process has open."""
+    results = []
     for fd in os.listdir("/proc/self/fd"):
         try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+            results.append(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:  # the one of the listing
             continue
-    return sorted(one for one in found if one.startswith(f"{root}/"))
+    return sorted(file for file in results if file.startswith(f"{root}/"))
 
 
 def close_badly(monkeypatch: pytest.MonkeyPatch, path: Path, act: Callable[[], object]) -> None:
-    """Closing this file does `act` first."""
+    """Runs `act` before this file is closed."""
     close = os.close
 
     def badly(fd: int) -> None:
-        found = os.readlink(f"/proc/self/fd/{fd}")
-        if found == str(path):
+        results = os.readlink(f"/proc/self/fd/{fd}")
+        if results == str(path):
             act()
         close(fd)
 
@@ -59,9 +57,9 @@ def put(root: Path, count: int) -> list[str]:
 
 
 def read(storage: LocalStorage, name: str) -> bytes:
-    found = bytearray(64)
-    storage.read_at(name, 0, memoryview(found))
-    return bytes(found)
+    results = bytearray(64)
+    storage.read_at(name, 0, memoryview(results))
+    return bytes(results)
 
 
 def test_all_storages_share_one_bound(tmp_path: Path) -> None:
@@ -100,8 +98,8 @@ def test_file_in_use_is_not_evicted(tmp_path: Path) -> None:
                 storages[n % 2].close()
 
     with ThreadPoolExecutor(8) as pool:
-        for one in [pool.submit(act, seed) for seed in range(8)]:
-            one.result()
+        for file in [pool.submit(act, seed) for seed in range(8)]:
+            file.result()
     assert len(of(tmp_path)) <= 4
     for storage in storages:
         storage.close()
@@ -276,6 +274,6 @@ def test_checkpoint_with_more_files_than_descriptors(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in ("ours", "dcp"):
         assert (
-            sum(one.suffix in (".safetensors", ".distcp") for one in (tmp_path / name).iterdir())
+            sum(file.suffix in (".safetensors", ".distcp") for file in (tmp_path / name).iterdir())
             >= 600
         )

@@ -173,7 +173,7 @@ def test_full_disk_is_an_error_of_uncached_writes(
 
 
 def test_uncached_writes_keep_neighbours_in_a_page(tmp_path: Path) -> None:
-    """Two storages stand for two processes: each has the file open for itself."""
+    """Two storages stand for two processes: each opens the file itself."""
     whole, step = os.urandom(3 << 20), 1000
     with (
         LocalStorage(str(tmp_path), write_policy=BULK) as one,
@@ -431,8 +431,8 @@ def test_kinds_and_entries(local: LocalStorage, tmp_path: Path) -> None:
 
 
 def test_free_nbytes(local: LocalStorage, tmp_path: Path) -> None:
-    found = os.statvfs(tmp_path)
-    assert 0 < local.free_nbytes() <= found.f_blocks * found.f_frsize
+    data = os.statvfs(tmp_path)
+    assert 0 < local.free_nbytes() <= data.f_blocks * data.f_frsize
 
 
 # elsewhere

@@ -1,4 +1,4 @@
-"""How buffers are cut into write calls."""
+"""Buffers are split into write calls."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from unified_ckpt.runtime.storage.write_calls import skip_bytes, split_iovecs, s
 def test_split_iovecs_is_complete_ordered_and_aligned(
     pieces: list[bytes], start: int, nbytes: int
 ) -> None:
-    found = [
+    calls = [
         b"".join(those)
-        for those in split_iovecs(start, [memoryview(one) for one in pieces], call_nbytes=nbytes)
+        for those in split_iovecs(
+            start, [memoryview(buffer) for buffer in pieces], call_nbytes=nbytes
+        )
     ]
-    assert b"".join(found) == b"".join(pieces)
-    at = start
-    for one in found:
-        assert 0 < len(one) <= nbytes
-        assert at == start or at % nbytes == 0, "so that pages are not written in two calls"
-        at += len(one)
+    assert b"".join(calls) == b"".join(pieces)
+    offset = start
+    for buffer in calls:
+        assert 0 < len(buffer) <= nbytes
+        assert offset == start or offset % nbytes == 0, "so that pages are not written in two calls"
+        offset += len(buffer)
 
 
 def test_split_iovecs_bounds_buffers_per_call() -> None:
-    found = list(split_iovecs(0, [memoryview(b"x")] * 2500, call_nbytes=1 << 20))
-    assert [len(those) for those in found] == [1000, 1000, 500]
+    calls = list(split_iovecs(0, [memoryview(b"x")] * 2500, call_nbytes=1 << 20))
+    assert [len(those) for those in calls] == [1000, 1000, 500]
 
 
 @given(st.lists(st.binary(min_size=1, max_size=20), min_size=1), st.data())
 def test_skip_bytes_returns_the_rest(pieces: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(pieces)
     done = data.draw(st.integers(0, len(whole)))
-    left = skip_bytes([memoryview(one) for one in pieces], done)
-    assert b"".join(left) == whole[done:]
-    assert all(len(one) for one in left)
+    remaining = skip_bytes([memoryview(buffer) for buffer in pieces], done)
+    assert b"".join(remaining) == whole[done:]
+    assert all(len(buffer) for buffer in remaining)
 
 
 @pytest.mark.parametrize(

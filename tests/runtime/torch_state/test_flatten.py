@@ -17,9 +17,9 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 TP = Sharding((ShardDim(0, 2, 1),))
 
 
-def model(rows: int = 4) -> nn.Module:
+def model(decls: int = 4) -> nn.Module:
     module = nn.Module()
-    module.register_parameter("w", nn.Parameter(torch.randn(rows, 3)))
+    module.register_parameter("w", nn.Parameter(torch.randn(decls, 3)))
     module.register_parameter("b", nn.Parameter(torch.randn(3)))
     module.register_buffer("count", torch.tensor(7))
     return module
@@ -51,24 +51,24 @@ def flatten(rank: int = 0, rules: Layout | None = None, **given: Any) -> FlatSta
     return flatten_state(ShardingResolver(rank, range(2), rules), **asked)
 
 
-def by_key(parts: list[LocalTensor]) -> Mapping[tuple[str, str], LocalTensor]:
-    found = {part.decl.key: part for part in parts}
-    assert len(found) == len(parts)
-    return found
+def by_key(by_part: list[LocalTensor]) -> Mapping[tuple[str, str], LocalTensor]:
+    flat = {tensor.decl.key: tensor for tensor in by_part}
+    assert len(flat) == len(by_part)
+    return flat
 
 
 def test_model_and_optimizer_become_parts() -> None:
     module = model()
     optimizer = stepped(module)
     state = flatten(model=module, optimizer=optimizer)
-    found = by_key(state.tensors)
+    flat = by_key(state.tensors)
     states = [
         ("optimizer", f"{fqn}/{key}") for fqn in "wb" for key in ("step", "exp_avg", "exp_avg_sq")
     ]
-    assert set(found) == {("model", "w"), ("model", "b"), ("model", "count"), *states}
+    assert set(flat) == {("model", "w"), ("model", "b"), ("model", "count"), *states}
     assert state.requested == {"model", "optimizer"}
-    assert found["model", "w"].local.data_ptr() == module.get_parameter("w").data_ptr()
-    assert found["model", "count"].decl.spec.dtype == "I64"
+    assert flat["model", "w"].local.data_ptr() == module.get_parameter("w").data_ptr()
+    assert flat["model", "count"].decl.spec.dtype == "I64"
 
 
 def test_no_targets_give_no_tensors() -> None:
@@ -78,25 +78,25 @@ def test_no_targets_give_no_tensors() -> None:
 
 def test_state_is_sharded_like_its_parameter() -> None:
     module = model()
-    found = by_key(flatten(1, layout(), model=module, optimizer=stepped(module)).tensors)
-    assert {key for key, part in found.items() if part.decl.sharding == TP} == {
+    flat = by_key(flatten(1, layout(), model=module, optimizer=stepped(module)).tensors)
+    assert {key for key, tensor in flat.items() if tensor.decl.sharding == TP} == {
         ("model", "w"),
         ("optimizer", "w/exp_avg"),
         ("optimizer", "w/exp_avg_sq"),
     }
-    assert found["optimizer", "w/exp_avg"].decl.spec.shape == (8, 3)
-    assert found["optimizer", "w/step"].decl.spec.shape == ()
+    assert flat["optimizer", "w/exp_avg"].decl.spec.shape == (8, 3)
+    assert flat["optimizer", "w/step"].decl.spec.shape == ()
 
 
 def test_state_of_a_padded_parameter_loses_padding() -> None:
-    for rank, rows in enumerate((8, 2)):
+    for rank, decls in enumerate((8, 2)):
         module = model(8)
-        found = by_key(
+        flat = by_key(
             flatten(rank, layout((10, 3)), model=module, optimizer=stepped(module)).tensors
         )
         for key in (("model", "w"), ("optimizer", "w/exp_avg"), ("optimizer", "w/exp_avg_sq")):
-            assert found[key].decl.spec.shape == (10, 3)
-            assert tuple(found[key].local.shape) == (rows, 3)
+            assert flat[key].decl.spec.shape == (10, 3)
+            assert tuple(flat[key].local.shape) == (decls, 3)
 
 
 def test_sharded_state_of_another_shape_is_refused() -> None:
@@ -116,9 +116,9 @@ def test_sharded_state_of_another_shape_is_refused() -> None:
 def test_masters_are_sharded_like_parameters() -> None:
     module = model().to(torch.bfloat16)
     masters = {fqn: p.detach().float() for fqn, p in module.named_parameters()}
-    found = by_key(flatten(1, layout(), model=module, master_weights=masters).tensors)
-    assert found["master_weights", "w"].decl.sharding == found["model", "w"].decl.sharding == TP
-    assert (found["model", "w"].decl.spec.dtype, found["master_weights", "w"].decl.spec.dtype) == (
+    flat = by_key(flatten(1, layout(), model=module, master_weights=masters).tensors)
+    assert flat["master_weights", "w"].decl.sharding == flat["model", "w"].decl.sharding == TP
+    assert (flat["model", "w"].decl.spec.dtype, flat["master_weights", "w"].decl.spec.dtype) == (
         "BF16",
         "F32",
     )
@@ -128,8 +128,8 @@ def test_model_dtype_adds_masters_of_rounded_tensors() -> None:
     module = model()
     module.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
     module.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
-    found = by_key(flatten(model=module, model_dtype="bfloat16").tensors)
-    assert {fqn: p.decl.spec.dtype for (part, fqn), p in found.items() if part == "model"} == {
+    flat = by_key(flatten(model=module, model_dtype="bfloat16").tensors)
+    assert {fqn: p.decl.spec.dtype for (tensor, fqn), p in flat.items() if tensor == "model"} == {
         "w": "BF16",
         "b": "BF16",
         "count": "I64",
@@ -137,10 +137,10 @@ def test_model_dtype_adds_masters_of_rounded_tensors() -> None:
         "small": "F8_E4M3",
     }
     assert {
-        fqn: p.decl.spec.dtype for (part, fqn), p in found.items() if part == "master_weights"
+        fqn: p.decl.spec.dtype for (tensor, fqn), p in flat.items() if tensor == "master_weights"
     } == {"w": "F32", "b": "F32"}
-    assert found["model", "w"].casts
-    assert found["model", "w"].local.data_ptr() == found["master_weights", "w"].local.data_ptr(), (
+    assert flat["model", "w"].casts
+    assert flat["model", "w"].local.data_ptr() == flat["master_weights", "w"].local.data_ptr(), (
         "cast on the way, not before"
     )
 
@@ -160,7 +160,7 @@ def test_tied_weights_have_masters_once() -> None:
 
 
 def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
-    """The rule of the name that is not stored was "matched by no tensor"."""
+    """A rule for an alias counts as matched."""
     weight = torch.randn(2, 3)
     tied = {"embed": weight, "head": weight}
 
@@ -212,13 +212,13 @@ def test_optimizer_with_parameters_of_extra_parts() -> None:
         p.grad = torch.ones_like(p)
     both.step()
     state = flatten(1, layout(), model=module, extra_parts={"critic": critic}, optimizer=both)
-    found = by_key(state.tensors)
+    flat = by_key(state.tensors)
     assert state.optimizer.groups[0]["names"] == ["w", "b", "critic.w", "critic.b"]
-    assert found["optimizer", "critic.w/exp_avg"].decl.sharding == TP, (
+    assert flat["optimizer", "critic.w/exp_avg"].decl.sharding == TP, (
         "a Layout is of names, whatever the part"
     )
-    assert found["optimizer", "critic.w/exp_avg"].decl.spec.shape == (8, 3)
-    assert found["optimizer", "critic.b/exp_avg"].decl.spec.shape == (3,)
+    assert flat["optimizer", "critic.w/exp_avg"].decl.spec.shape == (8, 3)
+    assert flat["optimizer", "critic.b/exp_avg"].decl.spec.shape == (3,)
 
 
 def test_targets_are_resolved_like_parameters() -> None:
@@ -230,13 +230,13 @@ def test_targets_are_resolved_like_parameters() -> None:
         "w/step": torch.empty(()),
         "b/exp_avg": torch.empty(3),
     }
-    found = by_key(resolve_like_params(placer, "optimizer", tensors, state.param_refs()))
-    assert {key[1]: part.decl.spec.shape for key, part in found.items()} == {
+    flat = by_key(resolve_like_params(placer, "optimizer", tensors, state.param_refs()))
+    assert {key[1]: tensor.decl.spec.shape for key, tensor in flat.items()} == {
         "w/exp_avg": (8, 3),
         "w/step": (),
         "b/exp_avg": (3,),
     }
-    assert found["optimizer", "w/exp_avg"].local.data_ptr() == tensors["w/exp_avg"].data_ptr()
+    assert flat["optimizer", "w/exp_avg"].local.data_ptr() == tensors["w/exp_avg"].data_ptr()
 
 
 def test_unsupported_dtypes_are_named() -> None:

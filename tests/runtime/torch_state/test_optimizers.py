@@ -38,7 +38,7 @@ def named(module: nn.Module) -> dict[int, str]:
 
 
 def on_disk(flat: FlatOptimizer) -> tuple[Saved, FlatOptimizer]:
-    """What a checkpoint says of the state, and a copy of it that shares nothing with the optimizer."""
+    """The saved state, and a copy that shares no memory with the optimizer."""
     return {
         key: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for key, t in flat.tensors.items()
     }, copy.deepcopy(flat)
@@ -83,8 +83,10 @@ def test_training_continues_bitwise(kind: str, monkeypatch: pytest.MonkeyPatch) 
     for number in range(3, 5):
         step(first, trained, number)
         step(second, fresh, number)
-        for (fqn, ours), theirs in zip(second.named_parameters(), first.parameters(), strict=True):
-            assert torch.equal(ours, theirs), fqn
+        for (fqn, own_optimizer), torch_optimizer in zip(
+            second.named_parameters(), first.parameters(), strict=True
+        ):
+            assert torch.equal(own_optimizer, torch_optimizer), fqn
     assert same(states(second, fresh), states(first, trained))
 
 
@@ -241,8 +243,8 @@ def test_existing_state_of_another_shape_is_replaced() -> None:
         assert tensor.shape == saved[key][1]
 
 
-@pytest.mark.parametrize(("fused", "where"), [(False, "cpu"), (True, "meta")])
-def test_counters_are_on_the_device_torch_uses(fused: bool, where: str) -> None:
+@pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])
+def test_counters_are_on_the_device_torch_uses(fused: bool, device: str) -> None:
     """The meta device stands for an accelerator."""
     module = model().to("meta")
     optimizer = MAKERS["AdamW"](list(module.parameters()))
@@ -262,7 +264,7 @@ def test_counters_are_on_the_device_torch_uses(fused: bool, where: str) -> None:
         loads_state=True,
     )
     for key, tensor in target.tensors.items():
-        assert tensor.device.type == (where if key.endswith("/step") else "meta"), key
+        assert tensor.device.type == (device if key.endswith("/step") else "meta"), key
 
 
 def test_new_state_is_contiguous_without_gradient() -> None:

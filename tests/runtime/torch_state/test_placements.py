@@ -26,9 +26,7 @@ SCRIPT = ROOT / "tests" / "support" / "placement_script.py"
 
 
 def cases() -> list[str]:
-    """The functions marked `case` in the script; it is not imported here, as it sets up for
-    forking.
-    """
+    """The functions marked `case` in the script, which cannot be imported here."""
     tree = ast.parse(SCRIPT.read_text())
     return [
         f.name
@@ -39,8 +37,8 @@ def cases() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
-    """What four real processes found wrong, by case."""
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
+    """Failures that four real processes report, by case."""
     folder = tmp_path_factory.mktemp("placing")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -57,14 +55,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_resolve_matches_layouts_and_meshes(found: Mapping[str, list[str]], name: str) -> None:
-    assert found[name] == []
+def test_resolve_matches_layouts_and_meshes(resolved: Mapping[str, list[str]], name: str) -> None:
+    assert resolved[name] == []
 
 
 # plain tensors, as a Layout declares them
 
 
-def place(
+def resolve(
     layout: Layout | None, rank: int, tensor: torch.Tensor, *, fqn: str = "w"
 ) -> ResolvedTensor:
     placed = ShardingResolver(rank, range(4), layout).resolve(fqn, tensor)
@@ -80,28 +78,28 @@ def tp(rule: Mapping[str, int | Strided], shape: tuple[int, ...] | None = None) 
 
 def test_plain_tensor_is_replicated() -> None:
     for layout in (None, tp({"tp": 0})):
-        placed = place(layout, 3, torch.ones(3, 2), fqn="other")
+        placed = resolve(layout, 3, torch.ones(3, 2), fqn="other")
         assert (placed.shape, placed.sharding) == ((3, 2), Sharding())
 
 
 def test_memory_is_aliased_and_detached() -> None:
     parameter = nn.Parameter(torch.zeros(3, 2))
-    placed = place(None, 0, parameter)
+    placed = resolve(None, 0, parameter)
     assert not placed.local.requires_grad
     placed.local.fill_(1)
     assert parameter.sum() == 6
 
 
 def test_global_shape_follows_from_even_shards() -> None:
-    placed = place(tp({"tp": 0, "dp": 1}), 1, torch.ones(3, 5))
+    placed = resolve(tp({"tp": 0, "dp": 1}), 1, torch.ones(3, 5))
     assert placed.shape == (6, 10)
     assert placed.sharding == Sharding((ShardDim(0, 2, 1), ShardDim(1, 2, 2)))
-    assert place(tp({"tp": 0, "dp": 0}), 1, torch.ones(3, 5)).shape == (12, 5)
+    assert resolve(tp({"tp": 0, "dp": 0}), 1, torch.ones(3, 5)).shape == (12, 5)
 
 
 def test_sections_of_a_fused_weight() -> None:
     qkv = torch.arange(16.0).reshape(16, 1)
-    placed = place(
+    placed = resolve(
         tp({"tp": Strided(0, (8, 4, 4))}), 1, torch.cat([qkv[4:8], qkv[10:12], qkv[14:16]])
     )
     assert placed.shape == (16, 1)
@@ -114,7 +112,7 @@ def test_sections_of_a_fused_weight() -> None:
 
 def test_uneven_shards_need_the_global_shape() -> None:
     for rank, rows in enumerate((3, 2)):
-        placed = place(tp({"tp": 0}, (5, 2)), rank, torch.ones(rows, 2))
+        placed = resolve(tp({"tp": 0}, (5, 2)), rank, torch.ones(rows, 2))
         assert (placed.shape, tuple(placed.local.shape), placed.sharding) == (
             (5, 2),
             (rows, 2),
@@ -126,7 +124,7 @@ def test_padding_is_removed() -> None:
     """A vocabulary of 10 padded to 16 over two ranks: 8 rows, and 2."""
     for rank, rows in enumerate((8, 2)):
         part = torch.arange(16.0).reshape(8, 2)
-        placed = place(tp({"tp": 0}, (10, 2)), rank, part)
+        placed = resolve(tp({"tp": 0}, (10, 2)), rank, part)
         assert placed.sharding == Sharding((ShardDim(0, 2, 1, 1, 8),))
         assert placed.local.data_ptr() == part.data_ptr()
         assert torch.equal(placed.local, part[:rows])
@@ -134,14 +132,14 @@ def test_padding_is_removed() -> None:
 
 def test_padding_is_removed_where_a_rank_has_nothing_else() -> None:
     layout = Layout(mesh={"dp": 4, "tp": 1}, rules={"w": {"tp": 0}}, shapes={"w": (10, 2)})
-    placed = place(layout, 0, torch.ones(16, 2))
+    placed = resolve(layout, 0, torch.ones(16, 2))
     assert (placed.shape, tuple(placed.local.shape)) == ((10, 2), (10, 2))
 
 
 @pytest.mark.parametrize("part", [(3, 5), (1, 2), (2, 1), (3, 2, 1), (3,)])
 def test_local_tensor_of_another_shape_is_refused(part: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError, match=r"^w: .*(expected|pass a shape)"):
-        place(tp({"tp": 0}, (5, 2)), 1, torch.ones(part))
+        resolve(tp({"tp": 0}, (5, 2)), 1, torch.ones(part))
 
 
 def test_unsharded_dim_is_not_padded() -> None:
@@ -149,19 +147,19 @@ def test_unsharded_dim_is_not_padded() -> None:
         LayoutError,
         match=r"w: got a local tensor of shape \(5, 7\), expected \(5, 3\) from its placements",
     ):
-        place(tp({"tp": 0}, (10, 3)), 0, torch.ones(5, 7))
+        resolve(tp({"tp": 0}, (10, 3)), 0, torch.ones(5, 7))
 
 
 def test_sections_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"w: .*sections"):
-        place(
+        resolve(
             tp({"tp": Strided(0, (4, 2, 2))}, (10, 1)), 0, torch.ones(4, 1)
         )  # rows 8 and 9 would be on no rank
 
 
 def test_sections_that_do_not_match_the_dim_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"w: .*; pass sections that add up"):
-        place(tp({"tp": Strided(0, (4, 2, 2))}), 0, torch.ones(5, 1))
+        resolve(tp({"tp": Strided(0, (4, 2, 2))}), 0, torch.ones(5, 1))
 
 
 def test_matched_rules_are_recorded() -> None:
@@ -174,9 +172,9 @@ def test_matched_rules_are_recorded() -> None:
 
 
 def test_scalars_and_empty_tensors() -> None:
-    assert place(None, 0, torch.tensor(3.0)).shape == ()
-    assert place(None, 0, torch.ones(0, 3)).shape == (0, 3)
-    assert place(tp({"tp": 0}, (1, 3)), 1, torch.ones(0, 3)).shape == (1, 3)
+    assert resolve(None, 0, torch.tensor(3.0)).shape == ()
+    assert resolve(None, 0, torch.ones(0, 3)).shape == (0, 3)
+    assert resolve(tp({"tp": 0}, (1, 3)), 1, torch.ones(0, 3)).shape == (1, 3)
 
 
 # what cannot be saved
@@ -203,4 +201,4 @@ class Tagged(torch.Tensor):
 )
 def test_tensors_without_dense_bytes_are_refused(tensor: torch.Tensor, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        place(None, 0, tensor)
+        resolve(None, 0, tensor)

@@ -1,4 +1,4 @@
-"""Random states: given back exactly, or derived for another number of ranks."""
+"""Random states: restored exactly, or derived for another number of ranks."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_derived_states_differ_by_rank_and_saved_state() -> None:
     torch.rand(3)
     later = [states.state_dict()]
     found = set()
-    for one, rank, world in [(saved, 0, 2), (saved, 1, 2), (saved, 1, 3), (later, 0, 2)]:
-        states.load_from_ranks(one, rank=rank, world=world)
+    for draw, rank, world in [(saved, 0, 2), (saved, 1, 2), (saved, 1, 3), (later, 0, 2)]:
+        states.load_from_ranks(draw, rank=rank, world=world)
         first = drawn()
         drawn()
-        states.load_from_ranks(one, rank=rank, world=world)
+        states.load_from_ranks(draw, rank=rank, world=world)
         assert drawn() == first, "always the same from the same"
         found.add(first)
     assert len(found) == 4
@@ -53,7 +53,7 @@ def test_derived_states_differ_by_rank_and_saved_state() -> None:
 def test_unused_cuda_states_are_logged(
     devices: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine without a GPU, too; those of as many devices are set."""
+    """Also on a node without a GPU; states of as many devices are restored."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)

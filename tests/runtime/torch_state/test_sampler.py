@@ -1,6 +1,4 @@
-"""The place in the data: over any resumes each sample once in an epoch, but for the documented end;
-and equally many batches per rank.
-"""
+"""Each sample comes once per epoch over any resumes, in equally many batches per rank."""
 
 from __future__ import annotations
 
@@ -30,34 +28,37 @@ def loader_of(
     *,
     batch: int = 3,
     kind: type = DataLoader,
-    **how: object,
+    **options: object,
 ) -> DataLoader:
-    return kind(range(length), batch_size=batch, sampler=sampler, collate_fn=list, **how)
+    return kind(range(length), batch_size=batch, sampler=sampler, collate_fn=list, **options)
 
 
 class Job:
-    """The ranks of one world in turn, each with its sampler and loader."""
+    """The ranks of one world, one after another, each with a sampler and a loader."""
 
     def __init__(
-        self, length: int, world: int, batch: int, saved: dict[str, object] | None, **how: object
+        self,
+        length: int,
+        world: int,
+        batch: int,
+        saved: dict[str, object] | None,
+        **options: object,
     ) -> None:
-        drop_batch = how.pop("drop_batch", False)
+        drop_batch = options.pop("drop_batch", False)
         self.samplers = [
-            uc.ElasticSampler(range(length), world, rank, **how) for rank in range(world)
+            uc.ElasticSampler(range(length), world, rank, **options) for rank in range(world)
         ]
         for sampler in self.samplers if saved is not None else ():
             sampler.load_state_dict(saved)
         self.loaders = [
-            loader_of(one, length, batch=batch, drop_last=drop_batch) for one in self.samplers
+            loader_of(sample, length, batch=batch, drop_last=drop_batch) for sample in self.samplers
         ]
 
     def steps(self, count: int | None = None) -> list[int]:
-        """All samples that all ranks are handed in so many steps, or in what is left of the epoch;
-        every rank has the same number.
-        """
+        """Returns the samples of all ranks in some steps, or in the rest of the epoch."""
         walks = [
-            list(islice(one.batches(loader), count))
-            for one, loader in zip(self.samplers, self.loaders, strict=True)
+            list(islice(sample.batches(loader), count))
+            for sample, loader in zip(self.samplers, self.loaders, strict=True)
         ]
         assert len({tuple(map(len, walk)) for walk in walks}) == 1
         return [index for walk in walks for batch in walk for index in batch]
@@ -88,14 +89,14 @@ def test_each_sample_comes_once_over_any_worlds(
     drop_last: bool,
     epoch: int,
 ) -> None:
-    how = {"shuffle": shuffle, "drop_last": drop_last, "seed": 5}
-    fresh = uc.ElasticSampler(range(length), 1, 0, **how)
+    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": 5}
+    fresh = uc.ElasticSampler(range(length), 1, 0, **options)
     fresh.set_epoch(epoch)
     saved, seen = fresh.state_dict(), Counter[int]()
     order = list(fresh._order(fresh._position).indices)
     assert sorted(order) == list(range(length))
     for world, batch, count in lives:
-        job = Job(length, world, batch, saved, **how)
+        job = Job(length, world, batch, saved, **options)
         seen.update(job.steps(count))
         saved = job.state()
         if saved["epoch"] != epoch:
@@ -103,13 +104,13 @@ def test_each_sample_comes_once_over_any_worlds(
         assert set(seen) == set(order[: saved["seen"]]), "what was handed out, no more and no less"
     else:
         world, batch = last
-        seen.update(Job(length, world, batch, saved, **how).steps())
+        seen.update(Job(length, world, batch, saved, **options).steps())
     most = max([world for world, _, _ in lives] + [last[0]])
     if drop_last:
         assert set(seen.values()) <= {1}
-        left = [index for index in order if not seen[index]]
-        assert len(left) < most
-        assert left == order[length - len(left) :], "the end of the order"
+        remaining = [index for index in order if not seen[index]]
+        assert len(remaining) < most
+        assert remaining == order[length - len(remaining) :], "the end of the order"
     elif length:
         assert set(seen) == set(range(length)), "none is left out"
         assert sum(seen.values()) - length < most
@@ -125,18 +126,18 @@ def test_epoch_equals_that_of_distributed_sampler(
     length: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
     for rank in range(world):
-        theirs = DistributedSampler(
+        torch_sampler = DistributedSampler(
             range(length), world, rank, shuffle=shuffle, seed=3, drop_last=drop_last
         )
-        ours = uc.ElasticSampler(
+        elastic = uc.ElasticSampler(
             range(length), world, rank, shuffle=shuffle, seed=3, drop_last=drop_last
         )
         for epoch in range(3):
-            theirs.set_epoch(epoch)
-            assert (ours.epoch, len(ours)) == (epoch, len(theirs))
+            torch_sampler.set_epoch(epoch)
+            assert (elastic.epoch, len(elastic)) == (epoch, len(torch_sampler))
             assert [
-                index for batch in ours.batches(loader_of(ours, length)) for index in batch
-            ] == list(theirs)
+                index for batch in elastic.batches(loader_of(elastic, length)) for index in batch
+            ] == list(torch_sampler)
 
 
 def test_dropped_last_batch_is_not_consumed() -> None:
@@ -147,7 +148,7 @@ def test_dropped_last_batch_is_not_consumed() -> None:
 
 
 class Numbers:
-    """A dataset of 41, of which two ranks see one twice; workers fetch ahead."""
+    """Two ranks consume 41 samples, one of them twice; workers prefetch."""
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -157,7 +158,7 @@ class Numbers:
 
 
 def test_resume_skips_consumed_data_quickly() -> None:
-    """A resume fetches no sample that was seen before."""
+    """A resume fetches no consumed sample."""
     fetched: list[int] = []
 
     class Counted(Numbers):
@@ -169,22 +170,24 @@ def test_resume_skips_consumed_data_quickly() -> None:
     first = list(
         islice(sampler.batches(DataLoader(Counted(), 4, sampler=sampler, collate_fn=list)), 9)
     )
-    other = uc.ElasticSampler(Counted(), 1, 0)
-    other.load_state_dict(sampler.state_dict())
+    resumed = uc.ElasticSampler(Counted(), 1, 0)
+    resumed.load_state_dict(sampler.state_dict())
     fetched.clear()
-    assert len(list(other.batches(DataLoader(Counted(), 4, sampler=other, collate_fn=list)))) == 2
+    assert (
+        len(list(resumed.batches(DataLoader(Counted(), 4, sampler=resumed, collate_fn=list)))) == 2
+    )
     assert len(fetched) == 5
     assert not set(fetched) & {index for batch in first for index in batch}
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}],
 )
-def test_prefetched_samples_are_not_consumed(kind: type, how: dict[str, object]) -> None:
+def test_prefetched_samples_are_not_consumed(kind: type, options: dict[str, object]) -> None:
     sampler = uc.ElasticSampler(Numbers(), 2, 0, seed=1)
-    loader = kind(Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **how)
+    loader = kind(Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **options)
     whole = uc.ElasticSampler(Numbers(), 2, 0, seed=1)
     expected = [index for batch in whole.batches(loader_of(whole, 41)) for index in batch]
     first = list(islice(sampler.batches(loader), 2))
@@ -193,52 +196,56 @@ def test_prefetched_samples_are_not_consumed(kind: type, how: dict[str, object])
     rest = list(sampler.batches(loader))  # the same loader goes on where the loop was left
     assert [index for batch in first + rest for index in batch] == expected
     assert sampler.epoch == 1
-    other = uc.ElasticSampler(Numbers(), 2, 0)
-    other.load_state_dict(saved)
+    resumed = uc.ElasticSampler(Numbers(), 2, 0)
+    resumed.load_state_dict(saved)
     assert (
-        list(other.batches(kind(Numbers(), batch_size=3, sampler=other, collate_fn=list, **how)))
+        list(
+            resumed.batches(
+                kind(Numbers(), batch_size=3, sampler=resumed, collate_fn=list, **options)
+            )
+        )
         == rest
     )
 
 
 @pytest.mark.parametrize("taken", [0, 2, 7, None])
 @pytest.mark.parametrize(
-    "how", [{}, {"num_workers": 2}, {"num_workers": 2, "snapshot_every_n_steps": 3}]
+    "options", [{}, {"num_workers": 2}, {"num_workers": 2, "snapshot_every_n_steps": 3}]
 )
 def test_stateful_loader_and_sampler_can_both_be_saved(
-    taken: int | None, how: dict[str, object]
+    taken: int | None, options: dict[str, object]
 ) -> None:
-    def made() -> tuple[uc.ElasticSampler, StatefulDataLoader]:
+    def created() -> tuple[uc.ElasticSampler, StatefulDataLoader]:
         sampler = uc.ElasticSampler(Numbers(), 2, 1, seed=1)
         return sampler, StatefulDataLoader(
-            Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **how
+            Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **options
         )
 
-    sampler, loader = made()
+    sampler, loader = created()
     walk = sampler.batches(loader)
     before = list(islice(walk, taken))
     assert len(before) == (7 if taken is None else taken)
-    if taken == 0 and how:
+    if taken == 0 and options:
         with pytest.raises(uc.CheckpointError, match="a loader draws from it uncounted; use"):
             loader.state_dict()  # starts the workers
         return
     saved = sampler.state_dict(), loader.state_dict()
     expected = list(sampler.batches(loader) if taken is None else walk)
-    again, other = made()
+    again, resumed = created()
     again.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[1])
     assert again.state_dict() == saved[0]
-    assert list(again.batches(other)) == expected
+    assert list(again.batches(resumed)) == expected
     assert again.state_dict() == sampler.state_dict()
     if (
-        taken and "snapshot_every_n_steps" not in how
+        taken and "snapshot_every_n_steps" not in options
     ):  # else the loader itself goes from step 0 to 2
-        alone, other = made()
-        other.load_state_dict(saved[1])
+        alone, resumed = created()
+        resumed.load_state_dict(saved[1])
         with pytest.raises(
             uc.CheckpointError, match="the loader's state was loaded, the sampler's was not"
         ):
-            next(alone.batches(other))
+            next(alone.batches(resumed))
 
 
 def test_epochs_advance_alone_and_by_set_epoch() -> None:
@@ -277,11 +284,11 @@ def test_loop_ends_when_the_position_changes() -> None:
             next(walk)
 
 
-@pytest.mark.parametrize("how", [{}, {"num_workers": 1}])
-def test_uncounted_loop_is_refused(how: dict[str, object]) -> None:
-    """Else it would be saved as the start of the epoch, and all of it would come again."""
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+def test_uncounted_loop_is_refused(options: dict[str, object]) -> None:
+    """It would be saved as the start of the epoch, and the epoch would repeat."""
     sampler = uc.ElasticSampler(range(20), 1, 0)
-    loader = loader_of(sampler, 20, **how)
+    loader = loader_of(sampler, 20, **options)
     for _ in range(2):
         with pytest.raises(uc.CheckpointError, match=r"uncounted; use sampler\.batches\(loader\)"):
             next(iter(loader))
@@ -289,9 +296,9 @@ def test_uncounted_loop_is_refused(how: dict[str, object]) -> None:
 
 
 def test_uncountable_loaders_are_refused() -> None:
-    sampler, other = (uc.ElasticSampler(range(20), 1, 0) for _ in range(2))
+    sampler, resumed = (uc.ElasticSampler(range(20), 1, 0) for _ in range(2))
     with pytest.raises(uc.LayoutError, match="the loader has another sampler"):
-        next(sampler.batches(loader_of(other, 20)))
+        next(sampler.batches(loader_of(resumed, 20)))
     with pytest.raises(uc.LayoutError, match="yields batches out of order"):
         next(sampler.batches(loader_of(sampler, 20, num_workers=1, in_order=False)))
 
@@ -321,7 +328,7 @@ def test_other_dataset_or_order_is_refused() -> None:
 
 
 def test_sampler_created_before_the_group_is_refused() -> None:
-    """Else every rank would go through all of the data."""
+    """Each rank would consume all of the data."""
     sampler = uc.ElasticSampler(range(20))
     dist.init_process_group(
         "fake", store=FakeStore(), rank=1, world_size=2
@@ -339,9 +346,7 @@ def test_sampler_created_before_the_group_is_refused() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_restarted_loop_draws_no_random_numbers(workers: int) -> None:
-    """torch's loaders draw a seed when they begin: a resumed run would draw once more than the one
-    that goes on.
-    """
+    """torch's loaders draw a seed when they start, so a resumed run would draw once more."""
     torch.manual_seed(3)
     before = torch.get_rng_state()
     sampler = uc.ElasticSampler(range(20), 1, 0)
@@ -360,14 +365,14 @@ class Noisy:
 
 
 def test_worker_seeds_differ_by_epoch_and_rank() -> None:
-    found = []
+    indices = []
     for rank in range(2):
         torch.manual_seed(0)  # as scripts do on every rank
         sampler = uc.ElasticSampler(Noisy(), 2, rank)
         loader = DataLoader(Noisy(), batch_size=10, sampler=sampler, num_workers=1)
-        found += [
+        indices += [
             tuple(next(sampler.batches(loader)).tolist())
             for sampler.epoch_to in (0, 1)
             if not sampler.set_epoch(sampler.epoch_to)
         ]
-    assert len(set(found)) == 4
+    assert len(set(indices)) == 4

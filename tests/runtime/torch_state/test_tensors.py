@@ -33,7 +33,7 @@ DTYPES = sorted(TORCH_DTYPES)
 
 
 def random_bits(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Any bits at all: NaNs with payloads, bools that are neither 0 nor 1."""
+    """Draws any bits: NaNs with payloads, bools that are neither 0 nor 1."""
     array = filled(TensorSpec(dtype, shape), seed=seed)
     raw = torch.from_numpy(np.frombuffer(array.tobytes(), dtype=np.uint8).copy())
     return (
@@ -94,12 +94,12 @@ def test_unsupported_dtypes_are_refused(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (4, 0, 2)])
 def test_bytes_alias_the_tensor(dtype: str, shape: tuple[int, ...]) -> None:
     tensor = random_bits(dtype, *shape)
-    found = as_bytes(tensor)
-    assert bytes(found) == filled(TensorSpec(dtype, shape)).tobytes()
-    assert len(found) == found.nbytes == itemsize(dtype) * prod(shape)
-    if len(found):
-        found[0] ^= 0xFF
-        assert bits(tensor) == bytes(found)
+    result = as_bytes(tensor)
+    assert bytes(result) == filled(TensorSpec(dtype, shape)).tobytes()
+    assert len(result) == result.nbytes == itemsize(dtype) * prod(shape)
+    if len(result):
+        result[0] ^= 0xFF
+        assert bits(tensor) == bytes(result)
 
 
 def test_bytes_of_a_view_start_where_it_starts() -> None:
@@ -115,10 +115,10 @@ def test_bytes_of_a_view_start_where_it_starts() -> None:
 def test_as_int_bits_aliases_the_tensor(dtype: str) -> None:
     tensor = random_bits(dtype, 4, 6)
     for view in (tensor, tensor[:, 1:4], tensor[::2]):
-        found = as_int_bits(view)
-        assert found.data_ptr() == view.data_ptr()
-        assert found.shape == view.shape
-        assert not found.dtype.is_floating_point
+        result = as_int_bits(view)
+        assert result.data_ptr() == view.data_ptr()
+        assert result.shape == view.shape
+        assert not result.dtype.is_floating_point
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,9 +146,9 @@ def test_is_stored_bytes() -> None:
 
 def test_slabs_alias_a_contiguous_tensor() -> None:
     tensor = torch.arange(24.0).reshape(2, 3, 4)
-    found = slabs_of(part(tensor), outer_ndim=2, first_slab=1, count=3)
-    assert found.tolist() == tensor.reshape(6, 4)[1:4].tolist()
-    assert found.data_ptr() == tensor[0, 1].data_ptr()
+    result = slabs_of(part(tensor), outer_ndim=2, first_slab=1, count=3)
+    assert result.tolist() == tensor.reshape(6, 4)[1:4].tolist()
+    assert result.data_ptr() == tensor[0, 1].data_ptr()
     assert slabs_of(part(tensor), outer_ndim=0, first_slab=0, count=1).shape == (1, 2, 3, 4)
     assert slabs_of(part(tensor), outer_ndim=3, first_slab=5, count=2).tolist() == [5.0, 6.0]
     assert slabs_of(part(torch.tensor(7.0)), outer_ndim=0, first_slab=0, count=1).tolist() == [7.0]
@@ -159,7 +159,7 @@ MESHES = [(2,), (3,), (2, 2), (2, 3)]
 
 @st.composite
 def shared_tensors(draw: st.DrawFn) -> tuple[TensorDecl, int, int]:
-    """A row whose dims left of `split` nobody cuts, the split, and the number of ranks."""
+    """Draws a declaration, an `outer_ndim` left of its sharded dims, and the number of ranks."""
     sizes = draw(st.sampled_from(MESHES))
     strides = mesh_strides(sizes)
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
@@ -181,26 +181,26 @@ def shared_tensors(draw: st.DrawFn) -> tuple[TensorDecl, int, int]:
 def test_slabs_round_trip_through_a_tile(
     case: tuple[TensorDecl, int, int], strided: bool, data: st.DataObject
 ) -> None:
-    row, split, world = case
+    decl, split, world = case
     whole = (
-        filled(row.spec) & 1 if row.spec.dtype == "BOOL" else filled(row.spec)
+        filled(decl.spec) & 1 if decl.spec.dtype == "BOOL" else filled(decl.spec)
     )  # torch's copies know but two bools
-    count = prod(row.spec.shape[:split])
+    count = prod(decl.spec.shape[:split])
     first = data.draw(st.integers(0, count - 1))
-    lines = data.draw(st.integers(1, count - first))
-    line = row.spec.nbytes // count
-    wanted = whole.tobytes()[first * line : (first + lines) * line]
-    tile = torch.zeros(lines * line, dtype=torch.uint8)
-    parts = []
+    slabs = data.draw(st.integers(1, count - first))
+    slab = decl.spec.nbytes // count
+    expected = whole.tobytes()[first * slab : (first + slabs) * slab]
+    tile = torch.zeros(slabs * slab, dtype=torch.uint8)
+    tensors = []
     for rank in range(world):
-        own = part_of(whole, row.sharding, rank)
+        own = part_of(whole, decl.sharding, rank)
         local = (
-            torch.from_numpy(own.copy()).view(torch.uint8).view(TORCH_DTYPES[row.spec.dtype])
+            torch.from_numpy(own.copy()).view(torch.uint8).view(TORCH_DTYPES[decl.spec.dtype])
             if own.size
             else None
         )
         local = (
-            torch.empty(own.shape, dtype=TORCH_DTYPES[row.spec.dtype])
+            torch.empty(own.shape, dtype=TORCH_DTYPES[decl.spec.dtype])
             if local is None
             else local.reshape(own.shape)
         )
@@ -208,16 +208,18 @@ def test_slabs_round_trip_through_a_tile(
             local = (
                 as_int_bits(local).transpose(0, -1).contiguous().transpose(0, -1).view(local.dtype)
             )
-        parts.append(LocalTensor(row, local))
-        boxes = boxes_in_slab(parts[-1], rank, split)
+        tensors.append(LocalTensor(decl, local))
+        boxes = boxes_in_slab(tensors[-1], rank, split)
         assert boxes == slab_boxes(
-            row.spec.shape, row.sharding, row.sharding.coordinates(rank), split
+            decl.spec.shape, decl.sharding, decl.sharding.coordinates(rank), split
         )
-        copy_slabs_to_tile(tile, parts[-1], boxes, outer_ndim=split, first_slab=first, count=lines)
-    assert bytes(tile.numpy()) == wanted
-    for rank, one in enumerate(parts):
+        copy_slabs_to_tile(
+            tile, tensors[-1], boxes, outer_ndim=split, first_slab=first, count=slabs
+        )
+    assert bytes(tile.numpy()) == expected
+    for rank, one in enumerate(tensors):
         target = LocalTensor(
-            row, torch.empty_like(one.local, memory_format=torch.contiguous_format)
+            decl, torch.empty_like(one.local, memory_format=torch.contiguous_format)
         )
         as_int_bits(target.local).fill_(1)
         copy_slabs_from_tile(
@@ -226,20 +228,20 @@ def test_slabs_round_trip_through_a_tile(
             boxes_in_slab(target, rank, split),
             outer_ndim=split,
             first_slab=first,
-            count=lines,
+            count=slabs,
         )
         shape = (prod(one.local.shape[:split]), *one.local.shape[split:])
-        found, source = (as_int_bits(x).reshape(shape) for x in (target.local, one.local))
-        assert torch.equal(found[first : first + lines], source[first : first + lines])
-        assert (found[:first] == 1).all()
-        assert (found[first + lines :] == 1).all()
+        result, source = (as_int_bits(x).reshape(shape) for x in (target.local, one.local))
+        assert torch.equal(result[first : first + slabs], source[first : first + slabs])
+        assert (result[:first] == 1).all()
+        assert (result[first + slabs :] == 1).all()
 
 
 def test_a_rank_outside_the_mesh_has_no_boxes() -> None:
-    row = TensorDecl(
+    decl = TensorDecl(
         "model", "w", TensorSpec("F32", (4, 4)), Sharding((ShardDim(1, 2, 1),), ranks=(3, 5))
     )
-    assert boxes_in_slab(LocalTensor(row, torch.empty(0, 0)), 0, 1) == ()
+    assert boxes_in_slab(LocalTensor(decl, torch.empty(0, 0)), 0, 1) == ()
 
 
 @pytest.mark.parametrize(
@@ -248,10 +250,10 @@ def test_a_rank_outside_the_mesh_has_no_boxes() -> None:
 )
 def test_slabs_are_cast(here: str, there: str) -> None:
     values = torch.tensor([[0.5, -2.0, 1.25, 3.0], [0.1, 7.0, -0.25, 1e-3]]).to(TORCH_DTYPES[here])
-    row = TensorDecl("model", "w", TensorSpec(there, (2, 4)), Sharding((ShardDim(1, 2, 1),)))
-    tile = torch.zeros(row.spec.nbytes, dtype=torch.uint8)
+    decl = TensorDecl("model", "w", TensorSpec(there, (2, 4)), Sharding((ShardDim(1, 2, 1),)))
+    tile = torch.zeros(decl.spec.nbytes, dtype=torch.uint8)
     for rank in range(2):
-        one = LocalTensor(row, values[:, 2 * rank : 2 * rank + 2])
+        one = LocalTensor(decl, values[:, 2 * rank : 2 * rank + 2])
         assert one.casts
         copy_slabs_to_tile(
             tile, one, boxes_in_slab(one, rank, 1), outer_ndim=1, first_slab=0, count=2
@@ -259,8 +261,10 @@ def test_slabs_are_cast(here: str, there: str) -> None:
     saved = values.to(TORCH_DTYPES[there])
     assert bytes(tile.numpy()) == bits(saved)
     for rank in range(2):
-        back = LocalTensor(row, torch.empty(2, 2, dtype=TORCH_DTYPES[here]))
+        restored = LocalTensor(decl, torch.empty(2, 2, dtype=TORCH_DTYPES[here]))
         copy_slabs_from_tile(
-            tile, back, boxes_in_slab(back, rank, 1), outer_ndim=1, first_slab=0, count=2
+            tile, restored, boxes_in_slab(restored, rank, 1), outer_ndim=1, first_slab=0, count=2
         )
-        assert bits(back.local) == bits(saved[:, 2 * rank : 2 * rank + 2].to(TORCH_DTYPES[here]))
+        assert bits(restored.local) == bits(
+            saved[:, 2 * rank : 2 * rank + 2].to(TORCH_DTYPES[here])
+        )

@@ -39,12 +39,12 @@ class Call:
 
     @staticmethod
     def decode(encoded: bytes) -> Call:
-        """Returns the call from its JSON."""
+        """Return the call from its JSON."""
         return Call(*json.loads(encoded))
 
 
 def differences(calls: Sequence[Call], ranks: Sequence[int]) -> str:
-    """Describes how the ranks' calls differ, in one sentence; empty if they do not.
+    """Describe how the ranks' calls differ, in one sentence; empty if they do not.
 
     `ranks`: the numbers to name in the text.
     """

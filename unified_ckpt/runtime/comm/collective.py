@@ -26,22 +26,22 @@ class Store(Protocol):
     """The subset of `comm.KeyStore` that a collective uses."""
 
     def set(self, key: str, value: bytes, /) -> None:
-        """Sets a key."""
+        """Set a key."""
 
     def get(self, key: str, /) -> bytes:
-        """Returns the value of a key that is set."""
+        """Return the value of a key that is set."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Returns whether all keys are set."""
+        """Return whether all keys are set."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Adds to a counter and returns its new value."""
+        """Add to a counter and return its new value."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Returns the values of keys that are set."""
+        """Return the values of keys that are set."""
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Sets the key if it holds `expected`, and returns its value."""
+        """Set the key if it holds `expected`, and return its value."""
 
 
 class Collective:
@@ -72,18 +72,18 @@ class Collective:
         self._store, self._prefix = store, f"{number}/"
 
     def move_to_background(self) -> None:
-        """Lets this rank join later collectives before it calls `finish` on this one."""
+        """Let this rank join later collectives before it calls `finish` on this one."""
         self._in_background = self.in_progress = True
         # Set from the start: once all ranks have finished, the counter is deleted.
         self.add("finished", 0)
 
     def finish(self) -> None:
-        """Marks a background collective as finished on this rank."""
+        """Mark a background collective as finished on this rank."""
         self.in_progress = False
         self.add("finished")
 
     def stale_keys(self) -> str:
-        """Returns this rank's keys to delete, space-separated, after a tab.
+        """Return this rank's keys to delete, space-separated, after a tab.
 
         Before the tab: the counter that must first reach the number of ranks, or nothing.
         """
@@ -91,15 +91,15 @@ class Collective:
         return f"{counter}\t{' '.join(self.keys)}"
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets a key of this collective. The key has no spaces, and the value is not empty."""
+        """Set a key of this collective. The key has no spaces, and the value is not empty."""
         self._store.set(self._track_key(key), value)
 
     def has(self, key: str) -> bool:
-        """Returns whether the key is set."""
+        """Return whether the key is set."""
         return self._store.check([self._prefix + key])
 
     def missing_ranks(self, keys: Sequence[str]) -> str:
-        """Lists the ranks whose key (`…/<rank>`) is not set, as text."""
+        """List the ranks whose key (`…/<rank>`) is not set, as text."""
         return format_ranks(
             self.ranks[int(key.rpartition("/")[2])] for key in keys if not self.has(key)
         )
@@ -107,9 +107,9 @@ class Collective:
     def wait(
         self, keys: Sequence[str], *, seconds: float | None = None, ignore_failures: bool = False
     ) -> bool:
-        """Returns whether all keys were set in time.
+        """Return whether all keys were set in time.
 
-        The time starts again with every heartbeat of a rank, unless `seconds` bounds it. Raises the
+        The time starts again with every heartbeat of a rank, unless `seconds` bounds it. Raise the
         error of a failed rank at once, unless `ignore_failures`.
         """
         # Polls after a tenth of the time waited so far: torch's own `wait` cannot be interrupted,
@@ -135,31 +135,31 @@ class Collective:
             time.sleep(min(max(waited / 10, 0.0001), 1.0, remaining))
 
     def raise_if_failed(self) -> None:
-        """Raises the error with which another rank failed, if any."""
+        """Raise the error with which another rank failed, if any."""
         if self.has("failed"):
             raise self.failure()
         if self._parent is not None:
             self._parent.raise_if_failed()
 
     def heartbeat(self) -> None:
-        """Signals to waiting ranks that this rank makes progress. Cheap: most calls do nothing."""
+        """Signal to waiting ranks that this rank makes progress. Cheap: most calls do nothing."""
         now = time.monotonic()
         if now - self._last_heartbeat > self.timeout_seconds / _HEARTBEATS_PER_TIMEOUT:
             self._last_heartbeat = now
             self.add("heartbeats")
 
     def progress(self) -> int:
-        """Returns a number that grows as long as some rank makes progress."""
+        """Return a number that grows as long as some rank makes progress."""
         return self._store.add(f"{self._prefix}n/heartbeats", 0)
 
     def failure(self, cause: BaseException | None = None) -> CheckpointError:
-        """Returns the first error of this collective, which is the same on every rank."""
+        """Return the first error of this collective, which is the same on every rank."""
         error = decode_error(self._store.get(f"{self._prefix}failed").decode())
         error.__cause__ = cause
         return mark(error, Spread.SHARED)
 
     def get(self, key: str, *, sender: int | None = None) -> bytes:
-        """Returns a key's value, waiting until some rank sets it.
+        """Return a key's value, waiting until some rank sets it.
 
         `sender`: the rank that sets the key without waiting for others; errors then name it.
         """
@@ -178,22 +178,22 @@ class Collective:
         return self._store.get(self._prefix + key)
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Adds to a counter and returns its new value."""
+        """Add to a counter and return its new value."""
         return self._store.add(self._track_key(f"n/{key}"), amount)
 
     def set_once(self, key: str, value: str) -> str:
-        """Sets the key unless it is set already, and returns its value."""
+        """Set the key unless it is set already, and return its value."""
         return self._store.compare_set(self._track_key(key), "", value).decode()
 
     def _track_key(self, key: str) -> str:
-        """Returns the store's name of a key that this rank sets, and records it for deletion."""
+        """Return the store's name of a key that this rank sets, and record it for deletion."""
         if " " in key:
             raise AssertionError(f"store key {key!r}: has a space, which separates stored keys")
         self.keys.append(self._prefix + key)
         return self._prefix + key
 
     def broadcast(self, key: str, value: bytes | None) -> bytes:
-        """Returns rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         if self.rank == 0:
             if not value:
                 raise AssertionError(f"store key {key!r}: rank 0 broadcasts no value")
@@ -202,7 +202,7 @@ class Collective:
         return self.get(key, sender=0)
 
     def collect(self, key: str, value: bytes, *, dst: int, ranks: Sequence[int]) -> list[bytes]:
-        """Returns the values of `ranks`, in their order, on rank `dst`; an empty list elsewhere.
+        """Return the values of `ranks`, in their order, on rank `dst`; an empty list elsewhere.
 
         Other ranks' values are not sent.
         """
@@ -219,7 +219,7 @@ class Collective:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Runs one step: ends once all ranks have finished it, or raises the first error on all."""
+        """Run one step: end once all ranks have finished it, or raise the first error on all."""
         try:
             yield
         except BaseException as error:
@@ -231,9 +231,9 @@ class Collective:
 
     @contextmanager
     def propagating_errors(self) -> Iterator[None]:
-        """Publishes an error of the block to all ranks, and raises the first one on all of them.
+        """Publish an error of the block to all ranks, and raise the first one on all of them.
 
-        Wraps a whole operation; `step` already does this for the errors inside a step.
+        Use it around a whole operation; `step` already does this for the errors inside a step.
         """
         try:
             yield
@@ -245,16 +245,16 @@ class Collective:
             raise self.failure(error) from error
 
     def mark_stopped(self) -> None:
-        """Declares that this rank does no more work for a failed operation."""
+        """Declare that this rank does no more work for a failed operation."""
         self.put(f"stopped/{self.rank}", b"1")
 
     def wait_stopped(self) -> None:
-        """Returns once all ranks have stopped working on a failed operation; in bounded time."""
+        """Return once all ranks have stopped working on a failed operation; in bounded time."""
         keys = [f"stopped/{rank}" for rank in range(self.world)]
         self.wait(keys, seconds=min(_STOP_SECONDS, self.timeout_seconds / 2), ignore_failures=True)
 
     def publish_error(self, error: BaseException) -> None:
-        """Publishes this rank's error, unless another rank was first.
+        """Publish this rank's error, unless another rank was first.
 
         A secondary error first waits for the rank that failed first to publish its own.
         """
@@ -263,7 +263,7 @@ class Collective:
         self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
 
     def finish_step(self, step: str, error: BaseException | None = None) -> None:
-        """Returns once all ranks have finished `step`, or raises the first error on all of them.
+        """Return once all ranks have finished `step`, or raise the first error on all of them.
 
         A rank that fails does not wait for slower ranks: they receive its error when they arrive.
         """

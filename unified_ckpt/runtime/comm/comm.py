@@ -24,7 +24,7 @@ from unified_ckpt.runtime.comm.stale_keys import StaleKeys
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """Replaces torch's error for a store whose server has exited: its text names nobody."""
+    """Replace torch's error for a store whose server has exited: its text names nobody."""
     try:
         yield
     except dist.DistNetworkError as error:
@@ -41,38 +41,38 @@ class KeyStore:
         self._store = store
 
     def set(self, key: str, value: str | bytes, /) -> None:
-        """Sets a key."""
+        """Set a key."""
         with _store_errors():
             # The stub says str, but bytes are accepted.
             self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str, /) -> bytes:
-        """Returns the value of a key that is set; call `check` first."""
+        """Return the value of a key that is set; call `check` first."""
         with _store_errors():
             return bytes(self._store.get(key))
 
     def check(self, keys: list[str], /) -> bool:
-        """Returns whether all keys are set."""
+        """Return whether all keys are set."""
         with _store_errors():
             return bool(self._store.check(keys))
 
     def add(self, key: str, amount: int, /) -> int:
-        """Adds to a counter and returns its new value."""
+        """Add to a counter and return its new value."""
         with _store_errors():
             return int(self._store.add(key, amount))
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Returns the values of keys that are set."""
+        """Return the values of keys that are set."""
         with _store_errors():
             return [bytes(value) for value in self._store.multi_get(keys)]
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Sets the key if it holds `expected`, and returns its value. An unset key holds ""."""
+        """Set the key if it holds `expected`, and return its value. An unset key holds ""."""
         with _store_errors():
             return bytes(self._store.compare_set(key, expected, value))
 
     def delete_key(self, key: str, /) -> bool:
-        """Deletes a key and returns whether it was set."""
+        """Delete a key and return whether it was set."""
         with _store_errors():
             return bool(self._store.delete_key(key))
 
@@ -102,7 +102,7 @@ class Comm:
         delete_stale: bool = True,
         parent: Collective | None = None,
     ) -> Collective:
-        """Starts a collective: waits until every rank has called this for the same operation.
+        """Start a collective: wait until every rank has called this for the same operation.
 
         `operation`: its description, whose first word is its name, or a `Call` with arguments too.
         RankError names the ranks where the name or the arguments differ.
@@ -111,7 +111,7 @@ class Comm:
         `busy`: this rank has an unfinished background collective; `any_busy` is true if any has.
         `delete_stale=False` leaves `delete_stale_keys` to the caller.
 
-        `parent`: a collective of more ranks that this one belongs to. Raises its error if it fails
+        `parent`: a collective of more ranks that this one belongs to. Raise its error if it fails
         meanwhile, or RankError naming the ranks that did not arrive in time.
         """
         parent = parent or self._parent
@@ -163,7 +163,7 @@ class Comm:
         return collective
 
     def _call_differences(self, collective: Collective, call: Call) -> str:
-        """Describes how the ranks' calls differ; runs on the rank that arrives last.
+        """Describe how the ranks' calls differ; runs on the rank that arrives last.
 
         Empty if some rank only failed before it knew its arguments.
         """
@@ -178,7 +178,7 @@ class Comm:
     def subgroup(
         self, name: str, members: Sequence[int], *, parent: Collective | None = None
     ) -> Comm:
-        """Returns the `Comm` of some of these ranks. Every member calls this with the same name."""
+        """Return the `Comm` of some of these ranks. Every member calls this with the same name."""
         ranks = [self.ranks[i] for i in members]
         return Comm(
             PrefixStore(name, self._store),
@@ -188,19 +188,19 @@ class Comm:
         )
 
     def key_store(self, name: str) -> KeyStore:
-        """Returns a store of these ranks for keys outside of collectives."""
+        """Return a store of these ranks for keys outside of collectives."""
         return KeyStore(PrefixStore(name, self._store))
 
     def detach(self) -> None:
-        """Hands the keys still to be deleted over to this rank's next `Comm`."""
+        """Hand the keys still to be deleted over to this rank's next `Comm`."""
         self._stale_keys.hand_over()
 
     def delete_stale_keys(self) -> None:
-        """Deletes this rank's keys of finished collectives: two round trips each, one per key."""
+        """Delete this rank's keys of finished collectives: two round trips each, one per key."""
         self._stale_keys.delete()
 
     def _close_arrivals(self, collective: Collective, outcome: str) -> None:
-        """Ends the arrival phase with the first outcome that any rank sets.
+        """End the arrival phase with the first outcome that any rank sets.
 
         Every rank may set it, in case the first one dies meanwhile. The number of the next
         collective is set before the outcome, so that no rank joins this one again.
@@ -215,13 +215,13 @@ class Comm:
 
 
 def single_process() -> Comm:
-    """Returns a `Comm` of one rank."""
+    """Return a `Comm` of one rank."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     return Comm(store, rank=0, ranks=(0,))
 
 
 def from_torch(group: dist.ProcessGroup | None) -> Comm:
-    """Returns the ranks of a process group, over its store. None: all ranks.
+    """Return the ranks of a process group, over its store. None: all ranks.
 
     Without an initialized process group, the same as `single_process`.
     """
@@ -246,7 +246,7 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
 
 
 def join_torchrun(exit_stack: ExitStack) -> bool:
-    """Makes torchrun's processes one group until `exit_stack` closes; returns if this is rank 0."""
+    """Make torchrun's processes one group until `exit_stack` closes; return if this is rank 0."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
     dist.init_process_group("gloo")

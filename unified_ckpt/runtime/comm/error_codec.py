@@ -10,7 +10,7 @@ from unified_ckpt.runtime.comm.error_spread import names_rank
 
 
 def encode_error(error: BaseException, *, rank: int, world: int) -> str:
-    """Encodes an error as text. Our own classes are kept; any other becomes a RankError."""
+    """Encode an error as text. Our own classes are kept; any other becomes a RankError."""
     is_own_class = isinstance(error, CheckpointError)
     kind = type(error).__name__ if is_own_class else "RankError"
     text = str(error) if is_own_class else f"{type(error).__name__}: {error}"
@@ -23,7 +23,7 @@ def encode_error(error: BaseException, *, rank: int, world: int) -> str:
 
 
 def decode_error(text: str) -> CheckpointError:
-    """Decodes the error: the inverse of `encode_error`."""
+    """Decode the error: the inverse of `encode_error`."""
     fields = json.loads(text)
     error_class = getattr(errors, fields["kind"], RankError)
     if error_class is MismatchError:

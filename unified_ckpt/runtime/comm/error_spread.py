@@ -22,23 +22,23 @@ class Spread(Enum):
 
 
 def spread_of(error: BaseException) -> Spread:
-    """Returns how far the error has spread; an error without a mark is local."""
+    """Return how far the error has spread; an error without a mark is local."""
     spread: Spread = getattr(error, _ATTRIBUTE, Spread.LOCAL)
     return spread
 
 
 def mark(error: _Error, spread: Spread) -> _Error:
-    """Marks how far the error has spread, and returns it."""
+    """Mark how far the error has spread, and return it."""
     setattr(error, _ATTRIBUTE, spread)
     return error
 
 
 def names_rank(error: BaseException) -> bool:
-    """Returns whether the error's text names the rank where it occurred."""
+    """Return whether the error's text names the rank where it occurred."""
     return spread_of(error) in (Spread.PARTIAL, Spread.SHARED)
 
 
 def narrow(error: BaseException) -> None:
-    """Marks a shared error as partial, where it enters a collective of other ranks."""
+    """Mark a shared error as partial, where it enters a collective of other ranks."""
     if spread_of(error) is Spread.SHARED:
         mark(error, Spread.PARTIAL)

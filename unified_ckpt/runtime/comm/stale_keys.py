@@ -12,19 +12,19 @@ class Store(Protocol):
     """The subset of `comm.KeyStore` that `StaleKeys` uses."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Sets a key."""
+        """Set a key."""
 
     def get(self, key: str, /) -> bytes:
-        """Returns the value of a key that is set."""
+        """Return the value of a key that is set."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Returns whether all keys are set."""
+        """Return whether all keys are set."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Adds to a counter and returns its new value."""
+        """Add to a counter and return its new value."""
 
     def delete_key(self, key: str, /) -> bool:
-        """Deletes a key and returns whether it was set."""
+        """Delete a key and return whether it was set."""
 
 
 class KeyOwner(Protocol):
@@ -36,7 +36,7 @@ class KeyOwner(Protocol):
     in_progress: bool
 
     def stale_keys(self) -> str:
-        """Returns its keys to delete, space-separated, after a tab.
+        """Return its keys to delete, space-separated, after a tab.
 
         Before the tab: the counter that must first reach the number of ranks, or nothing.
         """
@@ -51,11 +51,11 @@ class StaleKeys:
         self._lock = threading.Lock()
 
     def add(self, collective: KeyOwner) -> None:
-        """Registers a collective, which is then the newest one."""
+        """Register a collective, which is then the newest one."""
         self._collectives.append(collective)
 
     def delete(self) -> None:
-        """Deletes the keys of all collectives but the newest, except those still in progress.
+        """Delete the keys of all collectives but the newest, except those still in progress.
 
         Call it once every rank has joined the newest collective.
         """
@@ -75,7 +75,7 @@ class StaleKeys:
                 self._store.delete_key(self._key)
 
     def hand_over(self) -> None:
-        """Records the keys still to be deleted, for this rank's next `StaleKeys`."""
+        """Record the keys still to be deleted, for this rank's next `StaleKeys`."""
         try:
             entries = [*self._handed_over(), *(owner.stale_keys() for owner in self._collectives)]
             self._store.set(self._key, "\n".join(entries))
@@ -83,13 +83,13 @@ class StaleKeys:
             return  # the store's server has exited, and the keys with it
 
     def _handed_over(self) -> list[str]:
-        """Returns the entries that this rank's previous instance handed over."""
+        """Return the entries that this rank's previous instance handed over."""
         if not self._store.check([self._key]):
             return []
         return [entry for entry in self._store.get(self._key).decode().split("\n") if entry]
 
     def _delete(self, entry: str) -> bool:
-        """Deletes the keys unless some rank is still in that collective.
+        """Delete the keys unless some rank is still in that collective.
 
         The first rank that sees that all have finished deletes the counter too.
         """

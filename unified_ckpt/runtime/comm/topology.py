@@ -12,7 +12,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 
 
 def node_id() -> str:
-    """Returns an id that is equal for processes under one kernel."""
+    """Return an id that is equal for processes under one kernel."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -23,7 +23,7 @@ def node_id() -> str:
 
 
 def file_system_type(path: str) -> str:
-    """Returns the kernel's name of a folder's file system type, or "unknown"."""
+    """Return the kernel's name of a folder's file system type, or "unknown"."""
     longest, fs_type = -1, "unknown"
     real = os.path.realpath(path)
     try:
@@ -41,7 +41,7 @@ def file_system_type(path: str) -> str:
 
 
 def node_numbers(node_ids: Sequence[str]) -> list[int]:
-    """Returns the node number of each rank, from each rank's node id.
+    """Return the node number of each rank, from each rank's node id.
 
     Nodes are numbered from 0 in the order of their first ranks.
     """
@@ -50,7 +50,7 @@ def node_numbers(node_ids: Sequence[str]) -> list[int]:
 
 
 def first_ranks(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the first rank of each node, from the node number of each rank."""
+    """Return the first rank of each node, from the node number of each rank."""
     rank_by_node: dict[int, int] = {}
     for rank, node in enumerate(nodes):
         rank_by_node.setdefault(node, rank)
@@ -58,7 +58,7 @@ def first_ranks(nodes: Sequence[int]) -> tuple[int, ...]:
 
 
 def all_gather(collective: Collective, key: str, value: object) -> list[Any]:
-    """Returns the JSON values of all ranks, on every rank. Collective; they pass through rank 0."""
+    """Return the JSON values of all ranks, on every rank. Collective; they pass through rank 0."""
     encoded = collective.collect(
         key, json.dumps(value).encode(), dst=0, ranks=range(collective.world)
     )
@@ -68,7 +68,7 @@ def all_gather(collective: Collective, key: str, value: object) -> list[Any]:
 
 
 def free_memory_nbytes() -> int | None:
-    """Returns how many bytes this process may still allocate, or None if unknown.
+    """Return how many bytes this process may still allocate, or None if unknown.
 
     The limit is that of the node or of its container, whichever is lower.
     """

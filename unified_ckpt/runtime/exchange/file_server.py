@@ -52,7 +52,7 @@ class FolderServer:
             self._handle(connection, header)
 
     def _handle(self, connection: socket.socket, request: Mapping[str, object]) -> None:
-        """Answers one request, in chunks however large it is.
+        """Answer one request, in chunks however large it is.
 
         An error of the first chunk is part of the answer; a later one ends the connection.
         """
@@ -95,7 +95,7 @@ class FolderServer:
             connection.sendall(chunk)
 
     def close(self) -> None:
-        """Ends all connections. The files are closed once no thread reads them."""
+        """End all connections. The files are closed once no thread reads them."""
         self._listener.close()
 
     def _close_files(self) -> None:
@@ -127,26 +127,26 @@ class PeerStorage:
         self._lock = threading.Lock()
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        """Fills `into` with the file's bytes from `start`."""
+        """Fill `into` with the file's bytes from `start`."""
         self._request(name, "read_at", buffer=into, start=start)
 
     def read(self, name: str) -> bytes:
-        """Returns a whole file."""
+        """Return a whole file."""
         return self._request(name, "read")[1]
 
     def size(self, name: str) -> int | None:
-        """Returns the file's length, or None if there is no such file."""
+        """Return the file's length, or None if there is no such file."""
         if name not in self._names:
             return None
         size = self._request(name, "size")[0]["size"]
         return None if size is None else int(str(size))
 
     def names(self) -> list[str]:
-        """Returns the names of the files that are served, sorted."""
+        """Return the names of the files that are served, sorted."""
         return list(self._names)
 
     def close(self) -> None:
-        """Closes the connection; the next read opens a new one."""
+        """Close the connection; the next read opens a new one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -22,7 +22,7 @@ class FileWriter:
         *,
         exclusive_range: tuple[int, int] | None = None,
     ) -> None:
-        """Writes the buffers one after another from byte `start`.
+        """Write the buffers one after another from byte `start`.
 
         `exclusive_range`: bytes of the file around them, of which all are this rank's.
         """
@@ -30,15 +30,15 @@ class FileWriter:
         self._storage.write_at(f"{self._folder}/{file}", start, buffers)
 
     def resize(self, file: str, nbytes: int) -> None:
-        """Sets the file's length."""
+        """Set the file's length."""
         self._storage.resize(f"{self._folder}/{file}", nbytes)
 
     def start_flush(self, file: str, start: int, nbytes: int) -> None:
-        """Starts writing these bytes to the disk, without waiting."""
+        """Start writing these bytes to the disk, without waiting."""
         self._storage.start_flush(f"{self._folder}/{file}", start, nbytes)
 
     def flush(self) -> None:
-        """Returns once all bytes have reached the node that writes them."""
+        """Return once all bytes have reached the node that writes them."""
 
 
 class AlignedFileWriter(FileWriter):
@@ -62,7 +62,7 @@ class AlignedFileWriter(FileWriter):
         *,
         exclusive_range: tuple[int, int] | None = None,
     ) -> None:
-        """Writes this node's blocks, and sends the others."""
+        """Write this node's blocks, and send the others."""
         stop = start + sum(len(buffer) for buffer in buffers)
         for low, high, rank in self._transport.alignment.split_by_writer(
             file,
@@ -78,12 +78,12 @@ class AlignedFileWriter(FileWriter):
                 self._transport.write(self._save_id, rank, file, low, slices)
 
     def flush(self) -> None:
-        """Returns once all bytes that were sent are written."""
+        """Return once all bytes that were sent are written."""
         self._transport.flush_writes()
 
 
 def _slice_buffers(buffers: Sequence[Buffer], low: int, high: int) -> list[Buffer]:
-    """Returns bytes [low, high) of the concatenated buffers."""
+    """Return bytes [low, high) of the concatenated buffers."""
     slices, offset = [], 0
     for buffer in buffers:
         if offset < high and offset + len(buffer) > low:

@@ -42,50 +42,50 @@ class TileBuffer:
         self._tiles_start = _header_nbytes(world)
 
     def tile(self, number: int) -> torch.Tensor:
-        """Returns the memory of tile `number`, uint8 [tile_nbytes]."""
+        """Return the memory of tile `number`, uint8 [tile_nbytes]."""
         start = self._tiles_start + number % SLOTS * self.tile_nbytes
         return self.bytes[start : start + self.tile_nbytes]
 
     def open_for(self, exchange: int) -> None:
-        """Resets all counters and opens the buffer for an exchange. Owner only."""
+        """Reset all counters and open the buffer for an exchange. Owner only."""
         self._counters[_PROGRESS] = 0
         self._counters[_DONE:] = 0
         self._counters[_EXCHANGE] = exchange
 
     def current_exchange(self) -> int:
-        """Returns the number of the exchange that the buffer is open for."""
+        """Return the number of the exchange that the buffer is open for."""
         return int(self._counters[_EXCHANGE])
 
     def progress(self) -> int:
-        """Returns how many tiles the owner has moved."""
+        """Return how many tiles the owner has moved."""
         return int(self._counters[_PROGRESS])
 
     def advance(self, tiles: int) -> None:
-        """Sets how many tiles the owner has moved. Owner only."""
+        """Set how many tiles the owner has moved. Owner only."""
         self._counters[_PROGRESS] = tiles
 
     def done(self, rank: int) -> int:
-        """Returns how many tiles a member has finished."""
+        """Return how many tiles a member has finished."""
         return int(self._counters[_DONE + rank])
 
     def set_done(self, rank: int, tiles: int) -> None:
-        """Sets how many tiles member `rank` has finished. That member only."""
+        """Set how many tiles member `rank` has finished. That member only."""
         self._counters[_DONE + rank] = tiles
 
     def mark_failed(self) -> None:
-        """Signals waiting ranks that the owner has failed. Owner only."""
+        """Signal waiting ranks that the owner has failed. Owner only."""
         self._counters[_FAILED] = 1
 
     def reset_failed(self) -> None:
-        """Clears the failure mark when a new operation begins. Owner only."""
+        """Clear the failure mark when a new operation begins. Owner only."""
         self._counters[_FAILED] = 0
 
     def failed(self) -> bool:
-        """Returns whether the owner has failed."""
+        """Return whether the owner has failed."""
         return bool(self._counters[_FAILED])
 
     def is_owner_alive(self) -> bool:
-        """Returns whether the owner's process is running."""
+        """Return whether the owner's process is running."""
         return _is_process_alive(int(self.token.split(":")[0]))
 
     @property
@@ -94,7 +94,7 @@ class TileBuffer:
         return SLOTS * self.tile_nbytes
 
     def close(self) -> None:
-        """Releases the memory once no view of it is left."""
+        """Release the memory once no view of it is left."""
         del self._counters, self.bytes
         try:
             self._memory.close()
@@ -113,7 +113,7 @@ class RemoteTileBuffer:
         self._memory: torch.Tensor | None = None
 
     def tile(self, number: int) -> torch.Tensor:
-        """Returns the image of tile `number`, uint8 [tile_nbytes], allocated on first use."""
+        """Return the image of tile `number`, uint8 [tile_nbytes], allocated on first use."""
         if self._memory is None:
             self._memory = torch.from_numpy(np.empty(SLOTS * self.tile_nbytes, dtype=np.uint8))
         start = number % SLOTS * self.tile_nbytes
@@ -133,15 +133,15 @@ class RemoteTileBuffer:
         return sys.maxsize
 
     def failed(self) -> bool:
-        """Returns False: unknown here; `PeerWait` asks the store."""
+        """Return False: unknown here; `PeerWait` asks the store."""
         return False
 
     def is_owner_alive(self) -> bool:
-        """Returns True: unknown here; `PeerWait` asks the store."""
+        """Return True: unknown here; `PeerWait` asks the store."""
         return True
 
     def close(self) -> None:
-        """Releases the image."""
+        """Release the image."""
         self._memory = None
 
 
@@ -150,7 +150,7 @@ def _header_nbytes(world: int) -> int:
 
 
 def create_tile_buffer(*, world: int, tile_nbytes: int) -> tuple[TileBuffer, int]:
-    """Returns a new buffer, and its descriptor to keep open as long as others may open it."""
+    """Return a new buffer, and its descriptor to keep open as long as others may open it."""
     fd = os.memfd_create("unified_ckpt", os.MFD_CLOEXEC)
     nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
     os.ftruncate(fd, nbytes)
@@ -161,7 +161,7 @@ def create_tile_buffer(*, world: int, tile_nbytes: int) -> tuple[TileBuffer, int
 
 
 def open_tile_buffer(token: str, *, world: int, tile_nbytes: int) -> TileBuffer:
-    """Opens another rank's buffer. StorageError if its memory cannot be reached from this node."""
+    """Open another rank's buffer. StorageError if its memory cannot be reached from this node."""
     pid, fd, inode = token.split(":")
     nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
     try:
@@ -204,14 +204,14 @@ class PeerWait:
         self._raise_if_failed, self._progress = raise_if_failed, progress
 
     def until_done(self, tile_buffer: TileBuffer, ranks: Sequence[int], tiles: int) -> None:
-        """Waits until all these members have finished the buffer's first `tiles` tiles."""
+        """Wait until all these members have finished the buffer's first `tiles` tiles."""
         for rank in ranks:
             for _ in self._pauses(rank, f"its part of tile {tiles - 1}"):
                 if tile_buffer.done(rank) >= tiles:
                     break
 
     def until_progress(self, rank: int, *, exchange: int, tiles: int) -> None:
-        """Waits until the rank is in this exchange and has moved this many tiles."""
+        """Wait until the rank is in this exchange and has moved this many tiles."""
         tile_buffer = self._tile_buffers[rank]
         for _ in self._pauses(rank, f"tile {tiles - 1} of exchange {exchange}"):
             if tile_buffer.current_exchange() > exchange or (
@@ -220,7 +220,7 @@ class PeerWait:
                 break
 
     def until(self, rank: int, event: str, ready: Callable[[], bool]) -> None:
-        """Waits until `ready()`, which `rank` brings about; `event` names it in errors."""
+        """Wait until `ready()`, which `rank` brings about; `event` names it in errors."""
         for _ in self._pauses(rank, event):
             if ready():
                 break
@@ -252,7 +252,7 @@ class PeerWait:
 
 
 def _is_process_alive(pid: int) -> bool:
-    """Returns whether the process is running; a zombie is not."""
+    """Return whether the process is running; a zombie is not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
@@ -262,7 +262,7 @@ def _is_process_alive(pid: int) -> bool:
 
 @contextmanager
 def marking_failed(tile_buffer: TileBuffer | None) -> Iterator[None]:
-    """Marks the buffer as failed if the block raises, so that waiting ranks fail at once."""
+    """Mark the buffer as failed if the block raises, so that waiting ranks fail at once."""
     try:
         yield
     except BaseException:

@@ -33,12 +33,12 @@ class Address:
     token: str
 
     def encode(self) -> str:
-        """Returns the address as text."""
+        """Return the address as text."""
         return f"{self.host} {self.port} {self.token}"
 
 
 def parse_address(text: str) -> Address:
-    """Parses an address: the inverse of `Address.encode`."""
+    """Parse an address: the inverse of `Address.encode`."""
     host, port, token = text.split()
     return Address(host, int(port), token)
 
@@ -98,7 +98,7 @@ class Listener:
                 self._on_closed()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """End all connections."""
         with self._lock:
             if self._closed:
                 return
@@ -115,7 +115,7 @@ class Listener:
 
 
 def connect(address: Address, *, timeout_seconds: float) -> socket.socket:
-    """Returns a connection to a listener, with the token sent. OSError if nobody answers."""
+    """Return a connection to a listener, with the token sent. OSError if nobody answers."""
     connection = socket.create_connection(
         (_reachable_host(address.host), address.port), timeout=timeout_seconds
     )
@@ -129,7 +129,7 @@ def connect(address: Address, *, timeout_seconds: float) -> socket.socket:
 
 
 def _disable_nagle(connection: socket.socket) -> None:
-    """Sends small packets at once, at both ends.
+    """Send small packets at once, at both ends.
 
     A frame is sent in two parts; Nagle's algorithm holds the second back for up to 40 ms, until the
     first is acknowledged.
@@ -140,13 +140,13 @@ def _disable_nagle(connection: socket.socket) -> None:
 def send_header(
     connection: socket.socket, header: Mapping[str, object], *, nbytes: int = 0
 ) -> None:
-    """Sends the first part of a frame; `nbytes` bytes of payload follow."""
+    """Send the first part of a frame; `nbytes` bytes of payload follow."""
     encoded = json.dumps(header).encode()
     connection.sendall(_FRAME.pack(len(encoded), nbytes) + encoded)
 
 
 def receive_header(connection: socket.socket) -> tuple[dict[str, object], int]:
-    """Receives the first part of a frame; returns the header and how many bytes follow."""
+    """Receive the first part of a frame; return the header and how many bytes follow."""
     size, nbytes = _FRAME.unpack(receive(connection, _FRAME.size))
     if size > _MAX_HEADER_NBYTES:
         raise ConnectionAbortedError(
@@ -161,14 +161,14 @@ def receive_header(connection: socket.socket) -> tuple[dict[str, object], int]:
 
 
 def receive(connection: socket.socket, nbytes: int) -> bytes:
-    """Receives exactly `nbytes` bytes."""
+    """Receive exactly `nbytes` bytes."""
     buffer = bytearray(nbytes)
     receive_into(connection, memoryview(buffer))
     return bytes(buffer)
 
 
 def receive_into(connection: socket.socket, buffer: Buffer) -> None:
-    """Fills a buffer. ConnectionResetError if the connection ends before."""
+    """Fill a buffer. ConnectionResetError if the connection ends before."""
     done = 0
     while done < len(buffer):
         count = connection.recv_into(buffer[done:])
@@ -178,7 +178,7 @@ def receive_into(connection: socket.socket, buffer: Buffer) -> None:
 
 
 def _reachable_host(host: str) -> str:
-    """Returns the host by which this node reaches a listener.
+    """Return the host by which this node reaches a listener.
 
     Rank 0's node may resolve its own name to a loopback address (Debian's /etc/hosts). Only there
     does the route to MASTER_ADDR use a loopback address, so others use MASTER_ADDR.
@@ -187,7 +187,7 @@ def _reachable_host(host: str) -> str:
 
 
 def _local_host() -> str:
-    """Returns this node's address as the store's server sees it. Sends nothing."""
+    """Return this node's address as the store's server sees it, without sending anything."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         family, kind, protocol, _, socket_address = socket.getaddrinfo(

@@ -73,7 +73,7 @@ class PeerTransport:
         self.address = self._listener.address
 
     def close(self) -> None:
-        """Closes all connections and the listener."""
+        """Close all connections and the listener."""
         self.disconnect()
         self._listener.close()
         self._tile_buffers.clear()
@@ -81,22 +81,22 @@ class PeerTransport:
     # served to other ranks
 
     def accept_save(self, save_id: str, storage: LocalStorage, folder: str) -> None:
-        """Accepts bytes of other ranks for this save, and writes them to files of `folder`."""
+        """Accept bytes of other ranks for this save, and write them to files of `folder`."""
         with self._write_lock:
             self._save_folders[save_id] = storage, folder
 
     def end_save(self, save_id: str) -> None:
-        """Accepts no more bytes for this save; returns once none are being written."""
+        """Accept no more bytes for this save; return once none are being written."""
         with self._write_lock:
             self._save_folders.pop(save_id, None)
 
     def register_tile_buffer(self, tile_buffer: TileBuffer) -> None:
-        """Lets other ranks fill this rank's buffer until it is unregistered."""
+        """Let other ranks fill this rank's buffer until it is unregistered."""
         with self._tile_lock:
             self._tile_buffers[tile_buffer.token] = tile_buffer
 
     def unregister_tile_buffer(self, tile_buffer: TileBuffer) -> None:
-        """Returns once no other rank fills the buffer."""
+        """Return once no other rank fills the buffer."""
         with self._tile_lock:
             self._tile_buffers.pop(tile_buffer.token, None)
 
@@ -117,7 +117,7 @@ class PeerTransport:
                 failure = store(header, payload)
 
     def _write(self, header: Mapping[str, object], payload: bytearray) -> str:
-        """Writes a payload and returns the error text, if any.
+        """Write a payload and return the error text, if any.
 
         The lock lets `end_save` wait for the last write.
         """
@@ -135,9 +135,9 @@ class PeerTransport:
         return ""
 
     def _store_tile(self, header: Mapping[str, object], payload: bytearray) -> str:
-        """Waits until the tile's slot is free and stores the pieces; returns any error's text.
+        """Wait until the tile's slot is free and store the pieces; return any error's text.
 
-        Ends when this rank fails, begins the next exchange, or unregisters the buffer.
+        Gives up when this rank fails, begins the next exchange, or unregisters the buffer.
         """
         pause = 0.0
         try:
@@ -149,7 +149,7 @@ class PeerTransport:
         return ""
 
     def _try_store_tile(self, header: Mapping[str, object], payload: bytearray) -> bool:
-        """Returns False while the buffer is in an earlier exchange or the slot is not empty.
+        """Return False while the buffer is in an earlier exchange or the slot is not empty.
 
         Holds the lock, so the buffer cannot be unregistered meanwhile.
         """
@@ -180,12 +180,12 @@ class PeerTransport:
     def write(
         self, save_id: str, rank: int, file: str, start: int, buffers: Sequence[Buffer]
     ) -> None:
-        """Makes `rank` write these bytes to a file of a save. `flush_writes` raises its errors."""
+        """Make `rank` write these bytes to a file of a save. `flush_writes` raises its errors."""
         header = {"type": "write", "save": save_id, "file": file, "start": start}
         self._send(rank, "write", header, buffers)
 
     def flush_writes(self) -> None:
-        """Returns once all sent writes are done, and closes the connections.
+        """Return once all sent writes are done, and close the connections.
 
         StorageError, naming the rank, if one failed.
         """
@@ -197,13 +197,13 @@ class PeerTransport:
             self.disconnect()
 
     def flush_tiles(self, wait: PeerWait) -> None:
-        """Returns once all sent tile pieces are stored. RankError names a rank that failed."""
+        """Return once all sent tile pieces are stored. RankError names a rank that failed."""
         for rank, error in self._flush_errors("tile", wait):
             with self._as_rank_error(rank):
                 raise ConnectionAbortedError(error)
 
     def _flush_errors(self, kind: str, wait: PeerWait | None) -> Iterator[tuple[int, str]]:
-        """Flushes every connection of a kind; yields the ranks that report an error, and its text.
+        """Flush every connection of a kind; yield the ranks that report an error, and its text.
 
         `wait`: waits for slow receivers as long as they make progress.
         """
@@ -229,7 +229,7 @@ class PeerTransport:
         tiles: int,
         spans: Sequence[TileSpan],
     ) -> None:
-        """Sends pieces of a tile from the local image to the owner's buffer.
+        """Send pieces of a tile from the local image to the owner's buffer.
 
         Then marks this rank's first `tiles` tiles as done there.
         """
@@ -249,7 +249,7 @@ class PeerTransport:
         self._send(tile_buffer.rank, "tile", header, payload)
 
     def disconnect(self) -> None:
-        """Closes the connections to other ranks; the next send opens new ones."""
+        """Close the connections to other ranks; the next send opens new ones."""
         with self._connect_lock:
             connections, self._connections = self._connections, {}
         for connection in connections.values():
@@ -265,7 +265,7 @@ class PeerTransport:
                 connection.sendall(buffer)
 
     def _connection(self, rank: int, kind: str) -> socket.socket:
-        """Returns a connection for tiles or for writes.
+        """Return a connection for tiles or for writes.
 
         They are separate because tiles wait for free slots, and writes must never wait behind them.
         """
@@ -303,14 +303,14 @@ class _RankErrorContext:
 
 
 def _has_answer(connection: socket.socket) -> bool:
-    """Returns whether there are bytes to receive, or the peer has closed the connection."""
+    """Return whether there are bytes to receive, or the peer has closed the connection."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
     return bool(poller.poll(0))
 
 
 def _strided(tile: torch.Tensor, span: TileSpan) -> torch.Tensor:
-    """Returns a span's bytes, [count, nbytes], as a view. ValueError if outside of the tile."""
+    """Return a span's bytes, [count, nbytes], as a view. ValueError if outside of the tile."""
     start, nbytes, step, count = span
     stop = start + step * max(count - 1, 0) + nbytes
     if min(start, nbytes, step, count) < 0 or stop > tile.numel():

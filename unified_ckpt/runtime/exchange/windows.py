@@ -19,7 +19,7 @@ _MAX_GROUPS = 1 << 20
 
 
 def exchange_number(collective: Collective, group_index: int) -> int:
-    """Returns a number that grows with every exchange: over collectives, and over their groups.
+    """Return a number that grows with every exchange: over collectives, and over their groups.
 
     Tile buffers outlive an exchange; the number distinguishes exchanges in their counters.
     """
@@ -47,7 +47,7 @@ class TileBuffers:
         partners: Iterable[int],
         transport: PeerTransport | None = None,
     ) -> dict[int, TileBuffer]:
-        """Returns the buffers of `partners` by rank, and this rank's own if it is one of them.
+        """Return the buffers of `partners` by rank, and this rank's own if it is one of them.
 
         Tiles have at least `tile_nbytes` bytes. `transport`: reaches partners on other nodes; their
         buffers are in `remote` afterwards.
@@ -71,7 +71,7 @@ class TileBuffers:
     def _open_partners(
         self, collective: Collective, ranks: Iterable[int], transport: PeerTransport | None
     ) -> dict[int, TileBuffer]:
-        """Returns the buffers of other ranks on this node, and sets `remote`."""
+        """Return the buffers of other ranks on this node, and set `remote`."""
         tile_buffers: dict[int, TileBuffer] = {}
         previous, self.remote = self.remote, {}
         for rank in sorted(ranks):
@@ -115,7 +115,7 @@ class TileBuffers:
             self._fd = None
 
     def close(self) -> None:
-        """Releases all buffers."""
+        """Release all buffers."""
         self._close_local()
         for tile_buffer in self._opened.values():
             tile_buffer.close()

@@ -23,32 +23,32 @@ class Directory:
         self._fd: int | None = None  # None: resolve names from the root's path
 
     def open_handle(self) -> None:
-        """Opens a handle: until `close`, all calls use the folder that has the name now."""
+        """Open a handle: until `close`, all calls use the folder that has the name now."""
         self._fd = os.open(self._root, _HANDLE_FLAGS | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def was_replaced(self) -> bool:
-        """Returns whether the name now belongs to another folder than the handle, or to none."""
+        """Return whether the name now belongs to another folder than the handle, or to none."""
         try:
             return not os.path.samestat(self.stat(""), os.stat(self._root))
         except FileNotFoundError:
             return True
 
     def open(self, name: str) -> int:
-        """Opens a regular file for reading, as `open_regular` does."""
+        """Open a regular file for reading, as `open_regular` does."""
         return open_regular(self._path(name), dir_fd=self._fd)
 
     def stat(self, name: str, *, follow: bool = True) -> os.stat_result:
-        """Returns the status of an entry; "" is the folder itself."""
+        """Return the status of an entry; "" is the folder itself."""
         return os.stat(self._path(name), dir_fd=self._fd, follow_symlinks=follow)
 
     def nbytes(self, name: str) -> int:
-        """Returns the length of a regular file."""
+        """Return the length of a regular file."""
         status = self.stat(name)
         check_regular(status, name)
         return status.st_size
 
     def entries(self, name: str) -> list[str]:
-        """Returns the names in a subfolder; "" is the folder itself."""
+        """Return the names in a subfolder; "" is the folder itself."""
         fd = os.open(self._path(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
         try:
             return os.listdir(fd)
@@ -56,7 +56,7 @@ class Directory:
             os.close(fd)
 
     def kind(self, name: str) -> str | None:
-        """Returns "folder", "file", "link" or None."""
+        """Return "folder", "file", "link" or None."""
         try:
             mode = self.stat(name, follow=False).st_mode
         except (OSError, ValueError):
@@ -64,7 +64,7 @@ class Directory:
         return "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "file"
 
     def close(self) -> None:
-        """Closes the handle. Calls fail afterwards; they never fall back to the name."""
+        """Close the handle. Calls fail afterwards; they never fall back to the name."""
         fd, self._fd = self._fd, None if self._fd is None else _CLOSED
         if fd not in (None, _CLOSED):
             os.close(fd)

@@ -40,7 +40,7 @@ class IOThread:
         self.close()
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Queues a call, or runs it at once without a thread; the future carries its error."""
+        """Queue a call, or run it at once without a thread; the future carries its error."""
         future: Future[None] = Future()
         if self._thread is not None:
             self._queue.put((call, future))
@@ -53,7 +53,7 @@ class IOThread:
             _run_call(*item)
 
     def close(self) -> None:
-        """Returns once all calls are done."""
+        """Return once all calls are done."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

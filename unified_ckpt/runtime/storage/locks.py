@@ -23,7 +23,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.E
 
 @contextmanager
 def shared_lock(folder: str, *, directory: Directory | None = None) -> Iterator[None]:
-    """Prevents removal of the checkpoint inside the block, by processes that use `exclusive_lock`.
+    """Prevent removal of the checkpoint inside the block, by processes that use `exclusive_lock`.
 
     A folder without a manifest, or behind a URL, is not locked. `directory`: the folder itself, if
     a handle of it is open. NotFoundError if the folder was removed meanwhile.
@@ -45,9 +45,9 @@ def shared_lock(folder: str, *, directory: Directory | None = None) -> Iterator[
 
 @contextmanager
 def exclusive_lock(folder: str) -> Iterator[bool]:
-    """Yields whether no process reads the checkpoint; none can start to inside the block.
+    """Yield whether no process reads the checkpoint; none can start to inside the block.
 
-    Does not wait. Yields False if there is no checkpoint.
+    Never wait. Yield False if there is no checkpoint.
     """
     manifest = os.path.join(folder, names.MANIFEST)
     try:
@@ -63,7 +63,7 @@ def exclusive_lock(folder: str) -> Iterator[bool]:
 
 @contextmanager
 def repair_lock(folder: str) -> Iterator[os.stat_result]:
-    """Excludes other repairs of the folder inside the block, and yields the folder's status.
+    """Exclude other repairs of the folder inside the block, and yield the folder's status.
 
     Readers may continue: a repaired file has exactly the content that the manifest demands.
     StorageError if another process repairs the folder.
@@ -90,7 +90,7 @@ def _open_to_lock(path: str) -> int:
 
 
 def _lock(fd: int, operation: int) -> bool:
-    """Returns False if another process holds the lock. Without lock support, returns True."""
+    """Return False if another process holds the lock. Without lock support, return True."""
     try:
         fcntl.flock(fd, operation)
     except BlockingIOError:
@@ -102,7 +102,7 @@ def _lock(fd: int, operation: int) -> bool:
 
 
 def _is_current(fd: int, directory: Directory) -> bool:
-    """Returns whether the open file is still the folder's manifest."""
+    """Return whether the open file is still the folder's manifest."""
     try:
         return os.path.samestat(os.fstat(fd), directory.stat(names.MANIFEST))
     except OSError:

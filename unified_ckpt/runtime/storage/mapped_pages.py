@@ -26,7 +26,7 @@ class PageReclaimer:
         self._lock = threading.Lock()
 
     def mark_read(self, tensor: torch.Tensor) -> None:
-        """Marks a tensor's elements as read and not needed for now. It was never written."""
+        """Mark a tensor's elements as read and not needed for now. It was never written."""
         if not tensor.numel():
             return
         start = tensor.data_ptr()
@@ -45,7 +45,7 @@ class PageReclaimer:
 
 
 def copy_single_threaded(into: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies like `into.copy_(source)`, for one shape and dtype, on this thread only.
+    """Copy like `into.copy_(source)`, for one shape and dtype, on this thread only.
 
     torch would wait for all cores, which other ranks keep busy.
     """
@@ -58,7 +58,7 @@ def copy_single_threaded(into: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _drop_pages(spans: list[tuple[int, int]]) -> None:
-    """Drops whole private file pages in these address ranges; never anonymous memory."""
+    """Drop whole private file pages in these address ranges; never anonymous memory."""
     libc, mapped = ctypes.CDLL(None), _mapped_ranges()
     for start, stop in spans:
         for low, high in mapped:
@@ -68,7 +68,7 @@ def _drop_pages(spans: list[tuple[int, int]]) -> None:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
-    """Returns the address ranges of this process that are privately mapped regular files."""
+    """Return the address ranges of this process that are privately mapped regular files."""
     ranges = []
     try:
         with open("/proc/self/maps") as file:

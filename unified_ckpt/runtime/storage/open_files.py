@@ -49,13 +49,13 @@ class FdCache:
         self.files: OrderedDict[tuple[OpenFiles, str], OpenFile] = OrderedDict()
 
     def reset_after_fork(self) -> None:
-        """Replaces the lock in a child, which lacks the thread that may hold it."""
+        """Replace the lock in a child, which lacks the thread that may hold it."""
         self.lock = threading.Lock()
 
 
 @cache
 def shared_read_cache() -> FdCache:
-    """Returns the cache for the files that this process reads.
+    """Return the cache for the files that this process reads.
 
     One for all storages, because a process may read as many folders as there are nodes, and the
     limit of open files is the process's.
@@ -87,7 +87,7 @@ class OpenFiles:
 
     @contextmanager
     def use(self, name: str) -> Iterator[int]:
-        """Yields the file's descriptor. Raises what `open_file` raises.
+        """Yield the file's descriptor. Raise what `open_file` raises.
 
         StorageError if its folder is another one than before.
         """
@@ -98,11 +98,11 @@ class OpenFiles:
             self.release(file)
 
     def acquire(self, name: str) -> OpenFile:
-        """Returns the file, in use until `release`: cheaper than `use` for many short calls."""
+        """Return the file, in use until `release`: cheaper than `use` for many short calls."""
         return self.acquire_open(name) or self._acquire_new(name)
 
     def acquire_open(self, name: str) -> OpenFile | None:
-        """Returns the file, in use until `release`, if it is open now."""
+        """Return the file, in use until `release`, if it is open now."""
         cache, key = self._cache, (self, name)
         with cache.lock:
             file = cache.files.get(key)
@@ -112,7 +112,7 @@ class OpenFiles:
             return file
 
     def release(self, file: OpenFile) -> None:
-        """Ends one use of a file."""
+        """End one use of a file."""
         with self._cache.lock:
             file.refs -= 1
             unused = not file.cached and not file.refs
@@ -120,7 +120,7 @@ class OpenFiles:
             _close_all([file])
 
     def close(self, name: str | None = None) -> None:
-        """Closes one file, or all; files in use are closed on release. StorageError."""
+        """Close one file, or all; files in use are closed on release. StorageError."""
         cache = self._cache
         with cache.lock:
             keys = [key for key in cache.files if key[0] is self and name in (None, key[1])]
@@ -130,7 +130,7 @@ class OpenFiles:
         _close_all(to_close)
 
     def _acquire_new(self, name: str) -> OpenFile:
-        """Opens the file and returns it in use."""
+        """Open the file and return it in use."""
         cache, key, fd = self._cache, (self, name), self._open_file(name)
         try:
             new_file = OpenFile(f"{self._root}/{name}", fd, self._folder_of(name))
@@ -172,7 +172,7 @@ def _evict(cache: FdCache) -> list[OpenFile]:
 
 
 def _remove(cache: FdCache, keys: list[tuple[OpenFiles, str]]) -> list[OpenFile]:
-    """Removes files from the cache; returns those that nobody uses, to be closed now."""
+    """Remove files from the cache; return those that nobody uses, to be closed now."""
     removed = [cache.files.pop(key) for key in keys]
     for file in removed:
         file.cached = False
@@ -180,7 +180,7 @@ def _remove(cache: FdCache, keys: list[tuple[OpenFiles, str]]) -> list[OpenFile]
 
 
 def _close_all(files: list[OpenFile]) -> None:
-    """Closes all files. StorageError for the first failure, which may have lost written bytes."""
+    """Close all files. StorageError for the first failure, which may have lost written bytes."""
     first_error: StorageError | None = None
     for file in files:
         try:

@@ -19,7 +19,7 @@ _KIND_NAMES = {
 
 
 def open_regular(path: str, *, dir_fd: int | None = None, write: bool = False) -> int:
-    """Returns a descriptor of a regular file, or of a link to one. OSError for anything else."""
+    """Return a descriptor of a regular file, or of a link to one. OSError for anything else."""
     check_regular(os.stat(path, dir_fd=dir_fd), path)
     # Another entry may take the name meanwhile: with O_NONBLOCK a FIFO does not block.
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -33,7 +33,7 @@ def open_regular(path: str, *, dir_fd: int | None = None, write: bool = False) -
 
 
 def open_binary(path: str) -> BinaryIO:
-    """Opens a regular file for reading. NotFoundError or StorageError if that fails."""
+    """Open a regular file for reading. NotFoundError or StorageError if that fails."""
     try:
         return os.fdopen(open_regular(path), "rb")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -43,7 +43,7 @@ def open_binary(path: str) -> BinaryIO:
 
 
 def check_regular_files(root: str) -> None:
-    """Raises StorageError for the first entry, at any depth, that is not a regular file or folder.
+    """Raise StorageError for the first entry, at any depth, that is not a regular file or folder.
 
     For libraries that open files themselves. Links to regular files are allowed.
     """
@@ -60,7 +60,7 @@ def check_regular_files(root: str) -> None:
 
 
 def check_regular(status: os.stat_result, path: str) -> None:
-    """Raises OSError, naming the kind of entry, for anything but a regular file."""
+    """Raise OSError, naming the kind of entry, for anything but a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kind = _KIND_NAMES.get(stat.S_IFMT(status.st_mode), "an unknown kind of entry")
         raise OSError(errno.EINVAL, f"is {kind}, expected a regular file", path)

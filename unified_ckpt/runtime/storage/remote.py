@@ -23,7 +23,7 @@ class RemoteStorage:
             raise StorageError(f"{self.root}: cannot be opened: {error}") from error
 
     def read_at(self, name: str, start: int, into: memoryview) -> None:
-        """Fills `into` with the file's bytes from `start`. StorageError if the file ends before."""
+        """Fill `into` with the file's bytes from `start`. StorageError if the file ends before."""
         path, end = self._path(name), start + len(into)
         data = self._call(
             "read", name, lambda: self._file_system.cat_file(path, start=start, end=end)
@@ -35,11 +35,11 @@ class RemoteStorage:
         into[:] = data
 
     def read(self, name: str) -> bytes:
-        """Returns a whole file. NotFoundError if there is none."""
+        """Return a whole file. NotFoundError if there is none."""
         return bytes(self._call("read", name, lambda: self._file_system.cat_file(self._path(name))))
 
     def size(self, name: str) -> int | None:
-        """Returns the file's length, or None if there is no such file."""
+        """Return the file's length, or None if there is no such file."""
         try:
             info = self._call("stat", name, lambda: self._file_system.info(self._path(name)))
         except NotFoundError:
@@ -47,12 +47,12 @@ class RemoteStorage:
         return int(info["size"])
 
     def names(self) -> list[str]:
-        """Returns the entries of the folder, sorted."""
+        """Return the entries of the folder, sorted."""
         entries = self._call("list", "", lambda: self._file_system.ls(self._prefix, detail=False))
         return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
 
     def close(self) -> None:
-        """Does nothing: no file stays open."""
+        """Do nothing: no file stays open."""
 
     def _path(self, name: str) -> str:
         return f"{self._prefix.rstrip('/')}/{name}" if name else self._prefix

@@ -44,22 +44,22 @@ class Reader(Protocol):
     root: str
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        """Fills `into` with the file's bytes from `start`. StorageError if the file ends before."""
+        """Fill `into` with the file's bytes from `start`. StorageError if the file ends before."""
 
     def read(self, name: str) -> bytes:
-        """Returns a whole file, which is small. NotFoundError if there is none."""
+        """Return a whole file, which is small. NotFoundError if there is none."""
 
     def size(self, name: str) -> int | None:
-        """Returns the file's length, or None if there is no such file.
+        """Return the file's length, or None if there is no such file.
 
         StorageError for anything but a regular file; such entries are never opened.
         """
 
     def names(self) -> list[str]:
-        """Returns the entries of the root folder, sorted."""
+        """Return the entries of the root folder, sorted."""
 
     def close(self) -> None:
-        """Closes all files."""
+        """Close all files."""
 
 
 class LocalStorage:
@@ -90,20 +90,20 @@ class LocalStorage:
         self.close()
 
     def path(self, name: str) -> str:
-        """Returns the absolute path of a name."""
+        """Return the absolute path of a name."""
         return os.path.join(self.root, name) if name else self.root
 
     # reads
 
     def open_handle(self) -> None:
-        """Binds all reads to the folder that has the name now, until `directory` is closed.
+        """Bind all reads to the folder that has the name now, until `directory` is closed.
 
         Nothing can be read after that.
         """
         self._call("open", "", self.directory.open_handle)
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        """Fills `into` with the file's bytes from `start`. StorageError if the file ends before."""
+        """Fill `into` with the file's bytes from `start`. StorageError if the file ends before."""
         done, file = 0, self._read_files.acquire(name)
         try:
             while done < len(into):
@@ -120,7 +120,7 @@ class LocalStorage:
             self._read_files.release(file)
 
     def read(self, name: str) -> bytes:
-        """Returns a whole file. NotFoundError if there is none."""
+        """Return a whole file. NotFoundError if there is none."""
 
         def read_all() -> bytes:
             with os.fdopen(self.directory.open(name), "rb") as file:
@@ -129,18 +129,18 @@ class LocalStorage:
         return self._call("read", name, read_all)
 
     def size(self, name: str) -> int | None:
-        """Returns the file's length, or None if there is no such file."""
+        """Return the file's length, or None if there is no such file."""
         try:
             return self._call("stat", name, lambda: self.directory.nbytes(name))
         except NotFoundError:
             return None
 
     def names(self) -> list[str]:
-        """Returns the entries of the root folder, sorted."""
+        """Return the entries of the root folder, sorted."""
         return self.entries("")
 
     def version_token(self, name: str) -> tuple[int, int, int] | None:
-        """Returns a value that changes when a file is written or replaced; None without a file."""
+        """Return a value that changes when a file is written or replaced; None without a file."""
         try:
             status = self._call("stat", name, lambda: self.directory.stat(name))
         except NotFoundError:
@@ -148,21 +148,21 @@ class LocalStorage:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def entries(self, name: str) -> list[str]:
-        """Returns the entries of a folder, sorted."""
+        """Return the entries of a folder, sorted."""
         return sorted(self._call("list", name, lambda: self.directory.entries(name)))
 
     def kind(self, name: str) -> str | None:
-        """Returns "folder", "file", "link" or None."""
+        """Return "folder", "file", "link" or None."""
         return self.directory.kind(name)
 
     # writes
 
     def make_folder(self, name: str) -> None:
-        """Creates a folder. StorageError if it exists."""
+        """Create a folder. StorageError if it exists."""
         self._call("make folder", name, lambda: os.mkdir(self.path(name)))
 
     def resize(self, name: str, nbytes: int) -> None:
-        """Sets the file's length, creating it if needed.
+        """Set the file's length, creating it if needed.
 
         Never truncates to allocate: other ranks may have written to the file already.
         """
@@ -170,7 +170,7 @@ class LocalStorage:
             self._call("resize", name, lambda: os.ftruncate(fd, nbytes))
 
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
-        """Writes the buffers one after another from byte `start`, creating the file if needed."""
+        """Write the buffers one after another from byte `start`, creating the file if needed."""
         with self._write_files.use(name) as fd:
             for remaining in split_iovecs(start, buffers, call_nbytes=self._call_nbytes):
                 while remaining:
@@ -191,7 +191,7 @@ class LocalStorage:
         return os.pwritev(fd, buffers, start)
 
     def put(self, name: str, body: bytes, *, fsync: bool) -> None:
-        """Writes a small new file. With `fsync` its bytes are durable on return.
+        """Write a small new file. With `fsync` its bytes are durable on return.
 
         Its name is durable once the folder is synced.
         """
@@ -200,7 +200,7 @@ class LocalStorage:
             self.sync(name)
 
     def start_flush(self, name: str, start: int, nbytes: int) -> None:
-        """Hints the kernel to start writing these bytes to the disk. Does not wait."""
+        """Hint the kernel to start writing these bytes to the disk, without waiting."""
         flush = _libc_function("sync_file_range")
         file = self._write_files.acquire_open(name) if flush is not None else None
         if flush is not None and file is not None:
@@ -208,18 +208,18 @@ class LocalStorage:
             self._write_files.release(file)
 
     def unsynced_files(self) -> list[str]:
-        """Returns the files that were written and not synced since."""
+        """Return the files that were written and not synced since."""
         return list(self._unsynced)
 
     def sync(self, name: str) -> None:
-        """Returns once the file's bytes are durable, and closes it."""
+        """Return once the file's bytes are durable, and close it."""
         with self._write_files.use(name) as fd:
             self._call("fsync", name, lambda: os.fsync(fd))
         self._unsynced.pop(name, None)
         self._write_files.close(name)
 
     def sync_tree(self, name: str) -> None:
-        """Syncs a file, or everything in a folder. Skips what is not a regular file."""
+        """Sync a file, or everything in a folder. Skip what is not a regular file."""
         if self.kind(name) == "folder":
             for entry in self.entries(name):
                 self.sync_tree(f"{name}/{entry}")
@@ -228,7 +228,7 @@ class LocalStorage:
             self._sync_path(name, os.O_RDONLY)  # files of other programs may be read-only
 
     def sync_folder(self, name: str) -> None:
-        """Returns once the folder's entries are durable."""
+        """Return once the folder's entries are durable."""
         self._sync_path(name, os.O_RDONLY | os.O_DIRECTORY)
 
     def _sync_path(self, name: str, flags: int) -> None:
@@ -242,7 +242,7 @@ class LocalStorage:
         self._call("fsync", name, sync)
 
     def rename(self, old: str, new: str) -> None:
-        """Renames a file or folder atomically. StorageError if the new name exists."""
+        """Rename a file or folder atomically. StorageError if the new name exists."""
         if os.path.lexists(self.path(new)):
             raise StorageError(f"{self.path(new)}: exists; rename needs an unused name")
         # os.rename would replace a file that appears after the check.
@@ -253,7 +253,7 @@ class LocalStorage:
             self._call("rename", old, lambda: os.rename(self.path(old), self.path(new)))
 
     def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
-        """Replaces file `new` of the root folder by file `old`, atomically.
+        """Replace file `new` of the root folder by file `old`, atomically.
 
         StorageError, with nothing changed, if the root's name now belongs to another folder than
         `folder`.
@@ -273,7 +273,7 @@ class LocalStorage:
         self._call("rename", old, swap)
 
     def exchange(self, old: str, new: str) -> bool:
-        """Swaps two names atomically; returns False if the system cannot."""
+        """Swap two names atomically; return False if the system cannot."""
         error_number = self._rename_flags(old, new, _RENAME_EXCHANGE)
         if error_number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
             return False
@@ -283,7 +283,7 @@ class LocalStorage:
         return True
 
     def _rename_flags(self, old: str, new: str, flags: int) -> int:
-        """Calls `renameat2`; returns its errno, 0 for success."""
+        """Call `renameat2`; return its errno, 0 for success."""
         rename = _libc_function("renameat2")
         if rename is None:
             return errno.ENOSYS
@@ -300,15 +300,15 @@ class LocalStorage:
         return 0 if succeeded else ctypes.get_errno()
 
     def remove_file(self, name: str) -> None:
-        """Deletes a file."""
+        """Delete a file."""
         self._call("remove", name, lambda: os.unlink(self.path(name)))
 
     def remove_folder(self, name: str) -> None:
-        """Deletes a folder and all its contents."""
+        """Delete a folder and all its contents."""
         self._call("remove", name, lambda: shutil.rmtree(self.path(name)))
 
     def remove_empty(self, name: str) -> bool:
-        """Deletes a folder without entries; returns False if it has some."""
+        """Delete a folder without entries; return False if it has some."""
         try:
             self._call("remove", name, lambda: os.rmdir(self.path(name)))
         except StorageError as error:
@@ -321,12 +321,12 @@ class LocalStorage:
         return True
 
     def free_nbytes(self) -> int:
-        """Returns how many bytes an ordinary user may still write."""
+        """Return how many bytes an ordinary user may still write."""
         stats = self._call("statvfs", "", lambda: os.statvfs(self.root))
         return stats.f_bavail * stats.f_frsize
 
     def close(self) -> None:
-        """Closes all files, without syncing them."""
+        """Close all files, without syncing them."""
         self._unsynced = {}
         try:
             self._write_files.close()
@@ -358,17 +358,17 @@ class LocalStorage:
 
 
 def is_url(path: str) -> bool:
-    """Returns whether a path names an fsspec file system other than the local one."""
+    """Return whether a path names an fsspec file system other than the local one."""
     return "://" in path and not path.startswith("file://")
 
 
 def strip_file_scheme(path: str) -> str:
-    """Returns a local path without its `file://` scheme, if it has one."""
+    """Return a local path without its `file://` scheme, if it has one."""
     return path.removeprefix("file://")
 
 
 def writable_path(path: str) -> str:
-    """Returns the absolute path of a local folder to write or list. StorageError for a URL."""
+    """Return the absolute path of a local folder to write or list. StorageError for a URL."""
     full_path = absolute_path(path)
     if is_url(full_path):
         raise StorageError(
@@ -378,7 +378,7 @@ def writable_path(path: str) -> str:
 
 
 def absolute_path(path: str, *, root: str = "") -> str:
-    """Returns an absolute path, or a URL with both its slashes restored.
+    """Return an absolute path, or a URL with both its slashes restored.
 
     A relative path starts from `root`, or from the current working directory.
     """
@@ -396,7 +396,7 @@ def absolute_path(path: str, *, root: str = "") -> str:
 
 
 def ensure_parent(path: str) -> tuple[str, str]:
-    """Creates the parent folder of a checkpoint; returns its real path and the checkpoint's name.
+    """Create the parent folder of a checkpoint; return its real path and the checkpoint's name.
 
     StorageError if it cannot be created, or the path has no name.
     """
@@ -413,7 +413,7 @@ def ensure_parent(path: str) -> tuple[str, str]:
 
 
 def open_reader(path: str) -> LocalStorage | RemoteStorage:
-    """Returns the storage whose root is this folder or URL."""
+    """Return the storage whose root is this folder or URL."""
     return RemoteStorage(path) if is_url(path) else LocalStorage(strip_file_scheme(path))
 
 

@@ -37,7 +37,7 @@ _MIN_KERNEL = (6, 16)
 
 
 def supports_uncached(release: str) -> bool:
-    """Returns whether this kernel release, such as 6.18.4-generic, has uncached writes.
+    """Return whether this kernel release, such as 6.18.4-generic, has uncached writes.
 
     A file system may still refuse them.
     """
@@ -50,7 +50,7 @@ def supports_uncached(release: str) -> bool:
 
 
 def write_uncached(fd: int, buffers: Sequence[memoryview], start: int) -> int | None:
-    """Calls `os.pwritev` without caching; None if the file system does not support it."""
+    """Call `os.pwritev` without caching; None if the file system does not support it."""
     try:
         return os.pwritev(fd, buffers, start, _DONTCACHE)
     except OSError as error:
@@ -62,7 +62,7 @@ def write_uncached(fd: int, buffers: Sequence[memoryview], start: int) -> int | 
 def split_iovecs(
     start: int, buffers: Sequence[memoryview], *, call_nbytes: int
 ) -> Iterator[list[memoryview]]:
-    """Yields the buffers of each call, in order, for a write at byte `start` of a file.
+    """Yield the buffers of each call, in order, for a write at byte `start` of a file.
 
     A call ends at a multiple of `call_nbytes` in the file.
     """
@@ -82,7 +82,7 @@ def split_iovecs(
 
 
 def skip_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """Returns the buffers without their first `nbytes` bytes."""
+    """Return the buffers without their first `nbytes` bytes."""
     remaining = list(buffers)
     while remaining and nbytes >= len(remaining[0]):
         nbytes -= len(remaining.pop(0))

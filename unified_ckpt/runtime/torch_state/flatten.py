@@ -70,7 +70,7 @@ class FlatState:
     resolved: dict[str, dict[str, ResolvedTensor]] = field(default_factory=dict)
 
     def param_names(self) -> dict[int, str]:
-        """Returns the names of parameters for optimizer state, by id.
+        """Return the names of parameters for optimizer state, by id.
 
         A parameter of both the model and an extra part has the model's name.
         """
@@ -82,12 +82,12 @@ class FlatState:
         return names
 
     def rank0_buffers(self) -> set[Key]:
-        """Returns the buffers that rank 0 of a DDP group stores for this one."""
+        """Return the buffers that rank 0 of a DDP group stores for this one."""
         flats = [(MODEL, self.model), (MASTER, self.model), *self.extra_parts.items()]
         return {(part, fqn) for part, flat in flats for fqn in flat.rank0_buffers}
 
     def param_refs(self) -> dict[str, ParamRef]:
-        """Returns the parameters that optimizer state can belong to, by their names there."""
+        """Return the parameters that optimizer state can belong to, by their names there."""
         refs = {}
         for part in self.extra_parts:
             for fqn, tensor in self.resolved[part].items():
@@ -106,7 +106,7 @@ def flatten_state(
     extra_parts: Mapping[str, Model] | None,
     model_dtype: str | None,
 ) -> FlatState:
-    """Resolves the sharding of every tensor.
+    """Resolve the sharding of every tensor.
 
     LayoutError or MismatchError, naming the tensor, for what cannot be described.
     """
@@ -157,7 +157,7 @@ def resolve_like_params(
     tensors: Mapping[str, torch.Tensor],
     param_refs: Mapping[str, ParamRef],
 ) -> list[LocalTensor]:
-    """Resolves tensors that are sharded like their parameters: optimizer state and masters."""
+    """Resolve tensors that are sharded like their parameters: optimizer state and masters."""
     resolved = []
     for key, tensor in tensors.items():
         param_ref = param_refs.get(key.rpartition("/")[0] if part == OPTIMIZER else key)
@@ -174,7 +174,7 @@ def _resolve_masters(
     master_weights: Masters,
     model_dtype: str | None,
 ) -> dict[str, ResolvedTensor]:
-    """Returns the master weights that the caller passed or the optimizer holds.
+    """Return the master weights that the caller passed or the optimizer holds.
 
     Tensors that `model_dtype` would round are among them.
     """
@@ -206,7 +206,7 @@ def _resolve_masters(
 
 
 def _checked_parts(extra_parts: Mapping[str, Model] | None) -> Mapping[str, Model]:
-    """Returns extra parts with valid names. LayoutError or FormatError otherwise."""
+    """Return extra parts with valid names. LayoutError or FormatError otherwise."""
     expected = "expected {name: module or dict of tensors}"
     if not isinstance(extra_parts, Mapping | None):
         raise LayoutError(f"parts: got a {type(extra_parts).__name__}, {expected}")
@@ -227,7 +227,7 @@ def _resolve_all(resolver: ShardingResolver, flat: FlatModel) -> dict[str, Resol
 def _resolve_like_param(
     resolver: ShardingResolver, key: str, tensor: torch.Tensor, param_ref: ParamRef | None
 ) -> ResolvedTensor | None:
-    """Resolves a tensor that belongs to a parameter.
+    """Resolve a tensor that belongs to a parameter.
 
     One element is replicated; a tensor of the parameter's shape has its sharding.
     """
@@ -257,7 +257,7 @@ def _resolve_like_param(
 
 
 def _stored_dtype(local: torch.Tensor, model_dtype: str | None) -> str | None:
-    """Returns the dtype in which the model stores this tensor, or None for its own."""
+    """Return the dtype in which the model stores this tensor, or None for its own."""
     if model_dtype is None or local.dtype not in CASTABLE_DTYPES:
         return None
     stored = getattr(torch, model_dtype)
@@ -265,7 +265,7 @@ def _stored_dtype(local: torch.Tensor, model_dtype: str | None) -> str | None:
 
 
 def stored_without_master(model: LocalTensor) -> LocalTensor:
-    """Returns a model tensor as a checkpoint without the model stores it: in its own dtype."""
+    """Return a model tensor as a checkpoint without the model stores it: in its own dtype."""
     decl = model.decl
     spec = spec_of(DTYPE_NAMES[model.local.dtype], decl.spec.shape)
     return LocalTensor(TensorDecl(WITHOUT_MASTERS, decl.fqn, spec, decl.sharding), model.local)
@@ -277,7 +277,7 @@ def _local_tensor(part: str, fqn: str, tensor: ResolvedTensor, dtype: str | None
 
 
 def step_only_keys(state: FlatState) -> frozenset[Key]:
-    """Returns the tensors that only `optimizer.step` changes: parameters, masters, optimizer state.
+    """Return the tensors that only `optimizer.step` changes: parameters, masters, optimizer state.
 
     Buffers and extra parts are not among them.
     """

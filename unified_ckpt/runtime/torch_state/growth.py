@@ -27,7 +27,7 @@ _ZERO_INITIALIZED = (
 
 
 def init_grown_state(target: OptimizerTarget, grown: Collection[str]) -> None:
-    """Initializes new tensors for `grown` ("fqn/state") as the optimizer's first step would.
+    """Initialize new tensors for `grown` ("fqn/state") as the optimizer's first step would.
 
     State that the optimizer has already is copied. MismatchError if the initial value is unknown.
     """

@@ -25,7 +25,7 @@ class MasterComparison:
 
 
 def compare_masters(state: FlatState, *, rank: int) -> MasterComparison:
-    """Compares each master with its model tensor bit by bit; NaNs are equal whatever their payload.
+    """Compare each master with its model tensor bit by bit; NaNs are equal whatever their payload.
 
     A master that cannot be compared, because this rank lacks some of its model elements, is
     `different`.
@@ -48,7 +48,7 @@ def _is_rounded(model: LocalTensor, master: LocalTensor, *, rank: int) -> bool:
 def _comparable_slices(
     model: LocalTensor, master: LocalTensor, *, rank: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """Pairs the master's local elements with the model's; None if the model lacks some here."""
+    """Pair the master's local elements with the model's; None if the model lacks some here."""
     model_local, master_local = model.local, master.local
     shape, dtypes = model.decl.spec.shape, {model_local.dtype, master_local.dtype}
     if master.decl.spec.shape != shape or not dtypes.issubset(CASTABLE_DTYPES):

@@ -38,12 +38,12 @@ class FlatModel:
     rank0_buffers: set[str] = field(default_factory=set)
 
     def param_names(self) -> dict[int, str]:
-        """Returns the stored names by tensor id."""
+        """Return the stored names by tensor id."""
         return {id(tensor): fqn for fqn, tensor in self.tensors.items()}
 
 
 def flatten_model(model: Model | None, argument: str = "model") -> FlatModel:
-    """Returns every tensor of the model. LayoutError, naming the tensor, for unsupported ones.
+    """Return every tensor of the model. LayoutError, naming the tensor, for unsupported ones.
 
     `argument`: the caller's name of the model, for errors.
     """
@@ -94,7 +94,7 @@ def _flatten_module(flat: FlatModel, names_by_memory: dict[object, str], module:
 
 
 def _rank0_buffers(module: nn.Module) -> Iterator[str]:
-    """Yields the buffers that DistributedDataParallel's `broadcast_buffers` sends from rank 0."""
+    """Yield the buffers that DistributedDataParallel's `broadcast_buffers` sends from rank 0."""
     for prefix, inner in module.named_modules():
         if not isinstance(inner, DistributedDataParallel) or not inner.broadcast_buffers:
             continue
@@ -103,7 +103,7 @@ def _rank0_buffers(module: nn.Module) -> Iterator[str]:
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
-    """Returns raw name prefixes that end with a wrapper's `module.`, longest first."""
+    """Return raw name prefixes that end with a wrapper's `module.`, longest first."""
     kinds = (DistributedDataParallel, DataParallel)
     names = [name for name, inner in module.named_modules() if isinstance(inner, kinds)]
     prefixes = (f"{name}.module." if name else "module." for name in names)
@@ -111,7 +111,7 @@ def _wrapper_prefixes(module: nn.Module) -> list[str]:
 
 
 def clean_name(raw: str, wrapper_prefixes: Sequence[str]) -> str:
-    """Returns a name without the prefixes of wrappers."""
+    """Return a name without the prefixes of wrappers."""
     for prefix in wrapper_prefixes:
         if raw.startswith(prefix):
             raw = prefix.removesuffix("module.") + raw[len(prefix) :]
@@ -119,12 +119,12 @@ def clean_name(raw: str, wrapper_prefixes: Sequence[str]) -> str:
 
 
 def is_extra_state(name: str) -> bool:
-    """Returns whether a state dict key is that of extra state, whose value may be a tensor."""
+    """Return whether a state dict key is that of extra state, whose value may be a tensor."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def strip_wrappers(name: str) -> str:
-    """Returns a name without what torch.compile and activation checkpointing insert."""
+    """Return a name without what torch.compile and activation checkpointing insert."""
     for wrapper in _WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name
@@ -149,7 +149,7 @@ def _add(
 
 
 def _memory_key(tensor: torch.Tensor) -> object:
-    """Returns a key that is equal for two tensors that view the same memory in the same way."""
+    """Return a key that is equal for two tensors that view the same memory in the same way."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     is_dense = local.layout is torch.strided and not local.is_nested
     is_plain = type(local) in (torch.Tensor, nn.Parameter)
@@ -160,7 +160,7 @@ def _memory_key(tensor: torch.Tensor) -> object:
 
 
 def _rename_tied(flat: FlatModel, module: nn.Module) -> None:
-    """Stores a tied weight under its first name on a pipeline stage that has only the second.
+    """Store a tied weight under its first name on a pipeline stage that has only the second.
 
     Names come from transformers' `_tied_weights_keys`; the other stage stores the first name too.
     """

@@ -60,21 +60,21 @@ class StateRule:
     step_in_group: bool = False
 
     def dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
-        """Returns the dtype in which a step reads this state of a parameter; None for any."""
+        """Return the dtype in which a step reads this state of a parameter; None for any."""
         if self.dtypes is not None:
             return self.dtypes.get(name)
         return None if name in SCALAR_STATES else param.dtype
 
 
 def class_name(optimizer: Optimizer) -> str:
-    """Returns the qualified class name of an optimizer."""
+    """Return the qualified class name of an optimizer."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def state_rule(
     optimizer: Optimizer, param: torch.Tensor, options: Mapping[str, Any]
 ) -> StateRule | None:
-    """Returns the rule for a parameter under its group's options; None for an unknown class.
+    """Return the rule for a parameter under its group's options; None for an unknown class.
 
     A subclass of a torch optimizer that inherits its `step` has its state.
     """

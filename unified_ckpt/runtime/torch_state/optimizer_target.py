@@ -45,11 +45,11 @@ class OptimizerTarget:
     unchanged: set[str] = field(default_factory=set)
 
     def param_names(self) -> set[str]:
-        """Returns the names of the optimizers' parameters."""
+        """Return the names of the optimizers' parameters."""
         return {self.names[id(param)] for _, group in self.groups() for param in group["params"]}
 
     def groups(self) -> list[tuple[Optimizer, dict[str, Any]]]:
-        """Returns the param groups of all optimizers, in the order in which they are numbered."""
+        """Return the param groups of all optimizers, in the order in which they are numbered."""
         return [
             (optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups
         ]
@@ -60,7 +60,7 @@ class OptimizerTarget:
         scalars: Mapping[str, Mapping[str, Any]],
         groups: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Installs the loaded state. Clears state that the checkpoint lacks.
+        """Install the loaded state. Clear state that the checkpoint lacks.
 
         `groups`: saved options; None keeps the current hyperparameters.
         """
@@ -128,7 +128,7 @@ class OptimizerTarget:
 
 
 def _counter_device(param: torch.Tensor, group: Mapping[str, Any]) -> torch.device | str:
-    """Returns the device of "step", as torch's `Optimizer.load_state_dict` does.
+    """Return the device of "step", as torch's `Optimizer.load_state_dict` does.
 
     It is the CPU unless the optimizer is fused or capturable.
     """
@@ -159,7 +159,7 @@ def prepare_optimizer(
     saved_shapes: Mapping[str, tuple[int, ...]],
     loads_state: bool,
 ) -> OptimizerTarget:
-    """Allocates memory for the saved state of the optimizers' parameters.
+    """Allocate memory for the saved state of the optimizers' parameters.
 
     `saved`: "fqn/state" -> (dtype, global shape) in the checkpoint. `shapes`: fqn -> the
     parameter's global shape; `saved_shapes`: in the checkpoint, if different.
@@ -206,7 +206,7 @@ class _SavedState:
 def _state_tensor(
     state: _SavedState, optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Returns the tensor to load a state into: the existing one if it fits, else a new one."""
+    """Return the tensor to load a state into: the existing one if it fits, else a new one."""
     existing: torch.Tensor | None = None
     is_counter = state.name == STEP and not (group.get("fused") or group.get("capturable"))
     like_param = state.param_shape is not None and not (is_counter and not state.shape)
@@ -232,7 +232,7 @@ def _state_tensor(
 def _empty_like_param(
     param: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None
 ) -> torch.Tensor:
-    """Allocates state of a parameter whose global shape is `shape`."""
+    """Allocate state of a parameter whose global shape is `shape`."""
     # A Layout's slice may be padded; padding stays zero.
     may_be_padded = not isinstance(param, DTensor) and tuple(param.shape) != shape
     allocate = torch.zeros_like if may_be_padded else torch.empty_like
@@ -247,7 +247,7 @@ def prepare_masters(
     shapes: Mapping[str, tuple[int, ...]],
     grows: bool,
 ) -> None:
-    """Allocates the masters that the next step reads and the optimizers do not have yet.
+    """Allocate the masters that the next step reads and the optimizers do not have yet.
 
     `saved`: param groups of the checkpoint. `stored_masters`: parameters whose masters it has.
     `shapes`: as in `prepare_optimizer`. `grows`: some parameters may be larger than saved.
@@ -267,7 +267,7 @@ def prepare_masters(
 def saved_groups(
     names: Mapping[int, str], group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Returns the saved param groups that contain parameters of this group."""
+    """Return the saved param groups that contain parameters of this group."""
     fqns = {names[id(param)] for param in group["params"]}
     return [saved_group for saved_group in saved if not fqns.isdisjoint(saved_group["names"])]
 
@@ -275,7 +275,7 @@ def saved_groups(
 def match_groups(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Returns the saved options of each current param group, matched by parameter names.
+    """Return the saved options of each current param group, matched by parameter names.
 
     Positions never matter. MismatchError if a group joins saved groups with different options.
     """

@@ -36,7 +36,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor] | Flat
 
 
 def as_optimizers(optimizer: Optimizers | None) -> list[Optimizer]:
-    """Returns the optimizers that the caller passed as objects. LayoutError for other types."""
+    """Return the optimizers that the caller passed as objects. LayoutError for other types."""
     if optimizer is None or isinstance(optimizer, Mapping | FlatOptimizer):
         return []
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -50,7 +50,7 @@ def as_optimizers(optimizer: Optimizers | None) -> list[Optimizer]:
 
 
 def _unwrap(optimizer: Any) -> Any:
-    """Returns the optimizer inside a wrapper without state of its own, such as Accelerate's."""
+    """Return the optimizer inside a wrapper without state of its own, such as Accelerate's."""
     inner: Any = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, Optimizer) or inner is optimizer:
         return optimizer
@@ -59,7 +59,7 @@ def _unwrap(optimizer: Any) -> Any:
 
 
 def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) -> FlatOptimizer:
-    """Returns all state by name. `names`: id of a parameter -> fqn.
+    """Return all state by name. `names`: id of a parameter -> fqn.
 
     LayoutError for a parameter that the model lacks. A `FlatOptimizer` is returned unchanged: its
     names may refer to another model, such as an average.
@@ -91,7 +91,7 @@ def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) ->
 
 
 def check_supported(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
-    """Raises LayoutError for optimizers that share parameters, or keep state outside of `state`."""
+    """Raise LayoutError for optimizers that share parameters, or keep state outside of `state`."""
     known_ids = set[int]()
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -150,7 +150,7 @@ def _check_no_dtensor(path: str, value: object) -> None:
 
 
 def param_name(param: torch.Tensor, names: Mapping[int, str], group_number: int) -> str:
-    """Returns the name of a parameter. LayoutError if the model lacks it."""
+    """Return the name of a parameter. LayoutError if the model lacks it."""
     if id(param) not in names:
         shape = tuple(param.shape)
         raise LayoutError(
@@ -161,7 +161,7 @@ def param_name(param: torch.Tensor, names: Mapping[int, str], group_number: int)
 
 
 def is_master(key: str, value: object, param: torch.Tensor) -> bool:
-    """Returns whether this state is the master weight of a parameter.
+    """Return whether this state is the master weight of a parameter.
 
     The low half of its bits, or a copy of equal precision, is ordinary state.
     """
@@ -171,7 +171,7 @@ def is_master(key: str, value: object, param: torch.Tensor) -> bool:
 
 
 def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> str | None:
-    """Returns the name of masters in the optimizer's state, also before its first step.
+    """Return the name of masters in the optimizer's state, also before its first step.
 
     None if it keeps none, as far as known. `saved`: a saved param group; an optimizer of the same
     class name without state will create what that one had.
@@ -194,7 +194,7 @@ def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> 
 
 
 def _apex_masters(optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns parameters and masters of apex's FusedAdam, from its `param_groups_master`.
+    """Return parameters and masters of apex's FusedAdam, from its `param_groups_master`.
 
     Those of bfloat16 parameters are unused there.
     """
@@ -208,7 +208,7 @@ def _apex_masters(optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def has_masters(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer holds master weights now."""
+    """Return whether the optimizer holds master weights now."""
     if _apex_masters(optimizer):
         return True
     params = (param for group in optimizer.param_groups for param in group["params"])
@@ -221,7 +221,7 @@ def has_masters(optimizer: Optimizer) -> bool:
 def check_one_master(
     explicit: Mapping[str, torch.Tensor], optimizer_masters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises LayoutError unless `master_weights` has the same masters as the optimizer.
+    """Raise LayoutError unless `master_weights` has the same masters as the optimizer.
 
     Only one of them could be stored or filled, and the next step would continue from the other.
     """
@@ -236,7 +236,7 @@ def check_one_master(
 def collect_masters(
     optimizers: Sequence[Optimizer], names: Mapping[int, str]
 ) -> dict[str, torch.Tensor]:
-    """Returns the master weights by parameter name. LayoutError as in `flatten_optimizer`."""
+    """Return the master weights by parameter name. LayoutError as in `flatten_optimizer`."""
     flat = FlatOptimizer()
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):

@@ -47,7 +47,7 @@ class _MeshInfo:
 
 
 def sharding_of(fqn: str, tensor: DTensor) -> Sharding:
-    """Returns the sharding of a DTensor whose ranks are not running, as its mesh counts them."""
+    """Return the sharding of a DTensor whose ranks are not running, as its mesh counts them."""
     world = int(tensor.device_mesh.mesh.max()) + 1
     return ShardingResolver(0, range(world), None)._dtensor_sharding(fqn, tensor)
 
@@ -83,7 +83,7 @@ class ShardingResolver:
         return self._without_layout
 
     def resolve(self, fqn: str, tensor: torch.Tensor) -> ResolvedTensor | None:
-        """Returns the tensor's sharding; None for a DTensor whose mesh excludes this rank.
+        """Return the tensor's sharding; None for a DTensor whose mesh excludes this rank.
 
         LayoutError if it cannot be determined.
         """
@@ -136,7 +136,7 @@ class ShardingResolver:
         return ResolvedTensor(shape, sharding, unpadded, padded_shape)
 
     def check_alias(self, alias: str, stored: str) -> None:
-        """Raises LayoutError if two names of one tensor have different Layout rules."""
+        """Raise LayoutError if two names of one tensor have different Layout rules."""
         layout = self.layout or Layout({}, {})
         pattern, stored_pattern = layout.rule_for(alias), layout.rule_for(stored)
         if pattern is None:
@@ -196,7 +196,7 @@ def _padded_dims(
     shard_dims: tuple[ShardDim, ...],
     dims: set[int],
 ) -> set[int]:
-    """Returns the dims in which a local tensor may be padded.
+    """Return the dims in which a local tensor may be padded.
 
     These are sharded once, evenly, into shards at least as long as those of `torch.chunk`.
     """
@@ -217,7 +217,7 @@ def _global_shape(
     declared: tuple[int, ...] | None,
     padded: set[int],
 ) -> tuple[tuple[int, ...], tuple[ShardDim, ...]]:
-    """Returns the global shape of a local shape, and the shard dims.
+    """Return the global shape of a local shape, and the shard dims.
 
     Dims with longer shards than those of `torch.chunk` are marked by their `chunk_length`.
     """
@@ -237,7 +237,7 @@ def _global_shape(
 def _shard_order(
     fqn: str, placements: Sequence[object], sizes: Sequence[int], ndim: int
 ) -> list[tuple[int, int, int]]:
-    """Returns (mesh dim, tensor dim, sections) in the order in which the tensor was sharded.
+    """Return (mesh dim, tensor dim, sections) in the order in which the tensor was sharded.
 
     Plain `Shard`s apply in mesh order. `_StridedShard`s follow, right to left. If the split factor
     is the number of shards to its right, it is FSDP's chunk of what those left; any other
@@ -272,7 +272,7 @@ def _shards_dim(placement: object, dim: int, ndim: int) -> bool:
 def _strides(
     members: Sequence[int], sizes: Sequence[int], sharded_dims: set[int]
 ) -> list[int] | None:
-    """Returns strides such that `rank // stride % size` is the mesh coordinate; None if none exist.
+    """Return strides such that `rank // stride % size` is the mesh coordinate; None if none exist.
 
     Only `sharded_dims` matter.
     """
@@ -325,7 +325,7 @@ def _check_dense(fqn: str, local: torch.Tensor) -> None:
 
 
 def check_not_expanded(fqn: str, local: torch.Tensor) -> None:
-    """Raises LayoutError for a target whose elements share memory: loading one would change others.
+    """Raise LayoutError for a target whose elements share memory: loading one would change others.
 
     Such a tensor can be saved.
     """
@@ -340,7 +340,7 @@ def check_not_expanded(fqn: str, local: torch.Tensor) -> None:
 def _without_padding(
     fqn: str, local: torch.Tensor, expected: tuple[int, ...], padded: set[int]
 ) -> torch.Tensor:
-    """Returns the local tensor without padding. LayoutError if its shape does not fit."""
+    """Return the local tensor without padding. LayoutError if its shape does not fit."""
     if tuple(local.shape) == expected:
         return local
     if local.numel() == 0 and prod(expected) == 0:
@@ -356,7 +356,7 @@ def _without_padding(
 
 
 def describe_meshes(resolver: ShardingResolver) -> Mapping[str, object]:
-    """Returns what the manifest records about the meshes at save. Nothing reads it back."""
+    """Return what the manifest records about the meshes at save. Nothing reads it back."""
     description: dict[str, object] = {"world_size": len(resolver.ranks)}
     if resolver.layout is not None:
         description["layout"] = dict(resolver.layout.mesh)

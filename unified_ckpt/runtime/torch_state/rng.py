@@ -26,7 +26,7 @@ class RandomStates:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the current states."""
+        """Return the current states."""
         states: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
@@ -37,7 +37,7 @@ class RandomStates:
         return states
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the states exactly; those of CUDA only for the same number of devices."""
+        """Restore the states exactly; those of CUDA only for the same number of devices."""
         version, inner, gauss = state_dict["python"]
         random.setstate((version, tuple(inner), gauss))
         np.random.set_state(tuple(state_dict["numpy"]))
@@ -54,7 +54,7 @@ class RandomStates:
             torch.cuda.set_rng_state_all(saved)
 
     def load_from_ranks(self, saved: Sequence[Mapping[str, Any]], *, rank: int, world: int) -> None:
-        """Derives states for `rank` of `world` from those of another number of ranks.
+        """Derive states for `rank` of `world` from those of another number of ranks.
 
         Deterministic: equal inputs give equal states.
         """
@@ -111,15 +111,15 @@ class GeneratorState:
         self._description = describe(generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the current state and the kind of generator."""
+        """Return the current state and the kind of generator."""
         return {"generator": self._description, "state": self._get(self._generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the state exactly."""
+        """Restore the state exactly."""
         self._set(self._generator, state_dict["state"])
 
     def mismatch(self, state: Any) -> str:
-        """Explains why the generator cannot load this state; empty if it can."""
+        """Explain why the generator cannot load this state; empty if it can."""
         saved = state.get("generator") if isinstance(state, Mapping) else None
         if saved == self._description:
             return ""
@@ -127,5 +127,5 @@ class GeneratorState:
 
 
 def is_generator(value: Any) -> bool:
-    """Returns whether `GeneratorState` supports this object."""
+    """Return whether `GeneratorState` supports this object."""
     return isinstance(value, tuple(_GENERATOR_TYPES))

@@ -93,12 +93,12 @@ class ElasticSampler(Sampler[int]):
         return self._position.seen
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the start of an epoch; keeps the position within the current one."""
+        """Move to the start of an epoch; keep the position within the current one."""
         if epoch != self.epoch:
             self._set_position(replace(self._position, epoch=epoch, seen=0))
 
     def __len__(self) -> int:
-        """Returns how many samples this rank still gets in this epoch."""
+        """Return how many samples this rank still gets in this epoch."""
         remaining = self._length - self.seen
         return remaining // self._world if self._drop_last else -(-remaining // self._world)
 
@@ -107,7 +107,7 @@ class ElasticSampler(Sampler[int]):
         return _IndexIterator(self, previous)
 
     def batches(self, loader: DataLoader[_Batch]) -> Iterator[_Batch]:
-        """Yields the loader's batches up to the end of the epoch, and counts each one as consumed.
+        """Yield the loader's batches up to the end of the epoch, and count each one as consumed.
 
         Then the next epoch begins. The loader uses this sampler. It may have workers, be
         torchdata's `StatefulDataLoader`, and drop its last batch, which is then not consumed in
@@ -142,12 +142,12 @@ class ElasticSampler(Sampler[int]):
                 self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the data: the same on all ranks, whatever their number."""
+        """Return the position in the data: the same on all ranks, whatever their number."""
         checksum = self._order(self._position).checksum
         return {**asdict(self._position), "length": self._length, "check": checksum}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Moves to a saved position, with its seed and order.
+        """Move to a saved position, with its seed and order.
 
         MismatchError for another dataset or order.
         """
@@ -168,14 +168,14 @@ class ElasticSampler(Sampler[int]):
         self._previous = previous
 
     def load_from_ranks(self, saved: Sequence[Mapping[str, Any]], *, rank: int, world: int) -> None:  # noqa: ARG002
-        """Loads a sampler from `rank_extra`: all ranks saved the same state."""
+        """Load a sampler from `rank_extra`: all ranks saved the same state."""
         self.load_state_dict(saved[0])
 
     def _set_position(self, position: _Position) -> None:
         self._position, self._loop, self._previous = position, None, None
 
     def _batch_size(self, loader: DataLoader[Any]) -> int:
-        """Returns one rank's samples per full batch. LayoutError if they cannot be counted."""
+        """Return one rank's samples per full batch. LayoutError if they cannot be counted."""
         batch_sampler = loader.batch_sampler
         size: Any = 1
         sampler: Any = loader.sampler
@@ -235,12 +235,12 @@ class _IndexIterator(Iterator[int]):
         return sampler._order(sampler._position).indices[(drawn + sampler._rank) % sampler._length]
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the epoch and how many indices all ranks have drawn."""
+        """Return the epoch and how many indices all ranks have drawn."""
         epoch, drawn = self._progress or (self._sampler.epoch, self._sampler.seen)
         return {"epoch": epoch, "drawn": drawn}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Moves to a saved position."""
+        """Move to a saved position."""
         sampler, progress = self._sampler, (state_dict["epoch"], state_dict["drawn"])
         if self._previous is not None:
             sampler._position, sampler._loop = self._previous
@@ -254,9 +254,9 @@ class _IndexIterator(Iterator[int]):
 
 
 def start_loader(loader: object) -> None:
-    """Starts a `StatefulDataLoader` that has loaded a state, before random states are restored.
+    """Start a `StatefulDataLoader` that has loaded a state, before random states are restored.
 
-    It draws random numbers when it starts. Does nothing to other objects, nor to the loader of an
+    It draws random numbers when it starts. Do nothing to other objects, nor to the loader of an
     `ElasticSampler`, which starts it itself.
     """
     bases = [base for base in type(loader).__mro__ if base.__module__.startswith("torchdata.")]
@@ -269,7 +269,7 @@ def start_loader(loader: object) -> None:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seeds torch's CPU generator inside the block, and restores its state afterwards."""
+    """Seed torch's CPU generator inside the block, and restore its state afterwards."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:

@@ -69,7 +69,7 @@ class LocalTensor:
 
 
 def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
-    """Raises LayoutError for a key that is not a string, or a value that is not a tensor.
+    """Raise LayoutError for a key that is not a string, or a value that is not a tensor.
 
     `argument`: the caller's name of this dict.
     """
@@ -85,7 +85,7 @@ def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
 
 
 def dtype_name(dtype: torch.dtype, *, fqn: str) -> str:
-    """Returns the safetensors name of a torch dtype. MismatchError if a file cannot hold it."""
+    """Return the safetensors name of a torch dtype. MismatchError if a file cannot hold it."""
     if dtype not in DTYPE_NAMES:
         raise MismatchError(
             f"{fqn}: got dtype {dtype}, which safetensors cannot store, "
@@ -95,7 +95,7 @@ def dtype_name(dtype: torch.dtype, *, fqn: str) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor as bytes; an alias."""
+    """Return the memory of a contiguous CPU tensor as bytes; an alias."""
     if tensor.numel() == 0:
         return memoryview(b"")
     # A single element is contiguous with any stride, but `view` requires stride 1.
@@ -104,17 +104,17 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def as_int_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as integers of its item size: copies keep every bit, for every dtype."""
+    """Return the tensor as integers of its item size: copies keep every bit, for every dtype."""
     return tensor.view(INT_DTYPES[tensor.element_size()])
 
 
 def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in row-major memory: itself if it is, else a copy."""
+    """Return the tensor in row-major memory: itself if it is, else a copy."""
     return tensor if tensor.is_contiguous() else as_int_bits(tensor).contiguous().view(tensor.dtype)
 
 
 def slabs_of(tensor: LocalTensor, *, outer_ndim: int, first_slab: int, count: int) -> torch.Tensor:
-    """Returns slabs [first_slab, first_slab + count): dims left of `outer_ndim` are flattened.
+    """Return slabs [first_slab, first_slab + count): dims left of `outer_ndim` are flattened.
 
     The result is [count, *local shape from `outer_ndim` on]; an alias if the tensor is contiguous.
     """
@@ -133,7 +133,7 @@ def copy_slabs_to_tile(
     first_slab: int,
     count: int,
 ) -> None:
-    """Copies this rank's boxes of the slabs into the tile, uint8 [count * slab bytes]."""
+    """Copy this rank's boxes of the slabs into the tile, uint8 [count * slab bytes]."""
     source = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
     target = _typed_slabs(tile, tensor, outer_ndim=outer_ndim, count=count)
     if not tensor.casts:
@@ -143,7 +143,7 @@ def copy_slabs_to_tile(
 
 
 def copy_whole_to_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
-    """Concatenates small tensors of one dtype and device into the tile, in one call."""
+    """Concatenate small tensors of one dtype and device into the tile, in one call."""
     flat = [as_int_bits(local.reshape(-1)) for local in locals_]
     target = tile.view(flat[0].dtype)
     if flat[0].device.type == "cpu":
@@ -153,7 +153,7 @@ def copy_whole_to_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> N
 
 
 def copy_whole_from_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
-    """Splits the tile into tensors of one dtype and device: the inverse of `copy_whole_to_tile`."""
+    """Split the tile into tensors of one dtype and device: the inverse of `copy_whole_to_tile`."""
     flat = [as_int_bits(local.view(-1)) for local in locals_]
     source = tile.view(flat[0].dtype).to(flat[0].device)
     torch._foreach_copy_(flat, list(torch.split(source, [tensor.numel() for tensor in flat])))
@@ -162,7 +162,7 @@ def copy_whole_from_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) ->
 def copy_slabs(
     target: torch.Tensor, tensor: LocalTensor, *, outer_ndim: int, first_slab: int
 ) -> None:
-    """Copies slabs into `target`, which has the dtype on disk.
+    """Copy slabs into `target`, which has the dtype on disk.
 
     `target`: [slabs, *local shape from `outer_ndim` on].
     """
@@ -181,7 +181,7 @@ def copy_slabs_from_tile(
     first_slab: int,
     count: int,
 ) -> None:
-    """Copies from the tile into this rank's tensor, which is contiguous.
+    """Copy from the tile into this rank's tensor, which is contiguous.
 
     The inverse of `copy_slabs_to_tile`.
     """
@@ -194,7 +194,7 @@ def copy_slabs_from_tile(
 
 
 def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tuple[Box, Box], ...]:
-    """Returns this rank's boxes of each slab: (box in the slab, box in the local slab)."""
+    """Return this rank's boxes of each slab: (box in the slab, box in the local slab)."""
     sharding = tensor.decl.sharding
     position = sharding.position(rank)
     if position is None:

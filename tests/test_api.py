@@ -1318,7 +1318,7 @@ def test_a_checkpointer_is_used_again(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_checkpointer_goes_on_after_an_error(tmp_path: Path) -> None:
     with uc.Checkpointer(root=tmp_path) as checkpointer:
         checkpointer.save("a", model=Net())
-        with pytest.raises(uc.FormatError, match=r"extra: found an object"):
+        with pytest.raises(uc.FormatError, match=r"extra: got an object"):
             checkpointer.save("b", model=Net(), extra=object())
         with pytest.raises(uc.NotFoundError, match="no such folder"):
             checkpointer.load("b", model=Net())

@@ -373,14 +373,18 @@ def test_prune_incomplete_and_leftovers_only_when_old_and_ours(
     assert "only copy" in text
 
 
-def test_prune_leaves_checkpoints_of_a_newer_format(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [({"format_version": "2.0"}, "got format version 2."), ({"world_size": -1}, "world_size: ")],
+)
+def test_prune_keeps_manifests_it_cannot_read_but_are_undamaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object], problem: str
 ) -> None:
     put(tmp_path, 1, 2)
-    edit_manifest(tmp_path / "checkpoint-2", lambda told: told.update(format_version="2.0"))
+    edit_manifest(tmp_path / "checkpoint-2", lambda manifest: manifest.update(fields))
     age(tmp_path / "checkpoint-2")
     assert (
-        "kept checkpoint-2: it may be a checkpoint: unified_checkpoint.json: got format version 2."
+        f"kept checkpoint-2: it may be a checkpoint: unified_checkpoint.json: {problem}"
         in shown(capsys, "prune", tmp_path, "--incomplete")
     )
     assert steps_in(tmp_path) == [1, 2]

@@ -22,7 +22,7 @@ W = Stored(("model", "w"), (12, 6))
 
 @settings(max_examples=150)
 @given(recipe(), recipe())
-def test_each_element_once_is_told_from_all_else(
+def test_recipes_that_use_each_element_once_pass(
     one: tuple[Recipe, np.ndarray, Values], other: tuple[Recipe, np.ndarray, Values]
 ) -> None:
     parts = [one[0], other[0]]
@@ -53,7 +53,7 @@ def test_each_element_once_is_told_from_all_else(
             check_used_once(parts)
 
 
-def test_more_than_can_be_counted_one_by_one_is_let_through() -> None:
+def test_recipes_with_too_many_boxes_pass() -> None:
     """Every other element of a large tensor is a box of its own."""
     large = Stored(("model", "w"), (4096, 64))
     pairs = recipes.reshape(large, (4096, 32, 2))

@@ -22,7 +22,7 @@ from unified_ckpt.views.materialize import materialize, slices
 
 @settings(max_examples=150, deadline=None)
 @given(recipe(), st.data())
-def test_any_box_of_any_recipe_is_numpys(
+def test_any_box_of_any_recipe_equals_numpy(
     made: tuple[Recipe, np.ndarray, Values], drawn: st.DataObject
 ) -> None:
     of, value, stored = made
@@ -46,14 +46,14 @@ def test_any_box_of_any_recipe_is_numpys(
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 40))
-def test_panels_are_the_tensor_row_major(shape: list[int], limit: int) -> None:
+def test_chunk_boxes_are_the_tensor_in_row_major_order(shape: list[int], limit: int) -> None:
     value = np.arange(prod(shape)).reshape(shape)
     found = [value[slices(box)].reshape(-1) for box in recipes.chunk_boxes(shape, limit)]
     assert all(len(one) <= limit for one in found)
     assert np.array_equal(np.concatenate(found), value.reshape(-1))
 
 
-def test_every_other_element_of_a_line_is_read_as_a_line() -> None:
+def test_every_other_element_of_a_row_is_read_as_a_row() -> None:
     """Rotary halves that are interleaved: 32 elements would be 32 reads."""
     box = Box((0, 0, 1), (8, 32, 1))
     assert expand_box((8, 64), (8, 32, 2), box) == Box((0, 0, 0), (8, 32, 2))
@@ -62,7 +62,7 @@ def test_every_other_element_of_a_line_is_read_as_a_line() -> None:
     assert expand_box((4 * 3, 9), (4, 3, 9), few) == few  # four runs: nothing between them is read
 
 
-def test_what_stays_in_order_is_runs_of_bytes() -> None:
+def test_recipes_that_keep_the_order_are_runs() -> None:
     w = Stored(("model", "w"), (4, 6))
     assert merged_runs(recipes.stack([w, w], 1)) is None
     assert merged_runs(recipes.permute(recipes.reshape(w, (1, 24)), [1, 0])) == merged_runs(w)
@@ -109,7 +109,7 @@ def test_a_recipe_cannot_be_built_wrong(build: Callable[[], Recipe], text: str) 
         build()
 
 
-def test_what_must_be_alike_is_looked_at() -> None:
+def test_all_equal_keeps_distinct_operands() -> None:
     values = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1.0, 3.0])}
     both = recipes.all_equal([Stored(("optimizer", name), (2,)) for name in values])
     assert isinstance(both, AllEqual)

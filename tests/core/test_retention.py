@@ -64,7 +64,7 @@ def only(*rules: Rule) -> Rules:
 
 
 @given(histories(), all_rules)
-def test_the_newest_the_newest_full_and_the_best_always_stay(
+def test_the_latest_the_latest_full_and_the_best_are_kept(
     saved: list[SavedStep], rules: Rules
 ) -> None:
     stays = retained(saved, rules)
@@ -93,7 +93,7 @@ def test_another_rule_never_removes_more(
 
 
 @given(histories(), all_rules)
-def test_what_is_kept_is_kept_again(saved: list[SavedStep], rules: Rules) -> None:
+def test_retention_is_stable(saved: list[SavedStep], rules: Rules) -> None:
     """Nothing kept is removed by the next run, unless its place among intervals moves: those are
     counted from the first that is there.
     """
@@ -102,7 +102,7 @@ def test_what_is_kept_is_kept_again(saved: list[SavedStep], rules: Rules) -> Non
 
 
 @given(histories(), all_rules, st.randoms(use_true_random=False))
-def test_the_order_of_the_records_does_not_matter(
+def test_the_order_of_the_steps_does_not_matter(
     saved: list[SavedStep], rules: Rules, draw: object
 ) -> None:
     mixed = list(saved)
@@ -119,7 +119,7 @@ def test_no_rule_keeps_everything() -> None:
     assert retained([], only(LatestN(1))) == {}
 
 
-def test_rules_are_united_and_named() -> None:
+def test_any_rule_keeps_a_step_and_is_named() -> None:
     saved = full(5, 10, 15, 20, 25, loss={5: 0.1, 15: 0.3})
     found = retained(saved, only(LatestN(2), EverySteps(10), BestN("loss", "min", 1)))
     assert found == {
@@ -138,7 +138,7 @@ def test_every_seconds_counts_from_the_last_one_kept() -> None:
     assert set(retained(saved, only(EverySeconds(60.0)))) == {1, 3, 5}
 
 
-def test_every_seconds_keeps_on_after_a_clock_that_was_ahead_once() -> None:
+def test_every_seconds_recovers_from_a_clock_that_was_ahead() -> None:
     saved = [
         SavedStep(step, float(at), True, {})
         for step, at in ((1, 0), (2, 90_000), (3, 60), (4, 100), (5, 121), (6, 122))
@@ -146,13 +146,13 @@ def test_every_seconds_keeps_on_after_a_clock_that_was_ahead_once() -> None:
     assert set(retained(saved, only(EverySeconds(60.0)))) == {1, 2, 3, 5, 6}
 
 
-def test_rotation_with_separate_limits_for_model_only_and_full() -> None:
+def test_separate_limits_for_model_only_and_full() -> None:
     saved = [SavedStep(step, float(step), step % 4 == 0, {}) for step in range(1, 13)]
     assert set(retained(saved, Rules((LatestN(2),), (LatestN(3),)))) == {8, 12, 9, 10, 11}
     assert set(retained(saved, Rules((LatestN(1),), ()))) == {12, 1, 2, 3, 5, 6, 7, 9, 10, 11}
 
 
-def test_a_model_only_checkpoint_does_not_push_out_the_last_full_one() -> None:
+def test_a_model_only_step_does_not_displace_the_last_full_one() -> None:
     saved = [
         SavedStep(1, 1.0, True, {}),
         *(SavedStep(step, float(step), False, {}) for step in (2, 3, 4)),
@@ -166,7 +166,7 @@ def test_rotation_keeps_the_best_without_a_number() -> None:
     assert set(retained(saved, only(LatestN(1), BestN("loss", "max", 0)))) == {1, 4}
 
 
-def test_of_equal_ones_the_later_is_the_best() -> None:
+def test_of_equal_metrics_the_later_step_is_the_best() -> None:
     assert [
         one.step
         for one in ranked(full(1, 2, 3, loss={1: 1.0, 2: 1.0, 3: 2.0}), metric="loss", mode="min")
@@ -178,7 +178,7 @@ def test_without_the_metric_the_other_rules_decide() -> None:
     assert set(retained(full(1, 2, 3), only(BestN("loss", "min", 2), LatestN(2)))) == {2, 3}
 
 
-def test_protected_ones_stay() -> None:
+def test_protected_steps_are_kept() -> None:
     assert retained(full(1, 2, 3, 4), only(LatestN(1)), protected={2, 9})[2] == ("in use",)
 
 

@@ -235,7 +235,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_any_value_is_given_back(value: Any) -> None:
+def test_any_value_round_trips(value: Any) -> None:
     check(value)
 
 
@@ -286,7 +286,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-def test_no_scheduler_of_torch_is_forgotten() -> None:
+def test_all_schedulers_of_torch_are_covered() -> None:
     ours = {name for name in lr_scheduler.__all__ if name not in ("LRScheduler", "_LRScheduler")}
     assert ours <= set(SCHEDULERS)
 
@@ -303,7 +303,7 @@ def run(scheduler: Any, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_goes_on_as_if_never_stopped(name: str) -> None:
+def test_every_scheduler_resumes_exactly(name: str) -> None:
     first = optimizer()
     scheduler = SCHEDULERS[name](first)
     run(scheduler, 3)
@@ -388,7 +388,7 @@ Point = namedtuple("Point", "x")
         ({(1, torch.zeros(1)): 1}, "a tensor in a key or a set"),
     ],
 )
-def test_what_cannot_be_given_back_is_refused_by_path(value: Any, found: str) -> None:
+def test_values_that_cannot_be_restored_are_refused_by_path(value: Any, found: str) -> None:
     with pytest.raises(FormatError, match=rf"extra\.scheduler\.lr_lambdas\[0\]: got ({found})"):
         encode({"scheduler": {"lr_lambdas": [value]}})
 
@@ -420,7 +420,7 @@ def test_cycles_and_depths_are_refused() -> None:
         decode(tree, {})
 
 
-def test_one_object_in_two_places_is_no_cycle() -> None:
+def test_one_object_in_two_places_is_not_a_cycle() -> None:
     shared = [1]
     check([shared, shared, {"a": shared}])
 
@@ -433,7 +433,7 @@ def test_blob_names_are_paths_and_never_clash() -> None:
     check(value)
 
 
-def test_requires_grad_is_given_back() -> None:
+def test_requires_grad_round_trips() -> None:
     assert unpack(pack(torch.ones(2, requires_grad=True) * 2)).requires_grad
 
 
@@ -530,7 +530,7 @@ def repacked(head: object, rest: bytes = b"") -> bytes:
         (pack(b"x" * 2000)[:-1], "from its header"),
     ],
 )
-def test_packed_values_that_do_not_fit_are_refused(packed: bytes, reason: str) -> None:
+def test_invalid_packed_values_are_refused(packed: bytes, reason: str) -> None:
     with pytest.raises(FormatError, match=f"rank_extra: .*{reason}"):
         unpack(packed)
 

@@ -36,7 +36,7 @@ def test_check_value_of_the_algorithm() -> None:
 
 
 @given(st.binary(max_size=50), st.binary(max_size=50))
-def test_crcs_go_on_and_combine(left: bytes, right: bytes) -> None:
+def test_crcs_continue_and_combine(left: bytes, right: bytes) -> None:
     expected = slow_crc(left + right)
     assert digests.crc(right, digests.crc(left)) == expected
     assert digests.combine(digests.crc(left), digests.crc(right), len(right)) == expected
@@ -69,7 +69,7 @@ def test_block_count(nbytes: int, count: int) -> None:
 
 
 @given(st.binary(max_size=100), st.data())
-def test_the_digest_does_not_depend_on_who_wrote_what(stored: bytes, draw: st.DataObject) -> None:
+def test_digests_do_not_depend_on_the_writers(stored: bytes, draw: st.DataObject) -> None:
     cuts = sorted(draw.draw(st.sets(st.integers(0, len(stored)))) | {0, len(stored)})
     found = [
         piece
@@ -85,7 +85,7 @@ def test_the_digest_does_not_depend_on_who_wrote_what(stored: bytes, draw: st.Da
     assert digests.deserialize(digests.serialize(enumerate(found))) == list(enumerate(found))
 
 
-def test_blocks_covered_in_part_are_named() -> None:
+def test_partly_covered_blocks_are_named() -> None:
     stored = bytes(range(40))
     found = [
         *digests.block_crcs(
@@ -117,12 +117,12 @@ def test_overlaps_are_refused() -> None:
         BlockCrc(0, 4, 2, 1),
     ],
 )
-def test_pieces_outside_their_block_are_refused(piece: BlockCrc) -> None:
+def test_parts_outside_their_block_are_refused(piece: BlockCrc) -> None:
     with pytest.raises(IntegrityError, match="expected a range within block"):
         digests.combine_blocks([piece], nbytes=40, block_nbytes=BLOCK)
 
 
-def test_cut_off_packed_digests_are_refused() -> None:
+def test_truncated_digests_are_refused() -> None:
     packed = digests.serialize([(0, BlockCrc(0, 0, 1, 2**64 - 1))])
     assert len(packed) == 40
     with pytest.raises(FormatError, match="got 39 bytes, expected a multiple of 40"):

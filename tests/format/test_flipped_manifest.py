@@ -77,7 +77,7 @@ def values(folder: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_no_byte_of_it_can_turn_and_give_other_values(folder: Path, mask: int) -> None:
+def test_any_flipped_byte_is_refused(folder: Path, mask: int) -> None:
     """Neither a load nor a look at the folder goes through."""
     file = folder / names.MANIFEST
     target, body = {"weight": torch.zeros(2, 3)}, file.read_bytes()
@@ -108,7 +108,7 @@ def outcome(act: Any) -> Any:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_verify_tells_it_as_a_problem(
+def test_verify_reports_a_flipped_manifest(
     folder: Path, deep: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turn(folder, '"lr": 0.125', '"lr": 0.925')
@@ -121,7 +121,7 @@ def test_verify_tells_it_as_a_problem(
     assert (told["ok"], told["problems"]) == (False, list(report.problems))
 
 
-def test_a_restore_passes_over_it_and_list_says_why(
+def test_restore_skips_a_flipped_manifest_and_list_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (3, 4):
@@ -149,7 +149,7 @@ def test_a_restore_passes_over_it_and_list_says_why(
     )
 
 
-def test_a_save_of_its_name_renames_it(folder: Path) -> None:
+def test_a_save_renames_a_folder_with_a_flipped_manifest(folder: Path) -> None:
     turn(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     uc.save(folder, model={"w": torch.ones(3)}, step=42, options=OPTIONS)
@@ -161,7 +161,7 @@ def test_a_save_of_its_name_renames_it(folder: Path) -> None:
 # a digit of the major version
 
 
-def test_a_version_that_has_turned_is_damage_and_no_newer_format(
+def test_a_flipped_version_is_damage_not_a_newer_format(
     folder: Path, other: Path, good: Path
 ) -> None:
     turn(folder, '"format_version": "1.', '"format_version": "3.')
@@ -174,7 +174,7 @@ def test_a_version_that_has_turned_is_damage_and_no_newer_format(
 # repair
 
 
-def test_repair_puts_the_good_one_back(folder: Path, other: Path, good: Path) -> None:
+def test_repair_restores_the_manifest_of_a_copy(folder: Path, other: Path, good: Path) -> None:
     turn(folder)
     report = uc.repair(folder, [other])
     assert (report.ok, report.repaired) == (True, (names.MANIFEST,))
@@ -183,7 +183,7 @@ def test_repair_puts_the_good_one_back(folder: Path, other: Path, good: Path) ->
     assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
 
 
-def test_repair_takes_none_that_has_turned(folder: Path, other: Path, good: Path) -> None:
+def test_repair_refuses_a_flipped_manifest_of_a_copy(folder: Path, other: Path, good: Path) -> None:
     (folder / names.MANIFEST).unlink()
     turn(other)
     with pytest.raises(uc.IncompleteError, match=TURNED):
@@ -233,7 +233,7 @@ def load_on_two(root: Path, **options: Any) -> list[uc.LoadReport | BaseExceptio
     return try_ranks(2, act)
 
 
-def test_machines_read_by_the_manifest_of_a_copy(tmp_path: Path) -> None:
+def test_nodes_load_with_the_manifest_of_a_replica(tmp_path: Path) -> None:
     save_on_two(tmp_path, copies=2)
     turn(folder_of(tmp_path, 1))
     reports = fine(load_on_two(tmp_path))
@@ -242,13 +242,13 @@ def test_machines_read_by_the_manifest_of_a_copy(tmp_path: Path) -> None:
         raise uc.IntegrityError("; ".join(note for report in reports for note in report.notes))
 
 
-def test_machines_without_a_copy_are_told_what_is_damaged(tmp_path: Path) -> None:
+def test_nodes_without_a_replica_report_the_damage(tmp_path: Path) -> None:
     save_on_two(tmp_path, copies=1)
     turn(folder_of(tmp_path, 1))
     same_error(load_on_two(tmp_path), uc.IncompleteError, TURNED)
 
 
-def test_verify_tells_it_of_a_copy_for_another_machine(tmp_path: Path) -> None:
+def test_verify_reports_a_flipped_manifest_of_a_replica(tmp_path: Path) -> None:
     save_on_two(tmp_path, copies=2)
     turn(folder_of(tmp_path, 0) / names.replica_name(1))
     (problem,) = uc.verify(folder_of(tmp_path, 0)).problems
@@ -273,7 +273,7 @@ UNKNOWN = r"digests\.safetensors: got digests 'crc64nvmf' of 1048576 bytes, expe
 
 
 @pytest.mark.parametrize("how", ["read", "full"])
-def test_digests_of_an_unknown_kind_do_not_turn_proof_off(folder: Path, how: str) -> None:
+def test_digests_of_an_unknown_kind_fail_a_verified_load(folder: Path, how: str) -> None:
     edit_manifest(folder, unknown_digests)
     model, _ = fresh()
     before = model.weight.clone()
@@ -283,7 +283,7 @@ def test_digests_of_an_unknown_kind_do_not_turn_proof_off(folder: Path, how: str
     assert "41" in values(folder, verify="off")
 
 
-def test_deep_verify_tells_digests_of_an_unknown_kind(folder: Path) -> None:
+def test_deep_verify_reports_digests_of_an_unknown_kind(folder: Path) -> None:
     edit_manifest(folder, unknown_digests)
     assert uc.verify(folder).ok
     (problem,) = uc.verify(folder, deep=True).problems
@@ -291,7 +291,7 @@ def test_deep_verify_tells_digests_of_an_unknown_kind(folder: Path) -> None:
         raise uc.FormatError(problem)
 
 
-def test_machines_with_digests_of_an_unknown_kind(tmp_path: Path) -> None:
+def test_nodes_with_digests_of_an_unknown_kind(tmp_path: Path) -> None:
     save_on_two(tmp_path, copies=1)
     for machine in (0, 1):
         edit_manifest(folder_of(tmp_path, machine), unknown_digests)
@@ -302,7 +302,7 @@ def test_machines_with_digests_of_an_unknown_kind(tmp_path: Path) -> None:
     fine(load_on_two(tmp_path, verify="off"))
 
 
-def test_a_load_and_a_deep_verify_without_digests_say_so(folder: Path) -> None:
+def test_load_and_deep_verify_report_missing_digests(folder: Path) -> None:
     edit_manifest(folder, no_digests)
     assert (
         uc.verify(folder, deep=True)
@@ -327,7 +327,7 @@ def test_a_load_and_a_deep_verify_without_digests_say_so(folder: Path) -> None:
         )
 
 
-def test_a_plain_model_folder_loads_as_ever(folder: Path, tmp_path: Path) -> None:
+def test_a_plain_model_folder_loads(folder: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
     shutil.copy(folder / "model.safetensors", plain)

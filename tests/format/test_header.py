@@ -130,7 +130,7 @@ def test_names_are_ordered_as_their_utf8_bytes() -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"format": "pt"}, {}])
-def test_a_header_as_it_is_written_is_parsed_without_json(
+def test_a_canonical_header_is_parsed_without_json(
     metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In less than half of the time: of each machine's folder that a rank reads from, it parses the
@@ -153,7 +153,7 @@ def outcome(stored: bytes) -> object:
     ("names", "reason"),
     [(b"ww", "got key 'w' twice"), (b"_w", "header: __metadata__ is not an object")],
 )
-def test_names_that_the_short_way_must_not_take(names: bytes, reason: str) -> None:
+def test_names_that_the_canonical_parser_must_refuse(names: bytes, reason: str) -> None:
     """In a file that is right in all else."""
     found = [b"__metadata__" if one == b"_"[0] else b"w" for one in names]
     items = [b'"%b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % name for name in found]
@@ -163,7 +163,7 @@ def test_names_that_the_short_way_must_not_take(names: bytes, reason: str) -> No
 
 @given(st.data())
 @settings(max_examples=300)
-def test_the_short_way_says_what_the_long_way_says(data: st.DataObject) -> None:
+def test_both_parsers_agree(data: st.DataObject) -> None:
     """Of headers as they are written, with some bytes changed."""
     names = st.lists(
         st.text(st.sampled_from('ab"\\,}é\n'), max_size=3) | st.just("__metadata__ "),
@@ -236,12 +236,12 @@ def test_many_tensors_of_one_shape() -> None:
         ([("w" * 100_000_000, "F32", (1,))], "expected at most 100000000; divide"),
     ],
 )
-def test_refuses_to_write_what_no_reader_takes(items: Items, reason: str) -> None:
+def test_invalid_headers_are_not_written(items: Items, reason: str) -> None:
     with pytest.raises(FormatError, match=reason):
         encode_header(items)
 
 
-def test_no_order_for_an_unknown_dtype() -> None:
+def test_file_order_refuses_an_unknown_dtype() -> None:
     with pytest.raises(FormatError, match="dtype: got 'F33'"):
         file_order([("w", "F33", (1,))])
 
@@ -260,7 +260,7 @@ def test_no_order_for_an_unknown_dtype() -> None:
         ((3).to_bytes(8, "little") + b"{}", "length of 3 bytes in a file of 10"),
     ],
 )
-def test_refuses_a_header_of_impossible_length(stored: bytes, reason: str) -> None:
+def test_impossible_header_lengths_are_refused(stored: bytes, reason: str) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: .*{reason}"):
         header_nbytes(stored[:8], file_size=len(stored), file=FILE)
     with pytest.raises(FormatError, match=f"{FILE}: .*{reason}"):
@@ -271,7 +271,7 @@ def test_header_nbytes_counts_the_prefix() -> None:
     assert header_nbytes(raw(b"{}")[:8], file_size=10, file=FILE) == 10
 
 
-def test_refuses_a_head_that_was_read_in_part() -> None:
+def test_an_incompletely_read_header_is_refused() -> None:
     with pytest.raises(FormatError, match="header: got 9 bytes, expected 10"):
         parse_header(raw(b"{}")[:9], file_size=10, file=FILE)
 
@@ -340,7 +340,7 @@ NOT_VALID = [
 
 
 @pytest.mark.parametrize(("header", "reason"), NOT_VALID)
-def test_every_way_to_be_wrong(header: object, reason: str) -> None:
+def test_every_invalid_header_is_refused(header: object, reason: str) -> None:
     stored = raw(header, 8)
     with pytest.raises(FormatError, match=f"{FILE}: .*{reason}"):
         parse(stored)
@@ -348,7 +348,7 @@ def test_every_way_to_be_wrong(header: object, reason: str) -> None:
         deserialize(stored)
 
 
-def test_a_truncated_file_is_damaged_and_says_by_how_much() -> None:
+def test_a_truncated_file_is_an_integrity_error() -> None:
     whole = raw(one(), 8)
     with pytest.raises(
         IntegrityError,
@@ -362,7 +362,7 @@ def test_a_file_with_bytes_of_no_tensor_is_refused() -> None:
         parse(raw(one(), 10))
 
 
-def test_takes_what_other_writers_write() -> None:
+def test_headers_of_other_writers_are_parsed() -> None:
     header = {
         "b": {"dtype": "U8", "shape": [1], "data_offsets": [8, 9], "more": 1},
         **one(),

@@ -12,7 +12,7 @@ from unified_ckpt.format.index import Index, check_file_name, encode_index, pars
 FILE = "model.safetensors.index.json"
 
 
-def test_equals_what_transformers_writes() -> None:
+def test_index_equals_that_of_transformers() -> None:
     weight_map = {
         "b": "model-00002-of-00002.safetensors",
         "a": "model-00001-of-00002.safetensors",
@@ -33,7 +33,7 @@ def test_equals_what_transformers_writes() -> None:
         st.text(st.characters(codec="utf-8")), st.sampled_from(["a.safetensors", "b.safetensors"])
     ),
 )
-def test_gives_back_what_was_written(total_size: int, weight_map: dict[str, str]) -> None:
+def test_round_trip(total_size: int, weight_map: dict[str, str]) -> None:
     assert parse_index(
         encode_index(total_size=total_size, weight_map=weight_map), file=FILE
     ) == Index(total_size, weight_map)
@@ -69,19 +69,19 @@ def test_the_total_size_of_other_writers_may_be_a_float() -> None:
 
 
 @pytest.mark.parametrize("encoded", [b"", b"{", b"\xff", b"[" * 100_000])
-def test_refuses_what_is_not_json(encoded: bytes) -> None:
+def test_text_that_is_not_json_is_refused(encoded: bytes) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: not valid JSON"):
         parse_index(encoded, file=FILE)
 
 
 @pytest.mark.parametrize("encoded", [b"[]", b"{}", b'{"weight_map": []}', b"null"])
-def test_refuses_an_index_without_weight_map(encoded: bytes) -> None:
+def test_an_index_without_weight_map_is_refused(encoded: bytes) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: got no weight_map"):
         parse_index(encoded, file=FILE)
 
 
 @pytest.mark.parametrize("value", [1, None, ["a"], {}])
-def test_refuses_files_that_are_no_strings(value: object) -> None:
+def test_files_that_are_not_strings_are_refused(value: object) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: tensor 'w': got file"):
         parse_index(json.dumps({"weight_map": {"w": value}}).encode(), file=FILE)
 
@@ -89,7 +89,7 @@ def test_refuses_files_that_are_no_strings(value: object) -> None:
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "/etc/passwd", "../x", "a/b", "a\\b", "C:x", "a\0b"]
 )
-def test_refuses_files_outside_the_folder(name: str) -> None:
+def test_files_outside_the_folder_are_refused(name: str) -> None:
     with pytest.raises(FormatError, match="leads out of the folder"):
         check_file_name(name)
     with pytest.raises(FormatError, match=f"{FILE}: file name .* leads out of the folder"):

@@ -29,13 +29,13 @@ def test_a_key_that_occurs_twice_is_refused(body: bytes, constants: bool) -> Non
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff", b"\xef\xbb\xbf{}", b"[" * 100_000, b"1" * 5000]
 )
-def test_what_is_no_json_is_refused(body: bytes) -> None:
+def test_invalid_json_is_refused(body: bytes) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: not valid JSON"):
         parse_json(body, file=FILE, constants=True)
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999", b"-1e999"])
-def test_numbers_that_json_lacks_are_for_other_writers(number: bytes) -> None:
+def test_nan_and_infinity_need_constants(number: bytes) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: not valid JSON"):
         parse_json(b"[" + number + b"]", file=FILE)
     assert isinstance(parse_json(b"[" + number + b"]", file=FILE, constants=True)[0], float)
@@ -52,7 +52,7 @@ def test_values_are_those_of_json() -> None:
     assert parse_json(body, file=FILE) == json.loads(body)
 
 
-def test_configs_and_rename_rules_are_parsed_so(tmp_path: Path) -> None:
+def test_configs_and_rename_rules_use_this_parser(tmp_path: Path) -> None:
     body = b'{"rules": [], "rules": []}'
     (tmp_path / "config.json").write_bytes(body)
     with pytest.raises(FormatError, match=r"config.json: got key 'rules' twice"):
@@ -61,7 +61,7 @@ def test_configs_and_rename_rules_are_parsed_so(tmp_path: Path) -> None:
         parse_renames(body, file="rules.json")
 
 
-def test_nothing_else_parses_the_json_of_files() -> None:
+def test_no_other_module_parses_json_files() -> None:
     """What ranks tell each other is JSON too, and is no file's."""
     found = [
         str(path.relative_to(ROOT))

@@ -24,6 +24,7 @@ from unified_ckpt.format.manifest import (
     Part,
     RankExtraFile,
     encode_manifest,
+    has_valid_crc,
     parse_manifest,
 )
 
@@ -93,7 +94,7 @@ def changed(path: str, value: Any) -> bytes:
     return sealed(tree)
 
 
-def test_gives_back_what_was_written() -> None:
+def test_round_trip() -> None:
     written = manifest()
     found = parse_manifest(encode_manifest(written), file=FILE)
     assert found == written
@@ -102,7 +103,7 @@ def test_gives_back_what_was_written() -> None:
     assert decode(found.extra, {}) == {"best": math.inf, "milestones": {3: 1}}
 
 
-def test_gives_back_the_smallest() -> None:
+def test_the_smallest_manifest_round_trips() -> None:
     written = Manifest(save_id="a", created="2026-01-31T12:00:00Z", world_size=1, parts={})
     assert parse_manifest(encode_manifest(written), file=FILE) == written
     assert written.files() == []
@@ -128,7 +129,7 @@ def test_names_every_file_once() -> None:
         manifest(extra_file=NamedFile(file="model.safetensors", nbytes=1, header_crc=CRC, crc=CRC))
 
 
-def test_people_can_read_it_line_by_line() -> None:
+def test_each_field_is_on_a_line() -> None:
     lines = encode_manifest(manifest()).decode().splitlines()
     assert lines[1] == '"format_version": "1.0",'
     assert len(lines) == 2 + len(Manifest.model_fields) + 1
@@ -138,7 +139,7 @@ def test_people_can_read_it_line_by_line() -> None:
 @pytest.mark.parametrize(
     "path", ["new", "parts/model/new", "parts/model/files/model.safetensors/new", "digests/new"]
 )
-def test_unknown_fields_pass_within_the_major_version(path: str) -> None:
+def test_unknown_fields_of_the_major_version_are_ignored(path: str) -> None:
     stored = json.loads(changed(path, {"a": 1}))
     stored["format_version"] = "1.7"
     found = parse_manifest(sealed(stored), file=FILE)
@@ -161,7 +162,7 @@ def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
     "version",
     [None, 1, 1.0, "", "1", "1.", ".1", "a.b", "1.0.0", "-1.0", "²1.0", "1." + "9" * 5000],
 )
-def test_versions_that_are_none(version: Any) -> None:
+def test_invalid_versions_are_refused(version: Any) -> None:
     with pytest.raises(
         FormatError, match=rf"{FILE}: got format_version .*expected a version like '1\.0'"
     ):
@@ -171,13 +172,13 @@ def test_versions_that_are_none(version: Any) -> None:
 @pytest.mark.parametrize(
     "encoded", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": NaN}', b'{"a": Infinity}']
 )
-def test_refuses_what_is_not_json(encoded: bytes) -> None:
+def test_text_that_is_not_json_is_refused(encoded: bytes) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: not valid JSON"):
         parse_manifest(encoded, file=FILE)
 
 
 @pytest.mark.parametrize("encoded", [b"[]", b"null", b"3"])
-def test_refuses_what_is_no_object(encoded: bytes) -> None:
+def test_json_that_is_not_an_object_is_refused(encoded: bytes) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: got a JSON .*expected an object"):
         parse_manifest(encoded, file=FILE)
 
@@ -286,6 +287,18 @@ def test_a_manifest_without_its_own_crc_is_refused() -> None:
         parse_manifest(json.dumps(fields).encode(), file=FILE)
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"format_version": "2.0"}, {"format_version": None}, {"world_size": -1}]
+)
+def test_has_valid_crc_accepts_any_undamaged_manifest(fields: dict[str, object]) -> None:
+    """What a manifest says does not matter: an undamaged one belongs to a checkpoint."""
+    body = sealed({**json.loads(encode_manifest(manifest())), **fields})
+    assert has_valid_crc(body)
+    assert not has_valid_crc(body.replace(b'"save_id"', b'"save_ie"'))
+    assert not has_valid_crc(body[:-4])
+    assert not has_valid_crc(b"[]")
+
+
 @pytest.mark.parametrize("path", ["save_id", "parts/model/files", "extra/best"])
 def test_a_key_that_occurs_twice_is_refused(path: str) -> None:
     """RFC 8259 leaves open which of the two counts."""
@@ -297,14 +310,14 @@ def test_a_key_that_occurs_twice_is_refused(path: str) -> None:
         parse_manifest(body, file=FILE)
 
 
-def test_many_errors_are_cut_short() -> None:
+def test_many_errors_are_truncated() -> None:
     bad = {f"f{number}": {"nbytes": -1, "header_crc": CRC} for number in range(100)}
     with pytest.raises(FormatError, match=r"and 95 more$"):
         parse_manifest(changed("parts/model/files", bad), file=FILE)
 
 
 @pytest.mark.parametrize("tree", [math.nan, (1, object()), {"a": b"x"}])
-def test_trees_that_no_codec_wrote_are_refused(tree: Any) -> None:
+def test_trees_that_are_not_json_are_refused(tree: Any) -> None:
     with pytest.raises(FormatError, match="a value cannot be stored as JSON"):
         encode_manifest(manifest(extra=tree))
 

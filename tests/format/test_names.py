@@ -17,7 +17,7 @@ from unified_ckpt.format import names
         (".hidden", True, ".hidden-before-3"),
     ],
 )
-def test_before_name_is_visible_and_no_step(name: str, is_file: bool, renamed: str) -> None:
+def test_backup_name_is_visible_and_not_a_step(name: str, is_file: bool, renamed: str) -> None:
     assert names.backup_name(name, 3, is_file=is_file) == renamed
     assert names.is_backup(renamed)
     assert not names.is_backup(name)
@@ -42,13 +42,13 @@ def test_part_names(part: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["", "a-b", "a/b", "..", "a.b", "é", "a b", "x\n", "a" * 65])
-def test_part_names_that_are_no_file_stem_are_refused(part: str) -> None:
+def test_invalid_part_names_are_refused(part: str) -> None:
     with pytest.raises(FormatError, match="expected 1 to 64 ASCII"):
         names.check_part_name(part)
 
 
 @pytest.mark.parametrize("part", ["extra", "rank_extra", "digests"])
-def test_part_names_of_our_own_files_are_refused(part: str) -> None:
+def test_reserved_part_names_are_refused(part: str) -> None:
     with pytest.raises(FormatError, match="reserved for a file"):
         names.check_part_name(part)
 
@@ -66,7 +66,7 @@ def test_siblings_never_look_like_checkpoints() -> None:
     ]
 
 
-def test_what_is_being_removed_is_a_folder_under_construction_to_others() -> None:
+def test_a_trash_name_is_a_staging_name() -> None:
     removed = names.trash_name("checkpoint-10", "a1")
     assert (removed, names.is_staging(removed), names.is_trash(removed)) == (
         ".unified-trash_a1-checkpoint-10",
@@ -82,7 +82,7 @@ def test_a_replaced_folder_belongs_to_one_name() -> None:
     assert not names.is_replaced(names.replaced_name("checkpoint-10", "a1"), "checkpoint-1")
 
 
-def test_a_folder_under_construction_belongs_to_one_name() -> None:
+def test_a_staging_folder_belongs_to_one_name() -> None:
     staging = names.staging_name("ema-checkpoint-1", "a1")
     assert [
         names.is_staging_of(staging, name) for name in ("ema-checkpoint-1", "checkpoint-1", "1")

@@ -31,7 +31,7 @@ def stored(draw: st.DrawFn) -> tuple[list[dict[str, str]], dict[str, list[str]],
 
 
 @given(stored())
-def test_every_unit_is_on_as_many_machines_as_wanted(
+def test_every_unit_is_on_enough_nodes(
     drawn: tuple[list[dict[str, str]], dict[str, list[str]], int],
 ) -> None:
     holdings, units_of, copies = drawn
@@ -58,14 +58,14 @@ def test_every_unit_is_on_as_many_machines_as_wanted(
     assert all(len(on) >= copies for on in where.values())
 
 
-def test_fragments_go_around_a_ring() -> None:
+def test_shards_are_copied_around_a_ring() -> None:
     holdings = [{"a": f"a{i}", "b": f"b{i}", "whole": "whole"} for i in range(4)]
     units = {name: [name] for holding in holdings for name in holding.values()}
     for i, order in enumerate(place_replicas(holdings, units, copies=3)):
         assert order == {(i - 1) % 4: ["a", "b"], (i - 2) % 4: ["a", "b"]}
 
 
-def test_of_two_that_have_the_same_one_gives_it() -> None:
+def test_of_two_holders_one_is_the_source() -> None:
     """Shards inside pairs of machines, the pairs replicas of each other."""
     holdings = [{f"file-{n}": f"{i % 2}/{n}" for n in range(64)} for i in range(4)]
     units = {name: [name] for holding in holdings for name in holding.values()}

@@ -24,7 +24,7 @@ BORDERS = st.lists(st.integers(1, 5000), min_size=0, max_size=12, unique=True)
 
 
 @given(MACHINES, BORDERS, st.integers(1, 1500), st.data())
-def test_a_block_has_one_machine(
+def test_a_block_is_written_by_one_node(
     machines: list[int], borders: list[int], block: int, data: st.DataObject
 ) -> None:
     """A file of 5,000 bytes, its stretches owned by any ranks, each written in any chunks."""
@@ -52,7 +52,7 @@ def test_a_block_has_one_machine(
         assert len({machines[writer] for writer in writers}) == 1
 
 
-def test_a_block_that_one_rank_fills_goes_to_nobody() -> None:
+def test_a_block_that_one_rank_fills_is_not_sent() -> None:
     volume = WriteAlignment((0, 1, 2, 3), 100)
     pieces = list(volume.split_by_writer("f", 250, 1150, exclusive_range=(250, 1150), rank=3))
     assert (300, 1100, 3) in pieces
@@ -63,7 +63,7 @@ def test_a_block_that_one_rank_fills_goes_to_nobody() -> None:
     )
 
 
-def test_kinds() -> None:
+def test_alignment_of_file_system_types() -> None:
     assert list(
         WriteAlignment((0, 1), ANY_BYTE).split_by_writer(
             "f", 3, 17, exclusive_range=(3, 17), rank=1
@@ -85,7 +85,7 @@ def test_kinds() -> None:
     assert alignment_nbytes(["unknown"]) == WHOLE_FILES
 
 
-def test_a_rank_sends_to_few_others() -> None:
+def test_a_rank_sends_to_few_ranks() -> None:
     """However many machines there are, and however many blocks: so many connections at most."""
     volume = WriteAlignment(tuple(rank // 8 for rank in range(16_384)), 1 << 20)
     writers = {
@@ -98,7 +98,7 @@ def test_a_rank_sends_to_few_others() -> None:
     assert len(writers) <= _MAX_WRITERS
 
 
-def test_ranks_of_a_machine_take_turns() -> None:
+def test_ranks_of_a_node_take_turns() -> None:
     volume = WriteAlignment((0, 0, 0, 0, 1, 1, 1, 1), 10)
     found = {
         (rank, w)
@@ -114,6 +114,6 @@ def test_ranks_of_a_machine_take_turns() -> None:
 @pytest.mark.parametrize(
     ("path", "kind"), [("/proc", "proc"), ("/dev/shm", "tmpfs"), ("/proc/self/fd", "proc")]
 )
-def test_the_kernel_says_what_a_file_system_is(path: str, kind: str) -> None:
+def test_file_system_type_comes_from_the_kernel(path: str, kind: str) -> None:
     assert file_system_type(path) == kind
     assert file_system_type("/nowhere/at/all") == file_system_type("/")

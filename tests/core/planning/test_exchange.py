@@ -63,7 +63,7 @@ def everybody(exchange: Exchange) -> dict[int, RankIO]:
 
 @given(worlds(), st.sampled_from([64 * 1024, 100 * 1024, 1 << 20]), st.booleans())
 @settings(max_examples=150)
-def test_every_byte_has_one_mover_and_tiles_agree(
+def test_every_byte_has_one_io_rank_and_tiles_agree(
     world: World, tile_nbytes: int, every: bool
 ) -> None:
     exchange = exchange_of(world.rows, world.holders, every=every, tile_nbytes=tile_nbytes)
@@ -93,9 +93,7 @@ def test_every_byte_has_one_mover_and_tiles_agree(
 
 @given(worlds(), st.sampled_from([64 * 1024, 1 << 20]))
 @settings(max_examples=100)
-def test_movers_put_together_the_bytes_of_the_global_tensors(
-    world: World, tile_nbytes: int
-) -> None:
+def test_tiles_assemble_the_global_tensors(world: World, tile_nbytes: int) -> None:
     arrays = world.arrays()
     found = everybody(exchange_of(world.rows, world.holders, tile_nbytes=tile_nbytes))
     parts = {
@@ -141,7 +139,7 @@ def sent(rows: Sequence[TensorDecl], found: dict[int, RankIO], rank: int) -> dic
 
 @given(worlds())
 @settings(max_examples=60)
-def test_a_rank_sends_at_most_its_own_bytes_and_only_within_its_copy(world: World) -> None:
+def test_a_rank_sends_its_own_bytes_within_its_replica(world: World) -> None:
     found = everybody(exchange_of(world.rows, world.holders))
     for rank, one in found.items():
         for n, count in sent(world.rows, found, rank).items():
@@ -167,19 +165,19 @@ def test_a_rank_sends_at_most_its_own_bytes_and_only_within_its_copy(world: Worl
     ids=["fsdp", "hsdp", "fsdp over tp", "strided", "padded", "ddp"],
 )
 @pytest.mark.parametrize("rows", [128, 131])
-def test_dim_0_cuts_need_no_communication(cuts: tuple[ShardDim, ...], rows: int) -> None:
+def test_dim_0_sharding_needs_no_exchange(cuts: tuple[ShardDim, ...], rows: int) -> None:
     found = everybody(exchange_of([row((rows, 128), *cuts)], range(8)))
     assert all(one.io_tiles == one.member_tiles == () for one in found.values())
     assert sum(e.stop - e.start for one in found.values() for e in one.extents) == rows * 128 * 4
 
 
-def test_long_inner_runs_need_no_communication() -> None:
+def test_long_inner_runs_need_no_exchange() -> None:
     found = everybody(exchange_of([row((6, 4, 16 * 1024), ShardDim(1, 4, 1))], range(4)))
     assert all(one.io_tiles == one.member_tiles == () for one in found.values())
     assert all(len(one.extents) == 6 for one in found.values())
 
 
-def test_an_inner_dim_is_exchanged_among_one_copy() -> None:
+def test_an_inner_dim_is_exchanged_within_a_replica() -> None:
     found = everybody(exchange_of([row((64, 1024), ShardDim(1, 4, 1))], range(8)))
     for rank, one in found.items():
         (tile,) = one.io_tiles
@@ -191,7 +189,7 @@ def test_an_inner_dim_is_exchanged_among_one_copy() -> None:
         )
 
 
-def test_a_two_dim_cut_is_exchanged_among_the_ranks_of_the_same_rows() -> None:
+def test_2d_sharding_is_exchanged_among_ranks_of_the_same_rows() -> None:
     found = everybody(
         exchange_of([row((64, 1024), ShardDim(1, 2, 1), ShardDim(0, 4, 2))], range(8))
     )
@@ -199,7 +197,7 @@ def test_a_two_dim_cut_is_exchanged_among_the_ranks_of_the_same_rows() -> None:
         assert {tile.members for tile in one.io_tiles} == {(rank // 2 * 2, rank // 2 * 2 + 1)}
 
 
-def test_small_rows_go_through_the_tile_of_their_mover() -> None:
+def test_small_tensors_go_through_the_tile_of_their_io_rank() -> None:
     rows = [
         row((8, 3), ShardDim(1, 2, 1), fqn="a"),
         row((5,), fqn="b", dtype="U8"),
@@ -220,21 +218,21 @@ def test_small_rows_go_through_the_tile_of_their_mover() -> None:
     assert last.ranges[0].stop == 4
 
 
-def test_many_tiles_are_as_full_as_whole_lines_allow() -> None:
+def test_tiles_are_as_full_as_whole_slabs_allow() -> None:
     exchange = exchange_of([row((1000, 1024), ShardDim(1, 2, 1))], (0, 1), tile_nbytes=64 * 1024)
     made = list(plan_tiles(exchange, 0))
     assert [sum(p.slab_count for p in tile.ranges) for tile in made[:-1]] == [16] * (len(made) - 1)
     assert [p.first_local_slab for tile in made for p in tile.ranges] == list(range(0, 500, 16))
 
 
-def test_a_line_longer_than_the_tile_asked_for_still_fits() -> None:
+def test_a_slab_longer_than_the_requested_tile_fits() -> None:
     rows = [row((2, 8, 16_000), ShardDim(2, 4, 1)), row((3, 100_000), ShardDim(1, 8, 1), fqn="x")]
     exchange = exchange_of(rows, range(8), tile_nbytes=64 * 1024)
     assert exchange.tile_nbytes >= largest_slab(exchange.assignment) == 400_000
     assert_moved_once(rows, everybody(exchange))
 
 
-def test_for_a_load_all_that_want_a_line_are_parties() -> None:
+def test_at_a_load_all_ranks_of_a_slab_are_members() -> None:
     found = everybody(exchange_of([row((64, 1024), ShardDim(1, 4, 1))], range(8), every=True))
     assert all(tile.members == tuple(range(8)) for one in found.values() for tile in one.io_tiles)
     found = everybody(exchange_of([row((64, 1024), ShardDim(0, 4, 1))], range(8), every=True))

@@ -30,9 +30,7 @@ def splits(sizes: list[int], count: int) -> list[list[range]]:
 
 
 @given(SIZES, BOUND)
-def test_every_tensor_is_in_one_file_in_order_and_the_bound_holds(
-    sizes: list[int], bound: int
-) -> None:
+def test_each_tensor_is_in_one_file_within_the_limit(sizes: list[int], bound: int) -> None:
     files = split_files(sizes, max_file_bytes=bound)
     assert [i for file in files for i in file] == list(range(len(sizes)))
     assert all(len(file) for file in files)
@@ -42,12 +40,12 @@ def test_every_tensor_is_in_one_file_in_order_and_the_bound_holds(
 
 
 @given(SIZES, BOUND)
-def test_as_many_files_as_counted(sizes: list[int], bound: int) -> None:
+def test_split_files_returns_count_files_files(sizes: list[int], bound: int) -> None:
     assert len(split_files(sizes, max_file_bytes=bound)) == count_files(sizes, max_file_bytes=bound)
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), BOUND)
-def test_as_few_and_as_level_as_the_order_allows(sizes: list[int], bound: int) -> None:
+def test_files_are_as_few_and_as_even_as_the_order_allows(sizes: list[int], bound: int) -> None:
     files = split_files(sizes, max_file_bytes=bound)
     assert not any(
         within(sizes, f, bound) for count in range(1, len(files)) for f in splits(sizes, count)
@@ -56,12 +54,12 @@ def test_as_few_and_as_level_as_the_order_allows(sizes: list[int], bound: int) -
     assert max(totals(sizes, files)) == best
 
 
-def test_a_tensor_over_the_bound_has_a_file_of_its_own() -> None:
+def test_a_tensor_over_the_limit_has_a_file_of_its_own() -> None:
     assert split_files([3, 100, 3, 3], max_file_bytes=10) == [range(1), range(1, 2), range(2, 4)]
     assert split_files([100, 100], max_file_bytes=10) == [range(1), range(1, 2)]
 
 
-def test_files_are_level_where_filling_in_order_is_not() -> None:
+def test_files_are_more_even_than_filling_in_order() -> None:
     assert split_files([4] * 6, max_file_bytes=20) == [range(3), range(3, 6)]
 
 

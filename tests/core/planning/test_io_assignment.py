@@ -27,7 +27,7 @@ def poured(loads: Sequence[int], total: int) -> list[int]:
 
 
 @given(LOADS, st.integers(0, 60))
-def test_fill_levels_pours_water(loads: list[int], total: int) -> None:
+def test_water_fill_raises_the_lowest_loads(loads: list[int], total: int) -> None:
     parts = water_fill(loads, total)
     assert sum(parts) == total
     assert min(parts) >= 0
@@ -36,7 +36,7 @@ def test_fill_levels_pours_water(loads: list[int], total: int) -> None:
 
 
 @given(LOADS, st.integers(0, 10**15))
-def test_fill_levels_is_exact_at_any_size(loads: list[int], total: int) -> None:
+def test_water_fill_is_exact_at_any_size(loads: list[int], total: int) -> None:
     loads = [load * 10**13 for load in loads]
     parts = water_fill(loads, total)
     ends = [a + b for a, b in zip(loads, parts, strict=True)]
@@ -60,9 +60,7 @@ def by_rank(
 
 
 @given(worlds(), st.sets(st.integers(0, 3)))
-def test_segments_of_all_movers_tile_the_large_and_the_sparse_rows(
-    world: World, sparse: set[int]
-) -> None:
+def test_assigned_ranges_tile_large_and_sparse_tensors(world: World, sparse: set[int]) -> None:
     sparse = {n for n in sparse if n < len(world.rows) and world.rows[n].spec.nbytes}
     division = assign_io(world.rows, holders=world.holders, fixed_nbytes={}, sparse=sparse)
     found: dict[int, list[tuple[int, int]]] = {}
@@ -167,7 +165,7 @@ def lower_bound(
 
 @pytest.mark.parametrize("vocab", [4096, 4099])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loads_are_level(layout: str, vocab: int) -> None:
+def test_loads_are_balanced(layout: str, vocab: int) -> None:
     cuts, world = LAYOUTS[layout]
     rows, holders = decoder(cuts, vocab=vocab), tuple(range(world))
     fixed = {0: 60_000, world - 1: 20_000}
@@ -208,13 +206,13 @@ OVERLAP = {
 
 
 @pytest.mark.parametrize("case", OVERLAP)
-def test_what_overlapping_ranks_share_is_level(case: str) -> None:
+def test_loads_of_overlapping_participants_are_balanced(case: str) -> None:
     world, *rows = OVERLAP[case]
     check_level(World(rows, tuple(range(world))), {})
 
 
 @given(worlds(), st.dictionaries(st.integers(0, 3), st.integers(0, 10**6)))
-def test_no_division_has_a_lower_peak(world: World, fixed: dict[int, int]) -> None:
+def test_no_assignment_has_a_lower_peak(world: World, fixed: dict[int, int]) -> None:
     if len(world.holders) <= 8:  # the oracle looks at all sets of ranks
         check_level(world, {rank: n for rank, n in fixed.items() if rank in world.holders})
 
@@ -234,7 +232,7 @@ def check_level(world: World, fixed: Mapping[int, int]) -> None:
     )
 
 
-def test_a_rank_with_more_to_do_gets_less_of_what_is_shared() -> None:
+def test_a_rank_with_fixed_bytes_gets_less() -> None:
     rows = [row((1024, 1024), fqn="a"), row((1024, 1024), fqn="b")]
     division = assign_io(rows, holders=(0, 1, 2, 3), fixed_nbytes={2: 6 << 20}, sparse=())
     loads = by_rank(division, (0, 1, 2, 3), {2: 6 << 20})
@@ -242,7 +240,7 @@ def test_a_rank_with_more_to_do_gets_less_of_what_is_shared() -> None:
     assert max(loads[r] for r in (0, 1, 3)) - min(loads[r] for r in (0, 1, 3)) <= 4
 
 
-def test_what_few_share_is_shared_first_so_that_the_others_make_up_for_it() -> None:
+def test_classes_with_few_participants_are_divided_first() -> None:
     uneven = row((5, 1 << 16), ShardDim(0, 4, 1), fqn="a")  # parts of 2, 2, 1 and 0 rows
     division = assign_io(
         [uneven, row((3, 1 << 16), fqn="b")], holders=(0, 1, 2, 3), fixed_nbytes={}, sparse=()
@@ -250,7 +248,7 @@ def test_what_few_share_is_shared_first_so_that_the_others_make_up_for_it() -> N
     assert set(by_rank(division, (0, 1, 2, 3), {}).values()) == {2 << 18}
 
 
-def test_borders_of_large_shares_fall_on_coarse_multiples() -> None:
+def test_borders_of_large_ranges_are_coarse() -> None:
     rows = [row((1001, 50_000), fqn="a"), row((999, 33_333), fqn="b")]
     division = assign_io(rows, holders=(0, 1, 2), fixed_nbytes={}, sparse=())
     for rank in range(3):
@@ -261,7 +259,7 @@ def test_borders_of_large_shares_fall_on_coarse_multiples() -> None:
     assert max(loads.values()) <= 1.01 * min(loads.values())
 
 
-def test_lines_are_never_broken() -> None:
+def test_slabs_are_never_split() -> None:
     division = assign_io(
         [row((3, 1 << 15), ShardDim(1, 4, 1))], holders=(0, 1, 2, 3), fixed_nbytes={}, sparse=()
     )
@@ -275,21 +273,21 @@ def test_lines_are_never_broken() -> None:
     assert sum(len(moves) for moves in lines.values()) == 3
 
 
-def test_a_rank_outside_a_listed_mesh_moves_nothing_of_it() -> None:
+def test_a_rank_outside_a_listed_mesh_is_assigned_nothing() -> None:
     rows = [row((256, 256), ShardDim(0, 2, 1), ranks=(3, 1))]
     division = assign_io(rows, holders=(1, 2, 3), fixed_nbytes={}, sparse=())
     assert list(division.assigned_to(2, exchanged_only=False)) == []
     assert [m.segment.start for m in division.assigned_to(3, exchanged_only=False)] == [0]
 
 
-def test_only_what_is_exchanged_may_be_asked_for() -> None:
+def test_assigned_to_can_return_exchanged_ranges_only() -> None:
     rows = [row((64, 1024), fqn="a"), row((64, 1024), ShardDim(1, 4, 1), fqn="b")]
     division = assign_io(rows, holders=range(4), fixed_nbytes={}, sparse=())
     assert {m.decl_index for m in division.assigned_to(1, exchanged_only=True)} == {1}
     assert {m.decl_index for m in division.assigned_to(1, exchanged_only=False)} == {0, 1}
 
 
-def test_moves_follow_each_other() -> None:
+def test_assigned_ranges_are_consecutive() -> None:
     division = assign_io(
         [row((64, 1024), fqn=f"w{i}") for i in range(9)],
         holders=range(4),

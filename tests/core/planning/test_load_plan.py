@@ -111,7 +111,7 @@ def machines(draw: st.DrawFn) -> tuple[World, tuple[int, ...]]:
 
 @given(machines(), st.sampled_from([1.0, 1.25, 2.0, 8.0]))
 @settings(max_examples=120)
-def test_every_wanted_byte_is_delivered_once(
+def test_every_needed_byte_is_delivered_once(
     case: tuple[World, tuple[int, ...]], max_over_read: float
 ) -> None:
     world, holders = case
@@ -131,7 +131,7 @@ def test_over_read_is_bounded(case: tuple[World, tuple[int, ...]], max_over_read
         assert wanted <= read <= max_over_read * wanted, one
 
 
-def test_ranks_that_want_everything_read_everything_once() -> None:
+def test_replicated_tensors_are_read_once() -> None:
     rows = [
         row((64, 1024), ShardDim(1, 4, 1), fqn="a"),
         row((512, 64), ShardDim(0, 8, 1), fqn="b"),
@@ -149,7 +149,7 @@ def test_ranks_that_want_everything_read_everything_once() -> None:
     assert all(not p.sparse for p in plans.values())
 
 
-def test_a_dim_0_slice_is_read_by_the_machine_that_wants_it_and_not_more() -> None:
+def test_a_node_reads_only_the_dim_0_slice_it_needs() -> None:
     one = row((512, 64), ShardDim(0, 8, 1))
     plans = everybody([one], (2, 3))
     assert [(e.start, e.stop, e.local_offset) for e in plans[2].rank_io.extents] == [
@@ -161,7 +161,7 @@ def test_a_dim_0_slice_is_read_by_the_machine_that_wants_it_and_not_more() -> No
     assert all(p.rank_io.io_tiles == () and not p.sparse for p in plans.values())
 
 
-def test_replicas_of_one_slice_read_half_of_it_each() -> None:
+def test_two_replicas_of_a_slice_read_half_each() -> None:
     plans = everybody([row((512, 64), ShardDim(0, 4, 1))], (1, 5))
     assert read_nbytes(plans, 0) == 512 * 64
     assert [
@@ -170,7 +170,7 @@ def test_replicas_of_one_slice_read_half_of_it_each() -> None:
     assert all(t.members == (1, 5) for p in plans.values() for t in p.rank_io.member_tiles)
 
 
-def test_a_machine_that_wants_few_columns_reads_only_these() -> None:
+def test_a_node_that_needs_few_columns_reads_only_these() -> None:
     one = row((64, 1024), ShardDim(1, 8, 1))
     plans = everybody([one], (3,))
     assert plans[3].rank_io.io_tiles == ()
@@ -179,7 +179,7 @@ def test_a_machine_that_wants_few_columns_reads_only_these() -> None:
     ]
 
 
-def test_a_machine_that_wants_most_columns_reads_whole_lines() -> None:
+def test_a_node_that_needs_most_columns_reads_whole_slabs() -> None:
     one = row((64, 1024), ShardDim(1, 8, 1))
     plans = everybody([one], range(7))
     assert read_nbytes(plans, 0) == one.spec.nbytes
@@ -189,7 +189,7 @@ def test_a_machine_that_wants_most_columns_reads_whole_lines() -> None:
     )
 
 
-def test_one_rank_with_part_of_each_line_reads_whole_lines_through_a_tile() -> None:
+def test_one_rank_with_partial_slabs_reads_them_through_a_tile() -> None:
     one, array = (
         row((64, 1024), ShardDim(1, 2, 1)),
         np.arange(64 * 1024, dtype="<u4").reshape(64, 1024),
@@ -198,13 +198,13 @@ def test_one_rank_with_part_of_each_line_reads_whole_lines_through_a_tile() -> N
         check_delivery([one], [array], everybody([one], (rank,), max_over_read=2.0))
 
 
-def test_replicas_of_columns_read_them_once() -> None:
+def test_replicas_of_columns_read_each_slab_once() -> None:
     one = row((64, 1024), ShardDim(1, 8, 1))
     plans = everybody([one], (3, 11))
     assert read_nbytes(plans, 0) == wanted_nbytes(one, (3, 11)) == 64 * 128 * 4
 
 
-def test_a_small_tensor_of_which_little_is_wanted_is_not_read_whole() -> None:
+def test_a_small_tensor_of_which_little_is_needed_is_sparse() -> None:
     one = row((8, 1000), ShardDim(0, 8, 1))
     plans = everybody([one], (5,))
     assert [(e.start, e.stop, e.local_offset) for e in plans[5].rank_io.extents] == [
@@ -212,7 +212,7 @@ def test_a_small_tensor_of_which_little_is_wanted_is_not_read_whole() -> None:
     ]
 
 
-def test_rows_keep_their_numbers_when_some_are_sparse() -> None:
+def test_declarations_keep_their_indices_beside_sparse_ones() -> None:
     rows = [
         row((64, 1024), ShardDim(1, 8, 1), fqn="a"),
         row((512, 64), ShardDim(0, 8, 1), fqn="b"),
@@ -232,7 +232,7 @@ def test_nothing_is_read_of_an_empty_tensor(shape: tuple[int, ...]) -> None:
     assert read_nbytes(everybody([one], (0, 1)), 0) == 0
 
 
-def test_nothing_wanted_nothing_read() -> None:
+def test_no_declarations_read_nothing() -> None:
     uneven = row((3, 20_000), ShardDim(0, 4, 1))  # rank 3 has no rows
     assert read_nbytes(everybody([uneven], (3,)), 0) == 0
     small = row((3, 2), ShardDim(0, 4, 1))

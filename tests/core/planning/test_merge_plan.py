@@ -30,7 +30,7 @@ def states(draw: st.DrawFn) -> tuple[dict[Key, int], dict[Key, dict[int, int]]]:
 
 
 @given(states(), st.integers(1, 200), st.integers(1, 4), st.data())
-def test_every_byte_is_written_once_by_one_machine_of_its_file(
+def test_every_byte_is_written_once_by_the_node_of_its_file(
     state: tuple[dict[Key, int], dict[Key, dict[int, int]]],
     max_file_bytes: int,
     count: int,
@@ -78,7 +78,7 @@ def test_every_byte_is_written_once_by_one_machine_of_its_file(
     assert ends == sizes
 
 
-def test_what_a_machine_has_whole_it_writes_and_the_rest_where_most_lies() -> None:
+def test_a_node_writes_what_it_has_whole() -> None:
     sizes = {("model", name): 100 for name in "abcd"}
     amounts = {"a": {0: 100}, "b": {1: 100}, "c": {0: 60, 1: 40}, "d": {0: 49, 1: 51}}
     held = {("model", name): of for name, of in amounts.items()}
@@ -90,7 +90,7 @@ def test_what_a_machine_has_whole_it_writes_and_the_rest_where_most_lies() -> No
     ] == [2, 1, 1], "a and b are apart"
 
 
-def test_what_all_have_is_shared_out_evenly() -> None:
+def test_tensors_of_all_nodes_are_divided_evenly() -> None:
     sizes = {("model", f"{i:02}"): 10 for i in range(12)}
     files = plan_merge(
         sizes,
@@ -101,7 +101,7 @@ def test_what_all_have_is_shared_out_evenly() -> None:
     assert sorted(file.node for file in files) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
-def test_ranks_of_a_machine_share_its_bytes_evenly() -> None:
+def test_ranks_of_a_node_share_its_bytes_evenly() -> None:
     files = [MergedFile("model", 1, 1, (("model", "a"), ("model", "b")), 0)]
     sizes = {("model", "a"): 1600, ("model", "b"): 800}
     loads = [

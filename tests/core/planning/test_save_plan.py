@@ -33,7 +33,7 @@ def plans(
 
 
 @given(worlds(max_rows=8), st.integers(1, 400_000))
-def test_each_row_is_in_one_file_of_its_part(world: World, bound: int) -> None:
+def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> None:
     files = plan_files(world.rows, holders=world.holders, max_file_bytes=bound)
     assert sorted(n for file in files for n in file.decl_indices) == list(range(len(world.rows)))
     for file in files:
@@ -76,7 +76,7 @@ def test_every_byte_is_written_once(world: World, bound: int) -> None:
             )
 
 
-def test_who_writes_headers_writes_less_of_the_rest() -> None:
+def test_writers_of_headers_write_fewer_other_bytes() -> None:
     rows = [row((1024, 1024))]
     files = [FilePlan("model", 0, (0,), 1)]
     found = plans(rows, (0, 1, 2, 3), files, {0: 1 << 20})
@@ -96,7 +96,7 @@ def test_small_tensors_count_as_load_too() -> None:
     assert abs(loads[0] + 1000 - loads[1]) <= 8
 
 
-def test_a_tile_is_pages_and_holds_the_longest_line() -> None:
+def test_a_tile_is_whole_pages_and_holds_the_longest_slab() -> None:
     assert (
         plan_writes(
             [row((4,))],
@@ -153,7 +153,7 @@ def size(moves: RankIO) -> int:
 
 
 @pytest.mark.parametrize("tp", [1, 8])
-def test_one_ranks_plan_is_the_same_size_in_any_world(tp: int) -> None:
+def test_a_ranks_plan_has_the_same_size_in_any_world(tp: int) -> None:
     sizes = {}
     for world in (64, 512, 4096):
         rows, holders = llama_405b(world // tp, tp), tuple(range(world))
@@ -169,7 +169,7 @@ def test_one_ranks_plan_is_the_same_size_in_any_world(tp: int) -> None:
     assert sizes[4096] <= 3 * rows_held
 
 
-def test_planning_looks_at_each_row_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_visits_each_declaration_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     counted, real = 0, IOAssignment.assigned_to
 
     def counting(self: IOAssignment, rank: int, *, exchanged_only: bool) -> Iterator[AssignedRange]:
@@ -191,7 +191,7 @@ def test_planning_looks_at_each_row_a_few_times(monkeypatch: pytest.MonkeyPatch)
     assert counted <= 4 * len(rows)
 
 
-def test_replicas_share_a_model_between_them() -> None:
+def test_replicas_divide_a_model() -> None:
     sizes = {}
     for world in (8, 64, 512):
         rows = llama_405b(1, 1)

@@ -24,23 +24,23 @@ def how(one: TensorDecl) -> tuple[tuple[int, ...], int, int, bool]:
     return found.outer.sharded_dims(), found.outer_ndim, found.slab_nbytes, found.exchanged
 
 
-def test_a_whole_copy_is_shared_at_any_element() -> None:
+def test_a_replicated_tensor_is_divided_at_any_element() -> None:
     assert how(row((512, 512))) == ((), 2, 4, False)
 
 
-def test_a_leading_dim_is_moved_alone_however_short_its_runs() -> None:
+def test_a_leading_dim_is_never_exchanged() -> None:
     assert how(row((4096, 16), ShardDim(0, 4096, 1))) == ((0,), 2, 4, False)
     assert how(row((1, 4096, 16), ShardDim(1, 4096, 1))) == ((1,), 3, 4, False), (
         "dims of one before it do not count"
     )
 
 
-def test_short_runs_of_an_inner_dim_are_exchanged_by_lines() -> None:
+def test_short_runs_of_an_inner_dim_are_exchanged_by_slabs() -> None:
     assert how(row((4096, 4096), ShardDim(1, 8, 1))) == ((), 1, 4096 * 4, True)
     assert how(row((2, 512, 64), ShardDim(2, 4, 1), dtype="BF16")) == ((), 2, 64 * 2, True)
 
 
-def test_long_runs_of_an_inner_dim_are_moved_alone() -> None:
+def test_long_runs_of_an_inner_dim_are_not_exchanged() -> None:
     assert how(row((4, 8, SMALL_NBYTES // 4), ShardDim(1, 8, 1))) == ((1,), 3, 4, False)
     assert how(row((4, 8, SMALL_NBYTES // 4 - 1), ShardDim(1, 8, 1))) == (
         (),
@@ -50,11 +50,11 @@ def test_long_runs_of_an_inner_dim_are_moved_alone() -> None:
     )
 
 
-def test_only_the_inner_of_two_cut_dims_is_exchanged() -> None:
+def test_only_the_inner_of_two_sharded_dims_is_exchanged() -> None:
     assert how(row((4096, 4096), ShardDim(1, 8, 1), ShardDim(0, 4, 8))) == ((0,), 1, 4096 * 4, True)
 
 
-def test_the_shortest_run_of_an_uneven_cut_decides() -> None:
+def test_the_shortest_run_of_an_uneven_split_decides() -> None:
     run = SMALL_NBYTES // 4
     assert how(row((3, 8, run), ShardDim(1, 8, 1)))[3] is False
     assert how(row((3, 2, run // 2, 3), ShardDim(1, 2, 1)))[3] is False
@@ -63,7 +63,7 @@ def test_the_shortest_run_of_an_uneven_cut_decides() -> None:
 
 
 @given(worlds(max_rows=1))
-def test_segments_are_the_bytes_of_the_outer_part(world: World) -> None:
+def test_segments_are_the_bytes_of_the_outer_shard(world: World) -> None:
     (one,), (array,) = world.rows, world.arrays()
     found, raw = choose_grain(one.spec, one.sharding), array.tobytes()
     assert found.slab_nbytes % itemsize(one.spec.dtype) == 0
@@ -85,7 +85,7 @@ def test_segments_are_the_bytes_of_the_outer_part(world: World) -> None:
 
 
 @given(worlds(max_rows=1))
-def test_lines_of_a_copy_are_put_together_from_inner_boxes(world: World) -> None:
+def test_slab_boxes_assemble_the_slabs_of_a_replica(world: World) -> None:
     (one,) = world.rows
     found, shape = choose_grain(one.spec, one.sharding), one.spec.shape
     if not prod(shape):
@@ -112,7 +112,7 @@ def test_lines_of_a_copy_are_put_together_from_inner_boxes(world: World) -> None
         assert (lines == 1).all()
 
 
-def test_inner_boxes_of_an_interleaved_dim() -> None:
+def test_slab_boxes_of_an_interleaved_dim() -> None:
     sharding = Sharding((ShardDim(1, 2, 1, 2),))
     assert slab_boxes((4, 8), sharding, (1,), 1) == (
         (Box((2,), (2,)), Box((0,), (2,))),

@@ -63,7 +63,7 @@ def test_a_scalar_is_one_element() -> None:
     assert list(runs(full_box(()), (), local=full_box(()), local_shape=())) == [(0, 0, 1)]
 
 
-def test_inside() -> None:
+def test_is_inside() -> None:
     assert is_inside(Box((1, 2), (3, 0)), (4, 2))
     assert not is_inside(Box((1, 2), (3, 1)), (4, 2))
     assert not is_inside(Box((-1,), (1,)), (4,))
@@ -144,9 +144,7 @@ def test_chunk_is_that_of_torch(length: int, count: int) -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())
-def test_boxes_between_are_the_elements_between_in_order(
-    shape: list[int], data: st.DataObject
-) -> None:
+def test_range_to_boxes_yields_the_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     total = prod(shape)
     first = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(first, total))

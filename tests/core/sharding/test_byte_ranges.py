@@ -14,7 +14,7 @@ RANGES = st.dictionaries(
 )
 
 
-def test_neighbours_join_up_to_the_gap() -> None:
+def test_coalesce_merges_ranges_up_to_the_gap() -> None:
     assert coalesce({"a": (0, 4), "b": (6, 8), "c": (11, 12)}, gap=2) == [
         (0, 8, ["a", "b"]),
         (11, 12, ["c"]),
@@ -24,9 +24,7 @@ def test_neighbours_join_up_to_the_gap() -> None:
 
 
 @given(RANGES, st.integers(0, 10))
-def test_each_range_lies_in_the_one_that_names_it(
-    ranges: dict[int, tuple[int, int]], gap: int
-) -> None:
+def test_coalesced_ranges_contain_their_keys(ranges: dict[int, tuple[int, int]], gap: int) -> None:
     found = coalesce(ranges, gap=gap)
     assert sorted(key for _, _, keys in found for key in keys) == sorted(ranges)
     for start, stop, keys in found:

@@ -26,9 +26,7 @@ TP = ShardDim(0, 2, 1, name="tp")
 
 @given(worlds(), st.integers())
 @settings(max_examples=60)
-def test_a_table_survives_the_wire_and_equal_tables_are_equal_bytes(
-    world: World, seed: int
-) -> None:
+def test_tables_round_trip_and_equal_tables_are_equal_bytes(world: World, seed: int) -> None:
     shuffled = list(world.rows)
     random.Random(seed).shuffle(shuffled)
     told = encode_table(shuffled)
@@ -37,7 +35,7 @@ def test_a_table_survives_the_wire_and_equal_tables_are_equal_bytes(
     assert encode_table(decode_table(told)) == told
 
 
-def test_each_rule_is_written_once() -> None:
+def test_each_sharding_is_encoded_once() -> None:
     rows = [
         row((8, 8), ShardDim(0, 2048, 1), fqn=f"layers.{i}.w", ranks=range(2048)) for i in range(50)
     ]
@@ -46,7 +44,7 @@ def test_each_rule_is_written_once() -> None:
     assert len(encode_table(rows)) < len(encode_table(rows[:1])) + 50 * 60
 
 
-def test_details_of_cuts_survive() -> None:
+def test_all_fields_of_a_sharding_round_trip() -> None:
     rows = [
         row(
             (9, 4),
@@ -60,14 +58,14 @@ def test_details_of_cuts_survive() -> None:
     assert [cut.name for cut in back.sharding.shard_dims] == ["tp", "dp"]
 
 
-def test_a_table_of_nothing() -> None:
+def test_an_empty_table_round_trips() -> None:
     assert decode_table(encode_table([])) == []
 
 
 # groups
 
 
-def test_pipeline_stages_are_groups_and_tied_weights_are_one_of_their_own() -> None:
+def test_pipeline_stages_and_tied_weights_are_groups() -> None:
     first = [row((4,), fqn="embed"), row((4,), fqn="layers.0")]
     last = [row((4,), fqn="layers.1"), row((4,), fqn="embed")]
     groups = group_tables({"a": first, "b": last}, {"a": [0, 1], "b": [2, 3]})
@@ -78,7 +76,7 @@ def test_pipeline_stages_are_groups_and_tied_weights_are_one_of_their_own() -> N
     ]
 
 
-def test_experts_spread_over_ranks_are_groups() -> None:
+def test_experts_on_different_ranks_are_groups() -> None:
     tables = {f"t{i}": [row((4,), fqn="norm"), row((4,), fqn=f"experts.{i}")] for i in range(4)}
     groups = group_tables(tables, {f"t{i}": [i, i + 4] for i in range(4)})
     assert [(g.table_ids, [r.fqn for r in g.decls]) for g in groups] == [
@@ -90,7 +88,7 @@ def test_experts_spread_over_ranks_are_groups() -> None:
     ]
 
 
-def test_rows_of_a_group_are_sorted_by_part_and_name() -> None:
+def test_declarations_of_a_group_are_sorted() -> None:
     rows = [row((2,), fqn="b"), row((2,), fqn="a/exp_avg", part="optimizer"), row((2,), fqn="a")]
     (group,) = group_tables({"t": rows}, {"t": [0]})
     assert [r.key for r in group.decls] == [
@@ -123,7 +121,7 @@ def test_groups_do_not_depend_on_order_or_on_table_ids(
             assert set(group.table_ids) == {t for t, rows in tables.items() if one in rows}
 
 
-def test_one_name_under_two_rules_is_in_two_groups() -> None:
+def test_one_name_with_two_shardings_is_in_two_groups() -> None:
     whole, cut = row((4, 2)), row((4, 2), TP)
     groups = group_tables(
         {"a": [whole], "b": [cut], "c": [whole]}, {"a": [0], "b": [1, 2], "c": [3]}
@@ -134,7 +132,7 @@ def test_one_name_under_two_rules_is_in_two_groups() -> None:
 # claims that contradict each other
 
 
-def test_two_shapes_or_dtypes_are_a_mismatch_and_all_are_listed() -> None:
+def test_differing_specs_are_all_listed() -> None:
     here = [row((4, 2), fqn="a"), row((4,), fqn="b"), row((1,), fqn="c")]
     there = [row((5, 2), fqn="a"), row((4,), fqn="b", dtype="BF16"), row((1,), fqn="c")]
     with pytest.raises(MismatchError, match=r"ranks disagree on shapes or dtypes \(2\)") as caught:
@@ -149,7 +147,7 @@ def test_two_shapes_or_dtypes_are_a_mismatch_and_all_are_listed() -> None:
     assert all(text in str(caught.value) for text in caught.value.wrong)
 
 
-def test_two_rules_are_an_unequal_overlap() -> None:
+def test_differing_shardings_are_refused() -> None:
     tables = {"x": [row((4, 2), TP, fqn="a")], "y": [row((4, 2), fqn="a")]}
     with pytest.raises(
         LayoutError,
@@ -158,13 +156,13 @@ def test_two_rules_are_an_unequal_overlap() -> None:
         check_consistent(tables, {"x": [4, 5], "y": [0]})
 
 
-def test_the_name_of_a_mesh_dim_is_no_part_of_a_rule() -> None:
+def test_mesh_dim_names_do_not_distinguish_shardings() -> None:
     tables = {"x": [row((4, 2), TP)], "y": [row((4, 2), ShardDim(0, 2, 1, name="model"))]}
     check_consistent(tables, {"x": [0, 1], "y": [2, 3]})
     assert len(group_tables(tables, {"x": [0, 1], "y": [2, 3]})) == 1
 
 
-def test_long_lists_are_cut_and_counted() -> None:
+def test_long_lists_are_truncated_and_counted() -> None:
     tables = {
         "x": [row((4,), fqn=f"w{i:02}") for i in range(30)],
         "y": [row((5,), fqn=f"w{i:02}") for i in range(30)],
@@ -190,7 +188,7 @@ def test_a_subset_of_the_replicas_may_hold_a_tensor() -> None:
     complete([row((4, 4))], [3])
 
 
-def test_a_missing_coordinate_is_a_gap() -> None:
+def test_a_missing_shard_is_refused() -> None:
     rows = [row((4, 4), ShardDim(0, 2, 1, name="tp"), fqn="a"), row((4,), fqn="b")]
     with pytest.raises(
         LayoutError,
@@ -199,7 +197,7 @@ def test_a_missing_coordinate_is_a_gap() -> None:
         complete(rows, [0, 2])
 
 
-def test_a_copy_that_is_held_in_part_is_a_gap_even_beside_a_whole_one() -> None:
+def test_an_incomplete_replica_beside_a_complete_one_is_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"no rank holds the shard at \(1,\) of \(tp of 2\); ranks 0-2 declare"
     ):
@@ -220,11 +218,11 @@ def test_a_copy_that_is_held_in_part_is_a_gap_even_beside_a_whole_one() -> None:
         (range(0, 80, 2), ", ".join(map(str, range(0, 40, 2))) + ", and 20 more"),
     ],
 )
-def test_short(ranks: list[int], text: str) -> None:
+def test_format_ranks(ranks: list[int], text: str) -> None:
     assert format_ranks(ranks) == text
 
 
-def test_describe() -> None:
+def test_describe_sharding() -> None:
     assert describe_sharding(row((4,)).sharding) == "a whole copy on each rank"
     text = describe_sharding(
         row(

@@ -23,7 +23,7 @@ def test_the_mesh_is_row_major_in_the_order_given() -> None:
             assert cut.coordinates(int(positions[at])) == (at[axis],)
 
 
-def test_cuts_of_one_dim_nest_in_the_order_of_the_rule() -> None:
+def test_splits_of_one_dim_nest_in_the_order_of_the_rule() -> None:
     layout = Layout(
         mesh={"dp": 2, "tp": 2}, rules={"a": {"tp": 0, "dp": 0}, "b": {"dp": 0, "tp": 0}}
     )
@@ -51,12 +51,12 @@ def test_strided_sections() -> None:
     assert layout.shard_dims("*gate_up*", 3) == (ShardDim(1, 2, 1, 2),)
 
 
-def test_mesh_dims_of_one_cut_nothing() -> None:
+def test_mesh_dims_of_size_one_split_nothing() -> None:
     layout = Layout(mesh={"dp": 4, "tp": 1}, rules={"*": {"tp": 0, "dp": 1}})
     assert layout.shard_dims("*", 2) == (ShardDim(1, 4, 1),)
 
 
-def test_cuts_carry_the_name_of_their_mesh_dim() -> None:
+def test_splits_carry_the_name_of_their_mesh_dim() -> None:
     assert [
         cut.name for cut in Layout(mesh=MESH, rules={"*": {"tp": 0, "pp": 1}}).shard_dims("*", 2)
     ] == ["tp", "pp"]
@@ -100,12 +100,12 @@ def test_rules_name_dims_of_the_mesh() -> None:
 
 
 @pytest.mark.parametrize(("dim", "ndim"), [(2, 2), (-3, 2), (0, 0)])
-def test_rules_cut_dims_that_the_tensor_has(dim: int, ndim: int) -> None:
+def test_rules_split_dims_that_the_tensor_has(dim: int, ndim: int) -> None:
     with pytest.raises(LayoutError, match=rf"got dim {dim}, expected a dim of a {ndim}-d tensor"):
         Layout(mesh={"tp": 2}, rules={"*": {"tp": dim}}).shard_dims("*", ndim)
 
 
-def test_the_mesh_has_a_place_for_each_rank() -> None:
+def test_the_mesh_has_a_position_for_each_rank() -> None:
     Layout(mesh=MESH, rules={}).check_world(24)
     with pytest.raises(LayoutError, match=r"pp 2 x dp 3 x tp 4: got 24 positions, expected 16,"):
         Layout(mesh=MESH, rules={}).check_world(16)

@@ -61,7 +61,7 @@ def definition(array: Array, sharding: Sharding, position: int) -> Array:
 
 
 @given(worlds(max_rows=1))
-def test_parts_are_what_the_cuts_say(world: World) -> None:
+def test_shards_match_the_definition(world: World) -> None:
     (row,), (array,) = world.rows, world.arrays()
     for rank in world.holders:
         position = row.sharding.position(rank)
@@ -73,9 +73,7 @@ def test_parts_are_what_the_cuts_say(world: World) -> None:
 
 
 @given(worlds(max_rows=1), st.data())
-def test_a_corner_is_what_holders_of_the_whole_hold_of_it(
-    world: World, data: st.DataObject
-) -> None:
+def test_truncate_is_the_shard_of_a_smaller_tensor(world: World, data: st.DataObject) -> None:
     (row,), (array,) = world.rows, world.arrays()
     corner = tuple(data.draw(st.integers(0, n)) for n in array.shape)
     inner = array[tuple(slice(n) for n in corner)]
@@ -94,7 +92,7 @@ def test_a_corner_is_what_holders_of_the_whole_hold_of_it(
 
 
 @given(worlds(max_rows=1))
-def test_boxes_tile_the_local_tensor_and_copies_tile_the_global_one(world: World) -> None:
+def test_boxes_tile_local_tensors_and_replicas_the_global_one(world: World) -> None:
     row = world.rows[0]
     shape, sharding = row.spec.shape, row.sharding
     seen: dict[int, Array] = {}
@@ -114,7 +112,7 @@ def test_boxes_tile_the_local_tensor_and_copies_tile_the_global_one(world: World
 
 
 @given(st.integers(0, 30), st.integers(1, 5), st.integers(1, 5))
-def test_a_count_of_sections_is_torchs_strided_shard(
+def test_a_number_of_sections_is_torchs_strided_shard(
     length: int, size: int, split_factor: int
 ) -> None:
     tensor = torch.arange(length)
@@ -126,7 +124,7 @@ def test_a_count_of_sections_is_torchs_strided_shard(
         assert part_of(tensor.numpy(), sharding, rank).tolist() == theirs[rank].tolist()
 
 
-def test_sections_of_unequal_length_are_split_each_on_their_own() -> None:
+def test_sections_of_unequal_length_are_split_separately() -> None:
     qkv = np.concatenate([np.arange(8), 100 + np.arange(4), 200 + np.arange(4)])
     sharding = Sharding((ShardDim(0, 2, 1, (8, 4, 4)),))
     assert part_of(qkv, sharding, 0).tolist() == [0, 1, 2, 3, 100, 101, 200, 201]
@@ -134,12 +132,12 @@ def test_sections_of_unequal_length_are_split_each_on_their_own() -> None:
     assert sharding.intervals(0, 16, (0,)) == ((0, 4), (8, 10), (12, 14))
 
 
-def test_touching_intervals_are_one() -> None:
+def test_adjacent_intervals_are_merged() -> None:
     assert Sharding((ShardDim(0, 2, 1, 2),)).intervals(0, 3, (0,)) == ((0, 1), (2, 3))
     assert Sharding((ShardDim(0, 1, 1, 3),)).intervals(0, 9, (0,)) == ((0, 9),)
 
 
-def test_padded_parts_have_equal_length_but_for_the_last() -> None:
+def test_padded_shards_have_equal_length_except_the_last() -> None:
     sharding = Sharding((ShardDim(0, 4, 1, 1, 4),))
     assert [sharding.local_shape(r, (10, 3)) for r in range(4)] == [(4, 3), (4, 3), (2, 3), (0, 3)]
     assert [sharding.intervals(0, 10, (r,)) for r in range(4)] == [
@@ -156,7 +154,7 @@ def test_uneven_chunks_leave_ranks_empty() -> None:
     assert list(sharding.boxes(3, (5,))) == []
 
 
-def test_cuts_of_one_dim_nest_in_their_order() -> None:
+def test_splits_of_one_dim_nest_in_their_order() -> None:
     tensor = np.arange(8)
     tp_then_dp = Sharding(
         (ShardDim(0, 2, 1), ShardDim(0, 2, 2))
@@ -176,7 +174,7 @@ def test_cuts_of_one_dim_nest_in_their_order() -> None:
     ]
 
 
-def test_a_listed_mesh_has_the_ranks_that_it_lists() -> None:
+def test_a_listed_mesh_has_the_listed_ranks() -> None:
     sharding = Sharding(
         (ShardDim(0, 2, 2), ShardDim(1, 2, 1)), ranks=(0, 3, 1, 2)
     )  # mesh [[0, 3], [1, 2]]
@@ -188,7 +186,7 @@ def test_a_listed_mesh_has_the_ranks_that_it_lists() -> None:
     assert list(sharding.boxes(4, (4, 4))) == []
 
 
-def test_no_cuts_is_a_whole_copy_on_each_rank() -> None:
+def test_no_shard_dims_is_a_whole_copy_on_each_rank() -> None:
     sharding = Sharding()
     assert sharding.position(17) == 17
     assert sharding.local_shape(17, (3, 2)) == (3, 2)
@@ -206,7 +204,7 @@ def test_nbytes_count_memory() -> None:
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
-def test_missing_coordinates_are_those_of_a_copy_that_somebody_holds(
+def test_missing_coordinates_are_those_of_partly_held_replicas(
     sizes: list[int], data: st.DataObject
 ) -> None:
     strides = mesh_strides(sizes)
@@ -237,6 +235,6 @@ def test_missing_coordinates_of_a_listed_mesh() -> None:
 
 
 @pytest.mark.parametrize("world", [8, 4096])
-def test_a_part_costs_the_same_in_any_world(world: int) -> None:
+def test_a_shard_costs_the_same_in_any_world(world: int) -> None:
     sharding = Sharding((ShardDim(0, world, 1, 2),))
     assert len(list(sharding.boxes(world - 1, (4 * world, 16)))) == 2

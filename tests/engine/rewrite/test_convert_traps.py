@@ -33,7 +33,7 @@ def test_the_name_of_a_part_that_is_a_path_reaches_no_other_folder(tmp_path: Pat
     old = save_dcp(
         {"model": {"w": torch.zeros(3)}, "../kept/model": {"w": torch.zeros(3)}}, tmp_path / "old"
     )
-    with pytest.raises(uc.FormatError, match=r"part name '\.\./kept/model' is not valid"):
+    with pytest.raises(uc.FormatError, match=r"part name: got '\.\./kept/model', expected"):
         uc.convert(old, tmp_path / "new", to=to, parts=("model", "../kept/model"))
     assert uc.verify(tmp_path / "kept", deep=True).problems == ()
     assert sorted(os.listdir(tmp_path)) == ["kept", "old"]

@@ -189,13 +189,13 @@ def test_containers_keep_their_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "match"),
     [
-        ({"a": [object()]}, r"extra\.a\[0\]: found an object"),
-        ({"a": Counter}, r"extra\.a: found a type"),
+        ({"a": [object()]}, r"extra\.a\[0\]: got an object"),
+        ({"a": Counter}, r"extra\.a: got a type"),
         (
             {"a": Counter(None)},
             r"extra\.a: Counter\.state_dict\(\) returned None, expected the state",
         ),
-        ({"a": Counter({"x": [print]})}, r"extra\.a\.x\[0\]: found a builtin_function_or_method"),
+        ({"a": Counter({"x": [print]})}, r"extra\.a\.x\[0\]: got a builtin_function_or_method"),
         (
             {"a": type("Bad", (Counter,), {"state_dict": lambda self: 1 / 0})()},
             r"extra\.a: Bad\.state_dict\(\) raised ZeroDivisionError",

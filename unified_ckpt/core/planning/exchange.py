@@ -110,7 +110,7 @@ def plan_rank_io(exchange: Exchange, rank: int) -> RankIO:
     member_tiles = [tile for tile in io_tiles if rank in tile.members]
     for io_rank in sorted(_io_ranks_of(exchange, rank) - {rank}):
         member_tiles.extend(tile for tile in plan_tiles(exchange, io_rank) if rank in tile.members)
-    rank_count = max(exchange.holders) + 1
+    rank_count = max(exchange.holders, default=0) + 1
     member_tiles.sort(key=lambda tile: (tile.number, (tile.io_rank - rank) % rank_count))
     return RankIO(tuple(extents), io_tiles, tuple(member_tiles))
 

@@ -39,6 +39,7 @@ PAGES = [
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
 LAUNCH = {
+    "ls": ["ls"],
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
 }
@@ -117,6 +118,13 @@ class Block:
         """Its command lines: those after `$ `, or all of them."""
         lines = [line for line in self.body.splitlines() if line.strip()]
         return [line[2:] for line in lines if line.startswith("$ ")] or lines
+
+
+    @property
+    def outputs(self) -> list[tuple[str, str]]:
+        """Commands after `$ `, each with the output that the block shows below it."""
+        sessions = re.split(r"^\$ ", self.body, flags=re.MULTILINE)[1:]
+        return [(command, output) for command, _, output in (s.partition("\n") for s in sessions)]
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -483,6 +491,32 @@ def test_programs_and_commands_of_a_page_run(
             for command in block.commands:
                 if not is_benchmark(command):
                     run_command(command, block.where, monkeypatch)
+
+
+def test_readme_shows_real_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Line by line; only ids, dates, versions and seconds may differ."""
+    monkeypatch.chdir(tmp_path)
+    shown = [block for block in run_blocks(ROOT / "README.md") if block.outputs]
+    assert shown, "the README shows no output"
+    for block in run_blocks(ROOT / "README.md"):
+        if block.program is not None:
+            Path(block.program).write_text(block.body)
+    for command, expected in (pair for block in shown for pair in block.outputs):
+        program, *arguments = shlex.split(command)
+        if program == "unified-ckpt":
+            assert command_line.main(arguments) == 0
+            actual = capsys.readouterr().out
+        else:
+            actual = run([*LAUNCH[program], *arguments], tmp_path)
+        assert mask_varying(actual) == mask_varying(expected), command
+
+
+def mask_varying(text: str) -> list[str]:
+    """Lines without ids, dates, versions, folders and seconds; trailing blank lines dropped."""
+    text = re.sub(r"\b[0-9a-f]{16}\b|\d{4}-\d\d-\d\dT\S+|\d+(\.\d+)+\S*|/\S*/", "#", text)
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 @pytest.mark.parametrize(

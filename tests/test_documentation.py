@@ -514,8 +514,8 @@ def test_readme_shows_real_output(
 
 
 def mask_varying(text: str) -> list[str]:
-    """Lines without ids, dates, versions, folders and seconds; trailing blank lines dropped."""
-    text = re.sub(r"\b[0-9a-f]{16}\b|\d{4}-\d\d-\d\dT\S+|\d+(\.\d+)+\S*|/\S*/", "#", text)
+    """Lines without ids, dates, versions, parent folders and seconds; no trailing blank lines."""
+    text = re.sub(r"\b[0-9a-f]{16}\b|\d{4}-\d\d-\d\dT\S+|\d+(\.\d+)+\S*|\S*/", "#", text)
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

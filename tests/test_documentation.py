@@ -119,7 +119,6 @@ class Block:
         lines = [line for line in self.body.splitlines() if line.strip()]
         return [line[2:] for line in lines if line.startswith("$ ")] or lines
 
-
     @property
     def outputs(self) -> list[tuple[str, str]]:
         """Commands after `$ `, each with the output that the block shows below it."""

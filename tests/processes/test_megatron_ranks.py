@@ -1,4 +1,4 @@
-"""Files of four of Megatron-LM's ranks, gone on from and converted by two under FSDP2."""
+"""Files of four Megatron-LM ranks are resumed from and converted by two ranks under FSDP2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.processes.launch import torchrun
 
 
 @pytest.mark.slow
-def test_a_job_under_another_parallelism_goes_on(tmp_path: Path) -> None:
+def test_resume_under_other_parallelism(tmp_path: Path) -> None:
     job = Job(tp=2, pp=2, optimizer="flat")
     config = transformers.LlamaConfig(
         vocab_size=60,
@@ -27,7 +27,8 @@ def test_a_job_under_another_parallelism_goes_on(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "hub")
     torch.manual_seed(0)
     shapes = {
-        name: one.shape for name, one in transformers.LlamaForCausalLM(config).state_dict().items()
+        name: tensor.shape
+        for name, tensor in transformers.LlamaForCausalLM(config).state_dict().items()
     }
     hub = {
         key: {name: torch.randn(shape) for name, shape in shapes.items()}

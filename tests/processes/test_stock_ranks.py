@@ -1,6 +1,4 @@
-"""What stock frameworks checkpoint of sharded jobs: read here bit for bit, and refused where files
-are missing or hostile.
-"""
+"""Native sharded checkpoints are read bitwise; damaged and hostile ones are refused."""
 
 from __future__ import annotations
 
@@ -37,28 +35,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_each_is_read_as_it_was_in_memory(root: Path, name: str) -> None:
+def test_every_form_matches_memory(root: Path, name: str) -> None:
     folder, kind = FOLDERS[name]
     needed = torch.load(root / f"{name}.pt")
     with uc.open(root / folder) as source:
         assert source.format == kind
-        found = {key: view[...] for part in source.parts for key, view in source[part].items()}
-        assert found.keys() == needed.keys()
+        tensors = {key: view[...] for part in source.parts for key, view in source[part].items()}
+        assert tensors.keys() == needed.keys()
         assert all(
-            torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype
+            torch.equal(tensors[key], tensor) and tensors[key].dtype == tensor.dtype
             for key, tensor in needed.items()
         )
         named = [name for group in source.source.metadata().groups for name in group["names"]]
         assert sorted(named) == sorted({key.rpartition("/")[0] for key in needed if "/" in key})
 
 
-def test_random_states_and_plain_values_come_too(root: Path) -> None:
+def test_random_states_and_plain_values(root: Path) -> None:
     with uc.open(root / "sharded") as source:
         assert source.extra["scheduler"]["_step_count"] == 3
         assert [state["torch"].dtype for state in source.rank_extra] == [torch.uint8] * 2
-        told = torch.load(root / "sharded" / "random_states_1.pkl", weights_only=False)
-        assert torch.equal(source.rank_extra[1]["torch"], told["torch_manual_seed"])
-        assert source.rank_extra[1]["python"] == told["random_state"]
+        rng_state = torch.load(root / "sharded" / "random_states_1.pkl", weights_only=False)
+        assert torch.equal(source.rank_extra[1]["torch"], rng_state["torch_manual_seed"])
+        assert source.rank_extra[1]["python"] == rng_state["random_state"]
     with uc.open(root / "lightning.ckpt") as source:
         assert source.step == 2
         assert source.extra["hyper_parameters"]["lr"] == 0.01
@@ -79,14 +77,14 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("folder", "file", "text"), MISSING)
-def test_a_missing_file_is_told(
+def test_missing_file_is_named(
     root: Path, tmp_path: Path, folder: str, file: str, text: str
 ) -> None:
     shutil.copytree(root / folder, tmp_path / folder)
     os.remove(tmp_path / folder / file)
     model = {
-        name: torch.zeros_like(one)
-        for name, one in torch.load(root / f"{folder.removesuffix('.ckpt')}.pt").items()
+        name: torch.zeros_like(value)
+        for name, value in torch.load(root / f"{folder.removesuffix('.ckpt')}.pt").items()
         if "/" not in name
     }
     with pytest.raises((uc.IncompleteError, uc.MismatchError), match=text):
@@ -94,7 +92,7 @@ def test_a_missing_file_is_told(
     assert not any(tensor.any() for tensor in model.values())
 
 
-def test_shards_without_where_they_lie_are_refused(root: Path, tmp_path: Path) -> None:
+def test_shards_without_offsets_are_refused(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "hfdcp", tmp_path / "c")
     path = tmp_path / "c" / "shard-00002-model-00001-of-00002.safetensors"
     _edit_header(path, lambda metadata: metadata.pop("DCP_SHARDING_INFO"))
@@ -118,9 +116,9 @@ def test_shards_without_where_they_lie_are_refused(root: Path, tmp_path: Path) -
 def _edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     body = path.read_bytes()
     (nbytes,) = struct.unpack("<Q", body[:8])
-    told = json.loads(body[8 : 8 + nbytes])
-    change(told["__metadata__"])
-    head = json.dumps(told).encode()
+    header = json.loads(body[8 : 8 + nbytes])
+    change(header["__metadata__"])
+    head = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(head)) + head + body[8 + nbytes :])
 
 
@@ -142,7 +140,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("folder", "file"), HOSTILE)
-def test_hostile_pickles_are_refused_by_name_and_not_run(
+def test_hostile_pickles_are_refused_and_not_executed(
     root: Path, tmp_path: Path, folder: str, file: str
 ) -> None:
     shutil.copytree(root / folder, tmp_path / folder)

@@ -1,6 +1,4 @@
-"""Optimizer state that is no tensor, such as an int `step`: it comes with every format that has
-state by name.
-"""
+"""Non-tensor optimizer state, such as an int `step`, is kept by every format with state by name."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ def state(step: Any) -> dict[str, Any]:
     return {"state": {"w": {"step": step, "exp_avg": torch.ones(3)}}, "param_groups": groups}
 
 
-def save(told: dict[str, Any], path: Path) -> None:
+def save(state_dict: dict[str, Any], path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Saving without distributed", which is meant
-        dcp.save(told, checkpoint_id=str(path), no_dist=True)
+        dcp.save(state_dict, checkpoint_id=str(path), no_dist=True)
 
 
 def nested(root: Path) -> None:
@@ -68,10 +66,8 @@ def ranks(root: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [nested, flat, lightning, accelerate, ranks])
-def test_a_step_that_is_an_int_is_not_lost(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    """Symptom: read and converted with success, and the optimizer's next step fails with KeyError
-    'step'.
-    """
+def test_int_step_is_kept(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    """Bug: read and converted, then the optimizer's next step raised KeyError 'step'."""
     write(tmp_path / "c")
     uc.convert(tmp_path / "c", tmp_path / "ours")
     for path in (tmp_path / "c", tmp_path / "ours"):
@@ -83,20 +79,20 @@ def test_a_step_that_is_an_int_is_not_lost(tmp_path: Path, write: Callable[[Path
 
 def changed_steps(root: Path, step: Callable[[int], int]) -> None:
     for number, path in enumerate(sorted(root.glob("20/optimizer/*.pt"))):
-        told = torch.load(path)
-        for entry in told["state"].values():
+        content = torch.load(path)
+        for entry in content["state"].values():
             entry["step"] = step(number)
-        torch.save(told, path)
+        torch.save(content, path)
 
 
-def test_nanotron_s_step_that_is_an_int_is_not_lost(tmp_path: Path) -> None:
+def test_nanotron_int_step_is_kept(tmp_path: Path) -> None:
     write_nanotron(tmp_path)
     changed_steps(tmp_path, lambda _: 20)
     with uc.open(tmp_path) as source:
         assert source.source.metadata().scalars == {name: {"step": 20} for name in LAYERS}
 
 
-def test_ranks_whose_values_differ_are_refused(tmp_path: Path) -> None:
+def test_differing_ranks_are_refused(tmp_path: Path) -> None:
     ranks(tmp_path / "c")
     torch.save(state(6), tmp_path / "c" / "optimizer_0_rank1.bin")
     with pytest.raises(
@@ -110,7 +106,7 @@ def test_ranks_whose_values_differ_are_refused(tmp_path: Path) -> None:
         uc.open(tmp_path / "n")
 
 
-def test_an_optimizer_that_counts_in_ints_goes_on(tmp_path: Path) -> None:
+def test_optimizer_with_int_step_resumes(tmp_path: Path) -> None:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(4, 8)
@@ -125,13 +121,13 @@ def test_an_optimizer_that_counts_in_ints_goes_on(tmp_path: Path) -> None:
 
     model, optimizer = made()
     train(model, optimizer)
-    weights, told = get_state_dict(model, optimizer)
-    save({"model": weights, "optimizer": told}, tmp_path / "c")
+    weights, state = get_state_dict(model, optimizer)
+    save({"model": weights, "optimizer": state}, tmp_path / "c")
     train(model, optimizer)
     other, fresh = made()
     uc.load(tmp_path / "c", model=other, optimizer=fresh)
     train(other, fresh)
     assert all(
-        torch.equal(mine, theirs)
-        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True)
+        torch.equal(actual, expected)
+        for actual, expected in zip(other.parameters(), model.parameters(), strict=True)
     )

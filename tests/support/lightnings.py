@@ -1,6 +1,4 @@
-"""A small LightningModule and Trainers for it, with the callback and without: for tests in one
-process, and for workers.
-"""
+"""A small LightningModule and Trainers for it, with and without the callback."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ OPTIONS = uc.SaveOptions(fsync=False)
 
 
 class Net(pl.LightningModule):
-    """Dropout draws random numbers, running statistics and the metric `own` differ between ranks,
-    the scheduler has a state.
-    """
+    """Has dropout, running statistics, a metric that differs by rank, and a stateful scheduler."""
 
     def __init__(
         self,
@@ -65,8 +61,8 @@ class Net(pl.LightningModule):
                 fully_shard(layer, mesh=mesh["data_parallel"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(self.dropout(self.norm(self.up(x)).relu()))
-        return found
+        output: torch.Tensor = self.down(self.dropout(self.norm(self.up(x)).relu()))
+        return output
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         loss = (self(batch[0]) - batch[1]).square().mean()
@@ -120,8 +116,8 @@ def trainer(
     callbacks: Any = (),
     **arguments: Any,
 ) -> pl.Trainer:
-    """`checkpoints`: of a ModelCheckpoint that writes into `out`, None for no such."""
-    told = (
+    """Return a Trainer. `checkpoints`: arguments of a ModelCheckpoint in `out`, or None."""
+    checkpointing = (
         []
         if checkpoints is None
         else [ModelCheckpoint(**{"dirpath": str(out), "filename": "{step}", **checkpoints})]
@@ -131,14 +127,14 @@ def trainer(
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "enable_checkpointing": bool(told),
+        "enable_checkpointing": bool(checkpointing),
     }
     return pl.Trainer(
         default_root_dir=str(out),
         accelerator="cpu",
         **quiet,
         **{"max_epochs": 2, **arguments},
-        callbacks=[*told, *ours, *callbacks],
+        callbacks=[*checkpointing, *ours, *callbacks],
     )  # type: ignore[arg-type]
 
 
@@ -150,15 +146,15 @@ def fit(
     net: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Net:
-    """A fresh module, trained."""
+    """Train and return a fresh module."""
     torch.manual_seed(seed)
     module = Net(**(net or {}))
     trainer(out, **arguments).fit(module, ckpt_path=ckpt_path)
     return module
 
 
-def check_same(one: Net, whole: Net) -> None:
-    """One that was resumed has the last of the losses of another, and its weights."""
-    assert one.losses == whole.losses[len(whole.losses) - len(one.losses) :]
-    weights = whole.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in one.state_dict().items())
+def check_same(actual: Net, expected: Net) -> None:
+    """Check that a resumed module has the last losses and the weights of another."""
+    assert actual.losses == expected.losses[len(expected.losses) - len(actual.losses) :]
+    weights = expected.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in actual.state_dict().items())

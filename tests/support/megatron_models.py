@@ -1,4 +1,4 @@
-"""TODO: what tests of megatron share."""
+"""Megatron models and jobs that several tests share."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def new_model(kind: str, job: Job) -> Any:
         }
     if kind == "Qwen2":
         del config["head_dim"]
-    made = getattr(transformers, f"{kind}ForCausalLM")(
+    model = getattr(transformers, f"{kind}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**config)
     )
-    return made.eval()
+    return model.eval()
 
 
 def drawn(kind: str, job: Job, tmp_path: Path) -> tuple[Any, dict[str, Tensors]]:
-    """A model in bf16 and its training state in the hub's names: fp32 copies, moments."""
+    """A bf16 model and its training state under hub names: fp32 copies and moments."""
     torch.manual_seed(0)
     model = new_model(kind, job)
     for parameter in model.parameters():

@@ -1,8 +1,7 @@
-"""A writer of Megatron-LM's files that knows nothing of our reader: cuts a model of transformers up
-by the documented rules.
+"""Writes Megatron-LM's files by the documented rules; knows nothing of our reader.
 
-The model's state is drawn in Hugging Face's names; `write` gives what Megatron-LM saves of it under
-any parallelism.
+The model's state is drawn under Hugging Face names. `write` splits it as Megatron-LM saves it
+under any parallelism.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """`etp`: of experts, 1 or tp. `experts_as`: how a rank holds them. `optimizer`: none, by
-    groups, or flat. `norms`: their names.
-    `old`: as before Megatron-Core.
+    """A Megatron-LM job.
+
+    `etp`: tensor parallelism of experts, 1 or tp. `experts_as`: how a rank stores them.
+    `optimizer`: none, by groups, or flat. `norms`: their names. `old`: before Megatron-Core.
     """
 
     tp: int = 1
@@ -60,78 +60,92 @@ class Job:
 def megatron_state(
     hub: Mapping[str, torch.Tensor], job: Job, tp: int, etp: int, experts: range, layers: range
 ) -> Tensors:
-    """What a rank holds of some layers, numbered from 0. The rest of the model is beside it: see
-    `ends`.
-    """
-    found: Tensors = {}
+    """Return some layers as a rank stores them, numbered from 0. `ends` returns the rest."""
+    tensors: Tensors = {}
     for number, layer in enumerate(layers):
-        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{number}."
+        hf_prefix, core_prefix = f"model.layers.{layer}.", f"decoder.layers.{number}."
         fused = job.norms == "fused"
         norm, moe_norm = (
-            ours + "self_attention.linear_qkv.layer_norm_weight",
-            ours + "mlp.linear_fc1.layer_norm_weight",
+            core_prefix + "self_attention.linear_qkv.layer_norm_weight",
+            core_prefix + "mlp.linear_fc1.layer_norm_weight",
         )
         if not fused:
-            found[ours + "input_layernorm.weight"] = hub[theirs + "input_layernorm.weight"]
-        found[ours + "self_attention.linear_proj.weight"] = columns(
-            hub[theirs + "self_attn.o_proj.weight"], tp, job.tp
+            tensors[core_prefix + "input_layernorm.weight"] = hub[
+                hf_prefix + "input_layernorm.weight"
+            ]
+        tensors[core_prefix + "self_attention.linear_proj.weight"] = columns(
+            hub[hf_prefix + "self_attn.o_proj.weight"], tp, job.tp
         )
         if fused:
-            found[norm] = hub[theirs + "input_layernorm.weight"]
+            tensors[norm] = hub[hf_prefix + "input_layernorm.weight"]
         for kind in ("weight", "bias"):
-            if theirs + f"self_attn.q_proj.{kind}" in hub:
-                q, k, v = (hub[theirs + f"self_attn.{one}_proj.{kind}"] for one in "qkv")
-                found[ours + f"self_attention.linear_qkv.{kind}"] = qkv(q, k, v, job, tp)
-        for one in "qk":
-            if theirs + f"self_attn.{one}_norm.weight" in hub:
-                found[ours + f"self_attention.{one}_layernorm.weight"] = hub[
-                    theirs + f"self_attn.{one}_norm.weight"
+            if hf_prefix + f"self_attn.q_proj.{kind}" in hub:
+                q, k, v = (
+                    hub[hf_prefix + f"self_attn.{projection}_proj.{kind}"] for projection in "qkv"
+                )
+                tensors[core_prefix + f"self_attention.linear_qkv.{kind}"] = qkv(q, k, v, job, tp)
+        for projection in "qk":
+            if hf_prefix + f"self_attn.{projection}_norm.weight" in hub:
+                tensors[core_prefix + f"self_attention.{projection}_layernorm.weight"] = hub[
+                    hf_prefix + f"self_attn.{projection}_norm.weight"
                 ]
-        after = hub[theirs + "post_attention_layernorm.weight"]
+        after = hub[hf_prefix + "post_attention_layernorm.weight"]
         if job.experts:
-            found[ours + "pre_mlp_layernorm.weight"] = after
-            found |= expert_state(hub, job, theirs, ours, etp, experts)
+            tensors[core_prefix + "pre_mlp_layernorm.weight"] = after
+            tensors |= expert_state(hub, job, hf_prefix, core_prefix, etp, experts)
             continue
         if not fused:
-            found[ours + "pre_mlp_layernorm.weight"] = after
+            tensors[core_prefix + "pre_mlp_layernorm.weight"] = after
         else:
-            found[moe_norm] = after
-        gate, up, down = (hub[theirs + f"mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
-        found[ours + "mlp.linear_fc1.weight"] = torch.cat(
+            tensors[moe_norm] = after
+        gate, up, down = (
+            hub[hf_prefix + f"mlp.{projection}_proj.weight"]
+            for projection in ("gate", "up", "down")
+        )
+        tensors[core_prefix + "mlp.linear_fc1.weight"] = torch.cat(
             [rows(gate, tp, job.tp), rows(up, tp, job.tp)]
         )
-        found[ours + "mlp.linear_fc2.weight"] = columns(down, tp, job.tp)
-    return found
+        tensors[core_prefix + "mlp.linear_fc2.weight"] = columns(down, tp, job.tp)
+    return tensors
 
 
 def expert_state(
-    hub: Mapping[str, torch.Tensor], job: Job, theirs: str, ours: str, etp: int, experts: range
+    hub: Mapping[str, torch.Tensor],
+    job: Job,
+    hf_prefix: str,
+    core_prefix: str,
+    etp: int,
+    experts: range,
 ) -> Tensors:
-    mixtral = theirs + "block_sparse_moe.gate.weight" in hub
-    place = theirs + ("block_sparse_moe." if mixtral else "mlp.")
+    mixtral = hf_prefix + "block_sparse_moe.gate.weight" in hub
+    moe_prefix = hf_prefix + ("block_sparse_moe." if mixtral else "mlp.")
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    found = {ours + "mlp.router.weight": hub[place + "gate.weight"]}
+    tensors = {core_prefix + "mlp.router.weight": hub[moe_prefix + "gate.weight"]}
     world = job.etp or job.tp
     first, second = [], []
     for n in experts:
-        gate, up, down = (hub[f"{place}experts.{n}.{name}.weight"] for name in names)
+        gate, up, down = (hub[f"{moe_prefix}experts.{n}.{name}.weight"] for name in names)
         first.append(torch.cat([rows(gate, etp, world), rows(up, etp, world)]))
         second.append(columns(down, etp, world))
-    for n, (one, two) in enumerate(zip(first, second, strict=True)):
+    for n, (fc1, fc2) in enumerate(zip(first, second, strict=True)):
         if job.experts_as == "alone":
-            found[f"{ours}mlp.experts.local_experts.{n}.linear_fc1.weight"] = one
-            found[f"{ours}mlp.experts.local_experts.{n}.linear_fc2.weight"] = two
+            tensors[f"{core_prefix}mlp.experts.local_experts.{n}.linear_fc1.weight"] = fc1
+            tensors[f"{core_prefix}mlp.experts.local_experts.{n}.linear_fc2.weight"] = fc2
     if job.experts_as == "numbered":
-        found |= {f"{ours}mlp.experts.linear_fc1.weight{n}": one for n, one in enumerate(first)}
-        found |= {f"{ours}mlp.experts.linear_fc2.weight{n}": two for n, two in enumerate(second)}
+        tensors |= {
+            f"{core_prefix}mlp.experts.linear_fc1.weight{n}": fc1 for n, fc1 in enumerate(first)
+        }
+        tensors |= {
+            f"{core_prefix}mlp.experts.linear_fc2.weight{n}": fc2 for n, fc2 in enumerate(second)
+        }
     if job.experts_as == "grouped":
-        found[ours + "mlp.experts.weight1"] = (
-            torch.stack([one.t() for one in first]).reshape(job.hidden, -1).clone()
+        tensors[core_prefix + "mlp.experts.weight1"] = (
+            torch.stack([fc1.t() for fc1 in first]).reshape(job.hidden, -1).clone()
         )
-        found[ours + "mlp.experts.weight2"] = (
-            torch.stack([two.t() for two in second]).reshape(-1, job.hidden).clone()
+        tensors[core_prefix + "mlp.experts.weight2"] = (
+            torch.stack([fc2.t() for fc2 in second]).reshape(-1, job.hidden).clone()
         )
-    return found
+    return tensors
 
 
 def rows(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
@@ -143,10 +157,12 @@ def columns(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 
 
 def qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: Job, rank: int) -> torch.Tensor:
-    """Queries of a group, its key, its value; group after group."""
-    of_groups = [one.chunk(job.groups) for one in (q, k, v)]
+    """Fuse QKV: for each group its queries, its key, its value."""
+    of_groups = [projection.chunk(job.groups) for projection in (q, k, v)]
     return rows(
-        torch.cat([one[group] for group in range(job.groups) for one in of_groups]), rank, job.tp
+        torch.cat([projection[group] for group in range(job.groups) for projection in of_groups]),
+        rank,
+        job.tp,
     )
 
 
@@ -157,32 +173,34 @@ def padded(tensor: torch.Tensor, job: Job) -> torch.Tensor:
 def stage(
     hub: Mapping[str, torch.Tensor], job: Job, rank: tuple[int, int, int, int], virtual: int
 ) -> Tensors:
-    """One virtual stage of a rank (tp, pp, ep, etp)."""
+    """Return one model chunk of a rank (tp, pp, ep, etp)."""
     tp, pp, ep, etp = rank
     count = job.layers // (job.pp * job.vpp)
-    place = virtual * job.pp + pp
+    stage_index = virtual * job.pp + pp
     experts = (
         range(ep * (job.experts // job.ep), (ep + 1) * (job.experts // job.ep))
         if job.experts
         else range(0)
     )
-    found: Tensors = {}
-    if place == 0:
-        found["embedding.word_embeddings.weight"] = rows(
+    tensors: Tensors = {}
+    if stage_index == 0:
+        tensors["embedding.word_embeddings.weight"] = rows(
             padded(hub["model.embed_tokens.weight"], job), tp, job.tp
         )
-    found |= megatron_state(hub, job, tp, etp, experts, range(place * count, (place + 1) * count))
-    if place == job.pp * job.vpp - 1:
-        found["decoder.final_layernorm.weight"] = hub["model.norm.weight"]
+    tensors |= megatron_state(
+        hub, job, tp, etp, experts, range(stage_index * count, (stage_index + 1) * count)
+    )
+    if stage_index == job.pp * job.vpp - 1:
+        tensors["decoder.final_layernorm.weight"] = hub["model.norm.weight"]
         if not job.tied or job.pp > 1:
             head = hub["model.embed_tokens.weight" if job.tied else "lm_head.weight"]
-            found["output_layer.weight"] = rows(padded(head, job), tp, job.tp)
-    return found
+            tensors["output_layer.weight"] = rows(padded(head, job), tp, job.tp)
+    return tensors
 
 
 def nested(chunk: Tensors) -> dict[str, Any]:
-    """As the models of before Megatron-Core are saved."""
-    found: dict[str, Any] = {
+    """Nest the tensors as models before Megatron-Core save them."""
+    tree: dict[str, Any] = {
         "embedding": {"word_embeddings": {}},
         "encoder": {},
         "output_layer": {},
@@ -196,33 +214,33 @@ def nested(chunk: Tensors) -> dict[str, Any]:
         )
         rest = rest.replace("linear_fc1", "dense_h_to_4h").replace("linear_fc2", "dense_4h_to_h")
         place = (
-            found["encoder"]
+            tree["encoder"]
             if module == "decoder"
-            else found["output_layer"]
+            else tree["output_layer"]
             if module == "output_layer"
-            else found["embedding"]["word_embeddings"]
+            else tree["embedding"]["word_embeddings"]
         )
         place[rest.removeprefix("word_embeddings.")] = tensor
     return {
         "language_model": {
-            key: one for key, one in found.items() if one and one != {"word_embeddings": {}}
+            key: child for key, child in tree.items() if child and child != {"word_embeddings": {}}
         }
     }
 
 
 @contextmanager
 def megatron_classes() -> Iterator[type[enum.Enum]]:
-    """A class of Megatron's for the time of pickling: what is read has no such module."""
+    """Define Megatron's classes while pickling; readers do not have these modules."""
     name = "megatron.core.transformer.enums"
-    made = [types.ModuleType(".".join(name.split(".")[: n + 1])) for n in range(4)]
+    modules = [types.ModuleType(".".join(name.split(".")[: n + 1])) for n in range(4)]
     backend = enum.Enum("AttnBackend", {"flash": 1, "auto": 5}, module=name, qualname="AttnBackend")
-    vars(made[-1])["AttnBackend"] = backend
-    held = {one.__name__: sys.modules.get(one.__name__) for one in made}
-    sys.modules.update({one.__name__: one for one in made})
+    vars(modules[-1])["AttnBackend"] = backend
+    previous = {parent.__name__: sys.modules.get(parent.__name__) for parent in modules}
+    sys.modules.update({parent.__name__: parent for parent in modules})
     try:
         yield backend
     finally:
-        for key, module in held.items():
+        for key, module in previous.items():
             if module is None:
                 del sys.modules[key]
             else:
@@ -284,7 +302,7 @@ States = dict[str, list[Tensors]]  # "param", "exp_avg", "exp_avg_sq" -> stages 
 
 
 def by_groups(model: list[Tensors], states: States, *, expert: bool | None) -> dict[str, Any]:
-    """As torch's optimizer and Float16OptimizerWithFloat16Params save."""
+    """As saved by torch's optimizer and Float16OptimizerWithFloat16Params."""
     params = [
         (n, name)
         for n, chunk in enumerate(model)
@@ -305,27 +323,28 @@ def by_groups(model: list[Tensors], states: States, *, expert: bool | None) -> d
 
 
 def flat_buffer(names: list[str], state: Tensors, shared: set[str], bucket: int) -> torch.Tensor:
-    """Parameters from the last to the first, each on a multiple of 64 from its bucket's start; what
-    pads a bucket's end is not saved.
+    """Lay out parameters from last to first, each at a multiple of 64 from its bucket's start.
+
+    Padding at the end of a bucket is not saved.
     """
     buckets: list[list[torch.Tensor]] = [[]]
     for name in reversed(names):
-        held = sum(one.numel() for one in buckets[-1])
-        padding = torch.zeros(math.ceil(held / 64) * 64 - held)
+        bucket_numel = sum(param.numel() for param in buckets[-1])
+        padding = torch.zeros(math.ceil(bucket_numel / 64) * 64 - bucket_numel)
         if name in shared and buckets[-1]:
             buckets[-1].append(padding)
             buckets.append([state[name].flatten()])
         else:
             buckets[-1] += [padding, state[name].flatten()]
-        if name in shared or (bucket and sum(one.numel() for one in buckets[-1]) >= bucket):
+        if name in shared or (bucket and sum(param.numel() for param in buckets[-1]) >= bucket):
             buckets.append([])
-    return torch.cat([one for of in buckets for one in of])
+    return torch.cat([param for params in buckets for param in params])
 
 
 def flat(
     job: Job, pp: int, model: list[Tensors], states: States, *, expert: bool | None
 ) -> dict[Any, Any]:
-    told: dict[Any, Any] = {"buckets_coalesced": True}
+    content: dict[Any, Any] = {"buckets_coalesced": True}
     shared = (
         {"embedding.word_embeddings.weight", "output_layer.weight"}
         if job.tied and job.pp > 1
@@ -339,18 +358,20 @@ def flat(
                 key: flat_buffer(names, states[key][n], shared, bucket)
                 for key in ("param", "exp_avg", "exp_avg_sq")
             }
-            told[len(told) - 1] = {
+            content[len(content) - 1] = {
                 (torch.bfloat16, torch.float32): {
                     **buffers,
                     "numel_unpadded": buffers["param"].numel(),
                 }
             }
-    return told
+    return content
 
 
 def write(root: Path, job: Job, hub: Mapping[str, Tensors], **more: Any) -> Path:
-    """`hub`: "param" in fp32, "exp_avg", "exp_avg_sq", each in Hugging Face's names. The model is
-    the first in bf16.
+    """Write a checkpoint.
+
+    `hub`: "param" in fp32, "exp_avg", "exp_avg_sq", each under Hugging Face names. The model is
+    "param" in bf16.
     """
     folder = root / "iter_0000007"
     with megatron_classes() as backend:
@@ -367,7 +388,7 @@ def write(root: Path, job: Job, hub: Mapping[str, Tensors], **more: Any) -> Path
 
 
 def place_of(rank: int, args: argparse.Namespace) -> tuple[int, int, int]:
-    """The (tensor, pipeline, expert) rank of a global rank, in Megatron's order tp-cp-ep-dp-pp."""
+    """Return a global rank's (tensor, pipeline, expert) rank, in the order tp-cp-ep-dp-pp."""
     inner, pp = (
         rank % (args.world_size // args.pipeline_model_parallel_size),
         args.pipeline_model_parallel_size,
@@ -385,28 +406,32 @@ def write_rank(
     more: Mapping[str, Any],
 ) -> None:
     tp, pp, ep, _ = rank
-    states = {key: [stage(one, job, rank, n) for n in range(job.vpp)] for key, one in hub.items()}
+    states = {
+        key: [stage(value, job, rank, n) for n in range(job.vpp)] for key, value in hub.items()
+    }
     model = [
         {name: tensor.to(torch.bfloat16) for name, tensor in chunk.items()}
         for chunk in states["param"]
     ]
     args = arguments(job, attention_backend=backend.flash, **more)
     args.rank = next(r for r in range(args.world_size) if place_of(r, args) == (tp, pp, ep))
-    told: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+    content: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
     for n, chunk in enumerate(model):
         extra = {
             name.removesuffix("weight") + "_extra_state": torch.zeros(3, dtype=torch.uint8)
             for name in chunk
             if name.endswith("linear_proj.weight")
         }
-        told["model" if job.vpp == 1 else f"model{n}"] = nested(chunk) if job.old else chunk | extra
-    told["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": 700}
+        content["model" if job.vpp == 1 else f"model{n}"] = (
+            nested(chunk) if job.old else chunk | extra
+        )
+    content["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": 700}
     rng = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.tensor([tp, pp, ep]),
     }
-    told["rng_state"] = [rng]
+    content["rng_state"] = [rng]
     into = folder / (
         f"mp_rank_{tp:02d}"
         + (f"_{pp:03d}" if job.pp > 1 else "")
@@ -416,7 +441,7 @@ def write_rank(
     kinds: list[bool | None] = [False, True] if job.ep > 1 else [None]
     if job.optimizer == "groups":
         parts: list[Any] = [by_groups(model, states, expert=kind) for kind in kinds]
-        told["optimizer"] = parts if len(parts) > 1 else parts[0]
+        content["optimizer"] = parts if len(parts) > 1 else parts[0]
     if job.optimizer == "flat":
         parts = [
             {
@@ -428,7 +453,7 @@ def write_rank(
             }
             for kind in kinds
         ]
-        told["optimizer"] = parts if len(parts) > 1 else parts[0]
+        content["optimizer"] = parts if len(parts) > 1 else parts[0]
         # of each holder of a tensor one rank writes: here the last for experts, the first for all
         # else
         buffers = [
@@ -438,4 +463,4 @@ def write_rank(
             for kind in kinds
         ]
         torch.save(buffers if len(buffers) > 1 else buffers[0], into / "distrib_optim.pt")
-    torch.save(told, into / "model_optim_rng.pt")
+    torch.save(content, into / "model_optim_rng.pt")

@@ -1,4 +1,4 @@
-"""TODO: what tests of nanotron share."""
+"""Writes nanotron folders by the documented format; knows nothing of our reader."""
 
 from __future__ import annotations
 
@@ -23,53 +23,61 @@ LAYERS: dict[str, tuple[tuple[int, ...], int, Any]] = {
 }
 
 
-def cuts(shape: tuple[int, ...], how: Any, rank: int) -> list[tuple[list[slice], list[slice]]]:
-    """(local, global) slices of a rank."""
-    if how == "qkv":  # q has 4 rows, k and v have 2
-        half, found, local = [2, 1, 1], [], 0
+def cuts(shape: tuple[int, ...], split: Any, rank: int) -> list[tuple[list[slice], list[slice]]]:
+    """Return a rank's (local, global) slices."""
+    if split == "qkv":  # q has 4 rows, k and v have 2
+        half, pairs, local = [2, 1, 1], [], 0
         for first, count in zip((0, 4, 6), half, strict=True):
-            at = first + rank * count
-            found.append(
-                ([slice(local, local + count), slice(None)], [slice(at, at + count), slice(None)])
+            start = first + rank * count
+            pairs.append(
+                (
+                    [slice(local, local + count), slice(None)],
+                    [slice(start, start + count), slice(None)],
+                )
             )
             local += count
-        return found
-    whole = [slice(0, size) for size in shape]
-    part, size = list(whole), shape[how] // TP
-    part[how] = slice(rank * size, (rank + 1) * size)
+        return pairs
+    slices = [slice(0, size) for size in shape]
+    part, size = list(slices), shape[split] // TP
+    part[split] = slice(rank * size, (rank + 1) * size)
     return [([slice(0, s.stop - s.start) for s in part], part)]
 
 
-def local_of(tensor: torch.Tensor, how: Any, rank: int) -> torch.Tensor:
-    if how is None:
+def local_of(tensor: torch.Tensor, split: Any, rank: int) -> torch.Tensor:
+    if split is None:
         return tensor
-    pieces = [tensor[tuple(of)] for _, of in cuts(tuple(tensor.shape), how, rank)]
+    pieces = [
+        tensor[tuple(global_slices)] for _, global_slices in cuts(tuple(tensor.shape), split, rank)
+    ]
     return torch.cat(pieces, 0).contiguous()
 
 
 def text(slices: list[slice]) -> str:
-    return "|".join(f"{one.start},{one.stop},{one.step}" for one in slices)
+    return "|".join(f"{dim.start},{dim.stop},{dim.step}" for dim in slices)
 
 
 def write(root: Path, *, dp: int = 1, zero: bool = False) -> dict[str, torch.Tensor]:
-    """A step's folder, and all that is in it by part:name."""
+    """Write a step's folder; return all of its tensors by part:name."""
     torch.manual_seed(0)
-    step, told = root / "20", {}
+    step, expected = root / "20", {}
     for name, (shape, _, _) in LAYERS.items():
-        told[f"master_weights:{name}"] = torch.randn(shape)
-        told[f"model:{name}"] = told[f"master_weights:{name}"].to(torch.bfloat16)
+        expected[f"master_weights:{name}"] = torch.randn(shape)
+        expected[f"model:{name}"] = expected[f"master_weights:{name}"].to(torch.bfloat16)
         for key in ("exp_avg", "exp_avg_sq"):
-            told[f"optimizer:{name}/{key}"] = torch.randn(shape)
-        told[f"optimizer:{name}/step"] = torch.tensor(20.0)
-    for name, (shape, stage, how) in LAYERS.items():
+            expected[f"optimizer:{name}/{key}"] = torch.randn(shape)
+        expected[f"optimizer:{name}/step"] = torch.tensor(20.0)
+    for name, (shape, stage, split) in LAYERS.items():
         *path, last = name.split(".")
         folder = step.joinpath("model", *path)
         folder.mkdir(parents=True, exist_ok=True)
-        if how is None:
-            save_file({"data": told[f"model:{name}"]}, folder / f"model_{last}.safetensors")
+        if split is None:
+            save_file({"data": expected[f"model:{name}"]}, folder / f"model_{last}.safetensors")
             continue
         for rank in range(TP):
-            pairs = ";".join(f"{text(local)}#{text(of)}" for local, of in cuts(shape, how, rank))
+            pairs = ";".join(
+                f"{text(local)}#{text(global_slices)}"
+                for local, global_slices in cuts(shape, split, rank)
+            )
             metadata = {
                 "version": "1.4",
                 "local_global_slices_pairs": pairs,
@@ -78,14 +86,17 @@ def write(root: Path, *, dp: int = 1, zero: bool = False) -> dict[str, torch.Ten
             file = (
                 folder / f"model_{last}_pp-rank-{stage}-of-{PP}_tp-rank-{rank}-of-{TP}.safetensors"
             )
-            save_file({"data": local_of(told[f"model:{name}"], how, rank)}, file, metadata=metadata)
+            save_file(
+                {"data": local_of(expected[f"model:{name}"], split, rank)}, file, metadata=metadata
+            )
     (step / "optimizer").mkdir()
     for stage in range(PP):
         for rank in range(TP):
             for replica in range(dp if zero else 1):
-                file = f"optimizer_pp-{stage}-of-{PP}{f'_dp-{replica}-of-{dp}' if zero else ''}_tp-{rank}-of-{TP}_exp-0-of-1.pt"
+                dp_rank = f"_dp-{replica}-of-{dp}" if zero else ""
+                file = f"optimizer_pp-{stage}-of-{PP}{dp_rank}_tp-{rank}-of-{TP}_exp-0-of-1.pt"
                 torch.save(
-                    of_rank(told, stage, rank, replica, dp if zero else 0),
+                    of_rank(expected, stage, rank, replica, dp if zero else 0),
                     step / "optimizer" / file,
                 )
     (step / "optimizer" / "optimizer_config.json").write_text(
@@ -101,13 +112,13 @@ def write(root: Path, *, dp: int = 1, zero: bool = False) -> dict[str, torch.Ten
     }
     (step / "checkpoint_metadata.json").write_text(json.dumps(meta))
     (root / "latest.txt").write_text("20")
-    return told
+    return expected
 
 
 def of_rank(
-    told: dict[str, torch.Tensor], stage: int, rank: int, replica: int, dp: int
+    expected: dict[str, torch.Tensor], stage: int, rank: int, replica: int, dp: int
 ) -> dict[str, Any]:
-    """`dp`: ranks that share the state, 0 for none."""
+    """Return a rank's optimizer state. `dp`: ranks that share the state, 0 for none."""
 
     def share(tensor: torch.Tensor) -> torch.Tensor:
         return (
@@ -117,16 +128,18 @@ def of_rank(
         )
 
     state, names, masters = {}, {}, {}
-    for index, name in enumerate(name for name, (_, of, _) in LAYERS.items() if of == stage):
-        how = LAYERS[name][2]
-        if dp and not share(local_of(told[f"master_weights:{name}"], how, rank)).numel():
+    for index, name in enumerate(
+        name for name, (_, tensor_stage, _) in LAYERS.items() if tensor_stage == stage
+    ):
+        split = LAYERS[name][2]
+        if dp and not share(local_of(expected[f"master_weights:{name}"], split, rank)).numel():
             continue  # too few elements for all
         state[index] = {
-            key: share(local_of(told[f"optimizer:{name}/{key}"], how, rank))
+            key: share(local_of(expected[f"optimizer:{name}/{key}"], split, rank))
             for key in ("exp_avg", "exp_avg_sq")
         }
-        state[index]["step"] = told[f"optimizer:{name}/step"].clone()
+        state[index]["step"] = expected[f"optimizer:{name}/step"].clone()
         names[index] = name
-        masters[name] = share(local_of(told[f"master_weights:{name}"], how, rank))
+        masters[name] = share(local_of(expected[f"master_weights:{name}"], split, rank))
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.01, "params": list(names)}]
     return {"state": state, "param_groups": groups, "names": names, "gradient_accumulator": masters}

@@ -1,6 +1,4 @@
-"""Adapters as stock PEFT and the stock Trainer write them: the parts that a checkpoint of ours has,
-and a model filled from them.
-"""
+"""Adapters of native PEFT and the native Trainer become the parts that our saves use."""
 
 from __future__ import annotations
 
@@ -26,93 +24,95 @@ pytestmark = [
 
 
 def lora(seed: int) -> Any:
-    made = get_peft_model(
+    peft_model = get_peft_model(
         model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     )
     torch.manual_seed(seed)
-    made.add_adapter("of-users", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
-    for name, parameter in made.named_parameters():
+    peft_model.add_adapter(
+        "of-users", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM")
+    )
+    for name, parameter in peft_model.named_parameters():
         if "lora" in name:
             nn.init.normal_(parameter)
-    return made
+    return peft_model
 
 
-def test_a_folder_of_peft_has_the_parts_that_ours_has(tmp_path: Path) -> None:
-    made, other = lora(0), lora(1)
-    made.save_pretrained(str(tmp_path / "stock"))
-    needed = adapter_parts(made)
+def test_peft_folder_has_the_parts_of_our_saves(tmp_path: Path) -> None:
+    saved, loaded = lora(0), lora(1)
+    saved.save_pretrained(str(tmp_path / "stock"))
+    expected = adapter_parts(saved)
     with uc.open(tmp_path / "stock") as source:
         assert source.format == "peft"
         assert (
             set(source.parts)
             == {"adapter_model", "adapter_model_of_users"}
-            == set(needed) - {"trainable"}
+            == set(expected) - {"trainable"}
         )
         assert source.extra["adapters"]["adapter_model"]["r"] == 4
     report = uc.load(
         tmp_path / "stock",
         parts={
-            part: tensors for part, tensors in adapter_parts(other).items() if part != "trainable"
+            part: tensors for part, tensors in adapter_parts(loaded).items() if part != "trainable"
         },
     )
     assert report.missing == ()
     assert all(
-        torch.equal(tensor, needed[part][name])
-        for part, of in adapter_parts(other).items()
-        for name, tensor in of.items()
+        torch.equal(tensor, expected[part][name])
+        for part, part_tensors in adapter_parts(loaded).items()
+        for name, tensor in part_tensors.items()
     )
 
 
-def test_pickled_weights_of_an_adapter(tmp_path: Path) -> None:
-    """As older versions of PEFT wrote them."""
-    made, other = lora(0), lora(1)
-    made.save_pretrained(str(tmp_path / "stock"))
+def test_adapter_with_pickled_weights(tmp_path: Path) -> None:
+    """As written by older versions of PEFT."""
+    saved, loaded = lora(0), lora(1)
+    saved.save_pretrained(str(tmp_path / "stock"))
     for part, folder in (
         ("adapter_model", tmp_path / "stock"),
         ("adapter_model_of_users", tmp_path / "stock" / "of-users"),
     ):
         (folder / "adapter_model.safetensors").unlink()
         torch.save(
-            {name: tensor.detach() for name, tensor in adapter_parts(made)[part].items()},
+            {name: tensor.detach() for name, tensor in adapter_parts(saved)[part].items()},
             folder / "adapter_model.bin",
         )
-    uc.load(tmp_path / "stock", parts=adapter_parts(other))
-    needed = adapter_parts(made)
+    uc.load(tmp_path / "stock", parts=adapter_parts(loaded))
+    expected = adapter_parts(saved)
     assert all(
-        torch.equal(tensor, needed[part][name])
-        for part, of in adapter_parts(other).items()
-        for name, tensor in of.items()
+        torch.equal(tensor, expected[part][name])
+        for part, tensors in adapter_parts(loaded).items()
+        for name, tensor in tensors.items()
     )
     (tmp_path / "stock" / "of-users" / "adapter_model.bin").unlink()
     with pytest.raises(uc.IncompleteError, match=r"of-users: adapter_config.json without weights"):
         uc.open(tmp_path / "stock")
 
 
-def test_the_stock_trainers_adapters_and_their_optimizer(tmp_path: Path) -> None:
+def test_trainer_adapters_load_with_their_optimizer(tmp_path: Path) -> None:
     def adapted() -> Any:
         return get_peft_model(
             model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         )
 
-    made = trainer(tmp_path, stock=True, net=adapted(), max_steps=2)
-    made.train()
+    saved = trainer(tmp_path, stock=True, net=adapted(), max_steps=2)
+    saved.train()
     other = adapted()
     parts = adapter_parts(other)
     trained = [parameter for parameter in other.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW([{"params": trained}, {"params": []}])
     report = uc.load(tmp_path / "checkpoint-2", parts=parts, optimizer=optimizer)
     assert report.step == 2
-    inner = made.optimizer.optimizer  # type: ignore[union-attr]
-    theirs = {
+    inner = saved.optimizer.optimizer  # type: ignore[union-attr]
+    parameters = {
         name: parameter
-        for name, parameter in made.model.named_parameters()
+        for name, parameter in saved.model.named_parameters()
         if parameter.requires_grad
     }
     for name, parameter in other.named_parameters():
         if parameter.requires_grad:
-            assert torch.equal(parameter, theirs[name])
+            assert torch.equal(parameter, parameters[name])
             assert all(
-                torch.equal(value, inner.state[theirs[name]][key])
+                torch.equal(value, inner.state[parameters[name]][key])
                 for key, value in optimizer.state[parameter].items()
             )
     assert len(optimizer.state) == len(inner.state) == 8
@@ -128,7 +128,7 @@ class Runs:
         return os.system, (f"touch {self._mark}",)
 
 
-def test_a_hostile_adapter_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
+def test_hostile_adapter_is_refused_and_not_executed(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "adapter_config.json").write_text("{}")
     torch.save(Runs(tmp_path / "mark"), tmp_path / "c" / "adapter_model.bin")

@@ -1,6 +1,4 @@
-"""Where ZeRO's flat groups have each parameter: spans put together beside torch's own slices of the
-whole, and sizes that do not fit.
-"""
+"""ZeRO's flat groups restore parameters sliced by torch; sizes that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -32,33 +30,35 @@ def named(sizes: list[list[int]]) -> list[dict[str, int]]:
     ]
 
 
-def put_together(layout: FlatLayout, shares: list[list[torch.Tensor]], name: str) -> torch.Tensor:
-    spans = layout.ranges[name]
-    assert [span.param_offset for span in spans] == [
-        sum(one.numel for one in spans[:i]) for i in range(len(spans))
+def assemble(layout: FlatLayout, shares: list[list[torch.Tensor]], name: str) -> torch.Tensor:
+    ranges = layout.ranges[name]
+    assert [span.param_offset for span in ranges] == [
+        sum(flat_range.numel for flat_range in ranges[:i]) for i in range(len(ranges))
     ]
     return torch.cat(
         [
-            shares[one.rank][one.group][one.partition_offset : one.partition_offset + one.numel]
-            for one in spans
+            shares[flat_range.rank][flat_range.group][
+                flat_range.partition_offset : flat_range.partition_offset + flat_range.numel
+            ]
+            for flat_range in ranges
         ]
     )
 
 
 @given(sizes=SIZES, world=st.integers(1, 9), cut=st.integers(1, 50), align=st.sampled_from([1, 4]))
-def test_groups_that_are_cut_in_partitions(
+def test_zero12_layout_restores_parameters(
     sizes: list[list[int]], world: int, cut: int, align: int
 ) -> None:
     """Stages 1 and 2."""
-    groups, whole = named(sizes), {}
+    groups, parameters = named(sizes), {}
     gaps = [[-numel % align for numel in numels[:-1]] + [0] for numels in sizes]
     shares: list[list[torch.Tensor]] = [[] for _ in range(world)]
     partitions = []
     for group, after in zip(groups, gaps, strict=True):
         flat: list[torch.Tensor] = []
         for (name, numel), gap in zip(group.items(), after, strict=True):
-            whole[name] = torch.randn(numel)
-            flat += [whole[name], torch.full((gap,), torch.nan)]
+            parameters[name] = torch.randn(numel)
+            flat += [parameters[name], torch.full((gap,), torch.nan)]
         joined = torch.cat(flat)
         partitions.append(-(-joined.numel() // (2 * world)) * 2)
         padded = torch.cat(
@@ -69,9 +69,9 @@ def test_groups_that_are_cut_in_partitions(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "MAX_RANGE_NUMEL", cut)
         layout = zero12_layout(groups, gaps, partitions, world_size=world)
-    for name, expected in whole.items():
-        assert torch.equal(put_together(layout, shares, name), expected)
-        assert all(one.numel <= cut for one in layout.ranges[name])
+    for name, expected in parameters.items():
+        assert torch.equal(assemble(layout, shares, name), expected)
+        assert all(flat_range.numel <= cut for flat_range in layout.ranges[name])
     for number, numels in enumerate(sizes):  # what is padding may be left out, no more
         assert sum(layout.min_numel(rank, number) for rank in range(world)) == sum(numels) + sum(
             gaps[number]
@@ -79,24 +79,24 @@ def test_groups_that_are_cut_in_partitions(
 
 
 @given(sizes=SIZES, world=st.integers(1, 9), cut=st.integers(1, 50))
-def test_parameters_that_are_cut_in_parts(sizes: list[list[int]], world: int, cut: int) -> None:
+def test_zero3_layout_restores_parameters(sizes: list[list[int]], world: int, cut: int) -> None:
     """Stage 3."""
-    groups, whole = named(sizes), {}
+    groups, parameters = named(sizes), {}
     shares: list[list[torch.Tensor]] = [[] for _ in range(world)]
     for group in groups:
         parts: list[list[torch.Tensor]] = [[] for _ in range(world)]
         for name, numel in group.items():
-            whole[name], part = torch.randn(numel), -(-numel // world)
-            padded = torch.cat([whole[name], torch.full((world * part - numel,), torch.nan)])
-            for rank, one in enumerate(padded.split(part)):
-                parts[rank].append(one)
+            parameters[name], part = torch.randn(numel), -(-numel // world)
+            padded = torch.cat([parameters[name], torch.full((world * part - numel,), torch.nan)])
+            for rank, tensor in enumerate(padded.split(part)):
+                parts[rank].append(tensor)
         for rank in range(world):
             shares[rank].append(torch.cat(parts[rank]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "MAX_RANGE_NUMEL", cut)
-        layout = zero3_layout(groups, [one.numel() for one in shares[0]], world_size=world)
-    for name, expected in whole.items():
-        assert torch.equal(put_together(layout, shares, name), expected)
+        layout = zero3_layout(groups, [tensor.numel() for tensor in shares[0]], world_size=world)
+    for name, expected in parameters.items():
+        assert torch.equal(assemble(layout, shares, name), expected)
 
 
 WRONG: list[tuple[Callable[[], object], str]] = [
@@ -128,9 +128,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "text"), WRONG)
-def test_partitions_that_are_not_those_of_the_parameters(
-    make: Callable[[], object], text: str
-) -> None:
+def test_wrong_partitions_are_refused(make: Callable[[], object], text: str) -> None:
     with pytest.raises(FormatError, match=text):
         make()
 
@@ -149,14 +147,14 @@ def test_partitions_that_are_not_those_of_the_parameters(
         ([FlatRange(0, 3, 0, 0, 0)], r"got files with 3 elements, expected 4 for shape \(2, 2\)"),
     ],
 )
-def test_spans_with_gaps_or_overlaps(spans: list[FlatRange], text: str) -> None:
+def test_ranges_with_gaps_or_overlaps_are_refused(spans: list[FlatRange], text: str) -> None:
     with pytest.raises(FormatError, match=text):
         tensor_from_ranges(
             (2, 2), torch.float32, spans, lambda _: torch.zeros(1), lambda span: f"rank {span.rank}"
         )
 
 
-def test_spans_are_loaded_only_where_they_are_read() -> None:
+def test_ranges_are_loaded_on_demand() -> None:
     loaded: list[int] = []
 
     def load(number: int) -> torch.Tensor:
@@ -164,16 +162,18 @@ def test_spans_are_loaded_only_where_they_are_read() -> None:
         return torch.full((4,), float(number))
 
     spans = [FlatRange(4 * i, 4, i, 0, 0) for i in range(6)]
-    made = tensor_from_ranges((8, 3), torch.float32, spans, load, lambda span: f"rank {span.rank}")
-    source = ShardedSource(
-        "folder", {("model", "w"): made}, format="test", metadata=SourceMetadata()
+    tensor = tensor_from_ranges(
+        (8, 3), torch.float32, spans, load, lambda span: f"rank {span.rank}"
     )
-    found = torch.frombuffer(
+    source = ShardedSource(
+        "folder", {("model", "w"): tensor}, format="test", metadata=SourceMetadata()
+    )
+    values = torch.frombuffer(
         bytearray(source.read("model", "w", Box((3, 0), (2, 3)))), dtype=torch.float32
     )
-    assert found.tolist() == [2, 2, 2, 3, 3, 3]
+    assert values.tolist() == [2, 2, 2, 3, 3, 3]
     assert sorted(set(loaded)) == [2, 3]
-    assert prod(made.box_shape) == 24
+    assert prod(tensor.box_shape) == 24
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,8 @@ def test_spans_are_loaded_only_where_they_are_read() -> None:
         (["mp_rank_00"], False),
     ],
 )
-def test_what_is_taken_for_a_folder_of_deepspeeds(
-    tmp_path: Path, entries: list[str], known: bool
-) -> None:
+def test_deepspeed_folder_detection(tmp_path: Path, entries: list[str], known: bool) -> None:
     for name in entries:
         (tmp_path / name).touch()
-    found = detect_format(str(tmp_path), format_name=None)
-    assert (found is not None and found.name == "deepspeed") == known
+    format_ = detect_format(str(tmp_path), format_name=None)
+    assert (format_ is not None and format_.name == "deepspeed") == known

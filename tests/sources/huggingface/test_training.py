@@ -1,6 +1,4 @@
-"""Checkpoints of the stock Trainer and of Accelerate: read as they read them, gone on from, and
-refused where there is a doubt.
-"""
+"""Checkpoints of the native Trainer and of Accelerate: read, resumed from, refused in doubt."""
 
 from __future__ import annotations
 
@@ -36,16 +34,16 @@ Hostile = Callable[[Path], Any]
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
-    """The stock Trainer, stopped after four steps; its checkpoint."""
+    """Train four steps with the native Trainer; return it and its checkpoint."""
     out = tmp_path_factory.mktemp("stock")
-    made = trainer(out, StopAt(4), stock=True, weight_decay=0.1, lr_scheduler_type="cosine")
-    made.train()
-    return made, out / "checkpoint-4"
+    trained = trainer(out, StopAt(4), stock=True, weight_decay=0.1, lr_scheduler_type="cosine")
+    trained.train()
+    return trained, out / "checkpoint-4"
 
 
 @pytest.fixture
 def folder(stock: tuple[Trainer, Path], tmp_path: Path) -> Path:
-    """A copy, to damage."""
+    """A copy of the checkpoint, to damage."""
     shutil.copytree(stock[1], tmp_path / "checkpoint-4")
     return tmp_path / "checkpoint-4"
 
@@ -62,9 +60,9 @@ def llama(**more: Any) -> LlamaConfig:
     )
 
 
-def plain(made: Trainer) -> torch.optim.Optimizer:
-    found: torch.optim.Optimizer = made.optimizer.optimizer  # type: ignore[union-attr]
-    return found
+def plain(trained: Trainer) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = trained.optimizer.optimizer  # type: ignore[union-attr]
+    return optimizer
 
 
 def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -76,41 +74,39 @@ def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     }
 
 
-def check_equal(found: dict[str, torch.Tensor], needed: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == needed.keys()
+def check_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
     assert [
         name
-        for name, tensor in needed.items()
-        if not torch.equal(found[name], tensor) or found[name].dtype != tensor.dtype
+        for name, tensor in expected.items()
+        if not torch.equal(tensors[name], tensor) or tensors[name].dtype != tensor.dtype
     ] == []
 
 
-def test_weights_and_optimizer_are_the_trainers_by_name(stock: tuple[Trainer, Path]) -> None:
-    made, folder = stock
+def test_weights_and_optimizer_match_the_trainer(stock: tuple[Trainer, Path]) -> None:
+    trained, folder = stock
     with uc.open(folder) as source:
         assert (source.format, source.parts, source.step) == ("trainer", ("model", "optimizer"), 4)
         check_equal(
             {name: view[...] for name, view in source["model"].items()},
-            dict(made.model.state_dict()),
+            dict(trained.model.state_dict()),
         )
         check_equal(
             {name: view[...] for name, view in source["optimizer"].items()},
-            state_of(made.model, plain(made)),
+            state_of(trained.model, plain(trained)),
         )
         decayed, rest = source.source.metadata().groups
         assert decayed["options"]["weight_decay"] == 0.1
-        assert decayed["options"]["lr"] == plain(made).param_groups[0]["lr"]
+        assert decayed["options"]["lr"] == plain(trained).param_groups[0]["lr"]
         assert "model.layers.0.input_layernorm.weight" in rest["names"]
         assert source.extra["scheduler"]["last_epoch"] == 4
         assert source.extra["trainer_state"]["global_step"] == 4
-        told = torch.load(folder / "rng_state.pth", weights_only=False)
-        assert torch.equal(source.rank_extra[0]["torch"], told["cpu"])
+        rng_state = torch.load(folder / "rng_state.pth", weights_only=False)
+        assert torch.equal(source.rank_extra[0]["torch"], rng_state["cpu"])
 
 
 class Loads(TrainerCallback):
-    """Once the stock Trainer has resumed: forgets what it has loaded, and loads that through the
-    engine.
-    """
+    """Replaces what the native Trainer has resumed with what the engine loads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -128,33 +124,31 @@ class Loads(TrainerCallback):
         lr_scheduler.load_state_dict(report.extra["scheduler"])
 
 
-def test_a_trainer_goes_on_with_the_losses_of_one_that_was_not_stopped(
+def test_resumed_trainer_has_uninterrupted_losses(
     stock: tuple[Trainer, Path], tmp_path: Path
 ) -> None:
-    told = {
+    arguments = {
         "weight_decay": 0.1,
         "lr_scheduler_type": "cosine",
         "stock": True,
         "save_strategy": "no",
     }
-    straight = trainer(tmp_path / "straight", **told)
-    straight.train()
-    resumed = trainer(tmp_path / "resumed", Loads(stock[1]), **told)
+    uninterrupted = trainer(tmp_path / "straight", **arguments)
+    uninterrupted.train()
+    resumed = trainer(tmp_path / "resumed", Loads(stock[1]), **arguments)
     resumed.train(resume_from_checkpoint=str(stock[1]))
-    assert len(losses(straight)) == STEPS
-    check_same(resumed, straight)
+    assert len(losses(uninterrupted)) == STEPS
+    check_same(resumed, uninterrupted)
 
 
-def test_random_states_are_the_ranks(stock: tuple[Trainer, Path]) -> None:
-    net, told = model(), torch.load(stock[1] / "rng_state.pth", weights_only=False)
+def test_random_states_by_rank(stock: tuple[Trainer, Path]) -> None:
+    net, rng_state = model(), torch.load(stock[1] / "rng_state.pth", weights_only=False)
     uc.load(stock[1], model=net, rank_extra=RandomStates())
-    assert torch.equal(torch.get_rng_state(), told["cpu"])
-    assert random.getstate() == told["python"]
+    assert torch.equal(torch.get_rng_state(), rng_state["cpu"])
+    assert random.getstate() == rng_state["python"]
 
 
-def test_the_next_save_is_unified_and_has_the_same_names(
-    stock: tuple[Trainer, Path], tmp_path: Path
-) -> None:
+def test_next_save_is_unified_with_same_names(stock: tuple[Trainer, Path], tmp_path: Path) -> None:
     folder = stock[1]
     net = model()
     decayed, rest = (
@@ -173,14 +167,14 @@ def names_of_groups(folder: Path) -> list[list[str]]:
         return [list(group["names"]) for group in source.source.metadata().groups]
 
 
-def test_an_optimizer_in_another_order_of_as_many_is_refused_not_mixed_up(
+def test_permuted_optimizer_is_refused(
     stock: tuple[Trainer, Path],
 ) -> None:
-    """Shapes alike, layers swapped: torch's load_state_dict takes it without a word."""
+    """Layers of equal shapes are swapped: torch's load_state_dict accepts that silently."""
     net, groups = model(), names_of_groups(stock[1])
     other = {"layers.0": "layers.1", "layers.1": "layers.0"}
     swapped = [
-        [re.sub("layers.[01]", lambda found: other[found[0]], name) for name in group]
+        [re.sub("layers.[01]", lambda match: other[match[0]], name) for name in group]
         for group in groups
     ]
     optimizer = torch.optim.AdamW(
@@ -191,12 +185,12 @@ def test_an_optimizer_in_another_order_of_as_many_is_refused_not_mixed_up(
         match=r"two orders fit: the target optimizer has .*layers.1.* where .* has .*layers.0",
     ):
         uc.load(stock[1], model=net, optimizer=optimizer)
-    told = uc.SourceOptions(optimizer_order=tuple(map(tuple, groups)))
+    source = uc.SourceOptions(optimizer_order=tuple(map(tuple, groups)))
     uc.load(
         stock[1],
         model=net,
         optimizer=optimizer,
-        options=uc.LoadOptions(source=told, hyperparameters="current"),
+        options=uc.LoadOptions(source=source, hyperparameters="current"),
     )
     check_equal(state_of(net, optimizer), state_of(stock[0].model, plain(stock[0])))
 
@@ -218,7 +212,7 @@ def test_an_optimizer_in_another_order_of_as_many_is_refused_not_mixed_up(
         ),
     ],
 )
-def test_an_order_that_does_not_fit_is_refused(
+def test_wrong_order_is_refused(
     stock: tuple[Trainer, Path], change: Callable[..., Any], text: str
 ) -> None:
     order = tuple(map(tuple, change(names_of_groups(stock[1]))))
@@ -229,7 +223,7 @@ def test_an_order_that_does_not_fit_is_refused(
         list(source["optimizer"])
 
 
-def test_without_a_config_the_optimizer_to_be_filled_says_the_order(
+def test_target_optimizer_gives_order_without_config(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups = names_of_groups(folder)
@@ -249,9 +243,9 @@ def test_without_a_config_the_optimizer_to_be_filled_says_the_order(
     uc.load(folder, model=net, optimizer=optimizer)
     assert len(optimizer.state) == 21
     assert main(["inspect", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    assert "model  21 tensors" in shown
-    assert "is by position, and its parameter names are unknown" in shown
+    output = capsys.readouterr().out
+    assert "model  21 tensors" in output
+    assert "is by position, and its parameter names are unknown" in output
     assert main(["inspect", "--json", str(folder)]) == 0
     assert "no config.json" in json.loads(capsys.readouterr().out)["unreadable"]["optimizer"]
     with pytest.raises(
@@ -261,7 +255,7 @@ def test_without_a_config_the_optimizer_to_be_filled_says_the_order(
         uc.load(folder, model=net, optimizer=torch.optim.AdamW(net.parameters()))
 
 
-def test_another_models_config_does_not_name_it(folder: Path) -> None:
+def test_config_of_another_model_is_refused(folder: Path) -> None:
     llama(num_hidden_layers=3, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     with (
         uc.open(folder) as source,
@@ -273,7 +267,7 @@ def test_another_models_config_does_not_name_it(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["pipeline", "Trainer", "AutoModel", "logging", 7])
-def test_a_config_names_a_model_or_nothing_is_called(folder: Path, architecture: Any) -> None:
+def test_config_must_name_a_model_class(folder: Path, architecture: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
     with pytest.raises(
@@ -288,10 +282,8 @@ def test_a_config_names_a_model_or_nothing_is_called(folder: Path, architecture:
     [{"num_attention_heads": 0}, {"hidden_act": "none"}, {"num_hidden_layers": "x"}],
     ids=str,
 )
-def test_a_config_that_makes_no_model_stops_nobody_who_knows_the_order(
-    folder: Path, change: dict[str, Any]
-) -> None:
-    """What transformers raises then may be anything."""
+def test_broken_config_with_known_order_loads(folder: Path, change: dict[str, Any]) -> None:
+    """transformers may raise anything for a broken config."""
     groups, net = names_of_groups(folder), model()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
@@ -309,16 +301,16 @@ def test_a_config_that_makes_no_model_stops_nobody_who_knows_the_order(
     assert len(optimizer.state) == 21
 
 
-def test_frozen_embeddings_leave_no_doubt_and_frozen_layers_do(tmp_path: Path) -> None:
+def test_frozen_embeddings_and_frozen_layers(tmp_path: Path) -> None:
     net = model()
     net.model.embed_tokens.requires_grad_(False)
     net.lm_head.requires_grad_(False)
-    made = trainer(tmp_path / "a", stock=True, net=net, max_steps=1, save_steps=1)
-    made.train()
+    trained = trainer(tmp_path / "a", stock=True, net=net, max_steps=1, save_steps=1)
+    trained.train()
     with uc.open(tmp_path / "a" / "checkpoint-1") as source:
         check_equal(
             {name: view[...] for name, view in source["optimizer"].items()},
-            state_of(made.model, plain(made)),
+            state_of(trained.model, plain(trained)),
         )
     net = model()
     net.model.layers[0].requires_grad_(False)
@@ -330,10 +322,10 @@ def test_frozen_embeddings_leave_no_doubt_and_frozen_layers_do(tmp_path: Path) -
         list(source["optimizer"])
 
 
-def test_tied_weights_are_one_and_adafactor_is_read(tmp_path: Path) -> None:
+def test_tied_weights_and_adafactor(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = llama(num_hidden_layers=1, tie_word_embeddings=True)
-    made = trainer(
+    trained = trainer(
         tmp_path,
         stock=True,
         net=LlamaForCausalLM(config),
@@ -341,23 +333,23 @@ def test_tied_weights_are_one_and_adafactor_is_read(tmp_path: Path) -> None:
         save_steps=1,
         optim="adafactor",
     )
-    made.train()
+    trained.train()
     with uc.open(tmp_path / "checkpoint-1") as source:
-        found = {name: view[...] for name, view in source["optimizer"].items()}
-        needed = {
+        tensors = {name: view[...] for name, view in source["optimizer"].items()}
+        expected = {
             name: value
-            for name, value in state_of(made.model, plain(made)).items()
+            for name, value in state_of(trained.model, plain(trained)).items()
             if isinstance(value, torch.Tensor)
         }
-        check_equal(found, needed)
+        check_equal(tensors, expected)
         assert "lm_head.weight" not in source["model"]
     net = LlamaForCausalLM(config)
     uc.load(tmp_path / "checkpoint-1", model=net)
-    assert torch.equal(net.lm_head.weight, made.model.lm_head.weight)
+    assert torch.equal(net.lm_head.weight, trained.model.lm_head.weight)
 
 
-def test_a_lost_optimizer_is_a_mismatch_not_a_fresh_start(folder: Path) -> None:
-    """The stock Trainer resumes with an empty optimizer, without a word."""
+def test_missing_optimizer_is_a_mismatch(folder: Path) -> None:
+    """The native Trainer silently resumes with an empty optimizer."""
     (folder / "optimizer.pt").unlink()
     net = model()
     with pytest.raises(
@@ -370,7 +362,7 @@ def test_a_lost_optimizer_is_a_mismatch_not_a_fresh_start(folder: Path) -> None:
     "file", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"]
 )
 @pytest.mark.parametrize("keep", [0, 20, 0.5])
-def test_a_file_that_ends_early_is_named(folder: Path, file: str, keep: float) -> None:
+def test_truncated_file_is_named(folder: Path, file: str, keep: float) -> None:
     body = (folder / file).read_bytes()
     (folder / file).write_bytes(body[: int(keep if keep > 1 or not keep else len(body) * keep)])
     net = model()
@@ -380,13 +372,13 @@ def test_a_file_that_ends_early_is_named(folder: Path, file: str, keep: float) -
     check_equal(dict(net.state_dict()), before)
 
 
-def test_a_save_that_was_cut_off_is_told(folder: Path) -> None:
+def test_interrupted_save_is_refused(folder: Path) -> None:
     (folder / "checkpoint-is-incomplete.txt").touch()
     with pytest.raises(uc.IncompleteError, match="was stopped during the save"):
         uc.open(folder)
 
 
-def test_missing_weights_are_told(folder: Path) -> None:
+def test_missing_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(uc.IncompleteError, match="no weights found"):
         uc.open(folder)
@@ -403,7 +395,7 @@ class Runs:
 @pytest.mark.parametrize(
     "file", ["optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "pytorch_model.bin"]
 )
-def test_hostile_pickles_are_refused_by_name_and_not_run(
+def test_hostile_pickles_are_refused_and_not_executed(
     folder: Path, tmp_path: Path, file: str
 ) -> None:
     if file == "pytorch_model.bin":
@@ -419,7 +411,7 @@ def test_hostile_pickles_are_refused_by_name_and_not_run(
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("content", "text"),
     [
         (
             {"state": {5: {}}, "param_groups": [{"params": [0]}]},
@@ -430,8 +422,8 @@ def test_hostile_pickles_are_refused_by_name_and_not_run(
         ([], "expected an optimizer state dict"),
     ],
 )
-def test_what_is_no_optimizers_state_is_refused(folder: Path, told: Any, text: str) -> None:
-    torch.save(told, folder / "optimizer.pt")
+def test_invalid_optimizer_state_is_refused(folder: Path, content: Any, text: str) -> None:
+    torch.save(content, folder / "optimizer.pt")
     with pytest.raises(uc.FormatError, match=text):
         uc.open(folder)
 
@@ -449,19 +441,19 @@ def job(seed: int) -> tuple[Accelerator, nn.Module, Any, Any]:
 
 
 def train(net: nn.Module, optimizer: Any, count: int) -> list[float]:
-    found = []
+    losses = []
     for _ in range(count):
         x = torch.randn(8, 6)
         loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_accelerates_folder_goes_on_bit_for_bit(tmp_path: Path, safe: bool) -> None:
+def test_accelerate_folder_resumes_bitwise(tmp_path: Path, safe: bool) -> None:
     accelerator, net, optimizer, _ = job(0)
     train(net, optimizer, 3)
     accelerator.save_state(str(tmp_path / "c"), safe_serialization=safe)
@@ -479,7 +471,7 @@ def test_accelerates_folder_goes_on_bit_for_bit(tmp_path: Path, safe: bool) -> N
                 list(source["optimizer"])
 
 
-def test_a_compiled_model_has_its_plain_names(tmp_path: Path) -> None:
+def test_compiled_model_has_plain_names(tmp_path: Path) -> None:
     net = torch.compile(nn.Linear(3, 2), backend="eager")
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
@@ -505,45 +497,43 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
 
     accelerator, nets, optimizers = made(0)
     nets[1](nets[0](torch.randn(5, 3))).square().sum().backward()
-    for one in optimizers:
-        one.step()
+    for wrapped in optimizers:
+        wrapped.step()
     accelerator.save_state(str(tmp_path / "c"))
     _, others, fresh = made(1)
     uc.load(
         tmp_path / "c",
         model=others[0],
         parts={"model_1": others[1]},
-        optimizer=[one.optimizer for one in fresh],
+        optimizer=[wrapped.optimizer for wrapped in fresh],
     )
     for net, other, optimizer, new in zip(nets, others, optimizers, fresh, strict=True):
         check_equal(dict(other.state_dict()), dict(net.state_dict()))
         check_equal(state_of(other, new.optimizer), state_of(net, optimizer.optimizer))
-    assert [one.param_groups[0]["lr"] for one in fresh] == [0.1, 0.2]
+    assert [wrapped.param_groups[0]["lr"] for wrapped in fresh] == [0.1, 0.2]
 
 
 def save_sharded(
     folder: Path, number: int, net: nn.Module, optimizer: torch.optim.Optimizer, form: str
 ) -> None:
-    """Model and optimizer of this number as Accelerate has them under FSDP: folders, or files of
-    one rank.
-    """
+    """Save model and optimizer as Accelerate does under FSDP: folders, or one rank's files."""
     weights, state = get_state_dict(net, optimizer)
-    for name, told in (
+    for name, state_dict in (
         (f"pytorch_model_fsdp_{number}", {"model": weights}),
         (f"optimizer_{number}", {"optimizer": state}),
     ):
         if form == "folders":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "Saving without distributed", which is meant
-                dcp.save(told, checkpoint_id=str(folder / name), no_dist=True)
+                dcp.save(state_dict, checkpoint_id=str(folder / name), no_dist=True)
         else:
-            (inner,) = told.values()
+            (inner,) = state_dict.values()
             torch.save(inner, folder / f"{name}_rank0.bin")
 
 
 @pytest.mark.parametrize("pattern", ["pytorch_model_fsdp_*", "optimizer_*", "random_states_*"])
-def test_numbered_files_swapped(tmp_path: Path, pattern: str) -> None:
-    """Of two models of one shape, or of two ranks: every name fits, and the values are the other's."""
+def test_swapped_numbered_files_are_refused(tmp_path: Path, pattern: str) -> None:
+    """Two models of one shape, or two ranks: every name fits, and the values are wrong."""
     for number in range(2):
         net = nn.Linear(3, 3)
         optimizer = torch.optim.AdamW(net.parameters())
@@ -555,13 +545,14 @@ def test_numbered_files_swapped(tmp_path: Path, pattern: str) -> None:
         )
     with uc.open(tmp_path) as source:
         assert source.rank_extra[0] is not None
-    one, other = sorted(tmp_path.glob(pattern))
-    held = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(held)
+    first, second = sorted(tmp_path.glob(pattern))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
     with (
         pytest.raises(
-            uc.FormatError, match=rf"{one.name}: was written as {other.name}, so files were swapped"
+            uc.FormatError,
+            match=rf"{first.name}: was written as {second.name}, so files were swapped",
         ),
         uc.open(tmp_path) as source,
     ):
@@ -570,9 +561,7 @@ def test_numbered_files_swapped(tmp_path: Path, pattern: str) -> None:
 
 @pytest.mark.parametrize("form", ["folders", "files"])
 def test_several_sharded_models_and_optimizers(tmp_path: Path, form: str) -> None:
-    """Symptom: the state of the second optimizer in place of the first one's, whose parameters have
-    the same names.
-    """
+    """Bug: the second optimizer's state replaced the first one's under the same names."""
 
     def made(seed: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         torch.manual_seed(seed)
@@ -594,10 +583,10 @@ def test_several_sharded_models_and_optimizers(tmp_path: Path, form: str) -> Non
         for net, other, optimizer, new in zip(nets, others, optimizers, fresh, strict=True):
             check_equal(dict(other.state_dict()), dict(net.state_dict()))
             check_equal(state_of(other, new), state_of(net, optimizer))
-        assert [one.param_groups[0]["lr"] for one in fresh] == [0.1, 0.2]
+        assert [prepared.param_groups[0]["lr"] for prepared in fresh] == [0.1, 0.2]
 
 
-def test_two_optimizers_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_optimizers_with_equal_names_are_refused(tmp_path: Path) -> None:
     net = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.randn(5, 3)).sum().backward()
@@ -612,12 +601,12 @@ def test_two_optimizers_of_one_name_are_refused(tmp_path: Path) -> None:
         uc.open(tmp_path)
 
 
-def test_experts_that_are_stacked_in_memory(tmp_path: Path) -> None:
-    """The folder has the hub's names, the optimizer the model's own: one load fills both, and a
-    conversion would mix them.
+def test_experts_stacked_in_memory(tmp_path: Path) -> None:
+    """The folder has hub names, the optimizer the model's own. One load handles both; a conversion
+    would mix them.
     """
-    made = trainer(tmp_path, stock=True, net=mixtral(), max_steps=1, save_steps=1)
-    made.train()
+    trained = trainer(tmp_path, stock=True, net=mixtral(), max_steps=1, save_steps=1)
+    trained.train()
     folder, net = tmp_path / "checkpoint-1", mixtral()
     for parameter in net.parameters():
         nn.init.zeros_(parameter)
@@ -626,8 +615,8 @@ def test_experts_that_are_stacked_in_memory(tmp_path: Path) -> None:
         report = uc.load(source, model=net, optimizer=optimizer)
     assert report.step == 1
     assert report.rank_extra is not None
-    check_equal(dict(net.state_dict()), dict(made.model.state_dict()))
-    check_equal(state_of(net, optimizer), state_of(made.model, plain(made)))
+    check_equal(dict(net.state_dict()), dict(trained.model.state_dict()))
+    check_equal(state_of(net, optimizer), state_of(trained.model, plain(trained)))
     with pytest.raises(
         uc.FormatError, match=r"has other names or shapes for these parameters(.|\n)*experts"
     ):
@@ -637,12 +626,12 @@ def test_experts_that_are_stacked_in_memory(tmp_path: Path) -> None:
 # converted
 
 
-def test_a_converted_checkpoint_is_resumed_as_if_the_callback_had_written_it(
+def test_converted_checkpoint_resumes_like_a_callback_save(
     stock: tuple[Trainer, Path], tmp_path: Path
 ) -> None:
-    told = {"weight_decay": 0.1, "lr_scheduler_type": "cosine"}
-    straight = trainer(tmp_path / "straight", stock=True, save_strategy="no", **told)
-    straight.train()
+    arguments = {"weight_decay": 0.1, "lr_scheduler_type": "cosine"}
+    uninterrupted = trainer(tmp_path / "straight", stock=True, save_strategy="no", **arguments)
+    uninterrupted.train()
     report = uc.convert(stock[1], tmp_path / "run" / "checkpoint-4")
     assert (report.format, report.step, report.tensors) == (
         "trainer",
@@ -650,25 +639,23 @@ def test_a_converted_checkpoint_is_resumed_as_if_the_callback_had_written_it(
         {"model": 21, "optimizer": 63},
     )
     assert uc.verify(tmp_path / "run" / "checkpoint-4", deep=True).ok
-    resumed = trainer(tmp_path / "run", **told)
+    resumed = trainer(tmp_path / "run", **arguments)
     resumed.train(resume_from_checkpoint=True)
-    check_same(resumed, straight)
+    check_same(resumed, uninterrupted)
     check_equal(
         dict(LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").state_dict()),
         dict(stock[0].model.state_dict()),
     )
 
 
-def test_one_of_ours_that_lost_its_manifest_is_no_trainers(tmp_path: Path) -> None:
+def test_our_folder_without_manifest_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=2).train()
     (tmp_path / "checkpoint-2" / "unified_checkpoint.json").unlink()
     with pytest.raises(uc.FormatError, match="is an unfinished save"):
         uc.open(tmp_path / "checkpoint-2")
 
 
-def test_an_optimizer_without_names_is_not_converted_nor_left_out(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_conversion_refuses_unnamed_optimizer(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(uc.FormatError, match=r"by position(.|\n)*pass an optimizer"):
         uc.convert(folder, tmp_path / "ours")

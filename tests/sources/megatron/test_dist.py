@@ -1,6 +1,4 @@
-"""Megatron-Core's torch_dist: read as Megatron reads it, whatever is stacked; flat buffers, damage,
-hostile files refused by name.
-"""
+"""Megatron-Core's torch_dist matches Megatron's own load; flat buffers and damage are refused."""
 
 from __future__ import annotations
 
@@ -39,9 +37,9 @@ JOB = Job(layers=2)
 
 
 def named(job: Job = JOB) -> Tensors:
-    """A model's tensors in Hugging Face's names."""
+    """A model's tensors under Hugging Face names."""
     torch.manual_seed(0)
-    return {name: torch.randn(one.shape) for name, one in llama(job).state_dict().items()}
+    return {name: torch.randn(tensor.shape) for name, tensor in llama(job).state_dict().items()}
 
 
 def llama(job: Job = JOB) -> Any:
@@ -56,19 +54,19 @@ def llama(job: Job = JOB) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def stacked(own: Tensors, job: Job) -> Tensors:
-    """All layers of a kind as one tensor."""
-    found = {}
-    for name, tensor in own.items():
+def stacked(tensors: Tensors, job: Job) -> Tensors:
+    """Stack all layers of a kind into one tensor."""
+    merged = {}
+    for name, tensor in tensors.items():
         if name.startswith("decoder.layers."):
             _, _, number, rest = name.split(".", 3)
             if number == "0":
-                found[f"decoder.layers.{rest}"] = torch.stack(
-                    [own[f"decoder.layers.{n}.{rest}"] for n in range(job.layers)]
+                merged[f"decoder.layers.{rest}"] = torch.stack(
+                    [tensors[f"decoder.layers.{n}.{rest}"] for n in range(job.layers)]
                 )
         else:
-            found[name] = tensor
-    return found
+            merged[name] = tensor
+    return merged
 
 
 def write(
@@ -80,34 +78,36 @@ def write(
     weights: Tensors | None = None,
     more: dict[str, Any] | None = None,
 ) -> Path:
-    """As `dist_checkpointing.save` leaves a folder; DCP itself writes the tensors."""
+    """Write a folder like `dist_checkpointing.save`; DCP itself writes the tensors."""
     job = JOB
-    whole = {key: form(stage(one, job, (0, 0, 0, 0), 0), job) for key, one in hub.items()}
+    stages = {key: form(stage(tensor, job, (0, 0, 0, 0), 0), job) for key, tensor in hub.items()}
     model = (
-        form(stage(weights, job, (0, 0, 0, 0), 0), job) if weights is not None else whole["param"]
+        form(stage(weights, job, (0, 0, 0, 0), 0), job) if weights is not None else stages["param"]
     )
-    told: dict[str, Any] = {
-        name: one.bfloat16() for name, one in model.items() if not name.startswith("optimizer")
+    state: dict[str, Any] = {
+        name: tensor.bfloat16()
+        for name, tensor in model.items()
+        if not name.startswith("optimizer")
     }
-    for key, tensors in whole.items():
-        told |= {
-            name if name.startswith("optimizer") else f"optimizer.state.{key}.{name}": one
-            for name, one in tensors.items()
+    for key, tensors in stages.items():
+        state |= {
+            name if name.startswith("optimizer") else f"optimizer.state.{key}.{name}": tensor
+            for name, tensor in tensors.items()
         }
-    told |= more or {}
+    state |= more or {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Saving without distributed", which is meant
-        dcp.save(told, checkpoint_id=str(folder), no_dist=True)
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
     with megatron_classes() as backend:
         args = arguments(job, attention_backend=backend.flash)
         groups = [group(True, False), group(False, False)]
-        told = {
+        state = {
             "args": args,
             "iteration": 7,
             "checkpoint_version": 3.0,
             "optimizer": {"optimizer": {"param_groups": groups}},
         }
-        torch.save(told | (common or {}), folder / "common.pt")
+        torch.save(state | (common or {}), folder / "common.pt")
     (folder / "metadata.json").write_text(
         '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
     )
@@ -115,7 +115,7 @@ def write(
 
 
 def drawn() -> dict[str, Tensors]:
-    params = {name: one.bfloat16().float() for name, one in named().items()}
+    params = {name: tensor.bfloat16().float() for name, tensor in named().items()}
     return {"param": params} | {
         key: {n: torch.randn(t.shape) for n, t in params.items()}
         for key in ("exp_avg", "exp_avg_sq")
@@ -133,7 +133,7 @@ def folder(tmp_path: Path, hub: dict[str, Tensors]) -> Path:
 
 
 @pytest.mark.parametrize("form", [stacked, lambda own, _: own], ids=["stacked", "apart"])
-def test_tensors_and_optimizer_in_names_of_transformers(
+def test_tensors_and_optimizer_in_hf_names(
     tmp_path: Path, hub: dict[str, Tensors], form: Any
 ) -> None:
     with uc.open(write(tmp_path / "c", hub, form=form)) as source:
@@ -150,32 +150,36 @@ def test_tensors_and_optimizer_in_names_of_transformers(
             assert source["optimizer"][f"{name}/step"][...] == 7
 
 
-def test_own_names_have_each_layer(folder: Path, hub: dict[str, Tensors]) -> None:
-    whole = stage(hub["param"], JOB, (0, 0, 0, 0), 0)
+def test_own_names_of_each_layer(folder: Path, hub: dict[str, Tensors]) -> None:
+    tensors = stage(hub["param"], JOB, (0, 0, 0, 0), 0)
     with uc.open(folder, options=SourceOptions(names="own")) as source:
         assert {name: source["model"][name].shape for name in source["model"]} == {
-            name: tuple(one.shape) for name, one in whole.items()
+            name: tuple(tensor.shape) for name, tensor in tensors.items()
         }
 
 
-def test_param_groups_are_known_by_name(folder: Path, hub: dict[str, Tensors]) -> None:
+def test_param_groups_by_name(folder: Path, hub: dict[str, Tensors]) -> None:
     model = llama()
     groups = [
-        {"params": [one for name, one in model.named_parameters() if no_decay(name, one) == wanted]}
-        for wanted in (False, True)
+        {
+            "params": [
+                param
+                for name, param in model.named_parameters()
+                if no_decay(name, param) == decayed
+            ]
+        }
+        for decayed in (False, True)
     ]
     optimizer = torch.optim.AdamW(groups)
     uc.load(folder, model=model, optimizer=optimizer)
-    assert [one["weight_decay"] for one in optimizer.param_groups] == [0.1, 0.0]
+    assert [param["weight_decay"] for param in optimizer.param_groups] == [0.1, 0.0]
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, hub["param"][name])
         assert torch.equal(optimizer.state[parameter]["exp_avg"], hub["exp_avg"][name])
 
 
-def test_optimizer_state_that_is_not_the_models_is_refused(
-    tmp_path: Path, hub: dict[str, Tensors]
-) -> None:
-    """Megatron-Core 0.16 writes it so where there are several buckets: shifted by their padding."""
+def test_optimizer_state_of_other_model_is_refused(tmp_path: Path, hub: dict[str, Tensors]) -> None:
+    """Megatron-Core 0.16 shifts state by the padding if there are several buckets."""
     name = "model.layers.1.mlp.down_proj.weight"
     shifted = hub | {"param": hub["param"] | {name: hub["param"][name].roll(1)}}
     with uc.open(write(tmp_path / "c", shifted, weights=hub["param"])) as source:
@@ -188,7 +192,7 @@ def test_optimizer_state_that_is_not_the_models_is_refused(
                 _ = source[part][key][...]
 
 
-def test_flat_buffers_are_refused_and_the_model_loads(
+def test_flat_buffers_are_refused_and_model_loads(
     tmp_path: Path, hub: dict[str, Tensors], capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
@@ -205,7 +209,7 @@ def test_flat_buffers_are_refused_and_the_model_loads(
     assert not (tmp_path / "new").exists()
 
 
-def test_without_arguments_the_config_tells_names(tmp_path: Path, hub: dict[str, Tensors]) -> None:
+def test_config_gives_names_without_arguments(tmp_path: Path, hub: dict[str, Tensors]) -> None:
     folder = write(tmp_path / "c", hub, common={"args": None})
     llama().config.save_pretrained(tmp_path / "hub")
     with uc.open(folder, options=SourceOptions(config=str(tmp_path / "hub"))) as source:
@@ -222,43 +226,43 @@ def test_without_arguments_the_config_tells_names(tmp_path: Path, hub: dict[str,
 # ---- damage
 
 
-def test_a_save_that_did_not_end_is_refused(folder: Path) -> None:
+def test_unfinished_save_is_refused(folder: Path) -> None:
     (folder / "metadata.json").unlink()
     with pytest.raises(uc.FormatError, match=r"no metadata.json.*the save did not complete"):
         uc.open(folder, options=SourceOptions(format="megatron"))
 
 
 @pytest.mark.parametrize(
-    ("told", "found"),
+    ("content", "text"),
     [
         ("{", "not valid JSON"),
         ("[]", "holds a list"),
         ('{"sharded_backend": "zarr"}', "sharded_backend: got 'zarr'"),
     ],
 )
-def test_another_backend_and_a_damaged_metadata_are_refused(
-    folder: Path, told: str, found: str
+def test_other_backend_and_damaged_metadata_are_refused(
+    folder: Path, content: str, text: str
 ) -> None:
-    (folder / "metadata.json").write_text(told)
-    with pytest.raises(uc.FormatError, match=rf"metadata.json: {found}"):
+    (folder / "metadata.json").write_text(content)
+    with pytest.raises(uc.FormatError, match=rf"metadata.json: {text}"):
         uc.open(folder)
 
 
-def test_a_missing_file_is_named_with_what_was_in_it(folder: Path) -> None:
+def test_missing_file_is_named_with_its_entries(folder: Path) -> None:
     next(iter(folder.glob("*.distcp"))).unlink()
     with pytest.raises(uc.IncompleteError, match=r"distcp: is missing"):
         uc.open(folder)
 
 
 @pytest.mark.parametrize("cut", [0, 100, -10])
-def test_a_file_that_ends_early_is_named(folder: Path, cut: int) -> None:
+def test_truncated_file_is_named(folder: Path, cut: int) -> None:
     path = folder / "common.pt"
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(uc.FormatError, match=r"common\.pt"):
         uc.open(folder)
 
 
-def test_common_state_that_is_missing(folder: Path) -> None:
+def test_missing_common_state(folder: Path) -> None:
     (folder / "common.pt").unlink()
     with pytest.raises(uc.NotFoundError, match=r"common\.pt"):
         uc.open(folder)
@@ -267,7 +271,7 @@ def test_common_state_that_is_missing(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["decoder.layers.mlp.linear_fc9.weight", "decoder.final_layernorm.weight"]
 )
-def test_flattened_optimizer_state_is_refused_and_the_model_loads(
+def test_flattened_state_is_refused_and_model_loads(
     tmp_path: Path, hub: dict[str, Tensors], name: str
 ) -> None:
     folder = write(tmp_path / "c", hub, more={f"optimizer.state.exp_avg.{name}": torch.zeros(2, 3)})
@@ -288,7 +292,7 @@ class Hostile:
         return os.system, (f"touch {self._mark}",)
 
 
-def test_hostile_files_are_refused_by_name_and_not_run(
+def test_hostile_files_are_refused_and_not_executed(
     tmp_path: Path, hub: dict[str, Tensors]
 ) -> None:
     mark = tmp_path / "mark"
@@ -339,7 +343,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def run(folder: Path, kind: str) -> dict[str, Any]:
-    """What Megatron-Core told of its own load of what it saved."""
+    """Return what Megatron-Core reports of loading its own save."""
     world, more = RUNS[kind]
     job = json.dumps(PLAIN | more)
     torchrun(world, "worker_megatron_core.py", "save", folder, job, timeout_seconds=300)
@@ -362,29 +366,29 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
 @pytest.mark.slow
 @REAL
 @pytest.mark.parametrize("kind", RUNS)
-def test_as_megatron_core_itself_loads_it(tmp_path: Path, kind: str) -> None:
-    told = run(tmp_path, kind)
+def test_matches_megatron_core_itself(tmp_path: Path, kind: str) -> None:
+    expected = run(tmp_path, kind)
     with uc.open(tmp_path / "legacy", options=SourceOptions(names="own")) as source:
-        assert set(source["model"].keys()) == set(told["model"])
+        assert set(source["model"].keys()) == set(expected["model"])
         for key in ("model", "master_weights", "exp_avg", "exp_avg_sq"):
-            for name, tensor in told[key].items():
-                found = (
+            for name, tensor in expected[key].items():
+                actual = (
                     source["optimizer"][f"{name}/{key}"]
                     if key.startswith("exp")
                     else source[key][name]
                 )
-                assert torch.equal(found[...], tensor), f"{key}:{name}"
-        assert told["exp_avg"] or kind == "Mixtral"
-    with uc.open(tmp_path / "legacy") as one, uc.open(tmp_path / "dist") as other:
+                assert torch.equal(actual[...], tensor), f"{key}:{name}"
+        assert expected["exp_avg"] or kind == "Mixtral"
+    with uc.open(tmp_path / "legacy") as legacy, uc.open(tmp_path / "dist") as dist:
         for rank in range(RUNS[kind][0]):
             states = [
-                both.rank_extra[rank]["rng_state"]["torch_rng_state"] for both in (one, other)
+                both.rank_extra[rank]["rng_state"]["torch_rng_state"] for both in (legacy, dist)
             ]
             assert torch.equal(*states)
         for part in ("model", "master_weights", "optimizer"):
-            assert set(one[part].keys()) == set(other[part].keys())
+            assert set(legacy[part].keys()) == set(dist[part].keys())
             assert all(
-                torch.equal(one[part][name][...], other[part][name][...]) for name in one[part]
+                torch.equal(legacy[part][name][...], dist[part][name][...]) for name in legacy[part]
             )
     more = {"num_local_experts": 4, "moe_intermediate_size": 24} if kind == "Mixtral" else {}
     config = getattr(transformers, f"{kind}Config")(
@@ -404,6 +408,6 @@ def test_as_megatron_core_itself_loads_it(tmp_path: Path, kind: str) -> None:
         with open_model_names(tmp_path / name, model=model) as renamed:
             uc.load(renamed, model=model)
         with torch.no_grad():
-            found = model(told["tokens"]).logits
-        assert told["logits"].float().std() > 0.05
-        torch.testing.assert_close(found.float(), told["logits"].float(), atol=0.02, rtol=0.02)
+            actual = model(expected["tokens"]).logits
+        assert expected["logits"].float().std() > 0.05
+        torch.testing.assert_close(actual.float(), expected["logits"].float(), atol=0.02, rtol=0.02)

@@ -1,6 +1,4 @@
-"""Megatron-LM's folders of ranks: any parallelism read as the whole model, in transformers' names;
-damage and doubt refused by name.
-"""
+"""Megatron-LM's rank folders: any parallelism gives the whole model; damage is refused by name."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ from unified_ckpt.sources.megatron.states import flat_ranges
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(torch.arange(10)[None] % VOCAB).logits
-    return found
+        output: torch.Tensor = model(torch.arange(10)[None] % VOCAB).logits
+    return output
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_whole_model_and_its_optimizer_are_read(tmp_path: Path, name: str) -> None:
+def test_whole_model_and_optimizer(tmp_path: Path, name: str) -> None:
     kind, job, more = JOBS[name]
     model, hub = drawn(kind, job, tmp_path)
     root = write(tmp_path / "job", job, hub, **more)
@@ -77,27 +75,27 @@ def of_rank(root: Path, name: str = "mp_rank_01_000") -> Path:
 
 def changed(path: Path, change: Callable[[Any], object]) -> None:
     with megatron_classes():
-        told = torch.load(path, weights_only=False, map_location="cpu")
-        change(told)
-        torch.save(told, path)
+        content = torch.load(path, weights_only=False, map_location="cpu")
+        change(content)
+        torch.save(content, path)
 
 
-def test_a_job_goes_on_from_it_with_its_hyperparameters(
+def test_job_resumes_with_hyperparameters(
     llama: tuple[Path, dict[str, Tensors]],
 ) -> None:
     root, hub = llama
     model = new_model("Llama", Job()).float()
     named = list(model.named_parameters())
     groups = [
-        {"params": [one for name, one in named if no_decay(name, one) == wanted]}
-        for wanted in (False, True)
+        {"params": [param for name, param in named if no_decay(name, param) == decayed]}
+        for decayed in (False, True)
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     report = uc.load(root, model=model, optimizer=optimizer)
     assert report.sources["model"] == ("master_weights",)  # the trainer is fp32
-    assert [(one["lr"], one["weight_decay"], one["betas"]) for one in optimizer.param_groups] == [
-        (0.01, w, (0.9, 0.95)) for w in (0.1, 0.0)
-    ]
+    assert [
+        (param["lr"], param["weight_decay"], param["betas"]) for param in optimizer.param_groups
+    ] == [(0.01, w, (0.9, 0.95)) for w in (0.1, 0.0)]
     for name, parameter in named:
         assert torch.equal(parameter, hub["param"][name])
         assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], hub["exp_avg_sq"][name])
@@ -111,15 +109,15 @@ def test_a_job_goes_on_from_it_with_its_hyperparameters(
     optimizer.step()
 
 
-def test_the_random_state_of_a_rank(llama: tuple[Path, dict[str, Tensors]]) -> None:
+def test_random_state_of_a_rank(llama: tuple[Path, dict[str, Tensors]]) -> None:
     with uc.open(llama[0]) as source:
-        seen = [
+        states = [
             source.rank_extra[rank]["rng_state"]["torch_rng_state"].tolist() for rank in range(8)
         ]
-    assert seen == [[tp, pp, 0] for pp in range(2) for _ in range(2) for tp in range(2)]
+    assert states == [[tp, pp, 0] for pp in range(2) for _ in range(2) for tp in range(2)]
 
 
-def test_converted_and_inspected(
+def test_convert_and_inspect(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(root)]) == 0
@@ -130,7 +128,7 @@ def test_converted_and_inspected(
     assert uc.verify(tmp_path / "new", deep=True).ok
 
 
-def test_the_folder_of_a_step_and_a_release_are_known(root: Path) -> None:
+def test_step_folder_and_release(root: Path) -> None:
     with uc.open(root / "iter_0000007") as source:
         assert source.format == "megatron"
     (root / "iter_0000007").rename(root / "release")
@@ -139,7 +137,7 @@ def test_the_folder_of_a_step_and_a_release_are_known(root: Path) -> None:
         assert "model.norm.weight" in source["model"]
 
 
-def test_the_vocabulary_is_without_its_padding_where_the_config_tells_it(tmp_path: Path) -> None:
+def test_config_removes_vocabulary_padding(tmp_path: Path) -> None:
     job = Job(tp=2, padding=4)
     model, hub = drawn("Llama", job, tmp_path)
     root = write(tmp_path / "job", job, hub)
@@ -158,38 +156,38 @@ def test_the_vocabulary_is_without_its_padding_where_the_config_tells_it(tmp_pat
         uc.open(root, options=SourceOptions(config=str(tmp_path / "hub"), names="huggingface"))
 
 
-def test_own_names_are_those_of_the_whole_model(llama: tuple[Path, dict[str, Tensors]]) -> None:
-    whole = stage(llama[1]["param"], Job(), (0, 0, 0, 0), 0)
+def test_own_names_of_the_whole_model(llama: tuple[Path, dict[str, Tensors]]) -> None:
+    tensors = stage(llama[1]["param"], Job(), (0, 0, 0, 0), 0)
     with uc.open(llama[0], options=SourceOptions(names="own")) as source:
-        assert set(source["master_weights"].keys()) == set(whole)
-        for name, tensor in whole.items():
+        assert set(source["master_weights"].keys()) == set(tensors)
+        for name, tensor in tensors.items():
             assert torch.equal(source["master_weights"][name][...], tensor), name
 
 
 @pytest.mark.parametrize(
-    ("more", "found"),
+    ("more", "text"),
     [
         ({"swiglu": False}, "swiglu=False"),
         ({"normalization": "LayerNorm"}, "normalization='LayerNorm'"),
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),
     ],
 )
-def test_a_model_unlike_llama_keeps_its_own_names(
-    tmp_path: Path, more: dict[str, Any], found: str
+def test_model_unlike_llama_keeps_own_names(
+    tmp_path: Path, more: dict[str, Any], text: str
 ) -> None:
     job = Job(optimizer="none")
     _, hub = drawn("Llama", job, tmp_path)
     root = write(tmp_path / "job", job, hub, **more)
     with uc.open(root) as source:
         assert "decoder.layers.3.mlp.linear_fc1.weight" in source["model"]
-    with pytest.raises(uc.FormatError, match=f"{found}, expected a model like Llama"):
+    with pytest.raises(uc.FormatError, match=f"{text}, expected a model like Llama"):
         uc.open(root, options=SourceOptions(names="huggingface"))
 
 
 # ---- what is missing
 
 
-def test_a_missing_rank_is_named(root: Path) -> None:
+def test_missing_rank_is_named(root: Path) -> None:
     shutil.rmtree(of_rank(root))
     with pytest.raises(
         uc.IncompleteError, match=r"folders of ranks are missing(.|\n)*mp_rank_01_000"
@@ -211,10 +209,10 @@ def test_converter_drops_moe_experts_silently(tmp_path: Path) -> None:
     _, hub = drawn("Mixtral", job, tmp_path)
     root = write(tmp_path / "job", job, hub)
 
-    def drop(told: Any) -> None:
-        told["model"] = {
-            name: one
-            for name, one in told["model"].items()
+    def drop(content: Any) -> None:
+        content["model"] = {
+            name: tensor
+            for name, tensor in content["model"].items()
             if "layers.2.mlp.experts.local_experts.1." not in name
         }
 
@@ -232,10 +230,10 @@ def test_converter_drops_moe_experts_silently(tmp_path: Path) -> None:
         uc.open(root)
 
 
-def test_a_norm_that_one_rank_lacks_is_seen(root: Path) -> None:
+def test_norm_missing_on_one_rank_is_refused(root: Path) -> None:
     changed(
         of_rank(root) / "model_optim_rng.pt",
-        lambda told: told["model"].pop("decoder.layers.0.mlp.linear_fc1.layer_norm_weight"),
+        lambda content: content["model"].pop("decoder.layers.0.mlp.linear_fc1.layer_norm_weight"),
     )
     with pytest.raises(
         uc.FormatError, match=r"have different tensors(.|\n)*linear_fc1.layer_norm_weight"
@@ -244,13 +242,13 @@ def test_a_norm_that_one_rank_lacks_is_seen(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model_optim_rng.pt", "distrib_optim.pt"])
-def test_a_missing_file_is_named(root: Path, name: str) -> None:
+def test_missing_file_is_named(root: Path, name: str) -> None:
     (of_rank(root) / name).unlink()
     with pytest.raises(uc.IncompleteError, match=rf"{name} (is )?missing(.|\n)*mp_rank_01_000"):
         uc.open(root)
 
 
-def test_no_file_of_the_distributed_optimizer_at_all(root: Path) -> None:
+def test_missing_distributed_optimizer_files(root: Path) -> None:
     for path in root.rglob("distrib_optim.pt"):
         path.unlink()
     with pytest.raises(uc.IncompleteError, match=r"is distrib_optim.pt missing\?"):
@@ -258,7 +256,7 @@ def test_no_file_of_the_distributed_optimizer_at_all(root: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 100, -100])
-def test_a_file_that_ends_early_is_named(root: Path, cut: int) -> None:
+def test_truncated_file_is_named(root: Path, cut: int) -> None:
     path = of_rank(root) / "model_optim_rng.pt"
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(uc.FormatError, match=r"mp_rank_01_000/model_optim_rng.pt"):
@@ -266,30 +264,30 @@ def test_a_file_that_ends_early_is_named(root: Path, cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 100, -100])
-def test_an_optimizer_that_ends_early_is_named(root: Path, cut: int) -> None:
+def test_truncated_optimizer_is_named(root: Path, cut: int) -> None:
     path = of_rank(root) / "distrib_optim.pt"
     path.write_bytes(path.read_bytes()[:cut])
-    only_the_model_loads(root, r"mp_rank_01_000/distrib_optim.pt")
+    check_only_model_loads(root, r"mp_rank_01_000/distrib_optim.pt")
 
 
-def only_the_model_loads(root: Path, found: str) -> None:
-    """The optimizer is refused before anything changes, and for nobody who does not ask for it."""
+def check_only_model_loads(root: Path, text: str) -> None:
+    """The optimizer is refused before anything changes, and only if it is requested."""
     model = new_model("Llama", Job()).bfloat16()
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(uc.FormatError, match=found):
+    with pytest.raises(uc.FormatError, match=text):
         uc.load(root, model=model, optimizer=optimizer)
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not optimizer.state
     uc.load(root, model=model)
-    assert not any(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert main(["inspect", str(root)]) == 0
-    with pytest.raises(uc.FormatError, match=found):
+    with pytest.raises(uc.FormatError, match=text):
         uc.convert(root, root.parent / "new")
     assert not (root.parent / "new").exists()
 
 
-def test_a_folder_that_the_tracker_names_and_is_not_there(root: Path) -> None:
+def test_tracker_names_missing_folder(root: Path) -> None:
     (root / "latest_checkpointed_iteration.txt").write_text("8")
     with pytest.raises(uc.IncompleteError, match=r"names step 8, whose folder does not exist"):
         uc.open(root)
@@ -299,7 +297,7 @@ def test_a_folder_that_the_tracker_names_and_is_not_there(root: Path) -> None:
 
 
 def test_files_of_two_saves_are_refused(root: Path) -> None:
-    changed(of_rank(root) / "model_optim_rng.pt", lambda told: told.update(iteration=6))
+    changed(of_rank(root) / "model_optim_rng.pt", lambda content: content.update(iteration=6))
     with pytest.raises(
         uc.FormatError, match=r"mp_rank_01_000/model_optim_rng.pt: got another step"
     ):
@@ -311,33 +309,31 @@ def test_files_of_two_saves_are_refused(root: Path) -> None:
 )
 @pytest.mark.parametrize("swapped", [True, False])
 def test_rank_folders_swapped_or_copied(root: Path, pair: tuple[str, str], swapped: bool) -> None:
-    """The folders of two tensor or two pipeline ranks: every name and shape fits, and the values
-    are others.
-    """
+    """Two tensor or two pipeline ranks: every name and shape fits, and the values are wrong."""
     step = root / "iter_0000007"
-    one, other = (step / name for name in pair)
-    other.rename(step / "aside")
+    first, second = (step / name for name in pair)
+    second.rename(step / "aside")
     if swapped:
-        one.rename(other)
-        (step / "aside").rename(one)
+        first.rename(second)
+        (step / "aside").rename(first)
     else:
-        shutil.copytree(one, other)
+        shutil.copytree(first, second)
         shutil.rmtree(step / "aside")
     with pytest.raises(uc.FormatError, match=r"got the file of rank \d+(.|\n)*restore their names"):
         uc.open(root)
 
 
-def test_a_wrong_number_of_ranks_is_refused(root: Path) -> None:
+def test_wrong_number_of_ranks_is_refused(root: Path) -> None:
     for path in root.rglob("model_optim_rng.pt"):
-        changed(path, lambda told: setattr(told["args"], "pipeline_model_parallel_size", 1))
+        changed(path, lambda content: setattr(content["args"], "pipeline_model_parallel_size", 1))
     with pytest.raises(uc.FormatError, match=r"got 2 ranks in its name, expected 1"):
         uc.open(root)
 
 
-def test_a_missing_layer_is_seen(root: Path) -> None:
-    def drop(told: Any) -> None:
-        told["model"] = {
-            name: one for name, one in told["model"].items() if "layers.1." not in name
+def test_missing_layer_is_refused(root: Path) -> None:
+    def drop(content: Any) -> None:
+        content["model"] = {
+            name: tensor for name, tensor in content["model"].items() if "layers.1." not in name
         }
 
     changed(of_rank(root) / "model_optim_rng.pt", drop)
@@ -345,9 +341,9 @@ def test_a_missing_layer_is_seen(root: Path) -> None:
         uc.open(root)
 
 
-def test_the_order_of_before_2021_is_refused(root: Path) -> None:
+def test_qkv_order_before_2021_is_refused(root: Path) -> None:
     for path in root.rglob("model_optim_rng.pt"):
-        changed(path, lambda told: told.update(checkpoint_version=1.0))
+        changed(path, lambda content: content.update(checkpoint_version=1.0))
     with pytest.raises(uc.FormatError, match=r"got checkpoint_version(.|\n)*expected 2 or later"):
         uc.open(root)
 
@@ -356,10 +352,10 @@ def test_the_order_of_before_2021_is_refused(root: Path) -> None:
 
 
 def test_optimizer_silently_wrong_after_layout_change(root: Path) -> None:
-    """A buffer in another order has the same size: its fp32 copy of the weights tells."""
+    """A buffer in another order has the same size; the fp32 copy of the weights reveals it."""
 
-    def turn(told: Any) -> None:
-        ((_, flat),) = told[0].items()
+    def turn(content: Any) -> None:
+        ((_, flat),) = content[0].items()
         for key in ("param", "exp_avg", "exp_avg_sq"):
             flat[key] = flat[key].roll(64)
 
@@ -376,10 +372,10 @@ def test_optimizer_silently_wrong_after_layout_change(root: Path) -> None:
         )
 
 
-def test_moments_alone_are_compared_too(root: Path) -> None:
+def test_moments_alone_are_checked(root: Path) -> None:
     changed(
         of_rank(root) / "distrib_optim.pt",
-        lambda told: next(iter(told[0].values()))["param"].add_(1.0),
+        lambda content: next(iter(content[0].values()))["param"].add_(1.0),
     )
     with (
         uc.open(root) as source,
@@ -388,18 +384,18 @@ def test_moments_alone_are_compared_too(root: Path) -> None:
         _ = source["optimizer"]["model.layers.0.mlp.down_proj.weight/exp_avg"][...]
 
 
-def test_a_buffer_of_another_size_is_refused(root: Path) -> None:
-    def grow(told: Any) -> None:
-        ((_, flat),) = told[0].items()
+def test_buffer_of_wrong_size_is_refused(root: Path) -> None:
+    def grow(content: Any) -> None:
+        ((_, flat),) = content[0].items()
         flat["exp_avg"] = torch.cat([flat["exp_avg"], torch.zeros(64)])
 
     changed(of_rank(root) / "distrib_optim.pt", grow)
-    only_the_model_loads(root, r"buffer 0: got numels .*parameters are in another order")
+    check_only_model_loads(root, r"buffer 0: got numels .*parameters are in another order")
 
 
-def test_buffers_by_bucket_are_refused(root: Path) -> None:
-    changed(of_rank(root) / "distrib_optim.pt", lambda told: told.pop("buckets_coalesced"))
-    only_the_model_loads(root, r"one buffer per bucket")
+def test_buffers_per_bucket_are_refused(root: Path) -> None:
+    changed(of_rank(root) / "distrib_optim.pt", lambda content: content.pop("buckets_coalesced"))
+    check_only_model_loads(root, r"one buffer per bucket")
 
 
 def grouped(tmp_path: Path, change: Callable[[Any], object]) -> Path:
@@ -407,15 +403,16 @@ def grouped(tmp_path: Path, change: Callable[[Any], object]) -> Path:
     _, hub = drawn("Llama", job, tmp_path)
     root = write(tmp_path / "job", job, hub)
     changed(
-        of_rank(root, "mp_rank_00") / "model_optim_rng.pt", lambda told: change(told["optimizer"])
+        of_rank(root, "mp_rank_00") / "model_optim_rng.pt",
+        lambda content: change(content["optimizer"]),
     )
     return root
 
 
-def test_two_parameters_of_one_shape_in_the_wrong_order(tmp_path: Path) -> None:
+def test_swapped_parameters_of_equal_shape(tmp_path: Path) -> None:
     def swap(optimizer: Any) -> None:
         first = optimizer["fp32_from_fp16_params"][0]
-        same = [n for n, one in enumerate(first) if one.shape == first[1].shape][:2]
+        same = [n for n, param in enumerate(first) if param.shape == first[1].shape][:2]
         first[same[0]], first[same[1]] = first[same[1]], first[same[0]]
 
     root = grouped(tmp_path, swap)
@@ -454,7 +451,7 @@ REFUSED: list[tuple[str, Callable[[Any], object], str]] = [
     ),
     (
         "no steps",
-        lambda o: [one.pop("step") for one in o["optimizer"]["param_groups"]],
+        lambda o: [group.pop("step") for group in o["optimizer"]["param_groups"]],
         r"no step count",
     ),
     (
@@ -466,15 +463,15 @@ REFUSED: list[tuple[str, Callable[[Any], object], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("change", "found"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED]
+    ("change", "text"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
-def test_an_optimizer_that_does_not_fit_is_refused(
-    tmp_path: Path, change: Callable[[Any], object], found: str
+def test_mismatched_optimizer_is_refused(
+    tmp_path: Path, change: Callable[[Any], object], text: str
 ) -> None:
-    only_the_model_loads(grouped(tmp_path, change), found)
+    check_only_model_loads(grouped(tmp_path, change), text)
 
 
-def test_where_parameters_lie_in_a_flat_buffer() -> None:
+def test_flat_ranges() -> None:
     assert flat_ranges([(10, False), (70, False), (5, False)], None) == [
         (192, 202),
         (64, 134),
@@ -506,35 +503,35 @@ class Hostile:
 
 @pytest.mark.parametrize("name", ["model_optim_rng.pt", "distrib_optim.pt"])
 @pytest.mark.parametrize("place", ["beside", "inside"])
-def test_a_hostile_file_is_refused_by_name_and_not_run(
+def test_hostile_file_is_refused_and_not_executed(
     root: Path, tmp_path: Path, name: str, place: str
 ) -> None:
-    def spoil(told: Any) -> None:
-        told["x"] = (
+    def spoil(content: Any) -> None:
+        content["x"] = (
             Hostile(tmp_path / "mark")
             if place == "beside"
             else {"args": [Hostile(tmp_path / "mark")]}
         )
 
     changed(of_rank(root) / name, spoil)
-    found = rf"{name}: asks for classes that are not loaded from files(.|\n)*system"
+    text = rf"{name}: asks for classes that are not loaded from files(.|\n)*system"
     if name == "distrib_optim.pt":
-        only_the_model_loads(root, found)
+        check_only_model_loads(root, text)
     else:
-        with pytest.raises(uc.FormatError, match=found):
+        with pytest.raises(uc.FormatError, match=text):
             uc.open(root)
     assert not (tmp_path / "mark").exists()
 
 
-def test_arguments_of_an_unknown_class_are_refused_by_name(root: Path) -> None:
+def test_arguments_of_unknown_class_are_refused(root: Path) -> None:
     changed(
         of_rank(root) / "model_optim_rng.pt",
-        lambda told: setattr(told["args"], "x", replace(Job())),
+        lambda content: setattr(content["args"], "x", replace(Job())),
     )
     with pytest.raises(uc.FormatError, match=r"megatrons\.Job"):
         uc.open(root)
 
 
-def test_a_layer_wise_optimizer_is_refused(root: Path) -> None:
+def test_layer_wise_optimizer_is_refused(root: Path) -> None:
     (of_rank(root) / "layer_wise_optimizer_0.pt").touch()
-    only_the_model_loads(root, r"layer-wise optimizer")
+    check_only_model_loads(root, r"layer-wise optimizer")

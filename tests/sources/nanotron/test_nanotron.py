@@ -1,6 +1,4 @@
-"""nanotron's folders, written here from what is known of the format: merged over all ranks, and
-refused where parts are missing.
-"""
+"""nanotron folders, written by the documented format: merged over ranks, refused if damaged."""
 
 from __future__ import annotations
 
@@ -20,43 +18,43 @@ from unified_ckpt.cli.main import main
 
 
 @pytest.mark.parametrize(("dp", "zero"), [(1, False), (2, True), (3, True), (12, True)])
-def test_every_tensor_is_what_all_ranks_had(tmp_path: Path, dp: int, zero: bool) -> None:
-    """Ranks in the order of their numbers: by name, 10 comes before 2."""
-    told = write(tmp_path, dp=dp, zero=zero)
+def test_every_tensor_matches_all_ranks(tmp_path: Path, dp: int, zero: bool) -> None:
+    """Ranks are ordered by number: by name, 10 would come before 2."""
+    expected = write(tmp_path, dp=dp, zero=zero)
     with uc.open(tmp_path) as source:
         assert (source.format, source.step) == ("nanotron", 20)
-        found = {
+        tensors = {
             f"{part}:{name}": view[...]
             for part in source.parts
             for name, view in source[part].items()
         }
-        assert found.keys() == told.keys()
-        assert [name for name, tensor in told.items() if not torch.equal(found[name], tensor)] == []
+        assert tensors.keys() == expected.keys()
+        assert [
+            name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)
+        ] == []
         (group,) = source.source.metadata().groups
         assert sorted(group["names"]) == sorted(LAYERS)
         assert group["options"] == {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.01}
         assert source.extra["lr_scheduler"] == {"last_epoch": 20}
     with uc.open(tmp_path / "20") as source:
-        assert torch.equal(source["model"][QKV][3:7, 1:3], told[f"model:{QKV}"][3:7, 1:3])
+        assert torch.equal(source["model"][QKV][3:7, 1:3], expected[f"model:{QKV}"][3:7, 1:3])
 
 
-def test_it_fills_a_job_and_is_inspected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = write(tmp_path, dp=2, zero=True)
+def test_load_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = write(tmp_path, dp=2, zero=True)
     model = {
         name: torch.zeros(shape, dtype=torch.bfloat16) for name, (shape, _, _) in LAYERS.items()
     }
     masters = {name: torch.zeros(shape) for name, (shape, _, _) in LAYERS.items()}
     report = uc.load(tmp_path, model=model, master_weights=masters)
     assert report.step == 20
-    assert all(torch.equal(masters[name], told[f"master_weights:{name}"]) for name in LAYERS)
+    assert all(torch.equal(masters[name], expected[f"master_weights:{name}"]) for name in LAYERS)
     assert main(["inspect", str(tmp_path)]) == 0
     assert "nanotron" in capsys.readouterr().out
 
 
-def test_converted_with_its_two_copies_of_the_weights_compared(tmp_path: Path) -> None:
-    told = write(tmp_path, dp=2, zero=True)
+def test_conversion_compares_both_weights(tmp_path: Path) -> None:
+    expected = write(tmp_path, dp=2, zero=True)
     report = uc.convert(tmp_path, tmp_path / "ours")
     assert (report.compared, report.tensors) == (
         5,
@@ -64,7 +62,7 @@ def test_converted_with_its_two_copies_of_the_weights_compared(tmp_path: Path) -
     )
     with uc.open(tmp_path / "ours") as source:
         assert all(
-            torch.equal(view[...], told[f"{part}:{name}"])
+            torch.equal(view[...], expected[f"{part}:{name}"])
             for part in source.parts
             for name, view in source[part].items()
         )
@@ -83,9 +81,9 @@ def remove(pattern: str) -> Callable[[Path], object]:
 
 def shorten(root: Path) -> None:
     path = next(root.glob("20/optimizer/*pp-0*dp-0*tp-1*"))
-    told = torch.load(path)
-    told["state"][0]["exp_avg"] = told["state"][0]["exp_avg"][:-1].clone()
-    torch.save(told, path)
+    content = torch.load(path)
+    content["state"][0]["exp_avg"] = content["state"][0]["exp_avg"][:-1].clone()
+    torch.save(content, path)
 
 
 def relabel(root: Path, pairs: str) -> None:
@@ -98,13 +96,13 @@ def relabel(root: Path, pairs: str) -> None:
 
 
 def swap(pattern: str) -> Callable[[Path], object]:
-    """The files of two tensor-parallel ranks change places."""
+    """Swap the files of two tensor-parallel ranks."""
 
     def act(root: Path) -> None:
-        one, other = sorted(root.glob(pattern))
-        held = one.read_bytes()
-        one.write_bytes(other.read_bytes())
-        other.write_bytes(held)
+        first, second = sorted(root.glob(pattern))
+        data = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(data)
 
     return act
 
@@ -156,7 +154,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_what_is_missing_or_damaged_is_named(tmp_path: Path, what: str) -> None:
+def test_missing_and_damaged_files_are_named(tmp_path: Path, what: str) -> None:
     write(tmp_path, dp=2, zero=True)
     damage, match = DAMAGE[what]
     damage(tmp_path)
@@ -173,7 +171,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("pattern", ["optimizer/*pp-1*tp-1*", "lr_scheduler/*"])
-def test_hostile_pickles_are_refused_by_name_and_not_run(tmp_path: Path, pattern: str) -> None:
+def test_hostile_pickles_are_refused_and_not_executed(tmp_path: Path, pattern: str) -> None:
     write(tmp_path)
     torch.save(
         {"state": {0: Runs(tmp_path / "mark")}, "names": {}}, next((tmp_path / "20").glob(pattern))

@@ -1,6 +1,4 @@
-"""Folders of torch.distributed.checkpoint: read as `dcp.load` reads them, gone on from, and refused
-where they are damaged or hostile.
-"""
+"""DCP folders match `dcp.load`, jobs resume from them, damaged and hostile ones are refused."""
 
 from __future__ import annotations
 
@@ -96,7 +94,7 @@ def wrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return {"app": AppState(model, optimizer, "optim")}
 
 
-def wrapped_beside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def wrapped_with_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "train_state": AppState(model, optimizer, "optimizer"),
         "extra": {"seen": (1, 2)},
@@ -105,7 +103,7 @@ def wrapped_beside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def bare(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As torchtitan: the model's tensors under no name."""
+    """As in torchtitan: the model's tensors without a key."""
     state = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
     )
@@ -116,8 +114,8 @@ def bare(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", [nested, flat, bare, wrapped, wrapped_beside])
-def test_a_job_goes_on_from_it_as_if_it_had_not_stopped(
+@pytest.mark.parametrize("form", [nested, flat, bare, wrapped, wrapped_with_step])
+def test_resumed_job_matches_uninterrupted_job(
     tmp_path: Path, form: Callable[..., dict[str, Any]]
 ) -> None:
     model, optimizer = net(0)
@@ -129,14 +127,14 @@ def test_a_job_goes_on_from_it_as_if_it_had_not_stopped(
     assert train(other, fresh, 3, 3) == expected
     assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
     if form not in (flat, bare):
-        assert report.step == (5 if form is wrapped_beside else 3)
-    if form in (nested, wrapped_beside):
+        assert report.step == (5 if form is wrapped_with_step else 3)
+    if form in (nested, wrapped_with_step):
         assert report.extra["extra"] == {"seen": (1, 2)}
     uc.save(tmp_path / "ours", model=other, optimizer=fresh, step=6)  # the next save is unified
     assert uc.verify(tmp_path / "ours", deep=True).ok
 
 
-def test_opened_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = net(0)
     train(model, optimizer, 0, 1)
     save(nested(model, optimizer), tmp_path / "c")
@@ -148,12 +146,12 @@ def test_opened_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         )
         assert source["optimizer"]["0.weight/step"][...] == 1
     assert main(["inspect", str(tmp_path / "c")]) == 0
-    shown = capsys.readouterr().out
-    assert "torch.distributed.checkpoint" in shown
-    assert "F32 [5, 6]" in shown
+    output = capsys.readouterr().out
+    assert "torch.distributed.checkpoint" in output
+    assert "F32 [5, 6]" in output
 
 
-def test_dtypes_and_shapes_of_every_kind(tmp_path: Path) -> None:
+def test_every_dtype_and_shape(tmp_path: Path) -> None:
     tensors = {
         "scalar": torch.tensor(3, dtype=torch.int64),
         "none": torch.empty(0, 4),
@@ -165,13 +163,13 @@ def test_dtypes_and_shapes_of_every_kind(tmp_path: Path) -> None:
     save({"model": dict(tensors)}, tmp_path / "c")
     with uc.open(tmp_path / "c") as source:
         for name, tensor in tensors.items():
-            found = source["model"][name][...]
-            assert found.dtype == tensor.dtype
-            assert found.shape == tensor.shape
-            assert torch.equal(found.float(), tensor.float())
+            actual = source["model"][name][...]
+            assert actual.dtype == tensor.dtype
+            assert actual.shape == tensor.shape
+            assert torch.equal(actual.float(), tensor.float())
 
 
-def test_another_model_is_a_mismatch_before_anything_changes(tmp_path: Path) -> None:
+def test_other_model_is_a_mismatch_and_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = net(0)
     train(model, optimizer, 0, 1)
     save(nested(model, optimizer), tmp_path / "c")
@@ -192,20 +190,20 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.distcp"))
 
 
-def test_a_missing_file_is_named_with_what_was_in_it(folder: Path) -> None:
+def test_missing_file_is_named_with_its_entries(folder: Path) -> None:
     shards(folder)[0].unlink()
     with pytest.raises(uc.IncompleteError, match=r"__0_\d.distcp: is missing(.|\n)*model"):
         uc.load(folder, model=net(1)[0])
 
 
-def test_a_file_that_ends_early_is_named(folder: Path) -> None:
+def test_truncated_file_is_named(folder: Path) -> None:
     path = shards(folder)[-1]
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(uc.IncompleteError, match="is truncated"):
         uc.load(folder, model=net(1)[0])
 
 
-def test_a_damaged_archive_is_an_error_that_names_the_file(folder: Path) -> None:
+def test_damaged_archive_is_named(folder: Path) -> None:
     for path in shards(folder):
         body = path.read_bytes()
         path.write_bytes(b"\0" * len(body))
@@ -221,14 +219,14 @@ class Hostile:
         return os.system, (f"touch {self._mark}",)
 
 
-def test_hostile_metadata_is_refused_by_name_and_not_run(folder: Path, tmp_path: Path) -> None:
+def test_hostile_metadata_is_refused_and_not_executed(folder: Path, tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps({"x": Hostile(tmp_path / "mark")}))
     with pytest.raises(uc.FormatError, match=r"posix\.system"):
         uc.open(folder)
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_hostile_object_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
+def test_hostile_object_is_refused_and_not_executed(tmp_path: Path) -> None:
     save(
         {"model": {"w": torch.ones(2)}, "extra": {"x": Hostile(tmp_path / "mark")}}, tmp_path / "c"
     )
@@ -240,7 +238,7 @@ def test_a_hostile_object_is_refused_by_name_and_not_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, 400])
-def test_damaged_metadata_is_an_error_that_names_it(folder: Path, cut: int) -> None:
+def test_damaged_metadata_is_named(folder: Path, cut: int) -> None:
     path = folder / ".metadata"
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(uc.FormatError, match=r"\.metadata"):
@@ -248,38 +246,36 @@ def test_damaged_metadata_is_an_error_that_names_it(folder: Path, cut: int) -> N
 
 
 def doubled(levels: int) -> Any:
-    """Each level holds the one before twice."""
-    found: Any = ["x"]
+    """Each level contains the previous one twice."""
+    tree: Any = ["x"]
     for _ in range(levels):
-        found = [found, found]
-    return found
+        tree = [tree, tree]
+    return tree
 
 
-def in_a_path(told: Any) -> None:
-    told.planner_data["model.0.weight"] = ("model", doubled(40))
+def in_a_path(metadata: Any) -> None:
+    metadata.planner_data["model.0.weight"] = ("model", doubled(40))
 
 
-def in_a_file_name(told: Any) -> None:
-    next(iter(told.storage_data.values())).relative_path = doubled(40)
+def in_a_file_name(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).relative_path = doubled(40)
 
 
-def in_a_transform(told: Any) -> None:
-    next(iter(told.storage_data.values())).transform_descriptors = doubled(40)
+def in_a_transform(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).transform_descriptors = doubled(40)
 
 
-def in_a_size(told: Any) -> None:
-    told.state_dict_metadata["model.0.weight"].chunks[0].sizes = doubled(40)
+def in_a_size(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.0.weight"].chunks[0].sizes = doubled(40)
 
 
 @pytest.mark.parametrize("place", [in_a_path, in_a_file_name, in_a_transform, in_a_size])
-def test_metadata_of_a_kilobyte_that_would_never_end_is_refused(
-    folder: Path, place: Callable[[Any], None]
-) -> None:
-    """Symptom: more than 40 s, and memory that grows."""
+def test_exponential_metadata_is_refused(folder: Path, place: Callable[[Any], None]) -> None:
+    """Bug: more than 40 s, with growing memory."""
     path = folder / ".metadata"
-    told = pickle.loads(path.read_bytes())
-    place(told)
-    path.write_bytes(pickle.dumps(told))
+    metadata = pickle.loads(path.read_bytes())
+    place(metadata)
+    path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(
         uc.FormatError,
         match=r"\.metadata: expected metadata of torch.distributed.checkpoint|transform_descriptors",
@@ -300,14 +296,14 @@ PLACES: list[tuple[tuple[str | int, ...], bool, tuple[str, str] | None]] = [
 
 
 @pytest.mark.parametrize(("path", "scalar", "place"), PLACES)
-def test_where_a_tensor_goes(
+def test_key_for_path(
     path: tuple[str | int, ...], scalar: bool, place: tuple[str, str] | None
 ) -> None:
     assert key_for_path(path, scalar=scalar) == place
 
 
 class Counting(nn.Linear):
-    """A module that keeps more than tensors."""
+    """A module with extra state."""
 
     seen: Any = 0
 
@@ -321,13 +317,11 @@ class Counting(nn.Linear):
     def set_extra_state(self, state: Any) -> None:
         self.seen = state["seen"]
         assert torch.equal(state["scale"]["amax"], torch.arange(3.0))
-        assert [one.item() for one in state["history"]] == [1.0, 0.0]
+        assert [tensor.item() for tensor in state["history"]] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("under", [("model",), ()])
-def test_what_modules_keep_beside_tensors_is_given_back(
-    tmp_path: Path, under: tuple[str, ...]
-) -> None:
+def test_module_extra_state_is_restored(tmp_path: Path, under: tuple[str, ...]) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
     model[1].seen = 4
     save({"model": model.state_dict()} if under else model.state_dict(), tmp_path / "c")
@@ -339,7 +333,7 @@ def test_what_modules_keep_beside_tensors_is_given_back(
         assert report.extra is None
 
 
-def test_a_parameter_of_one_number_is_of_the_model_that_has_no_name(tmp_path: Path) -> None:
+def test_scalar_parameter_of_unnamed_model(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.logit_scale = nn.Parameter(torch.tensor(2.5))
     save({**model.state_dict(), "step": torch.tensor(3)}, tmp_path / "c")
@@ -350,11 +344,11 @@ def test_a_parameter_of_one_number_is_of_the_model_that_has_no_name(tmp_path: Pa
     assert report.extra == {"step": torch.tensor(3)}
 
 
-def test_an_optimizer_by_position_is_refused_by_name_and_the_model_is_read(tmp_path: Path) -> None:
-    """Of a `ParameterList` the names are numbers too, and need not be those."""
+def test_indexed_optimizer_is_refused_and_model_is_read(tmp_path: Path) -> None:
+    """Names in a `ParameterList` are numbers too, and may differ from positions."""
     model = nn.ParameterList([nn.Parameter(torch.full((3,), float(number))) for number in range(3)])
     optimizer = torch.optim.AdamW([model[2], model[0], model[1]])
-    sum(number * one.sum() for number, one in enumerate(model)).backward()  # type: ignore[union-attr]
+    sum(number * param.sum() for number, param in enumerate(model)).backward()  # type: ignore[union-attr]
     optimizer.step()
     save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c")
     other = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(3)])

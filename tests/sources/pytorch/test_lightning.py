@@ -1,6 +1,4 @@
-"""Checkpoints of stock Lightning in one file: read as Lightning reads them, and refused where they
-ask for classes.
-"""
+"""Lightning's single-file checkpoints match its own load; requests for classes are refused."""
 
 from __future__ import annotations
 
@@ -28,20 +26,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
     return fit(out, stock=True, checkpoints={"save_last": True}, max_epochs=1), out / "last.ckpt"
 
 
-def test_weights_and_optimizer_are_lightnings(
+def test_weights_and_optimizer_match_lightning(
     run: tuple[Net, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     net, path = run
-    told = torch.load(path, weights_only=False)
-    (optimizer,) = told["optimizer_states"]
+    content = torch.load(path, weights_only=False)
+    (optimizer,) = content["optimizer_states"]
     names = [name for name, _ in net.named_parameters()]
     with uc.open(path) as source:
         assert (source.format, source.step) == ("lightning", 4)
         assert {name: view.shape for name, view in source["model"].items()} == {
-            k: tuple(v.shape) for k, v in told["state_dict"].items()
+            k: tuple(v.shape) for k, v in content["state_dict"].items()
         }
         assert all(
-            torch.equal(view[...], told["state_dict"][name])
+            torch.equal(view[...], content["state_dict"][name])
             for name, view in source["model"].items()
         )
         for number, name in enumerate(names):
@@ -50,13 +48,13 @@ def test_weights_and_optimizer_are_lightnings(
                 for key, value in optimizer["state"][number].items()
             )
         assert len(source["optimizer"]) == 3 * len(names)
-        assert source.extra["lr_schedulers"] == told["lr_schedulers"]
+        assert source.extra["lr_schedulers"] == content["lr_schedulers"]
         assert source.extra["hyper_parameters"]["lr"] == 0.01
     assert main(["inspect", str(path)]) == 0
     assert "Lightning" in capsys.readouterr().out
 
 
-def test_a_module_and_its_optimizer_are_filled(run: tuple[Net, Path]) -> None:
+def test_module_and_optimizer_are_loaded(run: tuple[Net, Path]) -> None:
     net, path = run
     other = Net()
     (optimizer,) = [other.configure_optimizers()["optimizer"]]
@@ -83,18 +81,18 @@ class Runs:
 @pytest.mark.parametrize(
     "place", ["hyper_parameters", "callbacks", "optimizer_states", "state_dict"]
 )
-def test_hostile_values_are_refused_by_name_and_not_run(
+def test_hostile_values_are_refused_and_not_executed(
     run: tuple[Net, Path], tmp_path: Path, place: str
 ) -> None:
-    told = torch.load(run[1], weights_only=False)
-    told[place] = {"x": Runs(tmp_path / "mark")}
-    torch.save(told, tmp_path / "last.ckpt")
+    content = torch.load(run[1], weights_only=False)
+    content[place] = {"x": Runs(tmp_path / "mark")}
+    torch.save(content, tmp_path / "last.ckpt")
     with pytest.raises(uc.FormatError, match=r"last\.ckpt(.|\n)*posix\.system"):
         uc.open(tmp_path / "last.ckpt")
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_file_that_ends_early_is_named(run: tuple[Net, Path], tmp_path: Path) -> None:
+def test_truncated_file_is_named(run: tuple[Net, Path], tmp_path: Path) -> None:
     body = run[1].read_bytes()
     (tmp_path / "last.ckpt").write_bytes(body[: len(body) // 2])
     with pytest.raises(uc.FormatError, match=r"last\.ckpt: is damaged"):

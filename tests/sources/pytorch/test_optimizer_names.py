@@ -1,6 +1,4 @@
-"""Names for optimizer state by position: every order is held against shapes, and none is taken
-where there is a doubt.
-"""
+"""Names for optimizer state by position: every order is checked against shapes, none is guessed."""
 
 from __future__ import annotations
 
@@ -38,19 +36,25 @@ def entry(shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 @given(st.lists(st.sampled_from(SHAPES), max_size=7), st.data())
-def test_parameters_are_left_out_only_where_shapes_tell_which(
+def test_match_order_with_missing_parameters(
     shapes: list[tuple[int, ...]], data: st.DataObject
 ) -> None:
-    """Against all ways to leave some out."""
-    kept = [shape for shape in shapes if data.draw(st.booleans())]
-    those = [(str(number), shape) for number, shape in enumerate(shapes)]
-    ways = [way for way in combinations(those, len(kept)) if [shape for _, shape in way] == kept]
-    found, why = match_order([SavedGroup({}, tuple(map(entry, kept)), None)], [those])
-    if len(ways) == 1:
-        assert found == [list(ways[0])]
+    """Compared with all ways to leave parameters out."""
+    saved_shapes = [shape for shape in shapes if data.draw(st.booleans())]
+    parameters = [(str(number), shape) for number, shape in enumerate(shapes)]
+    candidates = [
+        candidate
+        for candidate in combinations(parameters, len(saved_shapes))
+        if [shape for _, shape in candidate] == saved_shapes
+    ]
+    order, reason = match_order(
+        [SavedGroup({}, tuple(map(entry, saved_shapes)), None)], [parameters]
+    )
+    if len(candidates) == 1:
+        assert order == [list(candidates[0])]
     else:
-        assert found is None
-        assert "shapes do not identify them" in why
+        assert order is None
+        assert "shapes do not identify them" in reason
 
 
 @pytest.mark.parametrize(
@@ -75,44 +79,44 @@ def test_parameters_are_left_out_only_where_shapes_tell_which(
         ({"exp_avg": torch.tensor(0.0)}, (), True),
     ],
 )
-def test_which_state_fits_which_shape(
-    state: dict[str, Any], shape: tuple[int, ...], fit: bool
-) -> None:
+def test_shape_fits(state: dict[str, Any], shape: tuple[int, ...], fit: bool) -> None:
     assert shape_fits(state, shape) == fit
 
 
-def source(groups: Any, own: dict[str, Order], **options: Any) -> Any:
+def source(groups: Any, orders: dict[str, Order], **options: Any) -> Any:
     tensors = parse_state_dict(
         "x.pt", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)}
     ).tensors
-    found = ForeignCheckpoint("x.pt", "torch", tensors, indexed_groups=parse_groups("x.pt", groups))
+    checkpoint = ForeignCheckpoint(
+        "x.pt", "torch", tensors, indexed_groups=parse_groups("x.pt", groups)
+    )
     return with_optimizer_names(
-        found,
+        checkpoint,
         SourceOptions(**options),
-        stored_orders={who: (lambda order=order: order) for who, order in own.items()},
+        stored_orders={label: (lambda order=order: order) for label, order in orders.items()},
     )
 
 
 TWO = {"state": {0: entry((2,)), 1: entry((2,))}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
 
 
-def test_all_who_know_an_order_must_agree() -> None:
-    one, other = [[("a", (2,)), ("b", (2,))]], [[("b", (2,)), ("a", (2,))]]
-    assert sorted(source(TWO, {"one": one, "two": one}).names("optimizer"))[:2] == [
+def test_orders_must_agree() -> None:
+    forward, backward = [[("a", (2,)), ("b", (2,))]], [[("b", (2,)), ("a", (2,))]]
+    assert sorted(source(TWO, {"one": forward, "two": forward}).names("optimizer"))[:2] == [
         "a/exp_avg",
         "a/exp_avg_sq",
     ]
     with pytest.raises(uc.FormatError, match="two orders fit: one has a where two has b"):
-        source(TWO, {"one": one, "two": other}).names("optimizer")
+        source(TWO, {"one": forward, "two": backward}).names("optimizer")
     with pytest.raises(uc.FormatError, match="the target optimizer has b where one has a"):
-        source(TWO, {"one": one}).with_order(other)
-    told = source(TWO, {"one": one}, optimizer_order=(("b", "a"),))
-    assert told.with_order(one).metadata().groups == [
+        source(TWO, {"one": forward}).with_order(backward)
+    explicit = source(TWO, {"one": forward}, optimizer_order=(("b", "a"),))
+    assert explicit.with_order(forward).metadata().groups == [
         {"names": ["b", "a"], "options": {"lr": 0.1}}
     ], "the caller's counts"
 
 
-def test_what_the_file_names_counts_and_empty_groups_are_no_doubt() -> None:
+def test_names_in_file_and_empty_groups() -> None:
     named = {"state": {"b": entry((2,))}, "param_groups": [{"params": ["b"]}, {"params": []}]}
     assert [group["names"] for group in source(named, {}).metadata().groups] == [["b"], []]
     with pytest.raises(
@@ -128,19 +132,19 @@ def test_what_the_file_names_counts_and_empty_groups_are_no_doubt() -> None:
         )
 
 
-def test_what_needs_no_optimizer_never_asks() -> None:
-    found = source(TWO, {"one": [[("x", (9,))]]})
-    assert found.parts == ["model", "optimizer"]
-    assert set(found.names(MODEL)) == {"a", "b", "c"}
-    assert found.metadata().groups == ()
-    assert found.without_optimizer().parts == ["model"]
+def test_order_is_resolved_on_demand() -> None:
+    indexed = source(TWO, {"one": [[("x", (9,))]]})
+    assert indexed.parts == ["model", "optimizer"]
+    assert set(indexed.names(MODEL)) == {"a", "b", "c"}
+    assert indexed.metadata().groups == ()
+    assert indexed.without_optimizer().parts == ["model"]
     with pytest.raises(
         uc.FormatError, match=r"one: the checkpoint's model has other names or shapes(.|\n)*x"
     ):
-        found.names("optimizer")
+        indexed.names("optimizer")
 
 
-def test_state_that_is_not_by_name_is_refused() -> None:
+def test_invalid_state_is_refused() -> None:
     with pytest.raises(
         uc.FormatError, match=r"x.pt: state of parameter 0: got int, expected a dict"
     ):

@@ -1,6 +1,4 @@
-"""Files of torch.save, and Hugging Face's pytorch_model*.bin: weights as torch.load gives them,
-refused where there is no model.
-"""
+"""torch.save files and pytorch_model*.bin match torch.load; files without a model are refused."""
 
 from __future__ import annotations
 
@@ -34,9 +32,9 @@ def filled(path: Path) -> dict[str, torch.Tensor]:
     return other.state_dict()
 
 
-def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+def check_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
 FORMS: dict[str, Any] = {
@@ -59,15 +57,13 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_model_is_filled_from_a_file_of_a_training_script(
-    tmp_path: Path, form: str, zipped: bool
-) -> None:
+def test_training_script_file_loads(tmp_path: Path, form: str, zipped: bool) -> None:
     path = tmp_path / "last.pt"
     torch.save(FORMS[form](net().state_dict()), path, _use_new_zipfile_serialization=zipped)
     check_equal(filled(path), net().state_dict())
 
 
-def test_what_is_plain_beside_the_model_is_extra(tmp_path: Path) -> None:
+def test_plain_values_are_extra(tmp_path: Path) -> None:
     torch.save(FORMS["lightning"](net().state_dict()), tmp_path / "last.ckpt")
     report = uc.load(tmp_path / "last.ckpt", model=net(1))
     assert report.step == 7
@@ -78,10 +74,8 @@ def test_what_is_plain_beside_the_model_is_extra(tmp_path: Path) -> None:
     }
 
 
-def test_namespaces_and_paths_among_the_settings_are_plain(tmp_path: Path) -> None:
-    """Many scripts save their argparse.Namespace: it is stood in for, and its class is not
-    imported.
-    """
+def test_namespaces_and_paths_become_plain(tmp_path: Path) -> None:
+    """Many scripts save their argparse.Namespace: a placeholder replaces it without an import."""
     args = argparse.Namespace(
         lr=0.1,
         out=Path("/a/b"),
@@ -113,7 +107,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     }
 
 
-def test_an_optimizer_by_position_goes_to_the_parameters_that_it_was_of(tmp_path: Path) -> None:
+def test_indexed_optimizer_goes_to_its_parameters(tmp_path: Path) -> None:
     model = net()
     optimizer = stepped(model, model.parameters())
     torch.save(
@@ -133,7 +127,7 @@ def test_an_optimizer_by_position_goes_to_the_parameters_that_it_was_of(tmp_path
         )
 
 
-def test_an_optimizer_that_has_names_needs_no_order(tmp_path: Path) -> None:
+def test_named_optimizer_needs_no_order(tmp_path: Path) -> None:
     model = net()
     optimizer = stepped(
         model,
@@ -153,7 +147,7 @@ def test_an_optimizer_that_has_names_needs_no_order(tmp_path: Path) -> None:
         )
 
 
-def test_a_config_tells_the_order_of_a_trainers_groups(tmp_path: Path) -> None:
+def test_config_gives_trainer_order(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -188,7 +182,7 @@ def test_a_config_tells_the_order_of_a_trainers_groups(tmp_path: Path) -> None:
     uc.convert(tmp_path / "last.pt", tmp_path / "ours", parts=("model",))
 
 
-def test_several_groups_and_frozen_layers_of_one_shape_are_refused_not_guessed(
+def test_ambiguous_orders_are_refused(
     tmp_path: Path,
 ) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
@@ -268,16 +262,14 @@ def test_hugging_faces_bin_folders(
         ({"w": torch.ones(2).to_sparse()}, "expected a whole dense"),
     ],
 )
-def test_what_is_no_model_is_refused_by_what_it_holds(
-    tmp_path: Path, value: Any, text: str
-) -> None:
+def test_files_without_model_are_refused(tmp_path: Path, value: Any, text: str) -> None:
     torch.save(value, tmp_path / "x.pt")
     with pytest.raises(uc.FormatError, match=text):
         uc.open(tmp_path / "x.pt")
 
 
 class Counting(nn.Linear):
-    """A module that keeps more than tensors."""
+    """A module with extra state."""
 
     seen: Any = 0
 
@@ -289,7 +281,7 @@ class Counting(nn.Linear):
 
 
 @pytest.mark.parametrize("form", ["bare", "model", "ddp", "lightning"])
-def test_what_modules_keep_beside_tensors_is_given_back(tmp_path: Path, form: str) -> None:
+def test_module_extra_state_is_restored(tmp_path: Path, form: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
     model[1].seen = [4, torch.ones(2)]
     torch.save(FORMS[form](model.state_dict()), tmp_path / "last.pt")
@@ -323,15 +315,15 @@ def test_plain_values_among_the_weights_are_extra(tmp_path: Path) -> None:
     assert model.seen == 5
 
 
-def test_which_of_two_state_dicts_is_the_model_is_not_guessed(tmp_path: Path) -> None:
-    one, other = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+def test_two_state_dicts_are_refused(tmp_path: Path) -> None:
+    zeros, ones = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
     torch.save(
-        {"model": other, "state_dict": one, "pytorch-lightning_version": "2.6.6"},
+        {"model": ones, "state_dict": zeros, "pytorch-lightning_version": "2.6.6"},
         tmp_path / "lightning.ckpt",
     )
     with uc.open(tmp_path / "lightning.ckpt") as source:
-        assert torch.equal(source["model"]["w"][...], one["w"])
-    torch.save({"net": other, "state_dict": one}, tmp_path / "last.pt")
+        assert torch.equal(source["model"]["w"][...], zeros["w"])
+    torch.save({"net": ones, "state_dict": zeros}, tmp_path / "last.pt")
     with pytest.raises(
         uc.FormatError,
         match=r"expected one state dict that may be the model, got several \(2\):\n  state_dict\n  net",
@@ -339,8 +331,8 @@ def test_which_of_two_state_dicts_is_the_model_is_not_guessed(tmp_path: Path) ->
         uc.open(tmp_path / "last.pt")
 
 
-def test_a_submodule_called_module_keeps_its_name(tmp_path: Path) -> None:
-    """As of `AveragedModel`: not every name has the prefix."""
+def test_submodule_called_module_keeps_its_name(tmp_path: Path) -> None:
+    """As in `AveragedModel`: only some names have the prefix."""
     model = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
     torch.save(model.state_dict(), tmp_path / "swa.pt")
     other = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
@@ -349,7 +341,7 @@ def test_a_submodule_called_module_keeps_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unwrapped", [True, False])
-def test_an_optimizer_with_the_names_of_a_model_in_ddp(tmp_path: Path, unwrapped: bool) -> None:
+def test_optimizer_with_ddp_names(tmp_path: Path, unwrapped: bool) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 5))
     optimizer = stepped(
         model,
@@ -375,8 +367,8 @@ def test_an_optimizer_with_the_names_of_a_model_in_ddp(tmp_path: Path, unwrapped
     [lambda ps: torch.optim.SGD(ps, lr=0.3), lambda ps: torch.optim.AdamW(ps, lr=0.3)],
     ids=["sgd", "fresh"],
 )
-def test_an_optimizer_without_state_gives_its_hyperparameters(tmp_path: Path, make: Any) -> None:
-    """Plain SGD has none ever, AdamW none before its first step."""
+def test_optimizer_without_state_gives_hyperparameters(tmp_path: Path, make: Any) -> None:
+    """Plain SGD never has state, AdamW has none before its first step."""
     model = net()
     torch.save(
         {"model": model.state_dict(), "optimizer": make(model.parameters()).state_dict()},
@@ -392,7 +384,7 @@ def test_an_optimizer_without_state_gives_its_hyperparameters(tmp_path: Path, ma
         assert not fresh.state
 
 
-def test_tensors_that_have_no_values_here_are_refused_on_opening(tmp_path: Path) -> None:
+def test_meta_and_nested_tensors_are_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):  # a prototype
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for tensor, text in (
@@ -404,7 +396,7 @@ def test_tensors_that_have_no_values_here_are_refused_on_opening(tmp_path: Path)
             uc.open(tmp_path / "x.pt")
 
 
-def test_a_ranks_part_of_a_distributed_tensor_is_refused_on_opening(tmp_path: Path) -> None:
+def test_dtensor_shard_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.save(

@@ -29,7 +29,7 @@ def build(root: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     )
     groups = [
-        {"params": [one for one in model.parameters() if (one.dim() == 1) == norms]}
+        {"params": [param for param in model.parameters() if (param.dim() == 1) == norms]}
         for norms in (False, True)
     ]
     return model, torch.optim.AdamW(groups)
@@ -41,24 +41,24 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     root = Path(sys.argv[1])
-    told = torch.load(root / "hub.pt")
+    expected = torch.load(root / "hub.pt")
     model, optimizer = build(root)
     report = uc.load(root / "job", model=model, optimizer=optimizer)
     assert report.step == 7
     assert optimizer.param_groups[1]["weight_decay"] == 0.0
     for name, parameter in model.named_parameters():
-        assert torch.equal(whole(parameter.detach()), told["param"][name]), name
+        assert torch.equal(whole(parameter.detach()), expected["param"][name]), name
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(whole(optimizer.state[parameter][key]), told[key][name]), (
+            assert torch.equal(whole(optimizer.state[parameter][key]), expected[key][name]), (
                 f"{name}/{key}"
             )
     done = uc.convert(root / "job", root / "new")
-    assert done.compared == len(told["param"])
+    assert done.compared == len(expected["param"])
     again, fresh = build(root)
     uc.load(root / "new", model=again, optimizer=fresh)
     assert all(
-        torch.equal(whole(one.detach()), told["param"][name])
-        for name, one in again.named_parameters()
+        torch.equal(whole(param.detach()), expected["param"][name])
+        for name, param in again.named_parameters()
     )
 
     # Another order of the optimizer's state, then a rank's folder less: the same error on every
@@ -77,12 +77,12 @@ def main() -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(root / "job" / "iter_0000007" / "mp_rank_01_000")
     dist.barrier()
-    before = [whole(one.detach()).clone() for one in again.parameters()]
+    before = [whole(param.detach()).clone() for param in again.parameters()]
     with pytest.raises(uc.IncompleteError, match=r"mp_rank_01_000"):
         uc.load(root / "job", model=again, optimizer=fresh)
     assert all(
-        torch.equal(whole(one.detach()), held)
-        for one, held in zip(again.parameters(), before, strict=True)
+        torch.equal(whole(param.detach()), previous)
+        for param, previous in zip(again.parameters(), before, strict=True)
     )
 
 

@@ -236,7 +236,7 @@ def test_unfinished_save_is_refused(folder: Path) -> None:
     ("content", "text"),
     [
         ("{", "not valid JSON"),
-        ("[]", "holds a list"),
+        ("[]", "got a JSON list"),
         ('{"sharded_backend": "zarr"}', "sharded_backend: got 'zarr'"),
     ],
 )
@@ -298,7 +298,7 @@ def test_hostile_files_are_refused_and_not_executed(
     mark = tmp_path / "mark"
     with pytest.raises(
         uc.FormatError,
-        match=r"common.pt: asks for classes that are not read from files(.|\n)*system",
+        match=r"common.pt: asks for classes that are not loaded from files(.|\n)*system",
     ):
         uc.open(write(tmp_path / "a", hub, common={"content_metadata": Hostile(mark)}))
     path = write(tmp_path / "b", hub, more={"rng_state/shard_0.0_1.1": [Hostile(mark)]})
@@ -313,7 +313,7 @@ def test_hostile_files_are_refused_and_not_executed(
     (folder / ".metadata").write_bytes(pickle.dumps({"x": Hostile(mark)}))
     with pytest.raises(
         uc.FormatError,
-        match=r"metadata: asks for classes that are not read from files(.|\n)*system",
+        match=r"metadata: asks for classes that are not loaded from files(.|\n)*system",
     ):
         uc.open(folder)
     assert not mark.exists()

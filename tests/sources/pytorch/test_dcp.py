@@ -231,7 +231,8 @@ def test_hostile_object_is_refused_and_not_executed(tmp_path: Path) -> None:
         {"model": {"w": torch.ones(2)}, "extra": {"x": Hostile(tmp_path / "mark")}}, tmp_path / "c"
     )
     with pytest.raises(
-        uc.FormatError, match=r"extra.x: asks for classes that are not read from files(.|\n)*system"
+        uc.FormatError,
+        match=r"extra.x: asks for classes that are not loaded from files(.|\n)*system",
     ):
         uc.open(tmp_path / "c")
     assert not (tmp_path / "mark").exists()

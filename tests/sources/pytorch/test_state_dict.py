@@ -247,7 +247,7 @@ def test_hugging_faces_bin_folders(
     uc.load(folder, model=other)
     check_equal(dict(other.state_dict()), dict(state))
     assert main(["inspect", str(folder)]) == 0
-    assert "pickles" in capsys.readouterr().out
+    assert "pickled" in capsys.readouterr().out
     if shards != "1GB":
         (folder / "pytorch_model-00002-of-00002.bin").unlink()
         with pytest.raises(uc.IncompleteError, match="pytorch_model-00002"):

@@ -87,7 +87,7 @@ def test_a_part_without_a_target_is_an_error_not_an_empty_load(folder: Path) -> 
     net, optimizer = made(1)
     with pytest.raises(
         uc.LayoutError,
-        match="'optimzer' has no target in this load; needed some of model, optimizer",
+        match="'optimzer' has no target in this load; expected some of model, optimizer",
     ):
         uc.load(folder, model=net, optimizer=optimizer, options=uc.LoadOptions(parts=("optimzer",)))
 

@@ -1,1 +1,1 @@
-"""TODO package."""
+"""Fill live state from a Source: match, check, plan, read, verify, install. Knows no format."""

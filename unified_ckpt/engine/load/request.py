@@ -1,5 +1,6 @@
-"""From what a caller gives to what a save or a load needs: tensors flattened, named and placed.
-Changes nothing of the caller's.
+"""Turn the arguments of a load into a LoadRequest: named, placed tensors and optimizer memory.
+
+Changes none of the caller's objects.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from unified_ckpt.runtime.torch_state.placements import _resolver, check_not_exp
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a load is asked to fill; arguments of `Checkpointer.load`."""
+    """The targets of a load: arguments of `Checkpointer.load`."""
 
     model: Model | None
     optimizer: Optimizers | None
@@ -56,10 +57,29 @@ class Targets:
     rank_extra: Any = None
 
 
+@dataclass(slots=True)
+class LoadRequest:
+    """What a rank wants to load. `extra`, `rank_extra`: trees with stateful objects to restore.
+
+    `state`: the tensors to fill; `optimizer`: memory for optimizer state and masters.
+    """
+
+    source: Source
+    state: FlatState
+    metadata: SourceMetadata
+    optimizer: OptimizerTarget | None
+    layout: Layout | None
+    matched_rules: set[str]
+    strict: bool
+    options: LoadOptions
+    extra: Any = None
+    rank_extra: Any = None
+
+
 def try_load_request(
     comm: Comm, source: Source | Exception, targets: Targets, *, strict: bool, options: LoadOptions
 ) -> LoadRequest | Exception:
-    """The targets of a load, or the error that this rank met, to be told to every rank in the load."""
+    """Return the request, or this rank's error, which `load` then raises on every rank."""
     try:
         if isinstance(source, Exception):
             raise source
@@ -73,13 +93,9 @@ def try_load_request(
 def load_request(
     comm: Comm, source: Source, targets: Targets, *, strict: bool, options: LoadOptions
 ) -> LoadRequest:
-    """The tensors to fill. Nothing of the caller's is changed."""
-    resolver, model, optimizer, master_weights = (
-        _resolver(comm, targets.layout),
-        targets.model,
-        targets.optimizer,
-        targets.master_weights,
-    )
+    """Return the request of this rank. Raises LayoutError for targets that cannot be placed."""
+    resolver, model = _resolver(comm, targets.layout), targets.model
+    optimizer, master_weights = targets.optimizer, targets.master_weights
     optimizers, master_holders = as_optimizers(optimizer), as_optimizers(master_weights)
     state = flatten_state(
         resolver,
@@ -112,7 +128,7 @@ def load_request(
         and master_holders
         and parts_to_read & {MODEL, OPTIMIZER, *state.extra_parts}
     ):
-        parts_to_read.add(MASTER)  # else the next step would overwrite what is loaded
+        parts_to_read.add(MASTER)  # else the next step overwrites the model from old masters
     optimizers = optimizers if OPTIMIZER in parts_to_read else []
     if isinstance(source, IndexedOptimizerSource):
         source = _with_parameter_names(
@@ -123,7 +139,7 @@ def load_request(
     if optimizers or master_holders:
         if model is None and not targets.parts:
             raise LayoutError(
-                "optimizer: parameters have no names without their model; needed `model` too"
+                "optimizer: its parameters have no names without their model; pass `model` too"
             )
         param_refs = state.param_refs()
         optimizer_target = _optimizer_target(optimizers, master_holders, source, metadata, state)
@@ -162,9 +178,7 @@ def _check_masters(
     names: Mapping[int, str],
     metadata: SourceMetadata,
 ) -> None:
-    """LayoutError where `master_weights` is filled, and an optimizer goes on from masters of its
-    own.
-    """
+    """Raise LayoutError if an optimizer would use other masters than `master_weights`."""
     target_masters = (
         masters if isinstance(masters, Mapping) else collect_masters(master_holders, names)
     )
@@ -176,32 +190,21 @@ def _check_masters(
             and _creates_masters(optimizer, names, metadata)
         ):
             raise LayoutError(
-                f"master_weights: got other masters than those that {type(optimizer).__name__} makes at its first step; "
-                "leave out master_weights=, or pass the optimizer there"
+                "master_weights: got other masters than those that "
+                f"{type(optimizer).__name__} creates at its first step; omit master_weights=, or "
+                "pass the optimizer there"
             )
 
 
 def _creates_masters(
     optimizer: Optimizer, names: Mapping[int, str], metadata: SourceMetadata
 ) -> bool:
-    """Whether the next step of an optimizer without masters makes them."""
-    params = {
+    """Return whether the next step of an optimizer without masters creates them."""
+    fqns = {
         names.get(id(param), "") for group in optimizer.param_groups for param in group["params"]
     }
-    return (
-        master_key(
-            optimizer,
-            next(
-                (
-                    group_record
-                    for group_record in metadata.groups
-                    if not params.isdisjoint(group_record["names"])
-                ),
-                None,
-            ),
-        )
-        is not None
-    )
+    saved_groups = (group for group in metadata.groups if not fqns.isdisjoint(group["names"]))
+    return master_key(optimizer, next(saved_groups, None)) is not None
 
 
 def _optimizer_target(
@@ -211,8 +214,9 @@ def _optimizer_target(
     metadata: SourceMetadata,
     state: FlatState,
 ) -> OptimizerTarget:
-    """Memory for the state of `optimizers` and the masters of `master_holders`, which are some of
-    them where there are any.
+    """Allocate state of `optimizers` and masters of `master_holders`.
+
+    The holders are some of the optimizers, if there are any.
     """
     selected_optimizers, names = optimizers or master_holders, state.param_names()
     shapes = {name: param_ref.tensor.shape for name, param_ref in state.param_refs().items()}
@@ -253,8 +257,9 @@ def _optimizer_target(
 def _with_parameter_names(
     source: IndexedOptimizerSource, optimizers: list[Optimizer], state: FlatState, *, by_name: bool
 ) -> Source:
-    """The source with the names that these optimizers have for what it has by position. `by_name`:
-    some are wanted, whoever has them.
+    """Return the source with optimizer state named as these optimizers order their parameters.
+
+    `by_name`: without optimizers, name it as the checkpoint does; else leave it out.
     """
     if not optimizers:
         return source.with_stored_order if by_name else source.without_optimizer()
@@ -270,11 +275,12 @@ def _with_parameter_names(
 
 
 def _parts_to_read(target_parts: set[str], selected: Sequence[str] | None) -> set[str]:
-    """The parts to read. LayoutError for one that was chosen and has no target."""
+    """Return the parts to read. Raises LayoutError for a selected part without a target."""
     unknown = [part for part in selected or () if part not in target_parts]
     if unknown:
         raise LayoutError(
-            f"LoadOptions(parts=...): {unknown[0]!r} has no target in this load; needed some of {', '.join(sorted(target_parts))}"
+            f"LoadOptions(parts=...): {unknown[0]!r} has no target in this load; expected some of "
+            f"{', '.join(sorted(target_parts))}"
         )
     return target_parts if selected is None else set(selected)
 
@@ -287,21 +293,3 @@ def _parameter_names(optimizers: list[Optimizer], names: Mapping[int, str]) -> s
         for parameter in group["params"]
         if id(parameter) in names
     }
-
-
-@dataclass(slots=True)
-class LoadRequest:
-    """What a rank wants filled. `optimizer`: state made ready for it. `extra`, `rank_extra`: trees
-    with objects to fill.
-    """
-
-    source: Source
-    state: FlatState
-    metadata: SourceMetadata
-    optimizer: OptimizerTarget | None
-    layout: Layout | None
-    matched_rules: set[str]
-    strict: bool
-    options: LoadOptions
-    extra: Any = None
-    rank_extra: Any = None

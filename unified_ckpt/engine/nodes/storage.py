@@ -96,7 +96,7 @@ class ShardedStorage:
         self._co_readers: dict[int, list[int]] = {}  # by folder: its numbers on several nodes
 
     def enable_shared_reads(self, *, slow_only: bool) -> None:
-        """Let one node read each block of a folder that several nodes see and serve the others.
+        """Let one node read each block of a folder that several see, and serve the others.
 
         `slow_only`: skip file systems that serve many nodes as fast as one.
         """
@@ -127,7 +127,7 @@ class ShardedStorage:
         return [first, *(holder for holder in holders if holder != first)]
 
     def read_at(self, name: str, start: int, buffer: Buffer) -> None:
-        """Fill `buffer` from byte `start` of a tensor. IntegrityError if no folder has it intact."""
+        """Fill `buffer` from byte `start` of a tensor. IntegrityError if no copy is intact."""
         with self._lock:
             key = self._keys[name]
             if self._tensor != key:

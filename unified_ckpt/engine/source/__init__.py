@@ -1,1 +1,1 @@
-"""TODO package."""
+"""The Source protocol, its torch view, diff and stateful objects. Knows no folder."""

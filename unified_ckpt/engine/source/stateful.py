@@ -271,9 +271,7 @@ def _add_restore(plan: StatefulRestore, named: NamedObject, state: Any) -> None:
     if state is _MISSING:
         plan.missing.append(path_text(named.path))
     elif isinstance(named.target, GeneratorState) and (problem := named.target.mismatch(state)):
-        raise MismatchError(
-            f"{path_text(named.path)}: {problem}; expected the same kind of generator"
-        )
+        raise MismatchError(f"{path_text(named.path)}: {problem}")
     else:
         plan.restores.append(_ObjectRestore(named, state))
 

@@ -26,12 +26,12 @@ def same_error(
 
 # Formats that are known and not read: an entry of a folder, or a file -> what the error says of it.
 REFUSED = {
-    "model.gguf": r"is GGUF(.|\n)*gguf_file=",
-    "megatron.nemo": r"is NeMo(.|\n)*export_ckpt",
-    "model.pdparams": r"is a pickle of paddle.save(.|\n)*model_state\*\.pdparams",
-    "flax_model.msgpack": r"is Flax(.|\n)*from_flax=True",
-    "tf_model.h5": r"is TensorFlow(.|\n)*from_tf=True",
-    "model.ckpt.index": r"is TensorFlow(.|\n)*from_tf=True",
-    "model_index.json": r"is a pipeline of diffusers(.|\n)*each component",
-    "model.onnx": r"is ONNX(.|\n)*exported from",
+    "model.gguf": r"GGUF .*is not supported(.|\n)*gguf_file=",
+    "megatron.nemo": r"NeMo is not supported(.|\n)*export_ckpt",
+    "model.pdparams": r"a paddle.save pickle is not supported(.|\n)*model_state\*\.pdparams",
+    "flax_model.msgpack": r"Flax is not supported(.|\n)*from_flax=True",
+    "tf_model.h5": r"TensorFlow is not supported(.|\n)*from_tf=True",
+    "model.ckpt.index": r"TensorFlow is not supported(.|\n)*from_tf=True",
+    "model_index.json": r"a diffusers pipeline is not supported(.|\n)*each component",
+    "model.onnx": r"ONNX.*is not supported(.|\n)*exported from",
 }

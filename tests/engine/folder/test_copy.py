@@ -127,7 +127,7 @@ def test_another_save_of_the_name(source: Path, tmp_path: Path, if_exists: str) 
     assert os.listdir(tmp_path / "root") == [NAME]
 
 
-def test_what_an_unfinished_repair_has_left_is_not_copied(source: Path, tmp_path: Path) -> None:
+def test_files_of_an_unfinished_repair_are_not_copied(source: Path, tmp_path: Path) -> None:
     """Only files in the folder itself are a repair's."""
     right = body(source)
     (source / f"{names.REPAIR_TMP}model.safetensors-0badf00d").write_bytes(b"half of it")
@@ -139,7 +139,7 @@ def test_what_an_unfinished_repair_has_left_is_not_copied(source: Path, tmp_path
     assert body(tmp_path / "root" / NAME) == right
 
 
-def test_what_is_in_the_way_of_a_copy_is_renamed(source: Path, tmp_path: Path) -> None:
+def test_folder_at_the_target_of_a_copy_is_renamed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "root" / NAME).mkdir()
     (tmp_path / "root" / NAME / "mine.txt").write_text("mine")
     copy(source, there(tmp_path))
@@ -147,7 +147,7 @@ def test_what_is_in_the_way_of_a_copy_is_renamed(source: Path, tmp_path: Path) -
     assert (tmp_path / "root" / f"{NAME}-before-1" / "mine.txt").read_text() == "mine"
 
 
-def test_whatever_file_is_damaged_it_is_not_copied_as_good(source: Path, tmp_path: Path) -> None:
+def test_damaged_file_is_never_committed(source: Path, tmp_path: Path) -> None:
     proved = [
         name
         for name in body(source)
@@ -190,7 +190,7 @@ def same_json(damaged: bytes, whole: bytes) -> bool:
     }
 
 
-def test_a_flipped_bit_is_told_with_its_block(source: Path, tmp_path: Path) -> None:
+def test_flipped_bit_is_reported_with_its_block(source: Path, tmp_path: Path) -> None:
     flip(source, "optimizer.safetensors")
     with pytest.raises(
         uc.IntegrityError,
@@ -214,9 +214,7 @@ def test_a_file_that_is_missing(source: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "root") == []
 
 
-def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_copy_succeeds(
-    source: Path, tmp_path: Path
-) -> None:
+def test_stop_at_every_operation_commits_nothing_bad(source: Path, tmp_path: Path) -> None:
     fuse = FaultPoint()
     copy(source, FaultyStorage(str(tmp_path / "root"), fuse))
     count = len(fuse.operations)
@@ -259,7 +257,7 @@ def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path) -> None:
         assert os.listdir(tmp_path / "root") == []
 
 
-def test_too_little_room_is_told_before_anything_is_copied(
+def test_too_little_space_is_an_error_before_a_byte(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 1000)
@@ -268,7 +266,7 @@ def test_too_little_room_is_told_before_anything_is_copied(
     assert os.listdir(tmp_path / "root") == []
 
 
-def test_nobody_removes_it_while_it_is_copied(source: Path, tmp_path: Path) -> None:
+def test_source_cannot_be_removed_while_it_is_copied(source: Path, tmp_path: Path) -> None:
     alone: list[bool] = []
 
     def beat(_: int) -> None:
@@ -281,7 +279,7 @@ def test_nobody_removes_it_while_it_is_copied(source: Path, tmp_path: Path) -> N
         assert mine
 
 
-def test_what_the_beat_raises_ends_it(source: Path, tmp_path: Path) -> None:
+def test_error_of_the_progress_callback_ends_the_copy(source: Path, tmp_path: Path) -> None:
     def beat(_: int) -> None:
         raise ZeroDivisionError
 
@@ -290,7 +288,7 @@ def test_what_the_beat_raises_ends_it(source: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "root") == []
 
 
-def test_what_is_not_there_or_no_checkpoint_is_not_copied(tmp_path: Path) -> None:
+def test_missing_or_invalid_checkpoint_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     with pytest.raises(uc.NotFoundError):
         copy(tmp_path / "none", there(tmp_path))

@@ -483,7 +483,7 @@ def test_a_newer_minor_version_passes(folder: Path) -> None:
 
 
 @both_ways
-def test_a_turned_bit_is_found_in_mid_load(folder: Path, world: int) -> None:
+def test_flipped_bit_is_found_during_a_load(folder: Path, world: int) -> None:
     flip(file_of(folder, "heads"), -1000)
     text = r"model:heads: block 0 \(from byte 0 of the tensor, in model-\d+-of-\d+\.safetensors\) has CRC \w{16}, expected \w{16}"
     load_fails(
@@ -500,7 +500,7 @@ def test_a_turned_bit_is_found_in_mid_load(folder: Path, world: int) -> None:
     assert uc.verify(folder).ok
 
 
-def test_a_slice_is_as_checked_as_a_load(tmp_path: Path) -> None:
+def test_slice_is_verified_like_a_load(tmp_path: Path) -> None:
     """Blocks of 1 MiB that lie whole in it are compared, under other names too; no digest is read
     for a slice that has none.
     """
@@ -535,7 +535,7 @@ def test_a_slice_is_as_checked_as_a_load(tmp_path: Path) -> None:
             source["model"]["b"][...]
 
 
-def test_a_turned_bit_passes_unverified(folder: Path) -> None:
+def test_flipped_bit_passes_unverified(folder: Path) -> None:
     flip(file_of(folder, "heads"), -1000)
     model, _ = targets(0, 1)
     report = uc.load(folder, model=model, options=uc.LoadOptions(verify="off"))
@@ -644,7 +644,7 @@ HEADERS: dict[str, tuple[object, bytes, type[uc.CheckpointError], str]] = {
         uc.FormatError,
         r"tensor 'a': got unknown dtype 'F128'",
     ),
-    "no object": ([1, 2], b"", uc.FormatError, r"header: got a JSON list"),
+    "no object": ([1, 2], b"", uc.FormatError, r"header: got a JSON list, expected an object"),
 }
 
 
@@ -718,7 +718,7 @@ def test_an_index_with_a_file_name_that_is_no_text(tmp_path: Path) -> None:
         (
             ("optimizer", "scalars"),
             {"weight": 3},
-            "optimizer: the state of weight is a int; expected a dict",
+            "optimizer: the state of weight is a int, expected a dict",
         ),
         (
             ("optimizer", "groups", 0, "options"),
@@ -806,9 +806,7 @@ def test_nothing_to_load(
 
 
 @pytest.mark.parametrize(("name", "match"), REFUSED.items())
-def test_known_format_that_is_not_read_is_refused_by_name(
-    tmp_path: Path, name: str, match: str
-) -> None:
+def test_unsupported_format_is_refused_by_name(tmp_path: Path, name: str, match: str) -> None:
     """As a file and in a folder, by every way in; beside weights that are read it is no matter."""
     (tmp_path / name).write_bytes(b"x")
     calls: list[Callable[[Path], object]] = [
@@ -826,14 +824,14 @@ def test_known_format_that_is_not_read_is_refused_by_name(
     assert target["a"].tolist() == [1, 1]
 
 
-def test_a_folder_under_construction_is_refused(folder: Path) -> None:
+def test_unfinished_save_is_refused(folder: Path) -> None:
     left = folder.rename(folder.with_name(".unified-0123-checkpoint-3"))
     manifest_gone(left)
     (left / "digests.safetensors").unlink()
     for call in (lambda: uc.load(left, model={}), lambda: uc.open(left), lambda: uc.verify(left)):
         with pytest.raises(
             uc.FormatError,
-            match=r"is an unfinished save: it has no unified_checkpoint\.json; expected a committed checkpoint",
+            match=r"is an unfinished save: it has no unified_checkpoint\.json, expected a committed checkpoint",
         ):
             call()
 

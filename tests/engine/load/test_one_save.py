@@ -37,7 +37,7 @@ def values(target: Mapping[str, torch.Tensor]) -> list[float]:
     return sorted({value for tensor in target.values() for value in tensor.unique().tolist()})
 
 
-def test_a_save_under_construction_of_a_name_that_ends_alike(
+def test_unfinished_save_with_a_similar_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is newer, and whole but for its name; and it is another checkpoint."""
@@ -78,7 +78,7 @@ def test_a_save_under_construction_of_a_name_that_ends_alike(
     assert fine(try_ranks(2, load)) == [(1, [1.0])] * 2
 
 
-def test_ranks_that_see_two_saves_under_one_name(tmp_path: Path) -> None:
+def test_ranks_that_open_different_saves_under_one_name(tmp_path: Path) -> None:
     """Two runs, the same step, the same names: another mount on one node."""
     for run in (0, 1):
         uc.save(tmp_path / f"run-{run}" / NAME, model=model(run + 1), step=1, options=SAVE)
@@ -102,7 +102,7 @@ def swap(path: Path) -> None:
     path.with_name("next").rename(path)
 
 
-def test_a_checkpoint_that_takes_the_name_between_two_ranks(tmp_path: Path) -> None:
+def test_checkpoint_replaced_between_two_ranks(tmp_path: Path) -> None:
     uc.save(tmp_path / NAME, model=model(1), step=1, options=SAVE)
     uc.save(tmp_path / "next", model=model(2), step=2, options=SAVE)
     targets = [model(-1), model(-1)]
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_takes_the_name_between_two_ranks(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("moment", ["match_targets", "read_tiles"])
-def test_a_load_goes_on_with_the_folder_that_it_opened(
+def test_load_continues_with_the_folder_it_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """With few files open at a time: one that is opened again is the same one again."""
@@ -155,7 +155,7 @@ def test_a_load_goes_on_with_the_folder_that_it_opened(
     assert values(target) == [1.0]
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_open(tmp_path: Path) -> None:
+def test_checkpoint_replaced_while_open(tmp_path: Path) -> None:
     """Its files are removed: that is said, and not that the new folder lacks some."""
     uc.save(tmp_path / NAME, model=model(1), step=1, options=SAVE)
     target = model(-1)
@@ -209,7 +209,7 @@ def halves(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_machines_go_on_with_the_folders_that_they_opened(
+def test_nodes_continue_with_the_folders_they_opened(
     halves: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, real = threading.Lock(), load_module.read_tiles
@@ -227,7 +227,7 @@ def test_machines_go_on_with_the_folders_that_they_opened(
     assert [values(target) for target in targets] == [[1.0]] * 2
 
 
-def test_a_folder_that_is_swapped_after_its_machine_told_of_it(
+def test_folder_swapped_after_its_node_described_it(
     halves: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = discover._select_save

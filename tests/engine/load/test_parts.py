@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def test_the_optimizer_alone_while_the_model_tells_its_names(folder: Path) -> None:
+def test_optimizer_alone_with_names_of_the_model(folder: Path) -> None:
     (saved, saved_optimizer), (net, optimizer) = made(0), made(1)
     before = net.weight.detach().clone()
     report = uc.load(
@@ -75,7 +75,7 @@ def test_the_model_alone_leaves_the_optimizer(folder: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
 
 
-def test_a_further_part_alone(folder: Path) -> None:
+def test_extra_part_alone(folder: Path) -> None:
     (saved, _), (net, _), ema = made(0), made(1), Net("ema")
     before = net.weight.detach().clone()
     uc.load(folder, model=net, parts={"ema": ema}, options=uc.LoadOptions(parts=("ema",)))
@@ -100,7 +100,9 @@ class Scheduler:
         assert state == {"at": 3}
 
 
-def test_what_nobody_took_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_parts_and_objects_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A forgotten scheduler or average leaves no other trace."""
     caplog.set_level("INFO")
     net, optimizer = made(0)
@@ -138,7 +140,7 @@ def test_what_nobody_took_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert uc.load(tmp_path / "d", model=net, optimizer=optimizer).unused == every
 
 
-def test_a_load_that_is_not_strict_warns_of_what_stays(
+def test_load_that_is_not_strict_warns_of_what_is_unchanged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = [f"w{number}" for number in range(100)]

@@ -52,7 +52,7 @@ def test_targets_that_are_not_contiguous_are_not_all_copied_at_once(
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_nor_where_ranks_read_for_each_other(tmp_path: Path, copies: list[int], dim: int) -> None:
+def test_nor_when_ranks_read_for_each_other(tmp_path: Path, copies: list[int], dim: int) -> None:
     """Columns come in tiles. Of each reader's share the first and the last tensor may be another's,
     too.
     """

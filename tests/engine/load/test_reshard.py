@@ -362,7 +362,7 @@ def test_tiles_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert plan is not None
         tiles = plan.groups[0].rank_io.io_tiles
         assert len(tiles) >= 4
-        assert {tile.parties for tile in tiles} == {(0, 1, 2, 3)}
+        assert {tile.members for tile in tiles} == {(0, 1, 2, 3)}
     load_case(case, case.loaded[0], root / "tiles")
 
 
@@ -392,7 +392,7 @@ def test_every_pair_of_layouts(root: Path, saved: str) -> None:
     check_case(case, root, tile_nbytes=64 << 10, max_file_bytes=1 << 30, verify="read")
 
 
-def test_ranks_may_want_one_tensor_by_different_rules(root: Path) -> None:
+def test_ranks_may_load_one_tensor_by_different_rules(root: Path) -> None:
     case = case_of(arranged([2], w=(SPEC, (ShardDim(0, 2, 1),))))
     save_case(case, root)
     rules = [Sharding(), Sharding((ShardDim(0, 3, 1),)), Sharding((ShardDim(1, 3, 1),))]
@@ -406,7 +406,7 @@ def test_ranks_may_want_one_tensor_by_different_rules(root: Path) -> None:
     load_case(case, wanted, root / NAME)
 
 
-def test_each_byte_is_read_and_proved_once_when_all_is_wanted(root: Path) -> None:
+def test_each_byte_is_read_and_verified_once_in_a_full_load(root: Path) -> None:
     case = case_of(
         arranged([2, 2], w=(SPEC, (ShardDim(1, 2, 1),))),
         arranged([4], w=(SPEC, ())),

@@ -65,7 +65,7 @@ def test_options_that_are_not_the_same_on_all_ranks(
     assert not any(tensor.any() for target in targets for tensor in target.values())
 
 
-def test_many_ranks_are_told_in_few_words() -> None:
+def test_many_ranks_are_listed_briefly() -> None:
     told = [
         shared_settings("ab"[rank in (1, 5)], strict=True, options=LOAD) for rank in range(2048)
     ]
@@ -76,7 +76,7 @@ def test_many_ranks_are_told_in_few_words() -> None:
         check_same_on_all_ranks(told)
 
 
-def test_a_source_that_knows_no_save() -> None:
+def test_source_without_a_save_id() -> None:
     told = [shared_settings(save_id, strict=True, options=LOAD) for save_id in ("a", None)]
     with pytest.raises(uc.StorageError, match=r"rank\(s\) 0 save a; rank\(s\) 1 one without an id"):
         check_same_on_all_ranks(told)

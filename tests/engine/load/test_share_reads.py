@@ -84,7 +84,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("machines", [[0, 1, 2], [0, 0, 1, 1]])
-def test_replicas_on_a_slow_volume_read_each_byte_once(
+def test_replicas_on_a_slow_file_system_read_each_byte_once(
     saved: Path, monkeypatch: pytest.MonkeyPatch, machines: list[int]
 ) -> None:
     reads = Reads(monkeypatch, machines)
@@ -94,7 +94,7 @@ def test_replicas_on_a_slow_volume_read_each_byte_once(
     assert set().union(*reads.machines.values()) == set(machines), "all of them do a part"
 
 
-def test_on_a_local_disk_or_a_parallel_file_system_each_machine_reads_for_itself(
+def test_on_fast_file_systems_each_node_reads_for_itself(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = Reads(monkeypatch, [0, 1, 2])
@@ -102,7 +102,9 @@ def test_on_a_local_disk_or_a_parallel_file_system_each_machine_reads_for_itself
     assert reads.by_how_many == 3
 
 
-def test_it_can_be_asked_for_and_be_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_reads_can_be_forced_and_disabled(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads = Reads(monkeypatch, [0, 1, 2])
     load(saved, [0, 1, 2], share_reads="always")
     assert reads.by_how_many == 1
@@ -111,7 +113,7 @@ def test_it_can_be_asked_for_and_be_refused(saved: Path, monkeypatch: pytest.Mon
     assert reads.by_how_many == 3
 
 
-def test_where_machines_want_different_bytes_nothing_goes_over_the_wire(
+def test_nodes_that_read_different_bytes_share_nothing(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
@@ -125,7 +127,9 @@ def test_where_machines_want_different_bytes_nothing_goes_over_the_wire(
     assert asked == []
 
 
-def test_a_reader_that_finds_damage_is_no_end(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_met_by_the_reading_node_is_recovered(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bytes are the same whoever reads them, so the damage is an error, on every rank, and
     names the block.
     """
@@ -138,7 +142,7 @@ def test_a_reader_that_finds_damage_is_no_end(saved: Path, monkeypatch: pytest.M
         load(saved, [0, 1])
 
 
-def test_overlap() -> None:
+def test_read_redundancy() -> None:
     spec = TensorSpec("F32", (8, 4))
     rows = TensorDecl(
         "model", "w", spec, Sharding((ShardDim(0, 2, 2),))

@@ -213,7 +213,7 @@ def test_hyperparameters_of_the_job_are_kept_on_demand(tmp_path: Path) -> None:
     )
 
 
-def test_groups_that_join_what_was_apart(tmp_path: Path) -> None:
+def test_groups_that_join_separate_groups(tmp_path: Path) -> None:
     module, other = Two(), Two()
     optimizer = grouped(module, first_lr=0.1, second_lr=0.2)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
@@ -297,7 +297,7 @@ def test_a_parameter_that_the_saved_optimizer_did_not_have(tmp_path: Path) -> No
     )
 
 
-def test_state_that_nobody_wants_any_more(tmp_path: Path) -> None:
+def test_state_that_no_target_needs(tmp_path: Path) -> None:
     module, other = Two(), Two()
     optimizer = grouped(module, first_lr=0.1, second_lr=0.2)
     stepped(module, optimizer)
@@ -534,7 +534,7 @@ def test_masters_made_at_the_first_step_are_loaded(
 
 
 @pytest.mark.parametrize("state", ["fresh", "warmed"])
-def test_masters_given_beside_those_of_the_optimizer(tmp_path: Path, state: str) -> None:
+def test_masters_given_besides_those_of_the_optimizer(tmp_path: Path, state: str) -> None:
     """Only one of two masters could be stored or filled, and the next step would go on from the
     other.
     """

@@ -63,7 +63,9 @@ def same(one: ClusterIndex, other: ClusterIndex) -> bool:
     ],
     None,
 )
-def test_against_a_mask_of_each_tensor(save: list[Held], data: st.DataObject | None) -> None:
+def test_coverage_matches_a_mask_of_each_tensor(
+    save: list[Held], data: st.DataObject | None
+) -> None:
     found = whole_of(save)
     assert found.specs == {key: SPECS[key] for held in save for key in held}
     assert same(decode_cluster_index(found.encode()), found)
@@ -99,7 +101,7 @@ def test_against_a_mask_of_each_tensor(save: list[Held], data: st.DataObject | N
         )
 
 
-def test_tensors_that_are_held_alike_are_one_family() -> None:
+def test_tensors_sharded_alike_share_one_layout() -> None:
     """Coverage is proved once for it, and its boxes are told once."""
     rows = [[Box((low, 0), (3, 4))] for low in (0, 3)]
     found = whole_of(
@@ -110,7 +112,7 @@ def test_tensors_that_are_held_alike_are_one_family() -> None:
     assert found.layouts[0].boxes.tolist() == [[0, 1, 0, 0, 3, 4], [1, 1, 3, 0, 3, 4]]
 
 
-def test_what_is_told_grows_with_the_machines_by_their_addresses_and_not_their_tensors() -> None:
+def test_index_size_grows_with_nodes_only_by_their_addresses() -> None:
     def nbytes(machines: int, layers: int) -> int:
         shape = (machines, 4)
         stored = [
@@ -131,7 +133,7 @@ def test_what_is_told_grows_with_the_machines_by_their_addresses_and_not_their_t
     assert nbytes(200, 50) - nbytes(100, 50) <= nbytes(200, 1) - nbytes(100, 1) + 20
 
 
-def test_the_first_folder_is_right_about_dtype_and_shape() -> None:
+def test_first_folder_decides_dtype_and_shape() -> None:
     half = TensorSpec("F32", (3, 4))
     one = inventory({"model_shards": {"w@0:3/6,0:4/4": half}}, number=0, count=2)
     for other in ({"w@3:6/6,0:4/4": TensorSpec("BF16", (3, 4))}, {"w@3:6/9,0:4/4": half}):
@@ -155,7 +157,7 @@ def save_of(save_id: str, created: str, folders: Sequence[int]) -> list[Inventor
     return [replace(one, created=created, totals=totals) for one in made]
 
 
-def test_the_newest_that_is_complete() -> None:
+def test_newest_complete_save_is_selected() -> None:
     old, new = save_of("a" * 16, "2025", [0, 1]), save_of("b" * 16, "2026", [1, 0])
     assert [one.root for one in select_save([*old, *new], label="x").folders] == ["/1", "/0"]
     found = select_save([*old, *new[:1]], label="x")
@@ -163,7 +165,7 @@ def test_the_newest_that_is_complete() -> None:
     assert found.problems == ("node 0: 0: is bad", "node 1: 1: is bad")
 
 
-def test_none_is_complete() -> None:
+def test_error_when_no_save_is_complete() -> None:
     """Every save is told of, what it lacks, why, and who had it."""
     old, new = save_of("a" * 16, "2025", [0]), save_of("b" * 16, "2026", [1])
     with pytest.raises(uc.IncompleteError, match=r"x: save b{16} is incomplete") as caught:

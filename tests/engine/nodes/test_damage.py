@@ -91,7 +91,7 @@ def notes(reports: Sequence[uc.LoadReport]) -> str:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("machine", [0, 1])
-def test_the_other_machines_copy_is_read_and_the_damage_is_told(
+def test_damaged_copy_is_read_from_another_node_and_reported(
     twice: Path, how: str, machine: int
 ) -> None:
     file = folder_of(twice, machine) / "model.safetensors"
@@ -103,14 +103,14 @@ def test_the_other_machines_copy_is_read_and_the_damage_is_told(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_digests_that_are_damaged_on_one_machine(twice: Path, how: str) -> None:
+def test_digests_damaged_on_one_node(twice: Path, how: str) -> None:
     HOW[how](folder_of(twice, 1) / names.DIGESTS)
     told = notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
     assert names.DIGESTS in told or "block" in told
 
 
 @pytest.mark.parametrize("how", ["short", "missing", "header"])
-def test_digests_that_are_damaged_are_asked_for_once_however_many_tensors_there_are(
+def test_damaged_digests_are_requested_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Nor is anything else read of a folder that proves nothing."""
@@ -149,20 +149,20 @@ def test_digests_that_are_damaged_are_asked_for_once_however_many_tensors_there_
 
 @pytest.mark.parametrize("how", ["flipped", "short", "missing"])
 @pytest.mark.parametrize("file", [names.EXTRA])
-def test_what_all_machines_say_is_damaged_on_one(twice: Path, file: str, how: str) -> None:
+def test_metadata_damaged_on_one_node(twice: Path, file: str, how: str) -> None:
     HOW[how](folder_of(twice, 1) / file)
     assert file in notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
 
 
 @pytest.mark.parametrize("how", ["short", "missing", "header"])
 @pytest.mark.parametrize("file", [names.MANIFEST, "model.safetensors.index.json"])
-def test_a_folder_that_cannot_be_opened_on_one_machine(twice: Path, file: str, how: str) -> None:
+def test_folder_that_one_node_cannot_open(twice: Path, file: str, how: str) -> None:
     """Load goes on with the other copy; the report says why the folder was of no use."""
     HOW[how](folder_of(twice, 1) / file)
     assert file in notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
 
 
-def test_an_index_that_names_what_is_not_there(twice: Path) -> None:
+def test_index_that_lists_a_missing_tensor(twice: Path) -> None:
     edit_index(
         folder_of(twice, 1),
         "model",
@@ -172,7 +172,7 @@ def test_an_index_that_names_what_is_not_there(twice: Path) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_without_another_copy_the_error_names_it(once: Path, how: str) -> None:
+def test_error_names_damage_without_another_copy(once: Path, how: str) -> None:
     (file,) = folder_of(once, 1).glob("model_shards-00002*.safetensors")
     HOW[how](file)
     found = load(once, [0, 0, 1, 1])
@@ -192,9 +192,7 @@ def test_without_another_copy_the_error_names_it(once: Path, how: str) -> None:
     ("file", "why"),
     [(names.MANIFEST, "not valid JSON"), ("model_shards.safetensors.index.json", "has CRC")],
 )
-def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(
-    once: Path, file: str, why: str
-) -> None:
+def test_error_names_unopened_folder_without_another_copy(once: Path, file: str, why: str) -> None:
     """It is there: "on no machine here" alone sends its owner to look for a machine that is not
     lost.
     """
@@ -207,7 +205,7 @@ def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(
     assert f"node 1: {folder_of(once, 1) / file}: {why}" in text
 
 
-def test_both_copies_are_damaged_at_different_places(twice: Path) -> None:
+def test_copies_damaged_in_different_blocks(twice: Path) -> None:
     """Block 0 of one and block 1 of the other: between them all is there. The same block of both:
     nowhere.
     """
@@ -225,7 +223,7 @@ def test_both_copies_are_damaged_at_different_places(twice: Path) -> None:
     )
 
 
-def test_fragments_stand_in_for_a_whole_copy_that_is_damaged(tmp_path: Path) -> None:
+def test_shards_replace_a_damaged_whole_copy(tmp_path: Path) -> None:
     save(tmp_path, [0, 0, 1, 2], copies=2)
     file = folder_of(tmp_path, 0) / "model.safetensors"
     flip(file, at=0.3)
@@ -242,7 +240,7 @@ def test_fragments_stand_in_for_a_whole_copy_that_is_damaged(tmp_path: Path) -> 
     )
 
 
-def test_fragments_on_the_own_disk_come_before_a_whole_copy_elsewhere(tmp_path: Path) -> None:
+def test_local_shards_are_preferred_to_a_remote_whole_copy(tmp_path: Path) -> None:
     """Ranks 2 and 3 have their halves on their own machines: they do not meet what is wrong with
     machine 0's.
     """
@@ -253,7 +251,7 @@ def test_fragments_on_the_own_disk_come_before_a_whole_copy_elsewhere(tmp_path: 
     assert [bool(report.notes) for report in reports] == [True, True, False, False]
 
 
-def test_own_disk_first(twice: Path) -> None:
+def test_local_copy_is_read_first(twice: Path) -> None:
     """Each machine reads its own copy: damage on the other one is not met."""
     flip(folder_of(twice, 1) / "model.safetensors")
     reports = fine(load(twice, [0, 0, 1, 1], copies=2))
@@ -261,7 +259,7 @@ def test_own_disk_first(twice: Path) -> None:
     assert any(report.notes for report in reports[2:])
 
 
-def test_verify_off_compares_nothing_of_other_machines_either(once: Path) -> None:
+def test_verify_off_also_skips_other_nodes(once: Path) -> None:
     """As with one folder: what is read is taken as it is, and no digests are asked for."""
     (file,) = folder_of(once, 1).glob("model_shards-00002*.safetensors")
     flip(file)
@@ -286,7 +284,7 @@ def test_verify_off_compares_nothing_of_other_machines_either(once: Path) -> Non
 # stale folders
 
 
-def test_a_folder_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
+def test_folder_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
     """Same step, same name, same shapes: the save id tells them apart."""
     save(tmp_path / "run", [0, 1])
     save(tmp_path / "other", [0, 1])
@@ -304,7 +302,7 @@ def test_a_folder_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
     assert all(f"save {save_id} is incomplete on the nodes present" in text for save_id in ids)
 
 
-def test_an_older_save_that_is_complete_is_taken(tmp_path: Path) -> None:
+def test_older_complete_save_is_selected(tmp_path: Path) -> None:
     """The newest has lost a machine, and its folders and the older ones' are all at hand."""
     save(tmp_path / "old", [0, 1], step=1)
     save(tmp_path / "new", [0, 1], step=2)
@@ -321,7 +319,7 @@ def date(folder: Path, created: str) -> None:
     edit_manifest(folder, lambda told: told.update(created=created))
 
 
-def test_the_newest_of_two_complete_saves(tmp_path: Path) -> None:
+def test_newest_of_two_complete_saves(tmp_path: Path) -> None:
     """A machine that has copies of both, and one that has the old one only."""
     save(tmp_path / "old", [0, 1], copies=2, step=1)
     save(tmp_path / "new", [0, 1], copies=2, step=2)
@@ -335,7 +333,7 @@ def test_the_newest_of_two_complete_saves(tmp_path: Path) -> None:
 # parts
 
 
-def test_a_part_that_was_deleted_on_every_machine(tmp_path: Path) -> None:
+def test_part_deleted_on_every_node(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         machines, place = [0, 1], folder_of(tmp_path, comm.rank)
         with on_machine(comm, machines) as made:
@@ -355,7 +353,7 @@ def test_a_part_that_was_deleted_on_every_machine(tmp_path: Path) -> None:
     same_error(try_ranks(2, act), uc.MismatchError, "optimizer:w/exp_avg: is not in the checkpoint")
 
 
-def test_a_part_without_tensors(tmp_path: Path) -> None:
+def test_part_without_tensors(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         place = folder_of(tmp_path, comm.rank)
         with on_machine(comm, [0, 1]) as made:
@@ -369,14 +367,14 @@ def test_a_part_without_tensors(tmp_path: Path) -> None:
 # what is said beside tensors
 
 
-def test_what_a_save_says_comes_back_by_rank(tmp_path: Path) -> None:
+def test_rank_extra_is_restored_by_rank(tmp_path: Path) -> None:
     save(tmp_path, [0, 0, 1, 1])
     reports = fine(load(tmp_path, [1, 1, 0, 0]))  # each machine has the other's folder
     assert [report.rank_extra for report in reports] == [f"rank {rank} at 0" for rank in range(4)]
     assert notes(reports) == ""
 
 
-def test_rank_extra_of_a_machine_that_is_away(twice: Path) -> None:
+def test_rank_extra_of_an_absent_node(twice: Path) -> None:
     shutil.rmtree(folder_of(twice, 1))
     reports = fine(load(twice, [0, 0, 1, 1], copies=2))
     assert [report.rank_extra for report in reports] == ["rank 0 at 0", "rank 1 at 0", None, None]
@@ -384,7 +382,7 @@ def test_rank_extra_of_a_machine_that_is_away(twice: Path) -> None:
     assert "rank_extra of rank 2 is not restored" in notes(reports)
 
 
-def test_nobody_left_a_rank_extra(tmp_path: Path) -> None:
+def test_no_rank_stored_a_rank_extra(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
             made.save(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=SAVE)
@@ -402,7 +400,7 @@ def test_nobody_left_a_rank_extra(tmp_path: Path) -> None:
     assert run_ranks(1, one) == [()]
 
 
-def test_a_hugging_face_folder_on_one_machine_only(tmp_path: Path) -> None:
+def test_hugging_face_folder_on_one_node_only(tmp_path: Path) -> None:
     """It is no machine's checkpoint of several: the error says who has none."""
     from safetensors.torch import save_file
 
@@ -431,7 +429,7 @@ class Own:
         self.found = state_dict
 
 
-def test_objects_of_ranks_whose_machine_is_away_stay_as_they_are(twice: Path) -> None:
+def test_objects_of_an_absent_node_stay_unchanged(twice: Path) -> None:
     """A job that goes on with a new machine in the place of a lost one is not stopped by that one's
     random states.
     """

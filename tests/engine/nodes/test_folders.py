@@ -54,7 +54,7 @@ def load(root: Path) -> list[torch.Tensor | BaseException]:
 
 
 @pytest.mark.parametrize(("whole", "each"), [(True, 0), (False, 2)])
-def test_folders_that_are_opened(
+def test_only_folders_that_are_read_are_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, each: int
 ) -> None:
     """Its own is open already."""
@@ -72,7 +72,7 @@ def test_folders_that_are_opened(
     assert len(set(opened)) == (MACHINES if each else 0)
 
 
-def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(
+def test_parsed_headers_are_dropped_and_not_needed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every tensor is read out of every folder: whatever is kept of each, none is opened twice by a
@@ -110,7 +110,7 @@ def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(
     )
 
 
-def test_machines_that_cannot_talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_cannot_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A way that is closed is told before the target is touched, and names the rank that does not
     answer.
     """
@@ -130,7 +130,7 @@ def test_machines_that_cannot_talk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "the target holds a mix" not in text
 
 
-def test_a_folder_that_cannot_be_opened_is_not_tried_twice(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_opened_is_tried_once(tmp_path: Path) -> None:
     asked = []
 
     class Storage(LocalStorage):
@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_opened_is_not_tried_twice(tmp_path: Path) -> No
     found.close()
 
 
-def test_a_folder_that_holds_another_save_by_now(tmp_path: Path) -> None:
+def test_folder_replaced_by_another_save(tmp_path: Path) -> None:
     here = uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)}, options=SAVE)
     storages = [LocalStorage(here.path)] * 2
     assert FolderCache(storages, save_id=here.id)[1].names("model") == {"w"}

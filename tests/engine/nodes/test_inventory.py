@@ -64,7 +64,7 @@ def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
         "model_shards": {"w@0:4/4": TensorSpec("F32", (4,))},
     }
 )
-def test_all_that_a_folder_stores(stored: dict[str, dict[str, TensorSpec]]) -> None:
+def test_inventory_has_all_that_a_folder_stores(stored: dict[str, dict[str, TensorSpec]]) -> None:
     listing, spans = classify(stored)
     assert decode_tensor_list(listing.encode()) == listing
     assert sum(kind.width for kind in listing.layout_classes) == len(spans)
@@ -85,7 +85,7 @@ def test_all_that_a_folder_stores(stored: dict[str, dict[str, TensorSpec]]) -> N
 
 
 @given(folders(), st.integers(0, 3))
-def test_an_inventory_comes_back(stored: dict[str, dict[str, TensorSpec]], number: int) -> None:
+def test_inventory_round_trip(stored: dict[str, dict[str, TensorSpec]], number: int) -> None:
     one = inventory(stored, number=number, count=4, lost=("model.safetensors: is missing",))
     name = tensor_list_name(one.tensor_list.encode())
     found = decode_inventory(one.encode(list_name=name), {name: one.tensor_list}.__getitem__)
@@ -120,7 +120,7 @@ def rows_of_machine(machine: int, machines: int, layers: int) -> dict[str, dict[
 
 
 @pytest.mark.parametrize("machines", [2, 16])
-def test_machines_that_are_cut_alike_share_a_listing(machines: int) -> None:
+def test_nodes_sharded_alike_share_a_tensor_list(machines: int) -> None:
     """What a machine alone has to say does not grow with the tensors."""
     told = [classify(rows_of_machine(machine, machines, layers=30)) for machine in range(machines)]
     assert len({tensor_list_name(listing.encode()) for listing, _ in told}) == 1
@@ -135,7 +135,7 @@ def test_machines_that_are_cut_alike_share_a_listing(machines: int) -> None:
     )
 
 
-def test_numbers_of_any_size() -> None:
+def test_inventory_of_huge_offsets() -> None:
     most = 2**63 - 1
     box = Box((most - 2,), (2,))
     found = build_index(

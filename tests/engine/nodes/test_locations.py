@@ -67,17 +67,17 @@ def check(tensors: Mapping[Key, Tensor]) -> None:
 
 
 @given(TENSORS)
-def test_answers_are_the_folders(tensors: dict[Key, Tensor]) -> None:
+def test_answers_match_the_folder(tensors: dict[Key, Tensor]) -> None:
     check(tensors)
 
 
-def test_names_that_would_share_a_mark_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colliding_hashes_are_salted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a byte: of twenty tensors two share one by nearly every salt but some."""
     monkeypatch.setattr(locations, "_HASH_NBYTES", 1)
     check({("model", f"w{i}"): ("a", i, [i]) for i in range(20)})
 
 
-def test_a_tensor_that_is_not_there_is_no_other_tensors_trouble() -> None:
+def test_missing_tensor_does_not_affect_others() -> None:
     tensors: dict[Key, Tensor] = {("model", name): ("a", 8, None) for name in "xyz"}
     folder, found = Shelf(tensors, bad=[("model", "y")]), LocationTable(STORAGE, list(tensors))
     assert found.load_locations(folder, lambda: list(tensors), ("model", "x")) == Location("a", 8)
@@ -86,7 +86,7 @@ def test_a_tensor_that_is_not_there_is_no_other_tensors_trouble() -> None:
     assert found.location(("model", "y")) is None
 
 
-def test_a_tensor_takes_tens_of_bytes() -> None:
+def test_location_takes_tens_of_bytes() -> None:
     """A kilobyte for each tensor of each of 2,048 folders is 15 GB a rank."""
     count = 4000
     tensors: dict[Key, Tensor] = {

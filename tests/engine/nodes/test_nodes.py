@@ -126,7 +126,7 @@ PAIRS = [((2, 2), (3, 1)), ((3, 1), (2, 2))]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_saved_by_some_machines_and_loaded_by_others(tmp_path: Path, layout: str) -> None:
+def test_save_by_some_nodes_and_load_by_others(tmp_path: Path, layout: str) -> None:
     for saved, loaded in PAIRS:
         root = tmp_path / f"{saved}"
         if not root.exists():
@@ -137,7 +137,7 @@ def test_saved_by_some_machines_and_loaded_by_others(tmp_path: Path, layout: str
 @pytest.mark.long
 @pytest.mark.parametrize("saved", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_number_of_machines_to_any_other(
+def test_any_number_of_nodes_to_any_other(
     tmp_path: Path, layout: str, saved: tuple[int, int]
 ) -> None:
     save_case(case_of(layout, *saved), tmp_path, places(*saved))
@@ -145,7 +145,7 @@ def test_any_number_of_machines_to_any_other(
         check_pair(tmp_path, layout, saved, loaded)
 
 
-def test_what_is_stored_whole_and_what_in_fragments(tmp_path: Path) -> None:
+def test_what_is_stored_whole_and_what_as_shards(tmp_path: Path) -> None:
     """Whole where the machine has a copy; else under names that nobody takes for a model's. No byte
     twice in a folder.
     """
@@ -172,7 +172,7 @@ def test_what_is_stored_whole_and_what_in_fragments(tmp_path: Path) -> None:
         assert uc.verify(folder_of(tmp_path / "rows", machine), deep=True).ok
 
 
-def test_a_slice_that_nobody_has(tmp_path: Path) -> None:
+def test_slice_that_no_node_has(tmp_path: Path) -> None:
     """The tensor, the box and the ranks of the save that had it, on every rank."""
     case = case_of("rows over machines", 3, 2)
     save_case(case, tmp_path, places(3, 2))
@@ -229,7 +229,7 @@ FILES = st.sampled_from([100_000, 1 << 30])
 
 @given(scattered(**FEW), TILES, FILES)
 @settings(max_examples=50, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
-def test_any_ranks_on_any_machines(
+def test_any_ranks_on_any_nodes(
     tmp_path: Path,
     drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]],
     tile_nbytes: int,
@@ -242,7 +242,7 @@ def test_any_ranks_on_any_machines(
 @pytest.mark.parametrize("part", range(4))
 @given(scattered(max_world=8, max_tensors=5), TILES, FILES)
 @settings(max_examples=500, suppress_health_check=FUNCTION_FIXTURE)
-def test_any_ranks_on_any_machines_at_length(
+def test_any_ranks_on_any_nodes_at_length(
     tmp_path: Path,
     part: int,
     drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]],

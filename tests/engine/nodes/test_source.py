@@ -63,7 +63,7 @@ def joint_of(root: Path) -> Iterator[ClusterSource]:
         yield found
 
 
-def test_elements_one_by_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_elements_one_by_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has what is looked up once for each block that is read, not for each element."""
     looked = []
     real = ShardedStorage._read_tensor
@@ -90,7 +90,7 @@ def test_elements_one_by_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert len(looked) <= most, name
 
 
-def test_boxes(saved: Path) -> None:
+def test_reading_boxes(saved: Path) -> None:
     with joint_of(saved) as joint:
         for name, box in (
             ("columns", Box((3, 290), (400, 21))),

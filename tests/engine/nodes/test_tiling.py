@@ -75,7 +75,7 @@ def check_regions(
     assert np.array_equal(told_here, here)
 
 
-def test_windows_between_the_same_edges_share_their_regions() -> None:
+def test_windows_between_the_same_edges_share_regions() -> None:
     """A tensor that is read row by row is not put together for each row."""
     key = ("model", "w")
     storage = ShardedStorage(
@@ -92,7 +92,7 @@ def test_windows_between_the_same_edges_share_their_regions() -> None:
 
 @given(st.data())
 @settings(max_examples=300)
-def test_a_box_as_lines_of_its_tensor(data: st.DataObject) -> None:
+def test_box_as_slabs_of_its_tensor(data: st.DataObject) -> None:
     """What a band says of the place of bytes, against numpy; what it does not say is in no line of
     the box.
     """
@@ -128,7 +128,7 @@ def partly(draw: st.DrawFn) -> tuple[Key, list[Held]]:
 
 @given(covered(), st.data())
 @settings(max_examples=400)
-def test_a_window_in_disjoint_regions(drawn: tuple[Key, list[Held]], data: st.DataObject) -> None:
+def test_window_in_disjoint_regions(drawn: tuple[Key, list[Held]], data: st.DataObject) -> None:
     check_windows(*drawn, data, proved=True)
 
 

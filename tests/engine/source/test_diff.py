@@ -125,7 +125,7 @@ def test_chunks_are_the_tensor_in_order(tmp_path: Path, monkeypatch: pytest.Monk
     assert (found.elements, found.max_abs) == (3, 4.0)
 
 
-def test_parts_and_names_that_are_asked_for(tmp_path: Path) -> None:
+def test_only_requested_parts_and_names_are_compared(tmp_path: Path) -> None:
     first, second = state(), {name: tensor + 1 for name, tensor in state().items()}
     assert [
         one.name for one in report_of(tmp_path, first, second, match="model:[wn]").differences
@@ -142,7 +142,7 @@ def test_the_verb_compares_formats_and_says_how(
     (tmp_path / "c").mkdir()
     save_file(state(), tmp_path / "c" / "model.safetensors")
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 0
-    assert "3 tensors equal, 0 not" in capsys.readouterr().out
+    assert "3 tensors equal, 0 different" in capsys.readouterr().out
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b.pt")]) == 1
     assert "model:h  BF16 [7] and F32 [7], equal values" in capsys.readouterr().out
     assert (

@@ -242,7 +242,7 @@ def test_a_sharded_module_belongs_into_parts(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_what_is_missing_is_an_error_on_every_rank_before_the_first_byte(tmp_path: Path) -> None:
+def test_missing_state_is_an_error_on_every_rank_before_a_byte(tmp_path: Path) -> None:
     uc.save(
         tmp_path / "c", model=W, extra={"counter": Counter({"n": 1}), "none": None, "list": [1]}
     )
@@ -283,7 +283,7 @@ def test_a_huggingface_folder_has_nothing_for_an_object(tmp_path: Path) -> None:
         uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, extra={"scheduler": Counter()})
 
 
-def test_an_object_that_does_not_take_its_state_is_told_on_every_rank(tmp_path: Path) -> None:
+def test_object_that_cannot_load_its_state_is_named_everywhere(tmp_path: Path) -> None:
     def act(comm: Comm) -> uc.LoadReport:
         kind = Broken if comm.rank == 1 else Counter
         one = {"a": Counter({"n": 1}), "b": kind({"n": 2}), "c": Counter({"n": 3})}
@@ -552,7 +552,7 @@ def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path: Path) -> N
     assert [float(uc.open(tmp_path / name).rank_extra[0]["own"]["t"][0]) for name in "ab"] == [0, 1]
 
 
-def test_objects_on_every_rank_give_their_state(tmp_path: Path) -> None:
+def test_objects_on_every_rank_are_saved(tmp_path: Path) -> None:
     """`state_dict` of an object in `extra` may be collective: all ranks call it, rank 0's is
     stored.
     """

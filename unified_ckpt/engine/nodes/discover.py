@@ -328,31 +328,31 @@ def _split_inventories(message: bytes) -> list[bytes]:
 def _assign_servers(
     collective: Collective, address: Address, nodes: Sequence[int]
 ) -> list[tuple[int, Address]]:
-    """Return, for each node, the rank to read from and its address; a node's ranks take turns.
+    """Return, for each node, the rank to read from and its address; clients are spread evenly.
 
     Collective.
     """
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
-    turn_count = max(map(len, ranks.values()))
-    turn = ranks[nodes[collective.rank]].index(collective.rank) % turn_count
-    ranks_by_turn = [
-        [ranks[node][turn % len(ranks[node])] for node in range(len(ranks))]
-        for turn in range(turn_count)
+    local_world = max(map(len, ranks.values()))
+    servers_by_local_rank = [
+        [ranks[node][local_rank % len(ranks[node])] for node in range(len(ranks))]
+        for local_rank in range(local_world)
     ]
     addresses = collective.collect(
         "addresses", address.encode().encode(), dst=0, ranks=range(collective.world)
     )
     if collective.rank == 0:
-        for number, servers in enumerate(ranks_by_turn):
+        for local_rank, servers in enumerate(servers_by_local_rank):
             collective.put(
-                f"servers/{number}", zlib.compress(b"\n".join(addresses[rank] for rank in servers))
+                f"servers/{local_rank}",
+                zlib.compress(b"\n".join(addresses[rank] for rank in servers)),
             )
-    texts = zlib.decompress(collective.get(f"servers/{turn}", sender=0)).decode().split("\n")
-    return [
-        (rank, parse_address(text)) for rank, text in zip(ranks_by_turn[turn], texts, strict=True)
-    ]
+    local_rank = ranks[nodes[collective.rank]].index(collective.rank)
+    body = zlib.decompress(collective.get(f"servers/{local_rank}", sender=0))
+    servers, texts = servers_by_local_rank[local_rank], body.decode().split("\n")
+    return [(rank, parse_address(text)) for rank, text in zip(servers, texts, strict=True)]
 
 
 def _pinned_storage(root: str, resources: ExitStack) -> LocalStorage:

@@ -295,8 +295,7 @@ class Checkpointer:
         storage, name = LocalStorage("/"), ""
         request: SaveRequest | Exception
         try:
-            parent, name = ensure_parent(self._resolve(path))
-            storage = LocalStorage(parent, write_policy=write_policy)
+            storage, name = self._locate(path, write_policy)
             request = save_request(comm, arguments, options)
             request = replace(request, is_step_path=isinstance(path, StepPath))
             if lazy_optimizers is not None:
@@ -328,7 +327,7 @@ class Checkpointer:
                 node, block_nbytes = self._node or node_id(), options.write_alignment
                 probe = probe_topology(collective, storage, node, block_nbytes=block_nbytes)
             with collective.step("connect-topology"):
-                connected = [known for known in self._topologies.values() if known[0] == probe]
+                connected = [entry for entry in self._topologies.values() if entry[0] == probe]
                 if connected:
                     self._topologies[storage.root] = connected[0]
                 else:
@@ -354,6 +353,10 @@ class Checkpointer:
 
     def _resolve(self, path: Path) -> str:
         return absolute_path(os.fspath(path), root=self._root)
+
+    def _locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:
+        parent, name = ensure_parent(self._resolve(path))
+        return LocalStorage(parent, write_policy=write_policy), name
 
 
 def save(

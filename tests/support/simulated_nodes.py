@@ -26,6 +26,7 @@ from unified_ckpt.engine.load.load import LoadRequest
 from unified_ckpt.engine.save.request import SaveArguments, SaveRequest
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.write_calls import WritePolicy
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.testing import DrawnLayout, make_checkpointer, run_ranks, try_ranks
 
@@ -92,8 +93,13 @@ def on_machine(
     made = make_checkpointer(comm)
     made._node = f"machine {machines[comm.rank]}"
     if storage is not None:
-        place = made._locate
-        made._locate = lambda path, how: (storage(place(path, how)[0].root), place(path, how)[1])  # type: ignore[method-assign]
+        locate = made._locate
+
+        def locate_storage(path: str | os.PathLike[str], policy: WritePolicy) -> tuple[LocalStorage, str]:
+            local, name = locate(path, policy)
+            return storage(local.root), name
+
+        made._locate = locate_storage  # type: ignore[method-assign]
     try:
         yield made
     finally:

@@ -56,11 +56,11 @@ def gather_distinct(
 
     Returns there the digest of each rank's value, and the values by digest.
     """
-    own_digest = hashlib.sha256(body).hexdigest()[:32]
-    if collective.add(f"{key}/{own_digest}") == 1:
-        collective.put(f"{key}-body/{own_digest}", body)
+    local_digest = hashlib.sha256(body).hexdigest()[:32]
+    if collective.add(f"{key}/{local_digest}") == 1:
+        collective.put(f"{key}-body/{local_digest}", body)
     ranks = range(collective.world)
-    collected = collective.collect(key, own_digest.encode(), dst=0, ranks=ranks)
+    collected = collective.collect(key, local_digest.encode(), dst=0, ranks=ranks)
     digests = [digest.decode() for digest in collected]
     distinct = dict.fromkeys(digests)
     return digests, {digest: collective.get(f"{key}-body/{digest}") for digest in distinct}
@@ -73,19 +73,19 @@ def gather_declarations(
 
     Returns the id of this rank's table, and on rank 0 all declarations.
     """
-    own_id, body = encode_with_id(decls)
+    local_id, body = encode_with_id(decls)
     table_ids, bodies = gather_distinct(collective, "table", body)
     if collective.rank != 0:
-        return own_id, None
+        return local_id, None
     ranks_by_table: dict[str, list[int]] = {}
     for rank, table_id in enumerate(table_ids):
         ranks_by_table.setdefault(table_id, []).append(rank)
     ordered = sorted(decls, key=sort_key)
     tables = {
-        table_id: ordered if table_id == own_id else decode_table(body)
+        table_id: ordered if table_id == local_id else decode_table(body)
         for table_id, body in bodies.items()
     }
-    return own_id, Declarations(tables, ranks_by_table)
+    return local_id, Declarations(tables, ranks_by_table)
 
 
 def check_layout_rules(

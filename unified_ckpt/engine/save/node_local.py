@@ -84,8 +84,8 @@ def propagating_errors(commit_group: CommitGroup | None) -> Iterator[None]:
 
 def join_commit_group(collective: Collective, node_group: NodeGroup) -> CommitGroup:
     """Collective over all ranks. Agrees on one save id."""
-    own_id = secrets.token_hex(8).encode() if collective.rank == 0 else None
-    save_id = collective.broadcast("save-id", own_id)
+    new_id = secrets.token_hex(8).encode() if collective.rank == 0 else None
+    save_id = collective.broadcast("save-id", new_id)
     return CommitGroup(collective, node_group, save_id.decode())
 
 

@@ -95,7 +95,9 @@ def on_machine(
     if storage is not None:
         locate = made._locate
 
-        def locate_storage(path: str | os.PathLike[str], policy: WritePolicy) -> tuple[LocalStorage, str]:
+        def locate_storage(
+            path: str | os.PathLike[str], policy: WritePolicy
+        ) -> tuple[LocalStorage, str]:
             local, name = locate(path, policy)
             return storage(local.root), name
 

@@ -76,7 +76,7 @@ def stored(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:
 # one folder
 
 
-def test_a_module_goes_round(tmp_path: Path) -> None:
+def test_module_round_trip(tmp_path: Path) -> None:
     model, other = Net(), Net(seed=1)
     report = uc.save(tmp_path / "c", model=model, step=7)
     assert (report.path, report.step) == (str(tmp_path / "c"), 7)
@@ -100,7 +100,7 @@ def test_a_module_goes_round(tmp_path: Path) -> None:
     assert back.sources == {"model": ("model",)}
 
 
-def test_the_folder_is_what_the_format_says(tmp_path: Path) -> None:
+def test_folder_follows_the_format(tmp_path: Path) -> None:
     model = Net()
     uc.save(
         tmp_path / "c",
@@ -126,7 +126,7 @@ def test_the_folder_is_what_the_format_says(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "c"]
 
 
-def test_a_file_is_byte_for_byte_what_the_safetensors_library_writes(tmp_path: Path) -> None:
+def test_files_equal_those_of_safetensors(tmp_path: Path) -> None:
     tensors = {
         f"t.{name}": torch.zeros(3, 4).to(dtype)
         if name != "F4"
@@ -148,7 +148,7 @@ def test_a_file_is_byte_for_byte_what_the_safetensors_library_writes(tmp_path: P
     assert set(index["weight_map"]) == set(tensors)
 
 
-def test_files_are_bounded(tmp_path: Path) -> None:
+def test_max_file_bytes(tmp_path: Path) -> None:
     model = {f"w{n:02}": torch.full((100, 50), float(n)) for n in range(10)}  # 20,000 bytes each
     uc.save(tmp_path / "c", model=model, options=uc.SaveOptions(max_file_bytes=60_000))
     files = sorted((tmp_path / "c").glob("model-*"))
@@ -161,25 +161,25 @@ def test_files_are_bounded(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
 
 
-def test_nothing_but_a_step(tmp_path: Path) -> None:
+def test_empty_model(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model={}, step=0)
     report = uc.load(tmp_path / "c", model={})
     assert (report.step, report.bytes_read, report.sources) == (0, 0, {})
 
 
-def test_the_step_is_said_and_never_taken_from_a_name(tmp_path: Path) -> None:
+def test_step_is_not_taken_from_the_name(tmp_path: Path) -> None:
     uc.save(tmp_path / "checkpoint-500", model=Net())
     assert uc.load(tmp_path / "checkpoint-500", model=Net()).step is None
 
 
-def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
+def test_saved_values_are_those_of_the_call(tmp_path: Path) -> None:
     model = {"w": torch.arange(60_000.0)}
     uc.save(tmp_path / "c", model=model)
     model["w"].zero_()
     assert torch.equal(stored(tmp_path / "c")["w"], torch.arange(60_000.0))
 
 
-def test_memory_of_any_form(tmp_path: Path) -> None:
+def test_any_memory_layout(tmp_path: Path) -> None:
     whole = torch.arange(80_000.0).reshape(400, 200)
     model = {
         "turned": whole.t(),
@@ -199,7 +199,7 @@ def test_memory_of_any_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 20_000])
-def test_views_that_negate_are_refused_by_name(tmp_path: Path, count: int) -> None:
+def test_negated_views_are_refused(tmp_path: Path, count: int) -> None:
     """torch keeps the sign apart from the memory."""
     pairs = torch.view_as_complex(torch.randn(count, 2))
     uc.save(tmp_path / "c", model={"conj": pairs, "neg": pairs.imag.clone()})
@@ -221,7 +221,7 @@ def test_views_that_negate_are_refused_by_name(tmp_path: Path, count: int) -> No
 
 
 @pytest.mark.parametrize("form", [str, Path, lambda path: f"file://{path}", os.path.relpath])
-def test_paths_of_every_form(tmp_path: Path, form: Callable[[Path], str | Path]) -> None:
+def test_path_types(tmp_path: Path, form: Callable[[Path], str | Path]) -> None:
     path = form(tmp_path / "a" / "c")
     uc.save(path, model=Net())
     other = Net(seed=1)
@@ -232,7 +232,7 @@ def test_paths_of_every_form(tmp_path: Path, form: Callable[[Path], str | Path])
         assert opened.parts == ("model",)
 
 
-def test_a_folder_by_a_link(tmp_path: Path) -> None:
+def test_folder_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     uc.save(tmp_path / "link" / "c", model=Net())
@@ -242,7 +242,7 @@ def test_a_folder_by_a_link(tmp_path: Path) -> None:
     assert same_state(other, Net())
 
 
-def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_log_line_per_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="unified_ckpt"):
         uc.save(tmp_path / "c", model=Net())
         uc.load(tmp_path / "c", model=Net())
@@ -254,7 +254,7 @@ def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCapt
 # tied weights
 
 
-def test_tied_weights_are_stored_once_and_load_into_tied_and_untied(tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     model = Net(tied=True)
     uc.save(tmp_path / "c", model=model)
     assert "head.weight" not in stored(tmp_path / "c")
@@ -268,7 +268,7 @@ def test_tied_weights_are_stored_once_and_load_into_tied_and_untied(tmp_path: Pa
         assert "head.weight" not in list(opened["model"])
 
 
-def test_untied_weights_load_into_tied_where_they_are_equal(tmp_path: Path) -> None:
+def test_equal_untied_weights_load_into_tied(tmp_path: Path) -> None:
     """As the first and the last pipeline stage leave them: two copies, of which none knows of the
     other.
     """
@@ -282,7 +282,7 @@ def test_untied_weights_load_into_tied_where_they_are_equal(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("verify", ["read", "off"])
-def test_untied_weights_that_differ_do_not_load_into_tied(tmp_path: Path, verify: str) -> None:
+def test_different_untied_weights_do_not_load_into_tied(tmp_path: Path, verify: str) -> None:
     """One of the two was kept and the other lost without a word. Compared by digest, or by bytes
     where digests are off.
     """
@@ -349,7 +349,7 @@ def test_two_modules_with_one_name(tmp_path: Path) -> None:
         uc.save(tmp_path / "c", model=[stage(0), stage(0, seed=1)])
 
 
-def test_further_parts(tmp_path: Path) -> None:
+def test_extra_parts(tmp_path: Path) -> None:
     model, ema = Net(), Net(seed=1)
     uc.save(tmp_path / "c", model=model, parts={"ema": ema, "stats": {"norm": torch.tensor([1.5])}})
     other, stats = Net(seed=2), {"norm": torch.zeros(1)}
@@ -390,7 +390,7 @@ def test_one_optimizer_of_two_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gone", ["optimizer", "ema", "model"])
-def test_a_part_may_be_deleted_alone(tmp_path: Path, gone: str) -> None:
+def test_deleted_part(tmp_path: Path, gone: str) -> None:
     moments = {"embed.weight/exp_avg": torch.ones(30, 8)}
     uc.save(tmp_path / "c", model=Net(), optimizer=moments, parts={"ema": Net(seed=1)})
     for path in (tmp_path / "c").glob(f"{gone}*"):
@@ -418,7 +418,7 @@ def mixed() -> Net:
     return model
 
 
-def test_masters_are_made_from_the_model(tmp_path: Path) -> None:
+def test_masters_are_created_from_the_model(tmp_path: Path) -> None:
     model = mixed()
     uc.save(tmp_path / "c", model=model, options=uc.SaveOptions(model_dtype="bfloat16"))
     weights, masters = stored(tmp_path / "c"), stored(tmp_path / "c", "master_weights")
@@ -609,7 +609,7 @@ def test_save_without_the_model_keeps_other_values(tmp_path: Path) -> None:
     assert torch.equal(other["same"].nan_to_num(7.0), model["same"].nan_to_num(7.0))
 
 
-def test_save_without_the_model_is_agreed_on(tmp_path: Path) -> None:
+def test_save_without_the_model_is_decided_by_all_ranks(tmp_path: Path) -> None:
     """Ranks keep masters of some tensors each, or of some rows: one that any rank finds different
     is stored, the others are not.
     """
@@ -644,7 +644,7 @@ def test_save_without_the_model_is_agreed_on(tmp_path: Path) -> None:
         assert all(torch.equal(other[name], values) for name in model)
 
 
-def test_model_dtype_keeps_what_the_optimizer_has_no_master_of(tmp_path: Path) -> None:
+def test_model_dtype_keeps_tensors_without_master(tmp_path: Path) -> None:
     """float32 tensors beside an optimizer's masters are rounded in `model`, and whole in
     `master_weights`.
     """
@@ -661,7 +661,7 @@ def test_model_dtype_keeps_what_the_optimizer_has_no_master_of(tmp_path: Path) -
     assert same_state(other, model)
 
 
-def test_load_names_an_optimizer_that_was_left_out(tmp_path: Path) -> None:
+def test_load_names_an_omitted_optimizer(tmp_path: Path) -> None:
     """Its param groups alone must not pass for an optimizer without state."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -683,7 +683,7 @@ def test_masters_are_read_from_a_model_without_them(tmp_path: Path) -> None:
     assert report.sources == {"model": ("model",), "master_weights": ("model",)}
 
 
-def test_masters_are_taken_as_they_are_given(tmp_path: Path) -> None:
+def test_explicit_masters(tmp_path: Path) -> None:
     model = {"w": torch.randn(300, 100).bfloat16(), "count": torch.tensor(3)}
     masters = {"w": torch.randn(300, 100)}
     uc.save(
@@ -705,7 +705,7 @@ def test_masters_are_taken_as_they_are_given(tmp_path: Path) -> None:
 # extra
 
 
-def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_extra_round_trip(tmp_path: Path) -> None:
     extra = {
         "tuple": (1, [2, (3,)]),
         4: {"int keys": {5: 6, -7: 8}},
@@ -738,7 +738,7 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
             assert same(found[key], value), key
 
 
-def test_a_scheduler_goes_on(tmp_path: Path) -> None:
+def test_scheduler_resumes(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = CosineAnnealingLR(optimizer, 10)
@@ -763,7 +763,7 @@ def test_a_scheduler_goes_on(tmp_path: Path) -> None:
     )
 
 
-def test_random_states_go_on(tmp_path: Path) -> None:
+def test_random_states_resume(tmp_path: Path) -> None:
     state = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
@@ -819,7 +819,7 @@ def test_attached_files_are_committed_with_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["unified_checkpoint.json", "model.safetensors.index.json"])
-def test_attached_files_may_not_be_ours(tmp_path: Path, name: str) -> None:
+def test_attach_must_not_write_engine_files(tmp_path: Path, name: str) -> None:
     with pytest.raises(
         uc.StorageError,
         match=rf"`attach` changed {name}, a file of the checkpoint; write to another name",
@@ -833,7 +833,7 @@ def test_attached_files_may_not_be_ours(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "digests.safetensors"])
-def test_attached_files_may_not_replace_ours(tmp_path: Path, name: str) -> None:
+def test_attach_must_not_replace_engine_files(tmp_path: Path, name: str) -> None:
     with pytest.raises(uc.CheckpointError, match=rf"{name}"):
         uc.save(
             tmp_path / "c",
@@ -843,7 +843,7 @@ def test_attached_files_may_not_replace_ours(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_attach_that_fails(tmp_path: Path) -> None:
+def test_attach_fails(tmp_path: Path) -> None:
     def attach(folder: str) -> None:
         raise ValueError("no tokenizer")
 
@@ -855,7 +855,7 @@ def test_an_attach_that_fails(tmp_path: Path) -> None:
 # what is in the way
 
 
-def test_a_committed_folder_is_kept_or_replaced_or_an_error(tmp_path: Path) -> None:
+def test_if_exists(tmp_path: Path) -> None:
     old, new = Net(), Net(seed=1)
     first = uc.save(tmp_path / "c", model=old, step=1)
     with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
@@ -872,9 +872,7 @@ def test_a_committed_folder_is_kept_or_replaced_or_an_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("if_exists", ["error", "keep"])
-def test_a_checkpoint_that_came_meanwhile_is_not_overwritten(
-    tmp_path: Path, if_exists: str
-) -> None:
+def test_concurrent_checkpoint_is_not_overwritten(tmp_path: Path, if_exists: str) -> None:
     """Another job was faster."""
     with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
         uc.save(
@@ -933,7 +931,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("if_exists", ["error", "keep", "keep_complete", "replace"])
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_save_refuses_a_folder_that_is_not_ours(tmp_path: Path, kind: str, if_exists: str) -> None:
+def test_foreign_folder_is_refused(tmp_path: Path, kind: str, if_exists: str) -> None:
     """Before the first byte, in the foreground and in the background; nothing changes."""
     entries, says = FOLDERS[kind]
     before = fill(tmp_path / "c", entries)
@@ -950,7 +948,7 @@ def test_save_refuses_a_folder_that_is_not_ours(tmp_path: Path, kind: str, if_ex
 
 
 @pytest.mark.parametrize("entries", [(), ("checkpoint-is-incomplete.txt",)])
-def test_an_empty_folder_gives_way_to_a_save(tmp_path: Path, entries: tuple[str, ...]) -> None:
+def test_empty_folder_is_replaced(tmp_path: Path, entries: tuple[str, ...]) -> None:
     """So does one with nothing but the file by which transformers announces a checkpoint."""
     (tmp_path / "c").mkdir()
     fill(tmp_path / "c", entries)
@@ -960,7 +958,7 @@ def test_an_empty_folder_gives_way_to_a_save(tmp_path: Path, entries: tuple[str,
     assert not set(entries) & set(os.listdir(tmp_path / "c"))
 
 
-def test_an_unfinished_checkpoint_of_ours_is_renamed(
+def test_uncommitted_checkpoint_is_renamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A damaged manifest shows that it is ours. It stays, under a name that anybody sees."""
@@ -995,9 +993,7 @@ WRITES: dict[str, Callable[[Any, Path], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_url_is_refused_for_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
-) -> None:
+def test_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
     """It was a local folder called `s3:`, and the next run started fresh elsewhere."""
     uc.save(tmp_path / "ours", model=Net())
     monkeypatch.chdir(tmp_path)
@@ -1018,9 +1014,7 @@ READS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", ["our run", "stock run", "DeepSpeed's run"])
 @pytest.mark.parametrize("read", READS)
-def test_a_run_that_is_read_names_its_newest_checkpoint(
-    tmp_path: Path, read: str, kind: str
-) -> None:
+def test_run_folder_suggests_its_latest_checkpoint(tmp_path: Path, read: str, kind: str) -> None:
     entries = [one for one in FOLDERS[kind][0] if one != "latest"]
     fill(tmp_path / "c", entries)
     newest = {
@@ -1061,9 +1055,7 @@ def test_relative_paths_are_resolved_once(tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
-def test_a_save_asks_for_the_room_that_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_checks_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.4 MB fit where 0.9 MB are free; where they do not, the error says what takes the room."""
     model = {"w": torch.zeros(100_000)}
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 900_000)
@@ -1081,7 +1073,7 @@ def test_a_save_asks_for_the_room_that_it_needs(
 # loads that need not fit
 
 
-def test_what_does_not_fit_is_skipped_on_demand(tmp_path: Path) -> None:
+def test_load_not_strict(tmp_path: Path) -> None:
     uc.save(
         tmp_path / "c",
         model={
@@ -1114,9 +1106,7 @@ def test_what_does_not_fit_is_skipped_on_demand(tmp_path: Path) -> None:
     [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float64"), ("int64", "int32")],
 )
 @pytest.mark.parametrize("shape", [(), (7,), (300, 100)])
-def test_a_cast_that_is_asked_for(
-    tmp_path: Path, saved: str, wanted: str, shape: tuple[int, ...]
-) -> None:
+def test_load_with_cast(tmp_path: Path, saved: str, wanted: str, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 100).to(getattr(torch, saved))
     uc.save(tmp_path / "c", model={"w": tensor})
     plain = torch.zeros(shape, dtype=getattr(torch, wanted))
@@ -1125,7 +1115,7 @@ def test_a_cast_that_is_asked_for(
         assert torch.equal(target, tensor.to(getattr(torch, wanted)))
 
 
-def test_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
+def test_meta_device_is_refused(tmp_path: Path) -> None:
     model = Net()
     model.embed.to("meta")
     text = r"embed\.weight: is on the meta device; call `to_empty\(device=\.\.\.\)` first"
@@ -1176,7 +1166,7 @@ def test_wrappers_leave_no_trace(tmp_path: Path, wrap: str) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_hugging_face_folder(tmp_path: Path, sharded: bool) -> None:
+def test_load_hugging_face_folder(tmp_path: Path, sharded: bool) -> None:
     state = {name: tensor.clone() for name, tensor in Net().state_dict().items()}
     halves = [dict(list(state.items())[:3]), dict(list(state.items())[3:])] if sharded else [state]
     files = (
@@ -1210,7 +1200,7 @@ def test_a_hugging_face_folder(tmp_path: Path, sharded: bool) -> None:
     assert report.sources == {"master_weights": ("model",)}
 
 
-def test_a_model_of_transformers(tmp_path: Path) -> None:
+def test_transformers_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -1233,7 +1223,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 # uc.open
 
 
-def test_open_reads_what_is_asked_for(tmp_path: Path) -> None:
+def test_open_reads_lazily(tmp_path: Path) -> None:
     tensor = torch.randn(70, 40, 3).bfloat16()
     uc.save(
         tmp_path / "c", model={"w": tensor, "b": torch.tensor(3), "none": torch.zeros(0, 2)}, step=4
@@ -1272,7 +1262,7 @@ def test_open_reads_what_is_asked_for(tmp_path: Path) -> None:
 # verify
 
 
-def test_verify_counts_what_it_looked_at(tmp_path: Path) -> None:
+def test_verify_counts_bytes(tmp_path: Path) -> None:
     model = {f"w{n}": torch.randn(600, 500) for n in range(3)}
     uc.save(tmp_path / "c", model=model, optimizer={"w0/m": torch.zeros(5)})
     seen: list[int] = []
@@ -1285,7 +1275,7 @@ def test_verify_counts_what_it_looked_at(tmp_path: Path) -> None:
 # a Checkpointer between calls
 
 
-def test_a_checkpointer_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointer_is_reusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     plan = save_module.make_plan
     monkeypatch.setattr(save_module, "make_plan", lambda *a, **k: made.append(1) or plan(*a, **k))
@@ -1315,7 +1305,7 @@ def test_a_checkpointer_is_used_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert uc.load(tmp_path / "latest", model=Net()).step == 9
 
 
-def test_a_checkpointer_goes_on_after_an_error(tmp_path: Path) -> None:
+def test_checkpointer_after_an_error(tmp_path: Path) -> None:
     with uc.Checkpointer(root=tmp_path) as checkpointer:
         checkpointer.save("a", model=Net())
         with pytest.raises(uc.FormatError, match=r"extra: got an object"):
@@ -1327,7 +1317,7 @@ def test_a_checkpointer_goes_on_after_an_error(tmp_path: Path) -> None:
         assert uc.verify(tmp_path / "b", deep=True).ok
 
 
-def test_options_are_checked() -> None:
+def test_invalid_options() -> None:
     for wrong in (
         {"model_dtype": "int8"},
         {"if_exists": "maybe"},
@@ -1342,7 +1332,7 @@ def test_options_are_checked() -> None:
             uc.LoadOptions(**wrong)
 
 
-def test_the_safetensors_library_reads_slices_too(tmp_path: Path) -> None:
+def test_safetensors_reads_slices(tmp_path: Path) -> None:
     tensor = torch.randn(500, 70)
     uc.save(tmp_path / "c", model={"w": tensor})
     with safe_open(tmp_path / "c" / "model.safetensors", framework="pt") as opened:

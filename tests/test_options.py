@@ -130,7 +130,7 @@ def test_maxtext_names_without_a_meaning_are_refused(flags: dict[str, object], t
         from_maxtext(flags)
 
 
-def test_the_checkpoint_section_of_maxtext_as_it_comes_passes_whole() -> None:
+def test_maxtext_default_section() -> None:
     flags = {
         "load_parameters_path": "",
         "load_full_state_path": "",
@@ -156,7 +156,7 @@ def test_the_checkpoint_section_of_maxtext_as_it_comes_passes_whole() -> None:
     assert found.save == uc.SaveOptions(max_file_bytes=2147483648)
 
 
-def test_a_configuration_that_saves_in_the_foreground_switches_lazy_off() -> None:
+def test_synchronous_maxtext_config_disables_lazy() -> None:
     lazy = uc.ManagerOptions(lazy=True)
     assert not from_paddle("master_weight_compatible", manager=lazy).manager.lazy
     assert not from_maxtext({"async_checkpointing": False}, manager=lazy).manager.lazy
@@ -218,9 +218,7 @@ def test_paddle_config_is_refused(config: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("config", ["skip_save_model_weight", "remove_master_weight"])
-def test_what_paddle_options_leave_out_is_filled_from_the_other(
-    config: str, tmp_path: object
-) -> None:
+def test_paddle_options_fill_each_other(config: str, tmp_path: object) -> None:
     model = {"w": torch.arange(8, dtype=torch.float32).to(torch.bfloat16)}
     masters = {"w": torch.arange(8, dtype=torch.float32)}
     folder = f"{tmp_path}/checkpoint-1"

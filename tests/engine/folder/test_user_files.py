@@ -316,7 +316,7 @@ def check_cases(count: int, seed: int, tmp_path: Path, patch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("there", ["nothing", "committed", "damaged", "folder"])
-def test_withdraw_keeps_files_that_came_meanwhile(
+def test_rollback_keeps_late_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, exchange: bool
 ) -> None:
     """Of several machines one cannot commit: the others take their folders back, in which files
@@ -350,7 +350,7 @@ def test_withdraw_keeps_files_that_came_meanwhile(
 
 @pytest.mark.parametrize("who", ["save", "save_async", "manager", "copy", "convert"])
 @pytest.mark.parametrize("operation", ["remove_file", "remove_folder"])
-def test_cleaning_up_that_fails_is_a_warning(
+def test_failed_clean_up_is_a_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -388,7 +388,7 @@ def test_cleaning_up_that_fails_is_a_warning(
 
 @pytest.mark.parametrize("who", ["save", "save_async", "manager"])
 @pytest.mark.parametrize("body", ["mine", "{}"])
-def test_a_file_of_a_taken_name_is_kept(
+def test_conflicting_user_file_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, who: str, body: str
 ) -> None:
     """It appears during the save, as the trainer's own file does; one that is equal is no clash."""
@@ -425,7 +425,7 @@ def test_a_file_of_a_taken_name_is_kept(
     assert (error is not None) == (body == "mine" and who != "manager")
 
 
-def test_what_is_in_the_way_of_a_step_is_no_step(
+def test_backup_is_not_a_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A half-written folder of the stock Trainer is renamed; list, restore, retention and prune
@@ -467,9 +467,7 @@ def test_what_is_in_the_way_of_a_step_is_no_step(
     assert found == {f"{NAME}-before-{n}": ["optimizer.pt"] for n in (1, 2)}
 
 
-def test_a_step_that_a_crash_left_under_its_kept_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_step_left_under_its_backup_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where names cannot be exchanged, a crash between two renames leaves the step without its own:
     `restore` names it.
     """
@@ -487,7 +485,7 @@ def test_a_step_that_a_crash_left_under_its_kept_name(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_file_of_the_user_disappears(
+def test_no_user_file_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
     """40 drawn cases: who saves, what is at the name, which files appear when, where the process is
@@ -498,7 +496,7 @@ def test_no_file_of_the_user_disappears(
 
 
 @pytest.mark.long
-def test_no_file_of_the_user_disappears_in_thousands(
+def test_no_user_file_is_lost_many_examples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_cases(4000, 7, tmp_path, monkeypatch)
@@ -506,7 +504,7 @@ def test_no_file_of_the_user_disappears_in_thousands(
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("machines", [[0, 0], [0, 1]])
-def test_what_one_rank_sees_in_the_way_all_refuse(
+def test_obstacle_seen_by_one_rank_is_refused_by_all(
     tmp_path: Path, machines: list[int], background: bool
 ) -> None:
     """The second save of a layout, which plans nothing; the saves before and after it are fine."""

@@ -34,7 +34,7 @@ ROWS = [TensorDecl("model", name, TensorSpec("F32", (4, 2)), Sharding()) for nam
     )
 )
 @settings(max_examples=60)
-def test_ranks_of_a_machine_that_name_the_same_rows_are_told_of_each_other(
+def test_ranks_of_a_node_with_equal_declarations_are_grouped(
     ranks: list[tuple[set[int], int]],
 ) -> None:
     """Whatever ranks of other machines name, and in whatever order the tables are announced."""
@@ -121,9 +121,7 @@ def thought(
 
 
 @pytest.mark.parametrize("tables", [1, 2, 16])
-def test_what_rank_0_thinks_of_does_not_grow_with_machines_that_are_alike(
-    monkeypatch: pytest.MonkeyPatch, tables: int
-) -> None:
+def test_equal_nodes_are_grouped_once(monkeypatch: pytest.MonkeyPatch, tables: int) -> None:
     few, once = thought(monkeypatch, machines=4, tables=tables)
     many, looked = thought(monkeypatch, machines=64, tables=tables)
     assert looked == once, "machines x tensors"

@@ -167,7 +167,7 @@ Found = list[Any]
 
 @pytest.mark.parametrize("model_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
-def test_every_tensor_changes_right_after_the_call(
+def test_async_tensors_changed_after_the_call(
     tmp_path: Path,
     gate: Gate,
     monkeypatch: pytest.MonkeyPatch,
@@ -204,14 +204,14 @@ def test_every_tensor_changes_right_after_the_call(
 
 @given(cases(max_world=5, max_tensors=4, loads=1))
 @settings(max_examples=40)
-def test_any_mesh_is_saved_as_it_was(case: Case) -> None:
+def test_async_any_mesh(case: Case) -> None:
     check_any(case)
 
 
 @pytest.mark.long
 @given(cases(max_world=12, max_tensors=6, loads=1))
 @settings(max_examples=400)
-def test_any_mesh_is_saved_as_it_was_at_length(case: Case) -> None:
+def test_async_any_mesh_many_examples(case: Case) -> None:
     check_any(case)
 
 
@@ -273,7 +273,7 @@ EXTRA = {
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_files_are_those_of_a_save_that_waits(tmp_path: Path, world: int, lazy: bool) -> None:
+def test_async_writes_the_same_files(tmp_path: Path, world: int, lazy: bool) -> None:
     def act(comm: Comm) -> None:
         with make_checkpointer(comm) as checkpointer:
             net, optimizer, ema = made(comm, 1)
@@ -289,7 +289,7 @@ def test_files_are_those_of_a_save_that_waits(tmp_path: Path, world: int, lazy: 
     check_same_files(tmp_path / "waited", tmp_path / "background")
 
 
-def test_what_is_no_tensor_changes_right_after_the_call(tmp_path: Path, gate: Gate) -> None:
+def test_async_non_tensors_changed_after_the_call(tmp_path: Path, gate: Gate) -> None:
     """`extra` and `rank_extra` in depth, options of param groups, state in lists, metrics."""
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(
@@ -419,7 +419,7 @@ def trained() -> tuple[Normed, list[torch.optim.Optimizer]]:
 
 
 @pytest.mark.parametrize("stepping", [0, 1])
-def test_lazy_the_step_of_any_optimizer_waits_for_the_copy_and_buffers_are_those_of_the_call(
+def test_lazy_step_waits_and_buffers_are_copied_in_the_call(
     tmp_path: Path, late: Late, stepping: int
 ) -> None:
     net, optimizers = trained()
@@ -480,9 +480,7 @@ def test_lazy_ranks_step_at_different_times(tmp_path: Path) -> None:
         check(tmp_path / f"c{seed}", seed)
 
 
-def test_lazy_masters_that_another_optimizer_holds_are_those_of_the_call(
-    tmp_path: Path, late: Late
-) -> None:
+def test_lazy_masters_held_by_another_optimizer(tmp_path: Path, late: Late) -> None:
     """Its step waits, too."""
     net = nn.Linear(4, 4)
     optimizer, holder = (
@@ -512,7 +510,7 @@ def test_lazy_masters_that_another_optimizer_holds_are_those_of_the_call(
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_lazy_goes_with_hooks_of_the_users_own(tmp_path: Path, before: bool) -> None:
+def test_lazy_with_user_hooks(tmp_path: Path, before: bool) -> None:
     net, (optimizer, _) = trained()
     called: list[int] = []
 
@@ -536,9 +534,7 @@ def test_lazy_goes_with_hooks_of_the_users_own(tmp_path: Path, before: bool) -> 
 
 
 @pytest.mark.parametrize("optimizer", [None, {"weight/exp_avg": torch.zeros(2, 2)}])
-def test_lazy_without_an_optimizer_whose_step_could_wait_is_refused_on_every_rank(
-    tmp_path: Path, optimizer: Any
-) -> None:
+def test_lazy_without_an_optimizer_is_refused(tmp_path: Path, optimizer: Any) -> None:
     def act(comm: Comm) -> None:
         with make_checkpointer(comm) as checkpointer:
             checkpointer.save_async(
@@ -557,7 +553,7 @@ def test_lazy_without_an_optimizer_whose_step_could_wait_is_refused_on_every_ran
     assert not (tmp_path / "c").exists()
 
 
-def test_lazy_an_error_of_the_copy_comes_with_the_result_and_steps_go_on(
+def test_lazy_copy_error_is_raised_by_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = save_module.copy_tensors
@@ -613,9 +609,7 @@ def check_small(folder: Path, seed: int) -> None:
         assert same_bits(opened["model"]["few"][...], values((3,), seed))
 
 
-def test_an_error_at_any_operation_leaves_everything_as_it_was(
-    tmp_path: Path, storages: Storages
-) -> None:
+def test_async_error_at_any_operation(tmp_path: Path, storages: Storages) -> None:
     """And the next save works."""
     at, through = 0, False
     counts: list[int] = []
@@ -671,7 +665,7 @@ NEXT: Mapping[str, Callable[[uc.Checkpointer, Path, dict[str, Any]], object]] = 
 
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("call", NEXT)
-def test_an_error_comes_with_the_next_call_once_and_is_the_same_on_every_rank(
+def test_async_error_is_raised_once_on_every_rank(
     tmp_path: Path, storages: Storages, call: str, told: bool
 ) -> None:
     """`told`: by `result`, so not again."""
@@ -707,7 +701,7 @@ def test_an_error_comes_with_the_next_call_once_and_is_the_same_on_every_rank(
     assert set(os.listdir(tmp_path)) == {"old", "next"} | more
 
 
-def test_an_error_comes_out_of_the_with_block(tmp_path: Path, storages: Storages) -> None:
+def test_async_error_is_raised_by_the_with_block(tmp_path: Path, storages: Storages) -> None:
     storages.kinds["all"] = Full
     with (
         pytest.raises(uc.StorageError, match="No space left on device"),
@@ -718,7 +712,7 @@ def test_an_error_comes_out_of_the_with_block(tmp_path: Path, storages: Storages
     assert os.listdir(tmp_path) == []
 
 
-def test_a_name_that_is_taken_is_an_error_of_the_thread(tmp_path: Path) -> None:
+def test_async_taken_name_is_an_error_of_the_thread(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model=SMALL, step=1, options=QUICK)
     pending = uc.save_async(tmp_path / "c", model=SMALL, step=2, options=QUICK)
     with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
@@ -736,7 +730,7 @@ def test_a_name_that_is_taken_is_an_error_of_the_thread(tmp_path: Path) -> None:
     assert new.step == uc.open(tmp_path / "c").step == 2
 
 
-def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> None:
+def test_async_invalid_state_is_refused_in_the_call(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with make_checkpointer(comm) as checkpointer:
             checkpointer.save_async(
@@ -750,9 +744,7 @@ def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_after_commit_runs_on_every_rank_once_the_checkpoint_is_there(
-    tmp_path: Path, raises: bool
-) -> None:
+def test_after_commit_runs_on_every_rank(tmp_path: Path, raises: bool) -> None:
     seen: list[tuple[int, bool]] = []
 
     def act(comm: Comm) -> None:
@@ -779,7 +771,7 @@ def test_after_commit_runs_on_every_rank_once_the_checkpoint_is_there(
 
 
 @pytest.mark.parametrize("call", NEXT)
-def test_the_next_call_waits_for_the_save_in_flight(
+def test_next_call_waits_for_the_save_in_flight(
     tmp_path: Path, storages: Storages, call: str
 ) -> None:
     gate = Gate()
@@ -803,9 +795,7 @@ def test_the_next_call_waits_for_the_save_in_flight(
     assert uc.verify(tmp_path / "c", deep=True).ok
 
 
-def test_idle_says_the_same_on_every_rank_and_does_not_disturb_the_save(
-    tmp_path: Path, storages: Storages
-) -> None:
+def test_idle_is_equal_on_every_rank(tmp_path: Path, storages: Storages) -> None:
     gate = Gate()
     storages.kinds["rank-1"] = gate.storage  # one rank's is slow
 
@@ -832,7 +822,7 @@ def test_idle_says_the_same_on_every_rank_and_does_not_disturb_the_save(
         check_small(tmp_path / f"c{seed}", seed)
 
 
-def test_a_failed_save_is_no_reason_not_to_be_idle(tmp_path: Path, storages: Storages) -> None:
+def test_idle_after_a_failed_save(tmp_path: Path, storages: Storages) -> None:
     storages.kinds["all"] = Full
     with uc.Checkpointer(options=QUICK) as checkpointer:
         pending = checkpointer.save_async(tmp_path / "c", model=SMALL)
@@ -850,7 +840,7 @@ class Local(threading.local):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("one_shot", [False, True])
-def test_keys_do_not_pile_up(
+def test_store_keys_do_not_accumulate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storages: Storages, one_shot: bool, fails: bool
 ) -> None:
     """`fails`: each second save is refused on one rank before it is copied, or fails in the thread."""
@@ -901,7 +891,7 @@ def resident_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_200_saves_grow_nothing(tmp_path: Path) -> None:
+def test_200_saves_do_not_grow(tmp_path: Path) -> None:
     """Neither memory nor threads nor open files, though the caller keeps every handle."""
     state = {"rows": values((1000, 500), 1), "columns": values((500, 1000), 2)}  # 4 MB
     seen: list[tuple[int, int, int]] = []
@@ -919,7 +909,7 @@ def test_200_saves_grow_nothing(tmp_path: Path) -> None:
     assert all(max(counts) <= counts[0] for counts in list(zip(*seen, strict=True))[1:]), seen
 
 
-def test_ranks_that_save_often_grow_nothing(tmp_path: Path) -> None:
+def test_many_saves_of_ranks_do_not_grow(tmp_path: Path) -> None:
     """With tiles, over windows that the ranks share; a Checkpointer that is closed gives everything
     back.
     """
@@ -949,9 +939,7 @@ def test_ranks_that_save_often_grow_nothing(tmp_path: Path) -> None:
     check(tmp_path / "c", 1)
 
 
-def test_a_handle_that_is_kept_keeps_neither_the_copy_nor_the_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pending_save_keeps_no_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers: list[weakref.ref[Tensor]] = []
     real = save_module.prepare_snapshot
 
@@ -976,9 +964,7 @@ def test_a_handle_that_is_kept_keeps_neither_the_copy_nor_the_tensors(
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_the_call_returns_before_anything_is_written_however_slow_the_storage_is(
-    tmp_path: Path, gate: Gate, world: int
-) -> None:
+def test_async_returns_before_anything_is_written(tmp_path: Path, gate: Gate, world: int) -> None:
     """Not even a folder is made: nothing of the blocked time is the storage's."""
     back = threading.Barrier(
         world,
@@ -1009,7 +995,7 @@ def test_the_call_returns_before_anything_is_written_however_slow_the_storage_is
         check(tmp_path / f"c{seed}", seed)
 
 
-def test_no_memory_for_a_copy_is_an_error_on_every_rank_and_a_save_that_waits_works(
+def test_snapshot_without_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {"rank-1": 1000}
@@ -1051,9 +1037,7 @@ def test_no_memory_for_a_copy_is_an_error_on_every_rank_and_a_save_that_waits_wo
 # time-outs
 
 
-def test_a_save_slower_than_the_time_out_goes_on_as_long_as_its_ranks_do(
-    tmp_path: Path, storages: Storages
-) -> None:
+def test_save_slower_than_the_timeout(tmp_path: Path, storages: Storages) -> None:
     """One rank writes for three times as long; the others wait for its signs of life."""
 
     class Slow(LocalStorage):
@@ -1079,7 +1063,7 @@ def test_a_save_slower_than_the_time_out_goes_on_as_long_as_its_ranks_do(
     assert uc.verify(tmp_path / "c", deep=True).ok
 
 
-def test_a_rank_that_hangs_in_its_storage_is_named_and_nobody_hangs(
+def test_rank_that_hangs_in_storage_is_named(
     tmp_path: Path, storages: Storages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.5)  # before a failed save is cleared away
@@ -1111,7 +1095,7 @@ def test_a_rank_that_hangs_in_its_storage_is_named_and_nobody_hangs(
     assert not (tmp_path / "c").exists()
 
 
-def test_a_rank_that_does_not_come_to_a_background_save_is_named(tmp_path: Path) -> None:
+def test_async_missing_rank_is_named(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         if comm.rank != 1:
             with make_checkpointer(comm) as checkpointer:
@@ -1164,9 +1148,7 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize(("last", "code", "lazy"), ENDINGS)
-def test_a_process_that_ends_without_waiting_completes_its_save(
-    tmp_path: Path, last: str, code: int, lazy: str
-) -> None:
+def test_process_exit_completes_the_save(tmp_path: Path, last: str, code: int, lazy: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDS.format(last=last), str(tmp_path / "c"), lazy],
         env={**os.environ, "PYTHONPATH": str(Path(uc.__file__).parents[1]), "OMP_NUM_THREADS": "1"},

@@ -60,9 +60,7 @@ def values_of(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("call", ["save_async", "save", "wait", "load"])
-def test_a_save_whose_wait_was_interrupted_keeps_its_buffers_until_it_ends(
-    tmp_path: Path, gate: Gate, call: str
-) -> None:
+def test_interrupted_wait_keeps_buffers(tmp_path: Path, gate: Gate, call: str) -> None:
     """The usual emergency save after Ctrl-C copied over what was being written: no digest finds
     that.
     """
@@ -85,7 +83,7 @@ def test_a_save_whose_wait_was_interrupted_keeps_its_buffers_until_it_ends(
     assert values_of(tmp_path / "emergency") == [2]
 
 
-def test_the_error_of_a_save_whose_wait_was_interrupted_is_told(tmp_path: Path, gate: Gate) -> None:
+def test_interrupted_wait_still_raises_the_error(tmp_path: Path, gate: Gate) -> None:
     def fail(_: uc.SaveReport) -> None:
         raise uc.StorageError("the disk is gone")
 
@@ -98,7 +96,7 @@ def test_the_error_of_a_save_whose_wait_was_interrupted_is_told(tmp_path: Path, 
             checkpointer.wait()
 
 
-def test_close_that_was_interrupted_gives_no_buffers_back(tmp_path: Path, gate: Gate) -> None:
+def test_interrupted_close_keeps_buffers(tmp_path: Path, gate: Gate) -> None:
     checkpointer = uc.Checkpointer(tmp_path, options=QUICK)
     checkpointer.save_async("a", model=filled(1))
     with interrupted(0.2):
@@ -110,7 +108,7 @@ def test_close_that_was_interrupted_gives_no_buffers_back(tmp_path: Path, gate: 
     assert values_of(tmp_path / "a") == [1]
 
 
-def test_a_save_that_is_waited_for_by_its_own_thread_is_an_error_and_no_hang(
+def test_wait_in_the_own_thread_is_refused(
     tmp_path: Path,
 ) -> None:
     checkpointer = uc.Checkpointer(tmp_path, options=QUICK)
@@ -125,7 +123,7 @@ def test_a_save_that_is_waited_for_by_its_own_thread_is_an_error_and_no_hang(
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_thread_that_does_not_start_is_an_error_of_all_ranks_at_once(
+def test_thread_that_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lazy: bool
 ) -> None:
     start = threading.Thread.start
@@ -172,7 +170,7 @@ class Wrapper(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
 
-def test_lazy_an_optimizer_that_takes_no_hooks_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_lazy_optimizer_without_hooks_is_refused(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         net, other = filled(1), nn.Linear(2, 2)
         nn.init.zeros_(other.weight)
@@ -198,7 +196,7 @@ def test_lazy_an_optimizer_that_takes_no_hooks_is_refused_on_every_rank(tmp_path
     )
 
 
-def test_lazy_hooks_that_change_parameters_wait_for_the_copy(tmp_path: Path, late: Any) -> None:
+def test_lazy_parameter_hooks_wait_for_the_copy(tmp_path: Path, late: Any) -> None:
     """Weight decay as a hook of the step, there before the save was."""
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -225,7 +223,7 @@ def test_lazy_hooks_that_change_parameters_wait_for_the_copy(tmp_path: Path, lat
         assert torch.equal(opened["model"]["weight"][...], saved)
 
 
-def test_lazy_saves_that_nobody_asks_for_leave_no_pile_of_hooks(tmp_path: Path) -> None:
+def test_lazy_hooks_do_not_accumulate(tmp_path: Path) -> None:
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for turn in range(5):
@@ -238,7 +236,7 @@ def test_lazy_saves_that_nobody_asks_for_leave_no_pile_of_hooks(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("lazy", [None, False, True])
-def test_a_default_device_is_no_matter(tmp_path: Path, lazy: bool | None) -> None:
+def test_default_device_is_ignored(tmp_path: Path, lazy: bool | None) -> None:
     """Of torch.set_default_device("cuda"), with another device that is no memory of the host."""
     net, fresh = filled(1), filled(2)
     optimizer = torch.optim.AdamW(net.parameters())

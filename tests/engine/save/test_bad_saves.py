@@ -60,7 +60,7 @@ def saves_fail(
     return error
 
 
-def test_a_gap_between_ranks(tmp_path: Path) -> None:
+def test_gap_between_ranks(tmp_path: Path) -> None:
     one, none = (
         {"model": {"w": BIG, "v": BIG}, "layout": BY_ROW},
         {"model": {"v": BIG}, "layout": BY_ROW},
@@ -69,7 +69,7 @@ def test_a_gap_between_ranks(tmp_path: Path) -> None:
     saves_fail(tmp_path, uc.LayoutError, text, one, none)
 
 
-def test_an_unequal_overlap(tmp_path: Path) -> None:
+def test_unequal_overlap(tmp_path: Path) -> None:
     half, whole = (
         {"model": {"w": BIG[:4]}, "layout": BY_ROW},
         {"model": {"w": BIG}, "layout": uc.Layout({"tp": 2}, {"v*": {"tp": 0}})},
@@ -93,7 +93,7 @@ def test_one_name_with_two_dtypes(tmp_path: Path) -> None:
     )
 
 
-def test_experts_that_share_a_name(tmp_path: Path) -> None:
+def test_experts_with_one_name(tmp_path: Path) -> None:
     """Renaming them is the caller's; taking one for the other would lose it."""
     text = r"replicas hold different bytes \(1\):\n  model:expert\.w: rank\(s\) 0 differ from rank\(s\) 1"
     saves_fail(
@@ -106,7 +106,7 @@ def test_experts_that_share_a_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_mesh_of_the_wrong_size(tmp_path: Path, size: int) -> None:
+def test_mesh_of_wrong_size(tmp_path: Path, size: int) -> None:
     mine = {"model": {"w": BIG}, "layout": uc.Layout({"dp": size}, {})}
     saves_fail(
         tmp_path,
@@ -121,7 +121,7 @@ def test_a_mesh_of_the_wrong_size(tmp_path: Path, size: int) -> None:
         uc.load(tmp_path / "c", model=target, layout=uc.Layout({"dp": 3}, {}))
 
 
-def test_a_rule_that_matches_nothing(tmp_path: Path) -> None:
+def test_layout_rule_without_match(tmp_path: Path) -> None:
     mine = {"model": {"w": BIG}, "layout": uc.Layout({"tp": 2}, {"w.weight": {"tp": 0}})}
     saves_fail(
         tmp_path,
@@ -132,7 +132,7 @@ def test_a_rule_that_matches_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_parts_that_are_not_chunks(tmp_path: Path) -> None:
+def test_shards_that_are_not_chunks(tmp_path: Path) -> None:
     mine = {"layout": uc.Layout({"tp": 2}, {"w": {"tp": 0}}, {"w": (8, 40_000)})}
     text = r"rank 1: w: got a local tensor of shape \(2, 40000\), expected \(4, 40000\) from its placements"
     saves_fail(
@@ -144,7 +144,7 @@ def test_parts_that_are_not_chunks(tmp_path: Path) -> None:
     )
 
 
-def test_a_part_that_is_called_like_one_of_fragments(tmp_path: Path) -> None:
+def test_part_name_with_shard_suffix(tmp_path: Path) -> None:
     """Over several folders its tensors would be taken for pieces."""
     ema = {"parts": {"ema_shards": {"q@0:2/4": torch.ones(2)}}}
     saves_fail(
@@ -218,7 +218,7 @@ SKIP_MODEL = from_paddle("skip_save_model_weight").save.parts
         ),
     ],
 )
-def test_parts_that_cannot_be_resumed_from(
+def test_parts_that_cannot_be_resumed(
     tmp_path: Path, parts: tuple[str, ...] | None, state: dict[str, object], match: str
 ) -> None:
     mine = {**state, "options": uc.SaveOptions(parts=parts, timeout_seconds=HARD)}
@@ -226,11 +226,11 @@ def test_parts_that_cannot_be_resumed_from(
     uc.save(tmp_path / "extra", extra={"step": 1})
 
 
-def test_extra_that_only_another_rank_gives_is_nothing(tmp_path: Path) -> None:
+def test_extra_only_on_another_rank_is_nothing_to_save(tmp_path: Path) -> None:
     saves_fail(tmp_path, uc.FormatError, "nothing to save", {}, {"extra": 1})
 
 
-def test_another_name_on_one_rank(tmp_path: Path) -> None:
+def test_different_name_on_one_rank(tmp_path: Path) -> None:
     mine = {"model": {"w": BIG}}
     saves_fail(
         tmp_path,
@@ -268,7 +268,7 @@ def test_another_name_on_one_rank(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("before", [False, True])
-def test_save_on_other_terms_on_one_rank(
+def test_different_arguments_on_one_rank(
     tmp_path: Path, other: dict[str, object], match: str, before: bool
 ) -> None:
     """Nothing is written, whether or not the plan is kept; and the same ranks save again."""
@@ -315,7 +315,7 @@ def _idle(checkpointer: uc.Checkpointer, folder: Path) -> None:
 
 @pytest.mark.parametrize("other", [_save_async, _load, _repair, _idle])
 @pytest.mark.parametrize("before", [False, True])
-def test_save_while_another_rank_makes_another_call(
+def test_different_call_on_one_rank(
     folder: Path, other: Callable[[uc.Checkpointer, Path], None], before: bool
 ) -> None:
     def act(comm: Comm) -> str:
@@ -332,7 +332,7 @@ def test_save_while_another_rank_makes_another_call(
     assert not (folder.parent / "c").exists()
 
 
-def test_a_root_that_is_not_shared(tmp_path: Path) -> None:
+def test_root_that_is_not_shared(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"node-{rank}").mkdir()
     mine = {"model": {"w": BIG}}
@@ -350,7 +350,7 @@ def test_a_root_that_is_not_shared(tmp_path: Path) -> None:
 # ranks that do not come
 
 
-def test_a_save_on_a_subset_of_ranks(tmp_path: Path) -> None:
+def test_save_on_a_subset_of_ranks(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         if comm.rank in (0, 2):
             make_checkpointer(comm).save(
@@ -363,7 +363,7 @@ def test_a_save_on_a_subset_of_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_comes_with_an_error_of_its_own(tmp_path: Path) -> None:
+def test_rank_with_a_local_error(tmp_path: Path) -> None:
     mine, meta = {"model": {"w": BIG}}, {"model": {"w": BIG.to("meta")}}
     saves_fail(
         tmp_path,
@@ -374,7 +374,7 @@ def test_a_rank_that_comes_with_an_error_of_its_own(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_fails_does_not_keep_the_others_waiting(
+def test_failed_rank_does_not_delay_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time-out is much longer than the test may take."""
@@ -404,7 +404,7 @@ def test_a_rank_that_fails_does_not_keep_the_others_waiting(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its write does not come back, as on a file system that is gone."""
     here, back = threading.local(), threading.Event()
 
@@ -452,13 +452,13 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ),
     ],
 )
-def test_an_extra_that_cannot_be_stored(tmp_path: Path, extra: object, match: str) -> None:
+def test_extra_that_cannot_be_stored(tmp_path: Path, extra: object, match: str) -> None:
     with pytest.raises(uc.FormatError, match=match):
         uc.save(tmp_path / "c", model={"w": BIG}, extra=extra)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_extra_that_cannot_be_stored_on_one_of_the_ranks(tmp_path: Path) -> None:
+def test_extra_that_cannot_be_stored_on_one_rank(tmp_path: Path) -> None:
     mine = {"model": {"w": BIG}}
     saves_fail(
         tmp_path,
@@ -477,7 +477,7 @@ def test_an_extra_that_cannot_be_stored_on_one_of_the_ranks(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "7"])
-def test_a_step_that_is_none(tmp_path: Path, step: object) -> None:
+def test_invalid_step(tmp_path: Path, step: object) -> None:
     with pytest.raises(uc.FormatError, match=rf"step: got {step!r}, expected an int of 0 or more"):
         uc.save(tmp_path / "c", model={"w": BIG}, step=step)
 
@@ -564,7 +564,7 @@ def test_state_that_cannot_be_saved(
         ),
     ],
 )
-def test_state_dict_of_other_things(
+def test_state_dict_with_non_tensors(
     folder: Path, argument: str, name: object, value: object, match: str
 ) -> None:
     """Of any argument, at a save and at a load: an error that names it, and nothing is written."""
@@ -581,7 +581,7 @@ def test_state_dict_of_other_things(
 
 
 @pytest.mark.parametrize("if_exists", ["error", "replace"])
-def test_a_file_or_a_link_in_the_way(folder: Path, if_exists: str) -> None:
+def test_file_or_link_in_the_way(folder: Path, if_exists: str) -> None:
     options = uc.SaveOptions(if_exists=if_exists)
     (folder.parent / "file").write_bytes(b"mine")
     (folder.parent / "link").symlink_to(folder)
@@ -597,7 +597,7 @@ def test_a_file_or_a_link_in_the_way(folder: Path, if_exists: str) -> None:
     assert not list(folder.parent.glob(".unified-*"))
 
 
-def test_a_committed_checkpoint_in_the_way(folder: Path) -> None:
+def test_committed_checkpoint_in_the_way(folder: Path) -> None:
     before = (folder / "unified_checkpoint.json").read_bytes()
     mine = {"model": {"w": BIG}}
     text = r'checkpoint-3: holds a committed checkpoint \(save \w+, step 3\), expected a free name; pass if_exists="replace" or if_exists="keep"'
@@ -606,7 +606,7 @@ def test_a_committed_checkpoint_in_the_way(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("if_exists", ["error", "keep", "replace"])
-def test_a_checkpoint_of_a_newer_version_in_the_way(folder: Path, if_exists: str) -> None:
+def test_newer_format_version_in_the_way(folder: Path, if_exists: str) -> None:
     manifest = folder / "unified_checkpoint.json"
     edit_manifest(folder, lambda told: told.update(format_version="2.0"))
     before = manifest.read_bytes()
@@ -623,12 +623,12 @@ def test_a_checkpoint_of_a_newer_version_in_the_way(folder: Path, if_exists: str
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/c", "memory://c", "gs://bucket/c"])
-def test_a_url_is_not_written_to(path: str) -> None:
+def test_url_is_refused(path: str) -> None:
     with pytest.raises(uc.StorageError, match=rf"{path}: got a URL, expected a local folder"):
         uc.save(path, model={"w": BIG})
 
 
-def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
+def test_parent_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(uc.StorageError, match=r"file.*: (Not a directory|File exists)"):
         uc.save(tmp_path / "file" / "c", model={"w": BIG})
@@ -658,7 +658,7 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
-def test_a_read_only_file_system(tmp_path: Path) -> None:
+def test_read_only_file_system(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "ro") as disk:
         mine = {"model": {"w": BIG}}
         saves_fail(
@@ -675,7 +675,7 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder(tmp_path: Path) -> None:
+def test_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     mine = {"model": {"w": BIG}}
     saves_fail(
@@ -683,7 +683,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
     )
 
 
-def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path) -> None:
+def test_disk_without_space_is_refused_early(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=1m") as disk:
         mine = {"model": {"w": BIG}}
         text = r"rank 0: .*: got \d+ bytes of free space, expected \d+"
@@ -691,7 +691,7 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path) ->
         assert shutil.disk_usage(disk).used < 100_000
 
 
-def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+def test_disk_fills_up(tmp_path: Path) -> None:
     """Something else takes the room after it was found to be free."""
 
     def fill(folder: str) -> None:
@@ -709,7 +709,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
         assert uc.verify(disk / "c", deep=True).ok
 
 
-def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
+def test_file_size_limit(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
     try:

@@ -205,7 +205,7 @@ class NoExchange(FaultyStorage):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_new_name(tmp_path: Path, world: int) -> None:
+def test_crash_with_a_new_name(tmp_path: Path, world: int) -> None:
     def check(root: Path) -> None:
         if (root / NEW).exists():
             assert holds(root / NEW) == 2
@@ -218,7 +218,7 @@ def test_a_new_name(tmp_path: Path, world: int) -> None:
 
 @pytest.mark.parametrize("storage", [FaultyStorage, NoExchange])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_folder_without_a_manifest_is_in_the_way(
+def test_crash_with_an_uncommitted_folder_in_the_way(
     tmp_path: Path, world: int, storage: type[FaultyStorage]
 ) -> None:
     precious = "precious.bin"
@@ -298,7 +298,7 @@ def test_replace_by_two_renames(tmp_path: Path, world: int) -> None:
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_one_of_two_ranks_stops(tmp_path: Path, dead: int) -> None:
+def test_crash_of_one_of_two_ranks(tmp_path: Path, dead: int) -> None:
     """The other one raises, and nothing is published."""
     start = prepared(tmp_path / "start", world=2)
     at, through = 0, False
@@ -331,9 +331,7 @@ def test_one_of_two_ranks_stops(tmp_path: Path, dead: int) -> None:
 
 @pytest.mark.parametrize("full", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("if_exists", ["error", "replace"])
-def test_a_disk_that_fills_up_at_any_write(
-    tmp_path: Path, full: Sequence[int], if_exists: str
-) -> None:
+def test_disk_fills_up_at_any_write(tmp_path: Path, full: Sequence[int], if_exists: str) -> None:
     start = prepared(tmp_path / "start", world=2)
     if if_exists == "replace":
         save_whole(start, NEW, 9, fsync=False)
@@ -374,7 +372,7 @@ def logged(root: Path, world: int, **options: object) -> list[list[str]]:
 @pytest.mark.parametrize("storage", [FaultyStorage, NoExchange])
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_all_is_on_the_disk_before_it_is_published(
+def test_everything_is_synced_before_publishing(
     tmp_path: Path,
     world: int,
     replace: bool,
@@ -427,7 +425,7 @@ def test_all_is_on_the_disk_before_it_is_published(
     assert all(["sync_folder", ""] in done[renamed + 1 : i] for i in removed)
 
 
-def test_the_manifest_comes_last(tmp_path: Path) -> None:
+def test_manifest_is_written_last(tmp_path: Path) -> None:
     done = logged(prepared(tmp_path / "root", world=1), 2)
     (at,) = [
         i
@@ -437,7 +435,7 @@ def test_the_manifest_comes_last(tmp_path: Path) -> None:
     assert not any(what[0] in ("write_at", "resize") for what in done[at + 1 :])
 
 
-def test_fsync_can_be_left_out(tmp_path: Path) -> None:
+def test_without_fsync(tmp_path: Path) -> None:
     done = logged(prepared(tmp_path / "root", world=1), 2, fsync=False)
     assert not any(what[0].startswith("sync") for what in done)
 
@@ -445,7 +443,7 @@ def test_fsync_can_be_left_out(tmp_path: Path) -> None:
 # what a save leaves of others
 
 
-def test_a_failed_save_is_cleared_away_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_save_deletes_only_its_staging_folder(tmp_path: Path) -> None:
     root = prepared(tmp_path / "root", world=1)
     other = root / ".unified-0123456789abcdef-checkpoint-2"
     other.mkdir()
@@ -459,7 +457,7 @@ def test_a_failed_save_is_cleared_away_and_nothing_else(tmp_path: Path) -> None:
     assert (other / "model.safetensors").read_bytes() == b"of a job that may still run"
 
 
-def test_a_save_that_is_killed_while_it_clears_away(tmp_path: Path) -> None:
+def test_crash_during_the_cleanup(tmp_path: Path) -> None:
     """Half a folder under construction is left; it is refused, and the name is free."""
 
     class Both(FaultyStorage):

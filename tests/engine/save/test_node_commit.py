@@ -96,9 +96,7 @@ EVERY = [20, pytest.param(1, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("where", WHERE)
-def test_a_crash_while_a_checkpoint_is_replaced(
-    tmp_path: Path, where: list[int], every: int
-) -> None:
+def test_crash_while_replacing(tmp_path: Path, where: list[int], every: int) -> None:
     """The older one or the newer one is there as a whole, and the next save gets through."""
     seen = set[int]()
 
@@ -113,9 +111,7 @@ def test_a_crash_while_a_checkpoint_is_replaced(
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("where", WHERE)
-def test_a_crash_while_a_new_checkpoint_is_made(
-    tmp_path: Path, where: list[int], every: int
-) -> None:
+def test_crash_while_creating(tmp_path: Path, where: list[int], every: int) -> None:
     def check(root: Path) -> None:
         assert loads(root, name="other") == 1
         found = load_all(root, NAME)
@@ -134,7 +130,7 @@ def test_a_crash_while_a_new_checkpoint_is_made(
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("machine", [0, 1])
-def test_a_disk_that_is_full_on_one_machine(tmp_path: Path, machine: int, background: bool) -> None:
+def test_full_disk_on_one_node(tmp_path: Path, machine: int, background: bool) -> None:
     """One text for all ranks, nothing left behind, and the older checkpoint is as it was."""
     fine(save(tmp_path, 1))
     before, number = left(tmp_path), 0
@@ -152,7 +148,7 @@ def test_a_disk_that_is_full_on_one_machine(tmp_path: Path, machine: int, backgr
     assert loads(tmp_path) == 2
 
 
-def test_a_new_name_when_a_disk_is_full(tmp_path: Path) -> None:
+def test_full_disk_with_a_new_name(tmp_path: Path) -> None:
     fine(save(tmp_path, 1, name="other"))
     number = 0
     while True:
@@ -185,7 +181,7 @@ class TwoRenames(LocalStorage):
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("other", [LocalStorage, TwoRenames])
 @pytest.mark.parametrize("machine", [0, 1])
-def test_a_name_that_one_machine_cannot_give(
+def test_rename_fails_on_one_node(
     tmp_path: Path, machine: int, other: type[LocalStorage], exists: bool
 ) -> None:
     """The other one has given it already, and takes it back."""
@@ -205,7 +201,7 @@ def test_a_name_that_one_machine_cannot_give(
 # if_exists
 
 
-def test_error_and_keep_and_replace(tmp_path: Path) -> None:
+def test_if_exists(tmp_path: Path) -> None:
     first = fine(save(tmp_path, 1))
     same_error(save(tmp_path, 2), uc.StorageError, "holds a committed checkpoint")
     kept = fine(save(tmp_path, 2, options=QUICK.model_copy(update={"if_exists": "keep"})))
@@ -218,7 +214,7 @@ def test_error_and_keep_and_replace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machine", [0, 1])
-def test_a_save_that_is_on_one_machine_only(tmp_path: Path, machine: int) -> None:
+def test_existing_save_on_one_node_only(tmp_path: Path, machine: int) -> None:
     """It is no checkpoint: "keep" does not keep it; "error" says so."""
     fine(save(tmp_path, 1))
     shutil.rmtree(folder_of(tmp_path, machine))
@@ -227,7 +223,7 @@ def test_a_save_that_is_on_one_machine_only(tmp_path: Path, machine: int) -> Non
     assert loads(tmp_path) == 2
 
 
-def test_an_error_before_the_begin_on_one_machine(tmp_path: Path) -> None:
+def test_error_before_staging_on_one_node(tmp_path: Path) -> None:
     """The other machine's ranks hear of it at once."""
     fine(save(tmp_path, 1))
     folder = folder_of(tmp_path, 1)
@@ -275,7 +271,7 @@ def test_attach_extra_and_metrics(tmp_path: Path, background: bool) -> None:
     assert loads(tmp_path) == 4
 
 
-def test_an_attach_that_fails_on_one_machine(tmp_path: Path) -> None:
+def test_attach_fails_on_one_node(tmp_path: Path) -> None:
     fine(save(tmp_path, 1))
     before = left(tmp_path)
 
@@ -296,7 +292,7 @@ def test_an_attach_that_fails_on_one_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_second_save_plans_nothing(
+def test_second_save_reuses_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     counts = {"plan": 0, "rules": 0, "find": 0}
@@ -336,7 +332,7 @@ def test_the_second_save_plans_nothing(
     assert keys[1] < keys[0] + 60, f"keys in the store: {keys}"
 
 
-def test_another_layout_and_back(tmp_path: Path) -> None:
+def test_layout_changes_and_returns(tmp_path: Path) -> None:
     """Plans and totals are those of the state that is saved."""
 
     def act(comm: Comm) -> None:
@@ -359,7 +355,7 @@ def test_another_layout_and_back(tmp_path: Path) -> None:
     run_ranks(4, act)
 
 
-def test_save_and_load_by_one_checkpointer_in_turns(tmp_path: Path) -> None:
+def test_alternating_save_and_load(tmp_path: Path) -> None:
     """What ranks put together within a machine for a save is not what they put together for a load."""
 
     def act(comm: Comm) -> None:
@@ -409,7 +405,7 @@ def test_lazy_saves(tmp_path: Path) -> None:
     run_ranks(4, act)
 
 
-def test_a_copy_that_fails_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_fails_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others hear of it before their time is out."""
     real = save_module.copy_tensors
     once = iter([True])
@@ -428,7 +424,7 @@ def test_a_copy_that_fails_on_one_machine(tmp_path: Path, monkeypatch: pytest.Mo
 # folders
 
 
-def test_ranks_of_one_machine_with_different_folders(tmp_path: Path) -> None:
+def test_ranks_of_one_node_with_different_folders(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1, 1]) as made:
             made.save(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=QUICK)
@@ -441,7 +437,7 @@ def test_ranks_of_one_machine_with_different_folders(tmp_path: Path) -> None:
     assert [os.listdir(folder_of(tmp_path, machine).parent) for machine in range(3)] == [[], [], []]
 
 
-def test_a_probe_that_cannot_be_written(tmp_path: Path) -> None:
+def test_probe_cannot_be_written(tmp_path: Path) -> None:
     found = save(tmp_path, 1, storages=full_at(0, 1))
     same_error(found, uc.StorageError, "No space left on device")
     assert left(tmp_path) == {0: [], 1: []}

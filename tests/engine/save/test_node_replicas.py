@@ -119,14 +119,14 @@ def check_losses(layout: str, root: Path, copies: int, size: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_machine_may_be_lost(tmp_path: Path, layout: str) -> None:
+def test_any_node_may_be_lost(tmp_path: Path, layout: str) -> None:
     check_losses(layout, tmp_path, 2, (2, 2))
 
 
 @pytest.mark.parametrize(
     "layout", ["rows over machines", pytest.param("stages", marks=pytest.mark.long)]
 )
-def test_any_two_machines_may_be_lost(tmp_path: Path, layout: str) -> None:
+def test_any_two_nodes_may_be_lost(tmp_path: Path, layout: str) -> None:
     check_losses(layout, tmp_path, 3, (4, 1))
 
 
@@ -138,7 +138,7 @@ def test_all_layouts(tmp_path: Path, layout: str, size: tuple[int, int], copies:
     check_losses(layout, tmp_path, copies, size)
 
 
-def test_one_loss_more_is_said(tmp_path: Path) -> None:
+def test_one_loss_too_many_is_reported(tmp_path: Path) -> None:
     """The machines that are gone are named, not those of which copies are left."""
     case, machines = case_of("rows over machines", 3, 1), places(3, 1)
     save_each(case, tmp_path, machines, twice())
@@ -166,7 +166,7 @@ def copied(root: Path, machine: int) -> dict[str, int]:
     }
 
 
-def test_what_every_machine_has_is_not_copied(tmp_path: Path) -> None:
+def test_tensors_on_every_node_are_not_copied(tmp_path: Path) -> None:
     case, machines = case_of("whole on each machine", 3, 2), places(3, 2)
     save_each(case, tmp_path, machines, twice())
     assert [copied(tmp_path, machine) for machine in range(3)] == [{}, {}, {}]
@@ -174,7 +174,7 @@ def test_what_every_machine_has_is_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copies", [2, 3])
-def test_fragments_are_copied_as_often_as_asked(tmp_path: Path, copies: int) -> None:
+def test_shards_are_copied_as_requested(tmp_path: Path, copies: int) -> None:
     """The files of fragments, to the byte, and no other."""
     case, machines = case_of("rows over machines", 3, 1), places(3, 1)
     save_each(case, tmp_path, machines, twice(copies))
@@ -192,7 +192,7 @@ def test_fragments_are_copied_as_often_as_asked(tmp_path: Path, copies: int) -> 
         assert copied(tmp_path, machine) == wanted
 
 
-def test_a_tensor_that_some_machines_have(tmp_path: Path) -> None:
+def test_tensor_on_some_nodes(tmp_path: Path) -> None:
     """Of machines 0 and 2, one gives it to one more; what all have stays where it is."""
     specs = {"some": (0, 2), "all": (0, 1, 2, 3), "one": (3,)}
     held = [
@@ -227,14 +227,14 @@ UNLIKE = [
 
 
 @pytest.mark.parametrize("machines", UNLIKE)
-def test_machines_that_are_not_alike(tmp_path: Path, machines: list[int]) -> None:
+def test_nodes_that_differ(tmp_path: Path, machines: list[int]) -> None:
     case = case_of("columns over machines", len(machines), 1)
     save_each(case, tmp_path, machines, twice())
     for away in range(3):
         loads_without(case, tmp_path, machines, [away])
 
 
-def test_machines_that_share_a_folder_count_once(tmp_path: Path) -> None:
+def test_nodes_that_share_a_folder_count_once(tmp_path: Path) -> None:
     """Two racks with a volume each: the copy is on the other one, written by machines that keep off
     each other's files.
     """
@@ -268,7 +268,7 @@ def test_machines_that_share_a_folder_count_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machines", [[0, 0], [0, 1]])
-def test_nothing_is_copied_where_all_see_one_folder(tmp_path: Path, machines: list[int]) -> None:
+def test_no_copies_in_a_shared_folder(tmp_path: Path, machines: list[int]) -> None:
     case = case_of("rows over machines", 2, 1)
 
     def act(comm: Comm) -> None:
@@ -279,7 +279,7 @@ def test_nothing_is_copied_where_all_see_one_folder(tmp_path: Path, machines: li
     assert not (tmp_path / NAME / names.REPLICAS).exists()
 
 
-def test_ranks_that_want_different_numbers(tmp_path: Path) -> None:
+def test_different_copy_counts_are_refused(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1, 2]) as made:
             made.save(
@@ -310,7 +310,7 @@ def check_scattered(root: Path, drawn: tuple[Case, list[int], object], copies: i
 
 @given(scattered(**FEW), st.integers(2, 4))
 @settings(max_examples=12, derandomize=True, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
-def test_any_ranks_on_any_machines(
+def test_any_ranks_on_any_nodes(
     tmp_path: Path, drawn: tuple[Case, list[int], object], copies: int
 ) -> None:
     check_scattered(tmp_path, drawn, copies)
@@ -319,7 +319,7 @@ def test_any_ranks_on_any_machines(
 @pytest.mark.long
 @given(scattered(max_world=6, max_tensors=5), st.integers(2, 4))
 @settings(max_examples=200, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
-def test_any_ranks_on_any_machines_at_length(
+def test_any_ranks_on_any_nodes_many_examples(
     tmp_path: Path, drawn: tuple[Case, list[int], object], copies: int
 ) -> None:
     check_scattered(tmp_path, drawn, copies)
@@ -334,7 +334,7 @@ def spoil(file: Path, at: int) -> None:
     file.write_bytes(body)
 
 
-def test_damage_in_the_original_and_in_the_copy(tmp_path: Path) -> None:
+def test_damaged_original_and_copy(tmp_path: Path) -> None:
     """At different places: each block is read from where it is right. At the same: no byte is
     loaded.
     """
@@ -355,7 +355,7 @@ def test_damage_in_the_original_and_in_the_copy(tmp_path: Path) -> None:
         assert isinstance(found, uc.IntegrityError)
 
 
-def test_a_manifest_that_is_damaged_and_copies_that_are_not(tmp_path: Path) -> None:
+def test_damaged_manifest_with_intact_copies(tmp_path: Path) -> None:
     case, machines = case_of("rows over machines", 3, 1), places(3, 1)
     save_each(case, tmp_path, machines, twice())
     (folder_of(tmp_path, 2) / names.MANIFEST).write_text("{")
@@ -365,7 +365,7 @@ def test_a_manifest_that_is_damaged_and_copies_that_are_not(tmp_path: Path) -> N
     assert any("not valid JSON" in note for note in reports[0].notes)
 
 
-def test_copies_that_verify_misses_or_finds_strange(tmp_path: Path) -> None:
+def test_verify_reports_missing_and_strange_copies(tmp_path: Path) -> None:
     case, machines = case_of("rows over machines", 3, 1), places(3, 1)
     save_each(case, tmp_path, machines, twice())
     place = folder_of(tmp_path, 1) / names.REPLICAS
@@ -381,7 +381,7 @@ def test_copies_that_verify_misses_or_finds_strange(tmp_path: Path) -> None:
     assert not any(report.notes for report in reports)
 
 
-def test_a_copy_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
+def test_copy_of_another_save_is_ignored(tmp_path: Path) -> None:
     case, machines = case_of("rows over machines", 3, 1), places(3, 1)
     save_each(case, tmp_path / "old", machines, twice())
     save_each(case, tmp_path / "new", machines, twice())
@@ -395,7 +395,7 @@ def test_a_copy_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
     )
 
 
-def test_only_this_machine_of_this_save_is_copied(tmp_path: Path) -> None:
+def test_only_the_same_save_and_group_is_copied(tmp_path: Path) -> None:
     save_each(case_of("rows over machines", 2, 1), tmp_path, places(2, 1), twice())
     folder = open_path(str(folder_of(tmp_path, 1)), lock=False)
     assert folder.manifest is not None
@@ -418,7 +418,7 @@ class Rotten(LocalStorage):
         super().write_at(name, start, buffers)
 
 
-def test_a_block_that_is_damaged_is_not_copied(tmp_path: Path) -> None:
+def test_damaged_block_is_not_copied(tmp_path: Path) -> None:
     """It is the checkpoint's own that is damaged, so there is none."""
     fine(save(tmp_path, 1))
     before = left(tmp_path)
@@ -460,7 +460,7 @@ EVERY = [20, pytest.param(1, marks=pytest.mark.long)]
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("fsync", [False, True])
-def test_a_crash_while_copies_are_made(tmp_path: Path, every: int, fsync: bool) -> None:
+def test_crash_while_copying(tmp_path: Path, every: int, fsync: bool) -> None:
     """The older checkpoint is there on all machines, and with its copies."""
     start, options = tmp_path / "start", TWICE.model_copy(update={"fsync": fsync})
     fine(save(start, 1, options=options))
@@ -486,9 +486,7 @@ def test_a_crash_while_copies_are_made(tmp_path: Path, every: int, fsync: bool) 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("machine", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_disk_that_gets_full_while_copies_are_made(
-    tmp_path: Path, machine: int, background: bool
-) -> None:
+def test_full_disk_while_copying(tmp_path: Path, machine: int, background: bool) -> None:
     """One text for all ranks, nothing left behind, the older checkpoint as it was."""
     fine(save(tmp_path, 1, options=TWICE))
     before, number, failed = left(tmp_path), 0, 0
@@ -507,7 +505,7 @@ def test_a_disk_that_gets_full_while_copies_are_made(
     assert survives(tmp_path) == {2}
 
 
-def test_no_room_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fine(save(tmp_path, 1))
     before = left(tmp_path)
 
@@ -537,7 +535,7 @@ def test_no_room_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_saves_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
+def test_repeated_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
     """Who copies what is asked once; keys do not gather; the copies are of the last save."""
     counts: list[int] = []
     real = save_module.plan_copies
@@ -587,7 +585,7 @@ def test_saves_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backgro
 LAYOUT_W = uc.Layout(mesh={"dp": 4}, rules={"w": {"dp": 0}}, shapes={"w": (500, 90)})
 
 
-def test_another_layout_and_another_number(tmp_path: Path) -> None:
+def test_layout_and_copy_count_change(tmp_path: Path) -> None:
     """Orders are those of the state that is saved, also after a save that failed between the plan
     and the orders.
     """
@@ -626,7 +624,7 @@ def test_another_layout_and_another_number(tmp_path: Path) -> None:
 # what goes along
 
 
-def test_a_part_may_be_deleted_with_its_copies(tmp_path: Path) -> None:
+def test_deleted_part_with_its_copies(tmp_path: Path) -> None:
     case, machines = case_of("rows over machines", 3, 1), places(3, 1)
     save_each(case, tmp_path, machines, twice())
     for machine in range(3):
@@ -636,7 +634,7 @@ def test_a_part_may_be_deleted_with_its_copies(tmp_path: Path) -> None:
     fine(load_case(case, DrawnLayout(3, held), machines, lost(tmp_path, machines, [])))
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_with_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sizes are with the copies; what is in a copy is not shown as the folder's own."""
     save_each(case_of("rows over machines", 2, 1), tmp_path, places(2, 1), twice(step=1))
     folder = folder_of(tmp_path, 0)
@@ -659,7 +657,7 @@ class Tied(torch.nn.Module):
         self.head = self.w
 
 
-def test_ties_and_attached_files(tmp_path: Path) -> None:
+def test_tied_tensors_and_attached_files(tmp_path: Path) -> None:
     """Other names of a tensor are known from the folder of one machine, which has the other's in a
     copy.
     """

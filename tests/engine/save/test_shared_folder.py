@@ -130,7 +130,7 @@ class Writes:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("block", [4096, 10_000, 1 << 30])
-def test_a_block_is_written_by_one_machine_and_synced_by_it(
+def test_each_block_is_written_and_synced_by_one_node(
     tmp_path: Path, block: int, background: bool
 ) -> None:
     writes = Writes(block)
@@ -163,7 +163,7 @@ def test_a_block_is_written_by_one_machine_and_synced_by_it(
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("machines", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3]])
-def test_it_is_the_checkpoint_that_one_machine_makes(
+def test_same_checkpoint_as_from_one_node(
     tmp_path: Path, machines: list[int], block: int, background: bool
 ) -> None:
     fine(save(tmp_path / "one", 5, machines=[0, 0, 0, 0]))
@@ -183,7 +183,7 @@ def test_it_is_the_checkpoint_that_one_machine_makes(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_any_ranks_on_any_machines(tmp_path: Path, case: Case, data: st.DataObject) -> None:
+def test_any_ranks_on_any_nodes(tmp_path: Path, case: Case, data: st.DataObject) -> None:
     machines = data.draw(
         st.lists(st.integers(0, 2), min_size=case.saved.world, max_size=case.saved.world)
     )
@@ -227,7 +227,7 @@ def test_any_ranks_on_any_machines(tmp_path: Path, case: Case, data: st.DataObje
         }
 
 
-def test_loaded_by_the_machines_that_saved(tmp_path: Path) -> None:
+def test_load_on_the_saving_nodes(tmp_path: Path) -> None:
     fine(save(tmp_path, 2))
 
     def act(comm: Comm) -> None:
@@ -242,7 +242,7 @@ def test_loaded_by_the_machines_that_saved(tmp_path: Path) -> None:
     run_ranks(4, act)
 
 
-def test_two_folders_of_two_machines_each(tmp_path: Path) -> None:
+def test_two_folders_of_two_nodes_each(tmp_path: Path) -> None:
     """Machines 0 and 1 share one folder, 2 and 3 another: fragments in each, and both together are
     the checkpoint.
     """
@@ -275,7 +275,7 @@ def test_two_folders_of_two_machines_each(tmp_path: Path) -> None:
     ] == [2, 2]
 
 
-def test_saves_in_a_row_leave_nothing_behind(tmp_path: Path) -> None:
+def test_repeated_saves_leave_nothing(tmp_path: Path) -> None:
     """No sockets, threads or keys more after 30 saves than after 6, and the plan is made once."""
     held: list[Held] = []
     keys: list[int] = []
@@ -311,9 +311,7 @@ def full_at(number: int, machine: int) -> Storages:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("machine", [0, 1])
-def test_a_disk_that_is_full_for_one_machine(
-    tmp_path: Path, machine: int, background: bool
-) -> None:
+def test_full_disk_for_one_node(tmp_path: Path, machine: int, background: bool) -> None:
     """One text for all ranks, nothing left behind, and the older checkpoint is as it was."""
     fine(save(tmp_path, 1))
     number = 0
@@ -340,7 +338,7 @@ def test_a_disk_that_is_full_for_one_machine(
 )  # a thread that serves dies with its process
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", [[1], [0, 1]])
-def test_a_crash_anywhere(tmp_path: Path, where: list[int], every: int) -> None:
+def test_crash_at_any_operation(tmp_path: Path, where: list[int], every: int) -> None:
     """The older checkpoint or the newer one is there, and the next save gets through."""
     start, seen = tmp_path / "start", set[int]()
     fine(save(start, 1))
@@ -373,7 +371,7 @@ def faulty(where: Sequence[int], fuse: FaultPoint) -> Storages:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_rank_that_fails_in_mid_exchange(
+def test_rank_fails_during_the_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     """The ranks that wait for its part of a tile hear why long before their time is out."""
@@ -394,7 +392,7 @@ def test_a_rank_that_fails_in_mid_exchange(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_rank_that_takes_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_receives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def deaf(self: PeerTransport, *_: object) -> None:
         raise ConnectionResetError("gone")
 
@@ -404,7 +402,7 @@ def test_a_rank_that_takes_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.listdir(tmp_path) == []
 
 
-def test_bytes_of_a_save_that_is_over_are_not_taken(tmp_path: Path) -> None:
+def test_late_bytes_of_an_ended_save_are_refused(tmp_path: Path) -> None:
     """They come late, and the save that they name has failed or is done."""
 
     def act(comm: Comm) -> str:
@@ -426,7 +424,7 @@ def test_bytes_of_a_save_that_is_over_are_not_taken(tmp_path: Path) -> None:
     assert uc.verify(tmp_path / NAME, deep=True).ok
 
 
-def test_one_side_sees_the_other_and_not_the_reverse(tmp_path: Path) -> None:
+def test_one_way_visibility_is_refused(tmp_path: Path) -> None:
     """A copy of a folder that somebody keeps, say: to take it for shared would lose one machine's
     bytes.
     """
@@ -449,7 +447,7 @@ def test_one_side_sees_the_other_and_not_the_reverse(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "other") == []
 
 
-def test_the_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_plans, real = [], save_module.make_plan
     monkeypatch.setattr(
         save_module,
@@ -472,7 +470,7 @@ def test_the_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_manager_on_two_machines_with_one_root(tmp_path: Path, asynchronous: bool) -> None:
+def test_manager_on_two_nodes_with_one_root(tmp_path: Path, asynchronous: bool) -> None:
     """One rank removes what the rules do not keep, once for all machines; all start from the same
     step.
     """

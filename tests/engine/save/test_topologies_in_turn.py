@@ -58,12 +58,12 @@ def save_in_turn(root: Path, turns: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("turns", ["isisis", "siiiss", "ssssi", "iiiis"])
-def test_folders_in_turn(tmp_path: Path, turns: str) -> None:
+def test_alternating_topologies(tmp_path: Path, turns: str) -> None:
     save_in_turn(tmp_path, [turn == "s" for turn in turns])
 
 
 @pytest.mark.parametrize("turns", ["ssssi", "iiiis"])
-def test_exchanges_are_counted_anew(
+def test_exchange_numbers_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
 ) -> None:
     """A rank that is late to serve its window is waited for, whatever the window's last exchange
@@ -82,7 +82,7 @@ def test_exchanges_are_counted_anew(
     assert late[0] > len(turns)
 
 
-def test_a_plan_is_not_that_of_other_ranks_after_a_save_that_failed(tmp_path: Path) -> None:
+def test_plan_after_a_failed_save_of_other_ranks(tmp_path: Path) -> None:
     """A save to the shared folder is refused before anything is planned; the next one is planned
     for all ranks, not for a machine's.
     """

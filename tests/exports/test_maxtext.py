@@ -1,6 +1,4 @@
-"""Tensors between Hugging Face's form and MaxText's: there and back, what moments become, and a
-whole model seen as MaxText's.
-"""
+"""Tensors between Hugging Face's and MaxText's layout: round trips, moments, and whole models."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
     ],
 )
 def test_moments_are_those_of_the_gradient_in_the_other_form(turn: Transform) -> None:
-    """By autograd through the weight's own turn: what Adam would have kept of the one is turned
-    into what it would have of the other.
-    """
+    """Autograd through the transform gives the moments that Adam would hold in the other layout."""
     theirs = torch.randn(turn.maxtext_shape, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(turn.hf_shape, dtype=torch.float64)
     (their_gradient,) = torch.autograd.grad(to_hf(theirs, turn), theirs, gradient)
@@ -91,7 +87,7 @@ def test_moments_are_those_of_the_gradient_in_the_other_form(turn: Transform) ->
 
 @pytest.mark.parametrize("head", [8, 16, 128])
 def test_queries_of_two_bytes_are_scaled_in_four_as_maxtext_does(head: int) -> None:
-    """A scale that is no power of two rounds: there and back is then not exact."""
+    """A scale that is not a power of two rounds, so a round trip is not exact."""
     turn = Transform((6,), (2, head), multiplier=sqrt(head))
     ours = torch.randn(turn.hf_shape).to(torch.bfloat16)
     theirs = as_numpy(to_maxtext(ours, turn, turn.maxtext_shape))
@@ -110,7 +106,7 @@ def test_queries_of_two_bytes_are_scaled_in_four_as_maxtext_does(head: int) -> N
 
 
 def hub_state(kind: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Tensors of the shapes of a real model, under the hub's names, in a checkpoint with moments."""
+    """Tensors with the shapes and names of a real model, in a checkpoint with moments."""
     config = KINDS[kind]()
     sizes = parse_sizes(config.to_dict(), label=kind)
     torch.manual_seed(0)
@@ -155,9 +151,7 @@ def test_view_equals_a_model_built_head_by_head(tmp_path: Path, kind: str, stack
 def with_scalars(
     state: dict[str, torch.Tensor], path: Path, *, step: Any, other: dict[str, Any]
 ) -> Path:
-    """A torch file of the model with an optimizer whose steps are numbers; `other`: more state of
-    the first parameter.
-    """
+    """A torch file of the model and an optimizer whose steps are numbers; `other` adds state."""
     entries = [
         {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one), "step": step(i)}
         for i, one in enumerate(state.values())
@@ -172,7 +166,7 @@ def with_scalars(
 
 
 def test_steps_that_are_numbers_are_not_left_out(tmp_path: Path) -> None:
-    """Symptom: converted with success, without any step."""
+    """Regression: conversion succeeded, without any step."""
     config, state = hub_state("llama3", tmp_path / "c")
     path = with_scalars(state, tmp_path / "a.pt", step=lambda _: 7, other={})
     with SourceView(view_of(path, config)) as view:

@@ -1,6 +1,4 @@
-"""Any source as a PaddleNLP Unified Checkpoint: PaddleNLP's own files byte for byte where it wrote
-them, an error where it has no place.
-"""
+"""PaddleNLP Unified Checkpoints: its own files are reproduced bytewise, others round-trip."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def parsed(path: Path) -> Any:
 
 @pytest.mark.parametrize("origin", ["single_bf16", "tp2_nomerge", "tp2_skip"])
 def test_round_trip_reproduces_paddle_files_bytewise(tmp_path: Path, origin: str) -> None:
-    """PaddleNLP's folder -> our unified folder -> PaddleNLP's, as one process of it writes."""
+    """PaddleNLP's folder, converted to unified and back, as one process of PaddleNLP writes it."""
     expected = FIXTURES / "single_bf16"
     uc.convert(FIXTURES / origin, tmp_path / "ours")
     made = written(tmp_path / "ours", tmp_path / "theirs", expected)
@@ -234,7 +232,7 @@ def test_corrupt_export_is_detected_and_not_published(
 
 
 def test_underflowed_beta1_power_round_trips(tmp_path: Path) -> None:
-    """After some 800 steps at 0.9 float32 has no more of it; that is no reason to make one up."""
+    """After some 800 steps at 0.9 the float32 power is zero; no step may be derived from it."""
     folder = copied("single_bf16", tmp_path / "c")
     changed(folder, "trainer_state.json", global_step=5000)
     powers = {"beta1_pow_acc_0": 0.0, "beta2_pow_acc_0": beta_power(0.999, 5000)}

@@ -1,6 +1,4 @@
-"""Checkpoints written in torch's own formats: read back by torch itself, bit for bit, weights and
-optimizer.
-"""
+"""Checkpoints written in torch's formats, read back by torch bit for bit, weights and optimizer."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A checkpoint, and the losses that follow it."""
+    """A checkpoint, and the losses of the steps after it."""
     model, optimizer = net(0)
     train(model, optimizer, 0, 3)
     path = tmp_path_factory.mktemp("exports") / "c"
@@ -190,7 +188,7 @@ def test_state_of_a_parameter_in_no_group_is_refused(
 
 
 class Counting(nn.Linear):
-    """A module that keeps more than tensors."""
+    """A module with non-tensor state."""
 
     seen = 0
 
@@ -268,7 +266,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["torch", "dcp", "unified"])
 def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
-    """A tensor of 512 MiB goes through, and for our own format one that is turned as well."""
+    """A tensor of 512 MiB is copied; for our own format, a transposed one too."""
     uc.save(
         tmp_path / "c",
         model={"w": torch.arange(1 << 27, dtype=torch.int32).view(1 << 14, 1 << 13)},

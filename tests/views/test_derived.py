@@ -1,4 +1,4 @@
-"""Tensors cut up and joined anew: slices of the view beside torch's own."""
+"""Tensors derived from ranges of others: slices of the view against torch's own."""
 
 from __future__ import annotations
 

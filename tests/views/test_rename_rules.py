@@ -1,6 +1,4 @@
-"""Rename rules: names, cuts and joins of a source's tensors, with what follows them, against
-torch's; refused when in doubt.
-"""
+"""Rename rules: names, splits and joins of tensors and what follows them, against torch."""
 
 from __future__ import annotations
 
@@ -47,6 +45,8 @@ class Block(nn.Module):
 
 
 class Theirs(nn.Module):
+    """A model with another author's names: fused attention, weights as [in, out]."""
+
     def __init__(self, width: int = 4, depth: int = 3) -> None:
         super().__init__()
         self.emb = nn.Parameter(torch.randn(7, width))
@@ -172,9 +172,7 @@ def rules(tmp_path: Path) -> tuple[SourceOptions, SourceOptions]:
 def test_training_resumes_under_new_names_and_shapes(
     tmp_path: Path, rules: tuple[SourceOptions, SourceOptions]
 ) -> None:
-    """Names, fused and split weights, transposed ones, with AdamW's state: the losses are those of
-    the model that was saved.
-    """
+    """Fused, split and transposed weights and AdamW state give the losses of one long run."""
     torch.manual_seed(0)
     theirs = Theirs()
     optimizer = adamw(theirs)
@@ -215,7 +213,7 @@ def save(path: Path, **parts: dict[str, torch.Tensor]) -> Path:
 def look(
     path: Path, told: dict[str, Any] | list[dict[str, Any]], part: str = "model"
 ) -> dict[str, torch.Tensor]:
-    """A part by the rules."""
+    """Open the model part under the rules."""
     file = path.parent / "told.json"
     file.write_text(json.dumps({"rules": told} if isinstance(told, list) else told))
     with uc.open(path, options=SourceOptions(rename=str(file))) as opened:
@@ -223,7 +221,7 @@ def look(
 
 
 def test_fused_attention_of_megatron_is_split(tmp_path: Path) -> None:
-    """Per group its queries, then a key and a value: [groups * (queries + 2) * head_dim, hidden]."""
+    """Rows of a group are queries, key, value: [groups * (queries + 2) * head_dim, hidden]."""
     groups, queries, head, hidden = 2, 3, 4, 5
     fused = torch.randn(groups * (queries + 2) * head, hidden)
     apart = fused.view(groups, queries + 2, head, hidden)
@@ -553,7 +551,7 @@ def test_factored_state_does_not_follow_its_parameter(tmp_path: Path, told: dict
 
 
 class Small(nn.Module):
-    """A model of some vocabulary, its output tied to its input or not."""
+    """A model with some vocabulary size, its output optionally tied to its input."""
 
     def __init__(
         self, vocabulary: int, *, tied: bool = False, dtype: torch.dtype = torch.float32
@@ -586,7 +584,7 @@ def grow_by_hand(
     new: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Copies parameters and state into the first rows; state that is not there begins at zero."""
+    """Copy parameters and state into the first rows; missing state begins at zero."""
     with torch.no_grad():
         for (_, source), (_, target) in zip(
             old.named_parameters(), new.named_parameters(), strict=True
@@ -709,6 +707,7 @@ KINDS = ("", "exp_avg", "exp_avg_sq", "master_param")  # the parameter, its stat
 
 
 def slice_of(tensor: torch.Tensor, dim: int, rank: int, world: int) -> torch.Tensor:
+    """A rank's slices as arguments of a save or load, without state if there is none."""
     pieces = tensor.chunk(world, dim)
     return (pieces[rank] if rank < len(pieces) else tensor.narrow(dim, 0, 0)).clone()
 
@@ -922,7 +921,7 @@ def test_growth_of_unknown_state_is_refused(tmp_path: Path, make: Any, text: str
 
 
 def test_rules_in_python_are_those_of_a_file(tmp_path: Path) -> None:
-    """Both are read by one parser; a conversion has no target that a rule could pad."""
+    """Both use one parser; a conversion has no target that a rule could pad."""
     path = save(tmp_path / "c", model={"a.w": torch.ones(2)})
     rules = [{"match": "{x}.w", "to": "{x}.v", "pad": 0}]
     (tmp_path / "r.json").write_text(json.dumps({"rules": rules}))
@@ -952,7 +951,7 @@ def test_toml_and_json_say_the_same() -> None:
 
 
 def test_a_count_of_one_element_is_not_stacked(tmp_path: Path) -> None:
-    """Older optimizers keep `step` as a tensor of shape (1,)."""
+    """Older optimizers store `step` as a tensor of shape (1,)."""
     model = {f"h.{i}": torch.randn(2) for i in range(2)}
     path = save(
         tmp_path / "c",

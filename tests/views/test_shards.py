@@ -1,4 +1,4 @@
-"""Tensors of fragments, read as if they were whole: against the tensors themselves."""
+"""Tensors of shards, read as if they were whole, against the tensors themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = ("model", "w")
 
 
 def fragment(tensor: torch.Tensor, box: Box) -> TensorShard:
-    """A fragment whose memory is not row-major."""
+    """A shard whose memory is not row-major."""
     cut = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
     turned = cut.transpose(0, -1).contiguous().transpose(0, -1) if cut.dim() else cut.clone()
     return TensorShard(box, lambda: turned, f"file of {box}")
@@ -28,7 +28,7 @@ def fragment(tensor: torch.Tensor, box: Box) -> TensorShard:
 
 @st.composite
 def cut(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
-    """Boxes that make up a box."""
+    """Boxes that cover a box exactly once."""
     dims = [d for d, n in enumerate(box.shape) if n > 1]
     if not dims or depth == 0:
         return [box]

@@ -1,6 +1,4 @@
-"""Layers in one tensor and one by one: of real models, both ways, along any dim, with their
-optimizer's state.
-"""
+"""Layers stacked and unstacked: of real models, both ways, along any dim, with optimizer state."""
 
 from __future__ import annotations
 
@@ -105,7 +103,7 @@ def test_stacking_and_unstacking_round_trip(
 
 
 def test_groups_of_layers_that_differ(tmp_path: Path) -> None:
-    """As models whose layers take turns: every other one is alike."""
+    """In models with alternating layers, every other layer is equal in shape."""
     model = {f"h.{i}.w": torch.full((2 + i % 2, 3), float(i)) for i in range(6)}
     uc.save(tmp_path / "c", model=model, options=QUICK)
     with uc.open(tmp_path / "c") as opened:

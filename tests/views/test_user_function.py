@@ -1,6 +1,4 @@
-"""A user's own function between a checkpoint and what is read of it: called only when named, and
-lazily where that can be.
-"""
+"""A user's conversion function: called only when named, its results computed when read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Views of a source: loads of any ranks through them, of checkpoints on several machines, of
-damaged ones; one view on another.
-"""
+"""Views of a source: loaded by any ranks, on several nodes, from damaged files, nested."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def test_damage_is_found_through_a_view(tmp_path: Path, rules: str) -> None:
 
 
 def test_nested_views_have_distinct_virtual_files() -> None:
-    """Each view has files of its own, called by names that the one under it may have too."""
+    """Each view has virtual files, whose names the view below may use too."""
     tensors = {name: torch.randn(4, 6) for name in "ab"}
     made = {
         ("model", name): sharded_tensor(

@@ -1,1 +1,1 @@
-"""A Source into another format, and `convert`. Knows nothing of live state."""
+"""Writes a Source in any format that can be written. Knows no live state."""

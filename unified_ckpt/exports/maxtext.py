@@ -46,14 +46,15 @@ _STATES = (*MOMENT_POWERS, "step")
 def maxtext_view(
     source: Source, config: Mapping[str, Any], *, stacked: bool = True
 ) -> ShardedSource:
-    """Return the source in MaxText's layout, with layers stacked or not. Closing it closes the
-    source.
+    """Return the source in MaxText's layout, with layers stacked or not.
 
     `config` is the model's Hugging Face configuration. Names are those below MaxText's `params`;
     names of optimizer state add the state after a slash. `step` exists once for each of MaxText's
-    tensors. Only the model, its master weights and the optimizer are in the view. IncompleteError
-    for tensors that the source lacks, FormatError for tensors that MaxText has no name for, or of
-    other shapes.
+    tensors. Only the model, its master weights and the optimizer are in the view. Closing the view
+    closes the source.
+
+    IncompleteError for tensors that the source lacks, FormatError for tensors that MaxText has no
+    name for, or of other shapes.
     """
     sizes = parse_sizes(config, label=source.format)
     links_by_tensor: dict[str, list[TensorLink]] = {}

@@ -1,1 +1,1 @@
-"""A Source in, a Source out: rename, split, concatenate, stack, cast, select. Writes nothing."""
+"""Presents a Source as another one: renamed, split, stacked, cast. Writes nothing."""

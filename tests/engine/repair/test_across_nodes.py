@@ -1,4 +1,4 @@
-"""Machines that mend each other's folders over TCP, all in one call."""
+"""Nodes that repair each other's folders over TCP, in one call."""
 
 from __future__ import annotations
 

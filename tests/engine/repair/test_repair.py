@@ -1,6 +1,4 @@
-"""A damaged folder mended from copies: right to the last byte, or as it was. Each way to lose data
-that the module names is a test here.
-"""
+"""A damaged folder repaired from copies: right to the last byte, or unchanged."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def other(good: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another save of the same names, shapes and step."""
+    """Another save with the same names, shapes and step."""
     return put(tmp_path_factory.mktemp("stranger") / NAME, seed=1)
 
 
@@ -54,7 +52,7 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def check_mended(folder: Path, good: Path, sources: Sequence[Path]) -> None:
-    """Every byte is right, nothing is left beside, and a second repair does nothing."""
+    """Check that every byte is right, nothing is left over, and a second repair does nothing."""
     assert body(folder) == body(good)
     assert uc.verify(folder, deep=True).ok
     before = stamps(folder)
@@ -68,7 +66,7 @@ def lengthen(file: Path) -> None:
 
 
 def tear(file: Path) -> None:
-    """The front, where headers are."""
+    """Damage the start, where headers are."""
     file.write_bytes(bytes(40) + file.read_bytes()[40:])
 
 
@@ -172,7 +170,7 @@ def test_three_folders_have_it_between_them(
 
 
 def test_block_damaged_in_all_copies_is_reported(folder: Path, other: Path, good: Path) -> None:
-    """The same byte of both. What else is wrong is mended."""
+    """The same byte of both copies. Other damage is repaired."""
     for one in (folder, other):
         flip(one / FILES[1])
     flip(folder / names.EXTRA)
@@ -192,7 +190,7 @@ def test_block_damaged_in_all_copies_is_reported(folder: Path, other: Path, good
 
 @pytest.mark.parametrize("file", [f for f in FILES if f != names.MANIFEST])
 def test_without_sources_reports_what_is_missing(folder: Path, good: Path, file: str) -> None:
-    """Or mends it, where the folder itself proves it."""
+    """Or repairs it, if the folder itself proves it."""
     (folder / file).unlink()
     before = stamps(folder)
     report = uc.repair(folder)
@@ -369,7 +367,7 @@ def check_no_worse(folder: Path, before: dict[str, bytes], right: dict[str, byte
 
 
 def hurt(folder: Path) -> None:
-    """Wrong, short and gone; the manifest too."""
+    """Damage, truncate and delete files, the manifest too."""
     flip(folder / FILES[0])
     shorten(folder / FILES[1])
     for file in (FILES[2], names.EXTRA, names.RANK_EXTRA, names.MANIFEST):
@@ -560,7 +558,7 @@ def test_nodes_repair_each_other(twice: Path, tmp_path: Path, hurt_one: int, how
 
 
 def test_nodes_that_are_all_damaged(twice: Path, tmp_path: Path) -> None:
-    """What one lacks another has; one has damaged digests."""
+    """What one node lacks another has; one has damaged digests."""
     found = machines(twice, tmp_path)
     right = [body(one) for one in found]
     flip(tensors(found[0], "model")[0], at=0.2)
@@ -607,7 +605,7 @@ def test_node_files_come_only_from_a_copy_of_its_folder(twice: Path, tmp_path: P
 
 
 def test_node_with_the_same_tensors_is_told_apart(tmp_path: Path) -> None:
-    """Same tensors, same digests; without what its ranks left, nothing tells whose folder it is."""
+    """Same tensors and digests: only the rank_extra identifies a folder."""
     save(tmp_path, [0, 1], copies=2)
     mine, theirs = (folder_of(tmp_path, machine) for machine in (1, 0))
     assert (mine / names.DIGESTS).read_bytes() == (theirs / names.DIGESTS).read_bytes()

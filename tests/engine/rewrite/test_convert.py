@@ -1,6 +1,4 @@
-"""`convert`: whatever ranks do it, what is written is the source bit for bit, or there is an error
-and nothing is there.
-"""
+"""`convert`: any number of ranks writes the source bit for bit, or one error on all ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def trained(seed: int = 0, *, tied: bool = False) -> tuple[nn.Sequential, torch.
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of torch.distributed.checkpoint."""
+    """A torch.distributed.checkpoint folder."""
     model, optimizer = trained()
     weights, state = get_state_dict(model, optimizer)
     path = tmp_path_factory.mktemp("dcp") / "old"
@@ -79,9 +77,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A unified folder with master weights, tied names, extra state of three ranks and an attached
-    file.
-    """
+    """A unified folder with masters, tied names, rank_extra of three ranks, an attached file."""
     model, optimizer = trained(1, tied=True)
     root = tmp_path_factory.mktemp("ours")
 
@@ -108,7 +104,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """By the safetensors library."""
+    """Read with the safetensors library."""
     found = {}
     for part in ("model", "model_without_masters", "master_weights", "optimizer"):
         listing = folder / names.index_name(part)
@@ -139,7 +135,7 @@ def convert_by(
     machines: list[int] | None = None,
     **options: Any,
 ) -> list[ConvertReport | BaseException]:
-    """So many ranks as threads."""
+    """Convert with this many ranks, as threads."""
     root.mkdir(exist_ok=True)
     told: dict[str, Any] = {
         "max_file_bytes": 1 << 30,
@@ -247,7 +243,7 @@ def test_any_number_of_ranks_writes_the_same(
 
 
 def test_masters_that_differ_from_the_model_are_refused(ours: Path, tmp_path: Path) -> None:
-    """As of a converter that has put fragments together in another order: every shape fits."""
+    """As if a converter had joined shards in another order: every shape fits."""
     broken = tmp_path / "broken"
     weights = tensors(ours)
     swapped = dict(weights["master_weights"])
@@ -355,7 +351,7 @@ def test_selected_parts(ours: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def partly(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A training state of which some tensors have no master; and its model."""
+    """A training state of which some tensors have no master, and its model."""
     masters = {"w": torch.randn(300, 40)}
     model = {
         "w": masters["w"].bfloat16(),
@@ -379,7 +375,7 @@ SKIP_MODEL = ("master_weights", "optimizer")
 def test_convert_without_the_model_keeps_all_of_it(
     partly: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """As a save does; from there on, too. What is exported has the model again."""
+    """As a save does, and again from the result. Exports have the model again."""
     folder, model = partly
     for before, after in ((folder, tmp_path / "a"), (tmp_path / "a", tmp_path / "b")):
         uc.convert(before, after, parts=SKIP_MODEL)
@@ -644,7 +640,7 @@ def test_config_of_same_dtype_is_copied_bytewise(tmp_path: Path) -> None:
 
 
 def sentence_transformer(root: Path) -> None:
-    """As sentence-transformers saves a model with a dense layer after it."""
+    """A model followed by a dense layer, as sentence-transformers saves it."""
     root.mkdir()
     save_file({"a": torch.ones(3, 4)}, root / "model.safetensors")
     (root / "config.json").write_text('{"model_type": "bert", "dtype": "float32"}')

@@ -1,4 +1,4 @@
-"""What went wrong in conversions before it was mended: wrong bytes, lost state, files of others."""
+"""Regressions of conversions: wrong bytes, lost state, damaged files of others."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_target_that_holds_the_source_or_lies_in_it_is_refused(
 
 
 def change_in_place(tensors: Any) -> Any:
-    """A user's function, which changes what torch has mapped."""
+    """A user's function that modifies a mapped tensor."""
     return {"model": {"w": KEPT["w"]}, "ema": {"w": KEPT["w"]}}
 
 
@@ -181,7 +181,7 @@ def test_lazy_bits_of_a_dcp_tensor_count(tmp_path: Path) -> None:
 
 
 def test_lazy_bits_tell_tensors_of_one_memory_apart(tmp_path: Path) -> None:
-    """Symptom: the second is taken for another name of the first, and has its sign."""
+    """Regression: the second tensor was taken for an alias of the first, with its sign."""
     pairs, numbers = torch.randn(4, dtype=torch.complex64), torch.randn(4)
     told = {
         "plain": pairs,

@@ -1,6 +1,4 @@
-"""Folders of several machines merged into one checkpoint: bit for bit what one machine would have
-saved, or an error and nothing there.
-"""
+"""Folders of several nodes merged into one: bit for bit what one node would have written."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbered(machines: Sequence[int]) -> list[int]:
-    """Counted from 0, in the order of their first ranks."""
+    """Node numbers from 0, in the order of their first ranks."""
     order = list(dict.fromkeys(machines))
     return [order.index(machine) for machine in machines]
 
@@ -85,7 +83,7 @@ def merge_all(
     beat: Callable[[int], object] = lambda _: None,
     **options: object,
 ) -> list[MergeReport | BaseException]:
-    """Each rank brings the folders of its machine."""
+    """Merge with the folders of each rank's node."""
     target.mkdir(exist_ok=True, parents=True)
     how = MergeOptions(
         **{
@@ -119,7 +117,7 @@ def digests_of(folder: Path) -> dict[tuple[str, str], Sequence[int] | None]:
 
 
 def check_merged(case: Case, target: Path) -> None:
-    """Every tensor is right, by the safetensors library; every digest by a full reading."""
+    """Check every tensor with the safetensors library, and every digest with a full read."""
     check_folder(case, target / NAME)
     report = uc.verify(target / NAME, deep=True)
     assert report.problems == ()
@@ -132,7 +130,7 @@ def check_merged(case: Case, target: Path) -> None:
 
 
 def check_once(writes: Writes, target: Path, machines: Sequence[int]) -> None:
-    """Every byte of every file of tensors was written once, by ranks of one machine."""
+    """Check that every byte of tensor files was written once, by ranks of one node."""
     for path in (target / NAME).glob("*.safetensors"):
         spans = sorted(writes.spans[path.name])
         assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])], (
@@ -226,7 +224,7 @@ RULES = {"w": {"dp": 0}, "o": {"dp": 1}}
 def save(
     top: Path, *, copies: int = 1, step: int = 3, machines: Sequence[int] = MACHINES, **what: object
 ) -> None:
-    """`copies`: each machine has one of its own, or one over all."""
+    """`copies`: each node has a copy of its own, or one copy spans all nodes."""
     world = len(machines)
     size = world // copies
     shapes = {name: tuple(FULL[name].shape) for name in RULES}
@@ -264,7 +262,7 @@ def own_folders(top: Path, machines: Sequence[int] = MACHINES) -> dict[int, Path
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`twice`: two machines with a copy each; `once`: one copy over two machines."""
+    """`twice`: two nodes with a copy each; `once`: one copy over two nodes."""
     top = tmp_path_factory.mktemp("saved")
 
     def attach(folder: str) -> None:
@@ -278,7 +276,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_target(target: Path, *, step: int = 3, rank_extra: bool = True) -> None:
-    """It loads like any other, with all that was said."""
+    """Check that it loads like any other, with all metadata."""
     assert uc.verify(target / NAME, deep=True).problems == ()
 
     def act(comm: Comm) -> uc.LoadReport:
@@ -341,9 +339,7 @@ def test_one_process_merges_collected_folders(once: Path, tmp_path: Path) -> Non
 
 
 def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
-    """Saved over two machines, by rows: loaded, mended, joined and exported, from masters and the
-    tensors beside them.
-    """
+    """Saved on two nodes without the model: loaded, repaired, merged and exported with it."""
     whole = {
         "w": torch.randn(6, 5).bfloat16(),
         "frozen": torch.randn(4, 3).bfloat16(),
@@ -385,9 +381,7 @@ def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["unified", "huggingface", "dcp"])
 def test_convert_merges_folders_of_several_nodes(once: Path, tmp_path: Path, to: str) -> None:
-    """In any order, from Python and on the command line; where a slice is on no machine there is an
-    error, and nothing.
-    """
+    """In any order, from Python and on the command line; a missing slice is an error."""
     folders = [folder_of(once, 1), folder_of(once, 0)]
     assert uc.convert(folders, tmp_path / "new", to=to).format == "unified"
     assert main(["convert", *map(str, folders), str(tmp_path / "again"), "--to", to]) == 0
@@ -427,7 +421,7 @@ def test_convert_with_missing_node_drops_rank_extra(twice: Path, tmp_path: Path)
 def test_local_bytes_are_read_from_the_local_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stages of a pipeline: no byte of a tensor crosses the network to be read."""
+    """Pipeline stages: no byte of a tensor is read over the network."""
 
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
@@ -552,7 +546,7 @@ def test_damage_without_another_copy_commits_nothing(once: Path, tmp_path: Path,
 def check_without_rank_extra(
     found: Sequence[MergeReport | BaseException], target: Path, why: str
 ) -> None:
-    """Tensors and all else are merged; one rank says what was left out, and why."""
+    """Check that all else is merged, and that one rank reports what was left out and why."""
     (note,) = [
         note
         for one in fine(found)
@@ -567,7 +561,7 @@ def check_without_rank_extra(
 
 
 def test_missing_rank_extra_is_reported(twice: Path, tmp_path: Path) -> None:
-    """Of no rank rather than of some; a merge that fails would leave the root behind for good."""
+    """Dropped for all ranks rather than some: a failing merge would never complete the root."""
     shutil.rmtree(folder_of(twice, 1))
     found = merge_all(tmp_path / "root", MACHINES, own_folders(twice))
     check_without_rank_extra(
@@ -585,7 +579,7 @@ def test_a_rank_extra_that_is_damaged_or_lost(once: Path, tmp_path: Path, how: s
 def test_a_rank_extra_that_cannot_be_read_now_is_an_error(
     once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not lost: the merge is tried again."""
+    """The state is not lost: the merge is retried."""
 
     def broken(joint: ClusterSource, rank: int) -> object:
         raise uc.StorageError("the disk does not answer")
@@ -627,7 +621,7 @@ def test_a_folder_of_another_save_is_not_mixed_in(once: Path, tmp_path: Path) ->
 
 
 def good(root: Path) -> list[str]:
-    """All under the root that may be taken for a checkpoint: whole, every one."""
+    """Names under the root that count as checkpoints; check that each is intact."""
     found = sorted(path.name for path in root.iterdir() if path.name.startswith("checkpoint-"))
     for name in found:
         assert uc.verify(root / name, deep=True).problems == ()

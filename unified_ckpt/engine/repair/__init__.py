@@ -1,1 +1,1 @@
-"""A damaged folder made whole in place, from copies of the same save. Creates no new checkpoint."""
+"""Repairs a damaged folder in place, from copies of the same save. Creates no new checkpoint."""

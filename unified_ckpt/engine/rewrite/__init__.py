@@ -1,1 +1,1 @@
-"""A Source into a new folder: conversion and merge. Knows nothing of live state."""
+"""Writes a Source into a new folder: conversion and merge. Knows no live state."""

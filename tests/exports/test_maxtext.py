@@ -42,19 +42,19 @@ TURNS = [
 @pytest.mark.parametrize("nbytes", [1, 64, 200, 1 << 20])
 @pytest.mark.parametrize("turn", TURNS)
 def test_round_trip_in_pieces(turn: Transform, nbytes: int) -> None:
-    ours = torch.randn(turn.hf_shape)
-    theirs = torch.full(turn.maxtext_shape, torch.nan)
+    hf = torch.randn(turn.hf_shape)
+    maxtext = torch.full(turn.maxtext_shape, torch.nan)
     back = torch.full(turn.hf_shape, torch.nan)
     for piece in chunk_boxes(
         turn.maxtext_shape, turn.maxtext_shape, 4, axes=split_axes(turn), nbytes=nbytes
     ):
         box = hf_box(turn, piece)
-        there = to_maxtext(at(ours, box), turn, piece.shape)
-        at(theirs, piece).copy_(there)
-        at(back, box).copy_(to_hf(there, turn))
-    assert torch.equal(back, ours)
-    assert torch.equal(to_maxtext(ours, turn, turn.maxtext_shape), theirs)
-    assert torch.equal(to_hf(theirs, turn), ours)
+        transformed = to_maxtext(at(hf, box), turn, piece.shape)
+        at(maxtext, piece).copy_(transformed)
+        at(back, box).copy_(to_hf(transformed, turn))
+    assert torch.equal(back, hf)
+    assert torch.equal(to_maxtext(hf, turn, turn.maxtext_shape), maxtext)
+    assert torch.equal(to_hf(maxtext, turn), hf)
 
 
 def at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
@@ -74,9 +74,9 @@ def at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
 )
 def test_moments_are_those_of_the_gradient_in_the_other_form(turn: Transform) -> None:
     """Autograd through the transform gives the moments that Adam would hold in the other layout."""
-    theirs = torch.randn(turn.maxtext_shape, dtype=torch.float64, requires_grad=True)
+    maxtext = torch.randn(turn.maxtext_shape, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(turn.hf_shape, dtype=torch.float64)
-    (their_gradient,) = torch.autograd.grad(to_hf(theirs, turn), theirs, gradient)
+    (their_gradient,) = torch.autograd.grad(to_hf(maxtext, turn), maxtext, gradient)
     torch.testing.assert_close(
         to_hf(0.1 * their_gradient, transform_for(turn, "exp_avg")), 0.1 * gradient
     )
@@ -89,20 +89,20 @@ def test_moments_are_those_of_the_gradient_in_the_other_form(turn: Transform) ->
 def test_queries_of_two_bytes_are_scaled_in_four_as_maxtext_does(head: int) -> None:
     """A scale that is not a power of two rounds, so a round trip is not exact."""
     turn = Transform((6,), (2, head), multiplier=sqrt(head))
-    ours = torch.randn(turn.hf_shape).to(torch.bfloat16)
-    theirs = as_numpy(to_maxtext(ours, turn, turn.maxtext_shape))
-    by_hand = as_numpy(ours).T.reshape(turn.maxtext_shape)
+    hf = torch.randn(turn.hf_shape).to(torch.bfloat16)
+    maxtext = as_numpy(to_maxtext(hf, turn, turn.maxtext_shape))
+    by_hand = as_numpy(hf).T.reshape(turn.maxtext_shape)
     assert np.array_equal(
-        theirs,
+        maxtext,
         (by_hand.astype(np.float32) * np.float32(1 / np.sqrt(head))).astype(ml_dtypes.bfloat16),
     )
-    back = to_hf(torch.from_numpy(theirs.view(np.int16)).view(torch.bfloat16), turn)
+    back = to_hf(torch.from_numpy(maxtext.view(np.int16)).view(torch.bfloat16), turn)
     assert np.array_equal(
         as_numpy(back.t()).reshape(turn.maxtext_shape),
-        (theirs.astype(np.float32) * np.float32(np.sqrt(head))).astype(ml_dtypes.bfloat16),
+        (maxtext.astype(np.float32) * np.float32(np.sqrt(head))).astype(ml_dtypes.bfloat16),
     )
-    torch.testing.assert_close(back, ours, rtol=2**-7, atol=0)
-    assert torch.equal(back, ours) == (head == 16)
+    torch.testing.assert_close(back, hf, rtol=2**-7, atol=0)
+    assert torch.equal(back, hf) == (head == 16)
 
 
 def hub_state(kind: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -113,9 +113,9 @@ def hub_state(kind: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     shapes = {link.hf_name: link.transform.hf_shape for link in tensor_links(sizes, stacked=True)}
     state = {name: torch.randint(-64, 64, shape) / 256 for name, shape in shapes.items()}
     moments = {
-        f"{name}/{one}": torch.rand(shape)
+        f"{name}/{moment}": torch.rand(shape)
         for name, shape in shapes.items()
-        for one in ("exp_avg", "exp_avg_sq")
+        for moment in ("exp_avg", "exp_avg_sq")
     }
     steps = {f"{name}/step": torch.tensor(7.0) for name in shapes}
     uc.save(folder, model=state, optimizer=moments | steps, step=7)
@@ -129,34 +129,41 @@ def test_view_equals_a_model_built_head_by_head(tmp_path: Path, kind: str, stack
     with SourceView(
         maxtext_view(open_source(str(tmp_path / "c")), config.to_dict(), stacked=stacked)
     ) as view:
-        for power, one in enumerate((None, "exp_avg", "exp_avg_sq")):
-            part = "model" if one is None else "optimizer"
+        for power, moment in enumerate((None, "exp_avg", "exp_avg_sq")):
+            part = "model" if moment is None else "optimizer"
             with uc.open(tmp_path / "c") as source:
-                ours = {name: source[part][f"{name}/{one}" if one else name][...] for name in state}
+                hf_tensors = {
+                    name: source[part][f"{name}/{moment}" if moment else name][...]
+                    for name in state
+                }
             expected = leaves(
-                MaxText(config, mapped(ours, as_numpy), power=power).tree(
+                MaxText(config, mapped(hf_tensors, as_numpy), power=power).tree(
                     stacked=stacked, vocab=config.vocab_size
                 )
             )
-            names = {name for name in view[part] if one is None or name.endswith(f"/{one}")}
-            assert names == {f"{name}/{one}" if one else name for name in expected}
+            names = {name for name in view[part] if moment is None or name.endswith(f"/{moment}")}
+            assert names == {f"{name}/{moment}" if moment else name for name in expected}
             for name, array in expected.items():
                 assert np.array_equal(
-                    view[part][f"{name}/{one}" if one else name][...].numpy(), array
+                    view[part][f"{name}/{moment}" if moment else name][...].numpy(), array
                 ), name
         assert view["optimizer"]["decoder.decoder_norm.scale/step"][...] == 7
         assert view.step == 7
 
 
 def with_scalars(
-    state: dict[str, torch.Tensor], path: Path, *, step: Any, other: dict[str, Any]
+    state: dict[str, torch.Tensor], path: Path, *, step: Any, extra_state: dict[str, Any]
 ) -> Path:
     """A torch file of the model and an optimizer whose steps are numbers; `other` adds state."""
     entries = [
-        {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one), "step": step(i)}
-        for i, one in enumerate(state.values())
+        {
+            "exp_avg": torch.zeros_like(tensor),
+            "exp_avg_sq": torch.zeros_like(tensor),
+            "step": step(i),
+        }
+        for i, tensor in enumerate(state.values())
     ]
-    entries[0] |= other
+    entries[0] |= extra_state
     groups = [{"params": list(range(len(state))), "param_names": list(state), "lr": 0.1}]
     torch.save(
         {"model": state, "optimizer": {"state": dict(enumerate(entries)), "param_groups": groups}},
@@ -168,19 +175,19 @@ def with_scalars(
 def test_steps_that_are_numbers_are_not_left_out(tmp_path: Path) -> None:
     """Regression: conversion succeeded, without any step."""
     config, state = hub_state("llama3", tmp_path / "c")
-    path = with_scalars(state, tmp_path / "a.pt", step=lambda _: 7, other={})
+    path = with_scalars(state, tmp_path / "a.pt", step=lambda _: 7, extra_state={})
     with SourceView(view_of(path, config)) as view:
-        found = {
+        steps = {
             name: view["optimizer"][name][...]
             for name in view["optimizer"]
             if name.endswith("/step")
         }
-        assert len(found) == len(list(view["model"]))
-        assert all(torch.equal(one, torch.tensor(7.0)) for one in found.values())
-    path = with_scalars(state, tmp_path / "b.pt", step=lambda number: number, other={})
+        assert len(steps) == len(list(view["model"]))
+        assert all(torch.equal(count, torch.tensor(7.0)) for count in steps.values())
+    path = with_scalars(state, tmp_path / "b.pt", step=lambda number: number, extra_state={})
     with pytest.raises(uc.FormatError, match=r"merges parameters with steps \["):
         view_of(path, config)
-    path = with_scalars(state, tmp_path / "d.pt", step=lambda _: 7, other={"rounds": 3})
+    path = with_scalars(state, tmp_path / "d.pt", step=lambda _: 7, extra_state={"rounds": 3})
     with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*/rounds"):
         view_of(path, config)
 

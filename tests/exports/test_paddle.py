@@ -22,7 +22,9 @@ from unified_ckpt.sources.paddle.beta_powers import beta_power
 FILE = 5_000_000_000
 
 
-def written(source: Path, target: Path, config: Path, *, max_file_bytes: int = FILE) -> Path:
+def convert_to_paddle(
+    source: Path, target: Path, config: Path, *, max_file_bytes: int = FILE
+) -> Path:
     opened = open_source(str(source))
     try:
         write_paddle(
@@ -33,7 +35,7 @@ def written(source: Path, target: Path, config: Path, *, max_file_bytes: int = F
     return target
 
 
-def parsed(path: Path) -> Any:
+def parse_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
@@ -42,16 +44,16 @@ def test_round_trip_reproduces_paddle_files_bytewise(tmp_path: Path, origin: str
     """PaddleNLP's folder, converted to unified and back, as one process of PaddleNLP writes it."""
     expected = FIXTURES / "single_bf16"
     uc.convert(FIXTURES / origin, tmp_path / "ours")
-    made = written(tmp_path / "ours", tmp_path / "theirs", expected)
+    export = convert_to_paddle(tmp_path / "ours", tmp_path / "theirs", expected)
     names = sorted(
         path.name for path in expected.iterdir() if path.suffix in (".safetensors", ".json")
     )
-    assert sorted(path.name for path in made.iterdir()) == names
+    assert sorted(path.name for path in export.iterdir()) == names
     for name in names:
         if name.endswith(".safetensors"):
-            assert (made / name).read_bytes() == (expected / name).read_bytes(), name
+            assert (export / name).read_bytes() == (expected / name).read_bytes(), name
         else:
-            assert parsed(made / name) == parsed(expected / name), name
+            assert parse_json(export / name) == parse_json(expected / name), name
 
 
 def test_a_tied_model_has_both_names_in_every_part(tmp_path: Path) -> None:
@@ -60,54 +62,55 @@ def test_a_tied_model_has_both_names_in_every_part(tmp_path: Path) -> None:
     """
     expected = FIXTURES / "single_tied"
     uc.convert(expected, tmp_path / "ours")
-    made = written(tmp_path / "ours", tmp_path / "theirs", expected)
-    assert (made / "model-00001-of-00001.safetensors").read_bytes() == (
+    export = convert_to_paddle(tmp_path / "ours", tmp_path / "theirs", expected)
+    assert (export / "model-00001-of-00001.safetensors").read_bytes() == (
         expected / "model-00001-of-00001.safetensors"
     ).read_bytes()
     for stem in ("master_weights", "optimizer"):
-        found, original = stored(made, stem), stored(expected, stem)
-        assert all(same(found[name], tensor) for name, tensor in original.items())
+        tensors, original = stored(export, stem), stored(expected, stem)
+        assert all(same(tensors[name], tensor) for name, tensor in original.items())
         more = {
             name.replace("lm_head", "llama.embed_tokens")
             for name in original
             if name.startswith("lm_head")
         }
-        assert found.keys() - original.keys() == more
+        assert tensors.keys() - original.keys() == more
         assert all(
-            same(found[name], found[name.replace("llama.embed_tokens", "lm_head")]) for name in more
+            same(tensors[name], tensors[name.replace("llama.embed_tokens", "lm_head")])
+            for name in more
         )
 
 
 def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
     expected = FIXTURES / "lora_tp2"
     uc.convert(expected, tmp_path / "ours")
-    made = written(tmp_path / "ours", tmp_path / "theirs", expected)
-    assert parsed(made / "peft_model.safetensors.index.json")["type"] == "lora"
-    assert parsed(made / "config.json") == parsed(expected / "config.json")
+    export = convert_to_paddle(tmp_path / "ours", tmp_path / "theirs", expected)
+    assert parse_json(export / "peft_model.safetensors.index.json")["type"] == "lora"
+    assert parse_json(export / "config.json") == parse_json(expected / "config.json")
     for stem in ("peft_model", "optimizer"):
-        found, original = stored(made, stem), stored(expected, stem)
-        assert found.keys() == original.keys()
-        assert all(same(found[name], tensor) for name, tensor in original.items())
+        tensors, original = stored(export, stem), stored(expected, stem)
+        assert tensors.keys() == original.keys()
+        assert all(same(tensors[name], tensor) for name, tensor in original.items())
 
 
 def test_file_sizes_are_bounded_and_tensors_chunked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paddle_write, "_CHUNK_NBYTES", 700)  # not a multiple of any row
-    made = written(
+    export = convert_to_paddle(
         FIXTURES / "single_bf16",
         tmp_path / "theirs",
         FIXTURES / "single_bf16",
         max_file_bytes=20_000,
     )
     for stem in ("model-", "master_weights", "optimizer"):
-        found, original = stored(made, stem), stored(FIXTURES / "single_bf16", stem)
-        assert found.keys() == original.keys()
-        assert all(same(found[name], tensor) for name, tensor in original.items())
-    files = sorted(path.name for path in made.glob("optimizer-*.safetensors"))
+        tensors, original = stored(export, stem), stored(FIXTURES / "single_bf16", stem)
+        assert tensors.keys() == original.keys()
+        assert all(same(tensors[name], tensor) for name, tensor in original.items())
+    files = sorted(path.name for path in export.glob("optimizer-*.safetensors"))
     assert len(files) > 5
     assert files[0] == f"optimizer-00001-of-{len(files):05d}.safetensors"
-    assert max(path.stat().st_size for path in made.glob("*.safetensors")) < 30_000
+    assert max(path.stat().st_size for path in export.glob("*.safetensors")) < 30_000
 
 
 def trained(folder: Path, optimizer_of: Any = torch.optim.AdamW) -> Path:
@@ -122,29 +125,29 @@ def trained(folder: Path, optimizer_of: Any = torch.optim.AdamW) -> Path:
 
 
 def test_torch_checkpoint_round_trip(tmp_path: Path) -> None:
-    ours = trained(tmp_path / "ours")
-    made = written(ours, tmp_path / "theirs", ours)
-    with uc.open(ours) as first, uc.open(made) as second:
+    folder = trained(tmp_path / "ours")
+    export = convert_to_paddle(folder, tmp_path / "theirs", folder)
+    with uc.open(folder) as first, uc.open(export) as second:
         assert second.format == "paddle"
         for part in ("model", "optimizer"):
             assert set(first[part]) == set(second[part])
             assert all(
                 same(first[part][name][...], second[part][name][...]) for name in first[part]
             )
-        files = stored(made, "model-")
+        files = stored(export, "model-")
         assert all(
             same(first["model"][name.replace("llama.", "model.")][...], as_torch(name, tensor))
             for name, tensor in files.items()
         )
         powers, of_paddle = (
-            stored(made, "optimizer"),
+            stored(export, "optimizer"),
             stored(FIXTURES / "single_bf16", "optimizer"),
         )  # two steps at the same betas
         for power in ("beta1_pow_acc_0", "beta2_pow_acc_0"):
             assert same(
                 powers[f"llama.norm.weight/{power}"], of_paddle[f"llama.norm.weight/{power}"]
             )
-        assert parsed(made / "optimizer.safetensors.index.json")["master_weights"] is False
+        assert parse_json(export / "optimizer.safetensors.index.json")["master_weights"] is False
 
 
 @pytest.mark.parametrize(
@@ -163,9 +166,9 @@ def test_torch_checkpoint_round_trip(tmp_path: Path) -> None:
 def test_unknown_optimizer_state_is_refused_before_writing(
     tmp_path: Path, optimizer_of: Any, match: str
 ) -> None:
-    ours = trained(tmp_path / "ours", optimizer_of)
+    folder = trained(tmp_path / "ours", optimizer_of)
     with pytest.raises(uc.FormatError, match=rf"has no place for(.|\n)*{match}"):
-        written(ours, tmp_path / "theirs", ours)
+        convert_to_paddle(folder, tmp_path / "theirs", folder)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
@@ -174,7 +177,7 @@ def test_ambiguous_names_and_orientation_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         uc.FormatError, match=r"mixer.weight: got shape \(4, 4\) of an unknown layer"
     ):
-        written(tmp_path / "ours", tmp_path / "theirs", FIXTURES / "single_bf16")
+        convert_to_paddle(tmp_path / "ours", tmp_path / "theirs", FIXTURES / "single_bf16")
     with pytest.raises(uc.FormatError, match=r"set SourceOptions\(config="):
         write_paddle(
             open_source(str(tmp_path / "ours")),
@@ -188,16 +191,16 @@ def test_ambiguous_names_and_orientation_are_refused(tmp_path: Path) -> None:
         parts={"ema": {"model.norm.weight": torch.zeros(32)}},
     )
     with pytest.raises(uc.FormatError, match=r"expected parts model(.|\n)*ema"):
-        written(tmp_path / "parts", tmp_path / "theirs", FIXTURES / "single_bf16")
+        convert_to_paddle(tmp_path / "parts", tmp_path / "theirs", FIXTURES / "single_bf16")
     uc.save(tmp_path / "double", model={"model.norm.weight": torch.zeros(32, dtype=torch.float64)})
     with pytest.raises(
         uc.FormatError, match=r"norm\.weight: got dtype F64, expected BF16, F16, F32"
     ):
-        written(tmp_path / "double", tmp_path / "theirs", FIXTURES / "single_bf16")
-    other = copied("single_bf16", tmp_path / "other")
-    changed(other, "config.json", hidden_size=64, head_dim=8)
+        convert_to_paddle(tmp_path / "double", tmp_path / "theirs", FIXTURES / "single_bf16")
+    other_config = copied("single_bf16", tmp_path / "other")
+    changed(other_config, "config.json", hidden_size=64, head_dim=8)
     with pytest.raises(uc.FormatError, match=r"by config.json"):
-        written(FIXTURES / "single_bf16", tmp_path / "theirs", other)
+        convert_to_paddle(FIXTURES / "single_bf16", tmp_path / "theirs", other_config)
     assert not (tmp_path / "theirs").exists()
 
 
@@ -205,7 +208,7 @@ def test_existing_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "mine").write_text("kept")
     with pytest.raises(uc.StorageError, match="exists; choose another name"):
-        written(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
+        convert_to_paddle(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
     assert [path.name for path in tmp_path.rglob("*")] == ["theirs", "mine"]
 
 
@@ -217,17 +220,17 @@ def test_corrupt_export_is_detected_and_not_published(
     """
     real = paddle_write.read_box
 
-    def wrong(storage: Any, location: Any, spec: Any, box: Box) -> bytes:
-        found = bytearray(real(storage, location, spec, box))
-        found[0] ^= 1
-        return bytes(found)
+    def corrupt_read(storage: Any, location: Any, spec: Any, box: Box) -> bytes:
+        data = bytearray(real(storage, location, spec, box))
+        data[0] ^= 1
+        return bytes(data)
 
-    monkeypatch.setattr(paddle_write, "read_box", wrong)
+    monkeypatch.setattr(paddle_write, "read_box", corrupt_read)
     with pytest.raises(
         uc.IntegrityError,
         match=r"what was written differs from the source(.|\n)*lm_head.weight: 1 elements",
     ):
-        written(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
+        convert_to_paddle(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,7 +250,7 @@ def test_underflowed_beta1_power_round_trips(tmp_path: Path) -> None:
     with uc.open(tmp_path / "ours") as source:
         assert source["optimizer"]["lm_head.weight/step"][...] == 5000
         assert "betas" not in source.source.metadata().groups[0]["options"]
-    made = written(tmp_path / "ours", tmp_path / "theirs", folder)
-    assert (made / "optimizer-00001-of-00001.safetensors").read_bytes() == (
+    export = convert_to_paddle(tmp_path / "ours", tmp_path / "theirs", folder)
+    assert (export / "optimizer-00001-of-00001.safetensors").read_bytes() == (
         folder / "optimizer-00001-of-00001.safetensors"
     ).read_bytes()

@@ -81,16 +81,16 @@ def test_torch_file_equals_what_torch_saves(
     folder, expected = saved
     report = uc.convert(folder, tmp_path / "c.pt", to="torch")
     assert (report.step, report.tensors["model"], report.id) == (3, 4, None)
-    told = torch.load(tmp_path / "c.pt", weights_only=True, mmap=True)
-    assert told["step"] == 3
-    assert told["extra"]["scheduler"] == {"last": (1, 2.5)}
-    assert torch.equal(told["extra"]["noise"], torch.arange(3))
-    assert told["rank_extra"] == [{"seed": 5}]
-    assert told["model"]["0.weight"].data_ptr() == told["model"]["4.weight"].data_ptr()
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in told["model"].values())
+    state_dict = torch.load(tmp_path / "c.pt", weights_only=True, mmap=True)
+    assert state_dict["step"] == 3
+    assert state_dict["extra"]["scheduler"] == {"last": (1, 2.5)}
+    assert torch.equal(state_dict["extra"]["noise"], torch.arange(3))
+    assert state_dict["rank_extra"] == [{"seed": 5}]
+    assert state_dict["model"]["0.weight"].data_ptr() == state_dict["model"]["4.weight"].data_ptr()
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in state_dict["model"].values())
     model, optimizer = net(1)
-    model.load_state_dict(told["model"])
-    optimizer.load_state_dict(told["optimizer"])
+    model.load_state_dict(state_dict["model"])
+    optimizer.load_state_dict(state_dict["optimizer"])
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     assert train(model, optimizer, 3, 3) == expected
     with zipfile.ZipFile(tmp_path / "c.pt") as archive:
@@ -114,10 +114,10 @@ def test_dcp_folder_equals_what_dcp_saves(saved: tuple[Path, list[float]], tmp_p
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     assert train(model, optimizer, 3, 3) == expected
     assert main(["diff", str(tmp_path / "d"), str(folder), "--deep"]) == 0
-    other, fresh = net(2)
-    report = uc.load(tmp_path / "d", model=other, optimizer=fresh)
+    loaded_model, fresh = net(2)
+    report = uc.load(tmp_path / "d", model=loaded_model, optimizer=fresh)
     assert report.extra["extra"]["scheduler"] == {"last": (1, 2.5)}
-    assert train(other, fresh, 3, 3) == expected
+    assert train(loaded_model, fresh, 3, 3) == expected
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
@@ -138,16 +138,16 @@ def test_every_dtype_and_shape(tmp_path: Path, to: str) -> None:
     path = tmp_path / ("c.pt" if to == "torch" else "d")
     uc.convert(tmp_path / "c", path, to=to)
     if to == "torch":
-        found = torch.load(path, weights_only=True)["model"]
+        tensors = torch.load(path, weights_only=True)["model"]
     else:
-        found = {name: torch.empty_like(tensor) for name, tensor in model.items()}
+        tensors = {name: torch.empty_like(tensor) for name, tensor in model.items()}
         with warnings.catch_warnings(action="ignore"):  # one process
-            dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
-    assert found.keys() == model.keys()
+            dcp.load({"model": tensors}, checkpoint_id=path, no_dist=True)
+    assert tensors.keys() == model.keys()
     for name, tensor in model.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(
-            found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+            tensors[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
         ), name
 
 
@@ -205,13 +205,13 @@ def test_non_tensor_state_of_modules_is_exported(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model=model, options=QUICK)
     uc.convert(tmp_path / "c", tmp_path / "c.pt", to="torch")
     uc.convert(tmp_path / "c", tmp_path / "d", to="dcp")
-    one, other = nn.Sequential(Counting(2, 3)), nn.Sequential(Counting(2, 3))
-    one.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True)["model"])
-    target = {"model": other.state_dict()}
+    torch_model, dcp_model = nn.Sequential(Counting(2, 3)), nn.Sequential(Counting(2, 3))
+    torch_model.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True)["model"])
+    target = {"model": dcp_model.state_dict()}
     with warnings.catch_warnings(action="ignore"):  # one process
         dcp.load(target, checkpoint_id=tmp_path / "d", no_dist=True)
-    other.load_state_dict(target["model"])
-    assert one[0].seen == other[0].seen == 4
+    dcp_model.load_state_dict(target["model"])
+    assert torch_model[0].seen == dcp_model[0].seen == 4
 
     renamed = nn.ModuleDict({"head": Counting(2, 3)})
     (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "0.*"\nto = "head.{1}"\n')

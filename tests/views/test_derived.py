@@ -53,22 +53,29 @@ def test_slices_of_tensors_derived_from_ranges(
     kind = str(dtype).removeprefix("torch.")
     count = sum(stop - start for _, start, stop in pieces)
     width = cut.draw(st.sampled_from([n for n in (1, 2, 3, 5) if count % n == 0]))
-    made = RangesTensor(
+    ranges_tensor = RangesTensor(
         (count // width, width),
         tuple(ElementRange(f"{kind}/{i}", start, stop - start) for i, start, stop in pieces),
     )
     with uc.open(folder) as opened:
         needed = torch.cat(
             [opened["model"][f"{kind}/{i}"][...].flatten()[start:stop] for i, start, stop in pieces]
-        ).reshape(made.shape)
-        view = SourceView(derive(opened.source, {"made": made}, parts=["model"]))
+        ).reshape(ranges_tensor.shape)
+        view = SourceView(derive(opened.source, {"made": ranges_tensor}, parts=["model"]))
         assert torch.equal(view["model"]["made"][...], needed)
         low, high = sorted(
-            cut.draw(st.tuples(st.integers(0, made.shape[0]), st.integers(0, made.shape[0])))
+            cut.draw(
+                st.tuples(
+                    st.integers(0, ranges_tensor.shape[0]), st.integers(0, ranges_tensor.shape[0])
+                )
+            )
         )
-        left, right = sorted(cut.draw(st.tuples(st.integers(0, width), st.integers(0, width))))
+        first_column, stop_column = sorted(
+            cut.draw(st.tuples(st.integers(0, width), st.integers(0, width)))
+        )
         assert torch.equal(
-            view["model"]["made"][low:high, left:right], needed[low:high, left:right]
+            view["model"]["made"][low:high, first_column:stop_column],
+            needed[low:high, first_column:stop_column],
         )
         target = torch.zeros_like(needed)
         uc.load(view, model={"made": target}, strict=False)
@@ -76,7 +83,7 @@ def test_slices_of_tensors_derived_from_ranges(
 
 
 def test_names_are_derivable_and_unused_tensors(folder: Path) -> None:
-    made = {
+    tensors = {
         "joined": RangesTensor(
             (8, 6), (ElementRange("float32/0", 0, 24), ElementRange("float32/1", 0, 24))
         ),
@@ -85,7 +92,7 @@ def test_names_are_derivable_and_unused_tensors(folder: Path) -> None:
         ),
     }
     with uc.open(folder) as opened:
-        view = SourceView(derive(opened.source, made, parts=["model", "master_weights"]))
+        view = SourceView(derive(opened.source, tensors, parts=["model", "master_weights"]))
         assert set(view["model"]) == {"joined", *opened["model"]} - {"float32/0", "float32/1"}
         with pytest.raises(KeyError, match="not there"):
             view["model"]["not there"]
@@ -94,16 +101,16 @@ def test_names_are_derivable_and_unused_tensors(folder: Path) -> None:
 
 
 def test_whole_tensors_keep_their_digests(folder: Path) -> None:
-    made = {
+    tensors = {
         "renamed": RangesTensor((24,), (ElementRange("float32/0", 0, 24),)),
         "half": RangesTensor((12,), (ElementRange("float32/1", 12, 12),)),
     }
     with uc.open(folder) as opened:
-        view = derive(opened.source, made, parts=["model"])
-        wanted = [("model", "renamed"), ("model", "half"), ("model", "uint8/0")]
-        found = view.block_digests(wanted)
+        view = derive(opened.source, tensors, parts=["model"])
+        keys = [("model", "renamed"), ("model", "half"), ("model", "uint8/0")]
+        digests = view.block_digests(keys)
         stored = opened.source.block_digests([("model", "float32/0"), ("model", "uint8/0")])
-    assert [found[key] for key in wanted] == [
+    assert [digests[key] for key in keys] == [
         stored["model", "float32/0"],
         None,
         stored["model", "uint8/0"],

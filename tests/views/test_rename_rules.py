@@ -44,7 +44,7 @@ class Block(nn.Module):
         return x + (torch.tanh(y @ self.gate.T) * (y @ self.up.T)).sum(-1, keepdim=True)
 
 
-class Theirs(nn.Module):
+class FusedModel(nn.Module):
     """A model with another author's names: fused attention, weights as [in, out]."""
 
     def __init__(self, width: int = 4, depth: int = 3) -> None:
@@ -74,7 +74,7 @@ class Layer(nn.Module):
         return x + (torch.tanh(gate) * up).sum(-1, keepdim=True)
 
 
-class Ours(nn.Module):
+class SplitModel(nn.Module):
     def __init__(self, width: int = 4, depth: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, width)
@@ -147,17 +147,19 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {
+    states = {
         f"{names[id(p)]}/{key}": value
         for p, state in optimizer.state.items()
         for key, value in state.items()
     }
-    return {**model.state_dict(), **found}
+    return {**model.state_dict(), **states}
 
 
-def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+def check_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [
+        name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)
+    ] == []
 
 
 @pytest.fixture
@@ -174,32 +176,32 @@ def test_training_resumes_under_new_names_and_shapes(
 ) -> None:
     """Fused, split and transposed weights and AdamW state give the losses of one long run."""
     torch.manual_seed(0)
-    theirs = Theirs()
-    optimizer = adamw(theirs)
-    train(theirs, optimizer, 0, 4)
+    fused = FusedModel()
+    optimizer = adamw(fused)
+    train(fused, optimizer, 0, 4)
     uc.save(
         tmp_path / "theirs",
-        model=theirs,
+        model=fused,
         optimizer=optimizer,
         step=4,
         extra={"seen": 20},
         options=QUICK,
     )
-    saved = {name: value.clone() for name, value in state_of(theirs, optimizer).items()}
-    expected = train(theirs, optimizer, 4, 4)
+    saved = {name: value.clone() for name, value in state_of(fused, optimizer).items()}
+    expected = train(fused, optimizer, 4, 4)
 
-    ours = Ours()
-    fresh = torch.optim.AdamW(ours.parameters())
+    split = SplitModel()
+    fresh = torch.optim.AdamW(split.parameters())
     report = uc.load(
-        tmp_path / "theirs", model=ours, optimizer=fresh, options=uc.LoadOptions(source=rules[0])
+        tmp_path / "theirs", model=split, optimizer=fresh, options=uc.LoadOptions(source=rules[0])
     )
     assert (report.step, report.extra) == (4, {"seen": 20})
     assert fresh.param_groups[0]["lr"] == 0.02
-    assert torch.equal(ours.layers[1].k_proj.weight, saved["h.1.qkv"].T[4:8])
-    uc.save(tmp_path / "ours", model=ours, optimizer=fresh, step=4, options=QUICK)
-    assert train(ours, fresh, 4, 4) == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(split.layers[1].k_proj.weight, saved["h.1.qkv"].T[4:8])
+    uc.save(tmp_path / "ours", model=split, optimizer=fresh, step=4, options=QUICK)
+    assert train(split, fresh, 4, 4) == pytest.approx(expected, rel=1e-5)
 
-    again = Theirs()
+    again = FusedModel()
     back = torch.optim.AdamW(again.parameters())
     uc.load(tmp_path / "ours", model=again, optimizer=back, options=uc.LoadOptions(source=rules[1]))
     check_same(state_of(again, back), saved)
@@ -210,12 +212,14 @@ def save(path: Path, **parts: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def look(
-    path: Path, told: dict[str, Any] | list[dict[str, Any]], part: str = "model"
+def open_renamed(
+    path: Path, rules_file: dict[str, Any] | list[dict[str, Any]], part: str = "model"
 ) -> dict[str, torch.Tensor]:
     """Open the model part under the rules."""
     file = path.parent / "told.json"
-    file.write_text(json.dumps({"rules": told} if isinstance(told, list) else told))
+    file.write_text(
+        json.dumps({"rules": rules_file} if isinstance(rules_file, list) else rules_file)
+    )
     with uc.open(path, options=SourceOptions(rename=str(file))) as opened:
         return {name: view[...] for name, view in opened[part].items()}
 
@@ -224,9 +228,9 @@ def test_fused_attention_of_megatron_is_split(tmp_path: Path) -> None:
     """Rows of a group are queries, key, value: [groups * (queries + 2) * head_dim, hidden]."""
     groups, queries, head, hidden = 2, 3, 4, 5
     fused = torch.randn(groups * (queries + 2) * head, hidden)
-    apart = fused.view(groups, queries + 2, head, hidden)
+    grouped = fused.view(groups, queries + 2, head, hidden)
     shaped = {"reshape": [-1, hidden]}
-    told = {
+    rule = {
         "match": "layers.{i}.linear_qkv.weight",
         "steps": [{"reshape": [groups, queries + 2, head, hidden]}],
         "to": [
@@ -238,17 +242,19 @@ def test_fused_attention_of_megatron_is_split(tmp_path: Path) -> None:
             {"name": "layers.{i}.v_proj.weight", "steps": [{"slice": [1, queries + 1]}, shaped]},
         ],
     }
-    found = look(save(tmp_path / "c", model={"layers.0.linear_qkv.weight": fused}), [told])
+    tensors = open_renamed(
+        save(tmp_path / "c", model={"layers.0.linear_qkv.weight": fused}), [rule]
+    )
     expected = {
-        "q": apart[:, :queries],
-        "k": apart[:, queries : queries + 1],
-        "v": apart[:, queries + 1 :],
+        "q": grouped[:, :queries],
+        "k": grouped[:, queries : queries + 1],
+        "v": grouped[:, queries + 1 :],
     }
     check_same(
-        found,
+        tensors,
         {
-            f"layers.0.{one}_proj.weight": value.reshape(-1, hidden)
-            for one, value in expected.items()
+            f"layers.0.{projection}_proj.weight": value.reshape(-1, hidden)
+            for projection, value in expected.items()
         },
     )
 
@@ -261,20 +267,20 @@ def test_moments_of_scaled_parameters_are_scaled_as_gradients_are(tmp_path: Path
         "w/step": torch.tensor(5.0),
     }
     path = save(tmp_path / "c", model={"w": w}, optimizer=state)
-    told = [{"match": "w", "steps": [{"scale": 4}], "to": "v"}]
-    check_same(look(path, told), {"v": w * 4})
+    rules_list = [{"match": "w", "steps": [{"scale": 4}], "to": "v"}]
+    check_same(open_renamed(path, rules_list), {"v": w * 4})
     expected = {
         "v/exp_avg": state["w/exp_avg"] / 4,
         "v/exp_avg_sq": state["w/exp_avg_sq"] / 16,
         "v/step": state["w/step"],
     }
-    check_same(look(path, told, "optimizer"), expected)
+    check_same(open_renamed(path, rules_list, "optimizer"), expected)
     save(tmp_path / "d", model={"w": w}, optimizer={"w/strange": torch.randn(3, 4)})
     with pytest.raises(
         FormatError,
         match="optimizer:v/strange: the rule scales a parameter, and the effect on 'strange' is unknown",
     ):
-        look(tmp_path / "d", told, "optimizer")
+        open_renamed(tmp_path / "d", rules_list, "optimizer")
 
 
 def test_counts_of_joined_parameters_must_be_equal(tmp_path: Path) -> None:
@@ -286,12 +292,14 @@ def test_counts_of_joined_parameters_must_be_equal(tmp_path: Path) -> None:
             optimizer={"a/step": torch.tensor(3.0), "b/step": torch.tensor(second)},
         )
 
-    told = [{"match": ["a", "b"], "concat": 0, "to": "ab"}]
-    check_same(look(path("c", 3.0), told, "optimizer"), {"ab/step": torch.tensor(3.0)})
+    rules_list = [{"match": ["a", "b"], "concat": 0, "to": "ab"}]
+    check_same(
+        open_renamed(path("c", 3.0), rules_list, "optimizer"), {"ab/step": torch.tensor(3.0)}
+    )
     with pytest.raises(
         FormatError, match="optimizer:ab/step: tensor 1 of 2 that are merged into one differs"
     ):
-        look(path("d", 4.0), told, "optimizer")
+        open_renamed(path("d", 4.0), rules_list, "optimizer")
 
 
 def test_layers_are_stacked_and_unstacked_by_rules(tmp_path: Path) -> None:
@@ -301,15 +309,15 @@ def test_layers_are_stacked_and_unstacked_by_rules(tmp_path: Path) -> None:
         model=model,
         optimizer={f"h.{i}.w/step": torch.tensor(2.0) for i in range(11)},
     )
-    told = [{"match": "h.{layer}.w", "stack": {"over": "layer", "dim": 1}, "to": "h.w"}]
-    stacked = look(path, told)
+    rules_list = [{"match": "h.{layer}.w", "stack": {"over": "layer", "dim": 1}, "to": "h.w"}]
+    stacked = open_renamed(path, rules_list)
     check_same(stacked, {"h.w": torch.stack([model[f"h.{i}.w"] for i in range(11)], 1)})
-    check_same(look(path, told, "optimizer"), {"h.w/step": torch.tensor(2.0)})
+    check_same(open_renamed(path, rules_list, "optimizer"), {"h.w/step": torch.tensor(2.0)})
     save(tmp_path / "s", model=stacked, optimizer={"h.w/step": torch.tensor(2.0)})
     back = [{"match": "h.w", "unstack": {"over": "i", "dim": 1}, "to": "h.{i}.w"}]
-    check_same(look(tmp_path / "s", back), model)
+    check_same(open_renamed(tmp_path / "s", back), model)
     check_same(
-        look(tmp_path / "s", back, "optimizer"),
+        open_renamed(tmp_path / "s", back, "optimizer"),
         {f"h.{i}.w/step": torch.tensor(2.0) for i in range(11)},
     )
 
@@ -324,8 +332,8 @@ def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
     with uc.open(path, options=SourceOptions(rename=str(file))) as opened:
         assert list(opened["model"]) == ["embed"]
         assert torch.equal(opened["model"]["lm_head"][...], shared)
-    turned = look(path, [{"match": "emb", "steps": [{"permute": [1, 0]}], "to": "embed"}])
-    check_same(turned, {"embed": shared.T, "head": shared})  # no more the same
+    permuted = open_renamed(path, [{"match": "emb", "steps": [{"permute": [1, 0]}], "to": "embed"}])
+    check_same(permuted, {"embed": shared.T, "head": shared})  # no more the same
 
 
 def test_parts_and_unmatched_tensors(tmp_path: Path) -> None:
@@ -334,13 +342,15 @@ def test_parts_and_unmatched_tensors(tmp_path: Path) -> None:
         model={"a": torch.ones(1), "b": torch.ones(2)},
         optimizer={"a/mu": torch.ones(1), "b/mu": torch.ones(2)},
     )
-    own = [{"match": "*/mu", "to": "{1}/exp_avg", "parts": "optimizer"}]
-    assert set(look(path, own, "optimizer")) == {"a/exp_avg", "b/exp_avg"}
-    assert set(look(path, own)) == {"a", "b"}
-    assert set(look(path, {"unmatched": "drop", "rules": [{"match": "a", "to": "c"}]})) == {"c"}
-    assert set(look(path, [{"match": "a", "drop": True}])) == {"b"}
-    assert set(look(path, [{"match": "a", "drop": True}], "optimizer")) == {"b/mu"}
-    assert set(look(path, [{"match": "x", "to": "y", "optional": True}])) == {"a", "b"}
+    optimizer_rules = [{"match": "*/mu", "to": "{1}/exp_avg", "parts": "optimizer"}]
+    assert set(open_renamed(path, optimizer_rules, "optimizer")) == {"a/exp_avg", "b/exp_avg"}
+    assert set(open_renamed(path, optimizer_rules)) == {"a", "b"}
+    assert set(open_renamed(path, {"unmatched": "drop", "rules": [{"match": "a", "to": "c"}]})) == {
+        "c"
+    }
+    assert set(open_renamed(path, [{"match": "a", "drop": True}])) == {"b"}
+    assert set(open_renamed(path, [{"match": "a", "drop": True}], "optimizer")) == {"b/mu"}
+    assert set(open_renamed(path, [{"match": "x", "to": "y", "optional": True}])) == {"a", "b"}
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -473,7 +483,7 @@ def test_ambiguous_rules_are_refused_by_name(
     if told["rules"][0].get("match") == "?":
         del model["n"]
     with pytest.raises(FormatError, match=text):
-        look(save(tmp_path / "c", model=model), told)
+        open_renamed(save(tmp_path / "c", model=model), told)
 
 
 def test_refused_load_leaves_the_target_unchanged(tmp_path: Path) -> None:
@@ -503,11 +513,11 @@ def test_merged_param_groups_must_agree(tmp_path: Path) -> None:
     ]
     optimizer = torch.optim.SGD(groups)
     uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=QUICK)
-    told = [{"match": ["a.weight", "b.weight"], "concat": 0, "to": "ab.weight"}]
+    rules_list = [{"match": ["a.weight", "b.weight"], "concat": 0, "to": "ab.weight"}]
     with pytest.raises(
         FormatError, match=r"ab.weight: merges parameters whose hyperparameters differ"
     ):
-        look(tmp_path / "c", told)
+        open_renamed(tmp_path / "c", rules_list)
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e200, 1e-320])
@@ -515,12 +525,12 @@ def test_scale_that_overflows_moments_is_refused(tmp_path: Path, scale: float) -
     path = save(
         tmp_path / "c", model={"w": torch.ones(2)}, optimizer={"w/exp_avg_sq": torch.ones(2)}
     )
-    told = [{"match": "w", "steps": [{"scale": scale}], "to": "v"}]
+    rules_list = [{"match": "w", "steps": [{"scale": scale}], "to": "v"}]
     with pytest.raises(
         FormatError,
         match=r"scale 1e[-+]\d+ to the power -2 is (0.0|inf); expected a finite",
     ):
-        look(path, told, "optimizer")
+        open_renamed(path, rules_list, "optimizer")
 
 
 @pytest.mark.parametrize(
@@ -540,11 +550,11 @@ def test_factored_state_does_not_follow_its_parameter(tmp_path: Path, told: dict
     with pytest.raises(
         FormatError, match=r"'(row|col)_var' has shape \((1, 4|4, 1)\), its parameter \(4, 4\)"
     ):
-        look(tmp_path / "c", [told], "optimizer")
-    assert look(tmp_path / "c", [told]), "without the optimizer"
-    assert "a/row_var" in look(tmp_path / "c", [{"match": "0.weight", "to": "a"}], "optimizer"), (
-        "a name alone"
-    )
+        open_renamed(tmp_path / "c", [told], "optimizer")
+    assert open_renamed(tmp_path / "c", [told]), "without the optimizer"
+    assert "a/row_var" in open_renamed(
+        tmp_path / "c", [{"match": "0.weight", "to": "a"}], "optimizer"
+    ), "a name alone"
 
 
 # larger targets
@@ -593,12 +603,12 @@ def grow_by_hand(
             for key, value in old_optimizer.state[source].items():
                 rows = optimizer.state[target].get(key)
                 if value.dim() > 0:
-                    rest = (
+                    new_rows = (
                         torch.zeros_like(target)[len(source) :]
                         if rows is None
                         else rows[len(source) :]
                     )
-                    value = torch.cat([value, rest])
+                    value = torch.cat([value, new_rows])
                 optimizer.state[target][key] = value.clone()
 
 
@@ -620,8 +630,8 @@ def test_larger_vocabulary_resumes_as_if_grown_by_hand(
     pairs = [
         (model, OPTIMIZERS[kind](model.parameters())) for model in (larger, copy.deepcopy(larger))
     ]
-    for model, one in pairs if warm else []:
-        train(model, one, 20, 1)
+    for model, opt in pairs if warm else []:
+        train(model, opt, 20, 1)
     grow_by_hand(old, optimizer, *pairs[1])
     for _ in range(2):  # the second time from the larger checkpoint: the rule changes nothing there
         report = padded_load(tmp_path / "c", model=larger, optimizer=pairs[0][1])
@@ -641,7 +651,7 @@ def test_larger_vocabulary_resumes_as_if_grown_by_hand(
 def test_a_manager_restores_into_a_larger_vocabulary(tmp_path: Path) -> None:
     """Also what plain torch has saved, whose optimizer state is by position."""
     small, large = Small(7), Small(9)
-    optimizer, other = adamw(small), adamw(large)
+    optimizer, large_optimizer = adamw(small), adamw(large)
     train(small, optimizer, 0, 2)
     options = uc.LoadOptions(source=SourceOptions(rename=PADDED))
     with uc.CheckpointManager(
@@ -649,7 +659,7 @@ def test_a_manager_restores_into_a_larger_vocabulary(tmp_path: Path) -> None:
     ) as manager:
         manager.save(2, model=small, optimizer=optimizer)
         manager.wait()
-        report = manager.restore(model=large, optimizer=other)
+        report = manager.restore(model=large, optimizer=large_optimizer)
     assert report is not None
     assert report.step == 2
     torch.save(
@@ -658,12 +668,12 @@ def test_a_manager_restores_into_a_larger_vocabulary(tmp_path: Path) -> None:
     again = Small(9)
     back = adamw(again)
     uc.load(tmp_path / "c.pt", model=again, optimizer=back, options=options)
-    for model, one in ((large, other), (again, back)):
-        found = {
+    for model, opt in ((large, large_optimizer), (again, back)):
+        states = {
             name: tensor[:7] if tensor.dim() else tensor
-            for name, tensor in state_of(model, one).items()
+            for name, tensor in state_of(model, opt).items()
         }
-        check_same(found, state_of(small, optimizer))
+        check_same(states, state_of(small, optimizer))
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
@@ -680,11 +690,11 @@ def test_masters_in_the_optimizer_grow_with_the_model(
     """
     make = partial(FusedAdam, lr=0.02, master_weights=True, store_param_remainders=remainders)
     old, new = Small(7, dtype=dtype), Small(9, dtype=dtype)
-    optimizer, other = make(old.parameters()), make(new.parameters())
+    optimizer, new_optimizer = make(old.parameters()), make(new.parameters())
     train(old, optimizer, 0, 2)
     uc.save(tmp_path / "c", model=old, optimizer=optimizer, options=QUICK)
     if warm:
-        train(new, other, 20, 1)
+        train(new, new_optimizer, 20, 1)
     expected = []
     for param, small in zip(new.parameters(), old.parameters(), strict=True):
         whole = param.detach().clone()
@@ -694,13 +704,13 @@ def test_masters_in_the_optimizer_grow_with_the_model(
             "exp_avg_sq": torch.zeros(9, 4),
             "master_param": master,
         }
-        rows = {"": whole, **(other.state[param] if warm else fresh)}
+        rows = {"": whole, **(new_optimizer.state[param] if warm else fresh)}
         stored = {"": small.detach(), **optimizer.state[small]}
         expected.append({key: torch.cat([stored[key], value[7:]]) for key, value in rows.items()})
-    padded_load(tmp_path / "c", model=new, optimizer=other)
+    padded_load(tmp_path / "c", model=new, optimizer=new_optimizer)
     for param, state in zip(new.parameters(), expected, strict=True):
-        check_same({"": param.detach(), **other.state[param]}, state)
-    train(new, other, 2, 1)
+        check_same({"": param.detach(), **new_optimizer.state[param]}, state)
+    train(new, new_optimizer, 2, 1)
 
 
 KINDS = ("", "exp_avg", "exp_avg_sq", "master_param")  # the parameter, its state, its master
@@ -716,11 +726,11 @@ def sliced(
     wholes: dict[str, torch.Tensor], dim: int, comm: Comm
 ) -> tuple[dict[str, Any], torch.optim.Optimizer]:
     """A rank's slices as arguments of a save or a load; without state where there is none."""
-    own = {kind: slice_of(tensor, dim, comm.rank, comm.world) for kind, tensor in wholes.items()}
-    model = nn.ParameterDict({"w": nn.Parameter(own.pop(""))})
+    local = {kind: slice_of(tensor, dim, comm.rank, comm.world) for kind, tensor in wholes.items()}
+    model = nn.ParameterDict({"w": nn.Parameter(local.pop(""))})
     optimizer = torch.optim.AdamW(model.parameters())
-    if own:
-        optimizer.state[model["w"]] = {"step": torch.tensor(2.0), **own}
+    if local:
+        optimizer.state[model["w"]] = {"step": torch.tensor(2.0), **local}
     layout = uc.Layout(
         mesh={"tp": comm.world}, rules={"w": {"tp": dim}}, shapes={"w": tuple(wholes[""].shape)}
     )
@@ -747,7 +757,7 @@ def test_slices_grow_over_any_ranks(
     )
     larger = (shape[0] + more[0], shape[1] + more[1])
 
-    def made(seed: int, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    def draw_tensors(seed: int, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
         draw = torch.Generator().manual_seed(seed)
         return {
             kind: torch.rand(shape, generator=draw).to(
@@ -756,31 +766,31 @@ def test_slices_grow_over_any_ranks(
             for kind in KINDS
         }
 
-    saved, there = made(1, shape), made(2, larger)
+    saved, target_tensors = draw_tensors(1, shape), draw_tensors(2, larger)
     expected = {
         kind: tensor.clone() if warm or not kind else torch.zeros(larger)
-        for kind, tensor in there.items()
+        for kind, tensor in target_tensors.items()
     }
     for kind in KINDS if warm else KINDS[:3]:
         expected[kind][: shape[0], : shape[1]] = saved[kind]
     if not warm:
         del (
-            there["exp_avg"],
-            there["exp_avg_sq"],
-            there["master_param"],
+            target_tensors["exp_avg"],
+            target_tensors["exp_avg_sq"],
+            target_tensors["master_param"],
             saved["master_param"],
             expected["master_param"],
         )
 
     def act(comm: Comm) -> None:
-        targets, optimizer = sliced(there, dims[1], comm)
+        targets, optimizer = sliced(target_tensors, dims[1], comm)
         with make_checkpointer(comm) as checkpointer:
             options = uc.LoadOptions(source=SourceOptions(rename=[{"match": "w", "pad": [0, 1]}]))
             checkpointer.load(f"{root}/c", **targets, options=options)
-        found = {"": targets["model"]["w"].detach(), **optimizer.state[targets["model"]["w"]]}
-        assert found.pop("step") == 2
+        actual = {"": targets["model"]["w"].detach(), **optimizer.state[targets["model"]["w"]]}
+        assert actual.pop("step") == 2
         check_same(
-            found,
+            actual,
             {
                 kind: slice_of(tensor, dims[1], comm.rank, comm.world)
                 for kind, tensor in expected.items()
@@ -894,10 +904,10 @@ def test_growth_of_unknown_state_is_refused(tmp_path: Path, make: Any, text: str
     has been stepped has.
     """
     old, new = (nn.Sequential(nn.Linear(4, rows, bias=False)) for rows in (3, 5))
-    optimizer, other = make(old.parameters()), make(new.parameters())
-    for model, one in ((old, optimizer), (new, other)):
+    optimizer, new_optimizer = make(old.parameters()), make(new.parameters())
+    for model, opt in ((old, optimizer), (new, new_optimizer)):
         model(torch.randn(2, 4)).square().sum().backward()
-        one.step()
+        opt.step()
     path, first = tmp_path / "c", new[0].weight.detach().clone()
     uc.save(path, model=old, optimizer=optimizer, options=QUICK)
     rule = {"match": "*.weight", "pad": [0, 1]}
@@ -905,9 +915,10 @@ def test_growth_of_unknown_state_is_refused(tmp_path: Path, make: Any, text: str
         padded_load(path, [rule], model=new, optimizer=make(new.parameters()))
     assert torch.equal(new[0].weight, first)
     if make is torch.optim.Rprop:
-        padded_load(path, [rule], model=new, optimizer=other)
+        padded_load(path, [rule], model=new, optimizer=new_optimizer)
         assert torch.equal(
-            other.state[new[0].weight]["step_size"][:3], optimizer.state[old[0].weight]["step_size"]
+            new_optimizer.state[new[0].weight]["step_size"][:3],
+            optimizer.state[old[0].weight]["step_size"],
         )
     else:
         fresh = make(new.parameters())
@@ -934,17 +945,18 @@ def test_rules_in_python_are_those_of_a_file(tmp_path: Path) -> None:
         )
         with pytest.raises(FormatError, match="`pad` has no effect in a conversion"):
             uc.convert(path, tmp_path / "d", source=SourceOptions(rename=form), fsync=False)
-    for wrong, text in ((True, "rules.0.pad"), ([0, "x"], r"rules.0.pad.1")):
+    for pad, text in ((True, "rules.0.pad"), ([0, "x"], r"rules.0.pad.1")):
         with pytest.raises(
             FormatError, match=rf"SourceOptions\(rename=...\): {text}: Input should be"
         ):
-            SourceOptions(rename=[{"match": "w", "pad": wrong}])
+            SourceOptions(rename=[{"match": "w", "pad": pad}])
 
 
 def test_toml_and_json_say_the_same() -> None:
-    told = parse_renames(RULES.encode(), file="r.toml")
+    renames = parse_renames(RULES.encode(), file="r.toml")
     assert (
-        parse_renames(told.model_dump_json(exclude_defaults=True).encode(), file="r.json") == told
+        parse_renames(renames.model_dump_json(exclude_defaults=True).encode(), file="r.json")
+        == renames
     )
     with pytest.raises(FormatError, match=r"r.toml: not valid TOML"):
         parse_renames(b"[[rules", file="r.toml")
@@ -958,8 +970,8 @@ def test_a_count_of_one_element_is_not_stacked(tmp_path: Path) -> None:
         model=model,
         optimizer={f"h.{i}/step": torch.tensor([3.0]) for i in range(2)},
     )
-    told = [{"match": "h.{i}", "stack": {"over": "i"}, "to": "h"}]
-    check_same(look(path, told, "optimizer"), {"h/step": torch.tensor([3.0])})
+    rules_list = [{"match": "h.{i}", "stack": {"over": "i"}, "to": "h"}]
+    check_same(open_renamed(path, rules_list, "optimizer"), {"h/step": torch.tensor([3.0])})
 
 
 def test_experts_are_not_dropped_silently(tmp_path: Path) -> None:
@@ -972,9 +984,9 @@ def test_experts_are_not_dropped_silently(tmp_path: Path) -> None:
         "stack": {"over": "e"},
         "to": "layers.{i}.experts.w1",
     }
-    found = look(save(tmp_path / "c", model=model), [rule])
+    tensors = open_renamed(save(tmp_path / "c", model=model), [rule])
     check_same(
-        found,
+        tensors,
         {
             f"layers.{i}.experts.w1": torch.stack(
                 [model[f"layers.{i}.experts.{e}.w1"] for e in range(4)]
@@ -987,9 +999,9 @@ def test_experts_are_not_dropped_silently(tmp_path: Path) -> None:
         FormatError,
         match=r"layers.1.experts.w1 stacks 3 tensors, layers.0.experts.w1 4; add 3 to both",
     ):
-        look(save(tmp_path / "d", model=model), [rule])
+        open_renamed(save(tmp_path / "d", model=model), [rule])
     with pytest.raises(FormatError, match=r"layers.1.local_experts.3.w1: no rule matches"):
-        look(
+        open_renamed(
             save(tmp_path / "e", model=model | {"layers.1.local_experts.3.w1": last}),
             {"unmatched": "error", "rules": [rule]},
         )

@@ -19,15 +19,15 @@ from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard,
 KEY = ("model", "w")
 
 
-def fragment(tensor: torch.Tensor, box: Box) -> TensorShard:
+def make_shard(tensor: torch.Tensor, box: Box) -> TensorShard:
     """A shard whose memory is not row-major."""
-    cut = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
-    turned = cut.transpose(0, -1).contiguous().transpose(0, -1) if cut.dim() else cut.clone()
-    return TensorShard(box, lambda: turned, f"file of {box}")
+    piece = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
+    strided = piece.transpose(0, -1).contiguous().transpose(0, -1) if piece.dim() else piece.clone()
+    return TensorShard(box, lambda: strided, f"file of {box}")
 
 
 @st.composite
-def cut(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
+def tilings(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
     """Boxes that cover a box exactly once."""
     dims = [d for d, n in enumerate(box.shape) if n > 1]
     if not dims or depth == 0:
@@ -39,7 +39,9 @@ def cut(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
         offsets = tuple(o + low if d == dim else o for d, o in enumerate(box.offsets))
         return Box(offsets, tuple(high - low if d == dim else n for d, n in enumerate(box.shape)))
 
-    return draw(cut(part(0, at), depth - 1)) + draw(cut(part(at, box.shape[dim]), depth - 1))
+    return draw(tilings(part(0, at), depth - 1)) + draw(
+        tilings(part(at, box.shape[dim]), depth - 1)
+    )
 
 
 @given(
@@ -51,17 +53,17 @@ def test_any_byte_range_and_box_equals_the_tensor(
     shape: list[int], dtype: torch.dtype, data: st.DataObject
 ) -> None:
     tensor = torch.arange(prod(shape)).to(dtype).reshape(shape)
-    boxes = data.draw(cut(full_box(shape)))
-    one = sharded_tensor(
-        dtype, shape, data.draw(st.permutations([fragment(tensor, box) for box in boxes]))
+    boxes = data.draw(tilings(full_box(shape)))
+    sharded = sharded_tensor(
+        dtype, shape, data.draw(st.permutations([make_shard(tensor, box) for box in boxes]))
     )
-    source = ShardedSource("folder", {KEY: one}, format="test", metadata=SourceMetadata())
+    source = ShardedSource("folder", {KEY: sharded}, format="test", metadata=SourceMetadata())
     expected = bytes(as_bytes(tensor.contiguous()))
     start = data.draw(st.integers(0, len(expected)))
-    found = bytearray(data.draw(st.integers(0, len(expected) - start)))
+    buffer = bytearray(data.draw(st.integers(0, len(expected) - start)))
     catalog = source.catalog([KEY])
-    catalog.storage.read_at(catalog.locations[KEY].file, start, memoryview(found))
-    assert bytes(found) == expected[start : start + len(found)]
+    catalog.storage.read_at(catalog.locations[KEY].file, start, memoryview(buffer))
+    assert bytes(buffer) == expected[start : start + len(buffer)]
     box = data.draw(st.sampled_from(boxes))
     taken = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
     assert source.read(*KEY, box) == bytes(as_bytes(taken.contiguous()))
@@ -86,7 +88,7 @@ def test_box_shape_with_other_dims() -> None:
 WRONG: list[tuple[str, Callable[[], ShardedTensor], type[Exception], str]] = [
     (
         "a gap",
-        lambda: sharded_tensor(torch.float32, (4,), [fragment(torch.ones(4), Box((0,), (3,)))]),
+        lambda: sharded_tensor(torch.float32, (4,), [make_shard(torch.ones(4), Box((0,), (3,)))]),
         IncompleteError,
         r"no shard has box \(3,\)",
     ),
@@ -95,7 +97,10 @@ WRONG: list[tuple[str, Callable[[], ShardedTensor], type[Exception], str]] = [
         lambda: sharded_tensor(
             torch.float32,
             (4,),
-            [fragment(torch.ones(4), Box((0,), (3,))), fragment(torch.ones(4), Box((2,), (2,)))],
+            [
+                make_shard(torch.ones(4), Box((0,), (3,))),
+                make_shard(torch.ones(4), Box((2,), (2,))),
+            ],
         ),
         FormatError,
         "overlap",
@@ -128,10 +133,10 @@ def test_gaps_and_overlaps_are_refused(
 
 
 def test_shard_of_unexpected_shape_is_refused_when_read() -> None:
-    one = sharded_tensor(
+    sharded = sharded_tensor(
         torch.float32, (4,), [TensorShard(Box((0,), (4,)), lambda: torch.ones(5), "shard-3.pt")]
     )
     with pytest.raises(FormatError, match=r"shard-3.pt: got a shard of model:w with shape \(5,\)"):
-        ShardedSource("folder", {KEY: one}, format="test", metadata=SourceMetadata()).read(
+        ShardedSource("folder", {KEY: sharded}, format="test", metadata=SourceMetadata()).read(
             *KEY, Box((0,), (4,))
         )

@@ -59,19 +59,20 @@ def test_stacking_and_unstacking_round_trip(
     folder: Path, tmp_path: Path, dim: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (
-        uc.open(folder) as one,
-        uc.open(folder, options=SourceOptions(layers="stacked", layer_dim=dim)) as other,
+        uc.open(folder) as original,
+        uc.open(folder, options=SourceOptions(layers="stacked", layer_dim=dim)) as stacked_source,
     ):
         name = "layers.mlp.up_proj.weight"
         expected = torch.stack(
-            [one["model"][f"model.layers.{i}.mlp.up_proj.weight"][...] for i in range(4)], dim
+            [original["model"][f"model.layers.{i}.mlp.up_proj.weight"][...] for i in range(4)], dim
         )
-        assert torch.equal(other["model"][f"model.{name}"][...], expected)
+        assert torch.equal(stacked_source["model"][f"model.{name}"][...], expected)
         parts = {
-            part: {name: view[...] for name, view in other[part].items()} for part in other.parts
+            part: {name: view[...] for name, view in stacked_source[part].items()}
+            for part in stacked_source.parts
         }
         assert "model.layers.input_layernorm.weight/step" in parts["optimizer"]
-        (group,) = other.source.metadata().groups
+        (group,) = stacked_source.source.metadata().groups
         assert {f"{fqn}/exp_avg" for fqn in group["names"]} <= parts["optimizer"].keys()
         assert len(parts["model"]) == 1 + 9 + 1
     uc.save(tmp_path / "stacked", **parts, step=2, options=QUICK)

@@ -29,10 +29,13 @@ def options(name: str) -> SourceOptions:
 
 @pytest.mark.parametrize("mark", [":", "."])
 def test_tensors_under_other_names_are_the_stored_bytes(folder: Path, mark: str) -> None:
-    with uc.open(folder) as opened, uc.open(folder, options=options(f"{mark}renamed")) as other:
-        assert sorted(other["model"]) == ["net.lazy", "net.w"]
+    with (
+        uc.open(folder) as opened,
+        uc.open(folder, options=options(f"{mark}renamed")) as renamed_view,
+    ):
+        assert sorted(renamed_view["model"]) == ["net.lazy", "net.w"]
         stored, keys = opened.source.block_digests([("model", "w")]), [("model", "net.w")]
-        assert other.source.block_digests(keys)["model", "net.w"] == stored["model", "w"]
+        assert renamed_view.source.block_digests(keys)["model", "net.w"] == stored["model", "w"]
     target = torch.zeros(3, 4)
     report = uc.load(
         folder,

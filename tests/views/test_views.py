@@ -42,8 +42,8 @@ def test_any_ranks_load_slices_of_derived_tensors(tmp_path: Path, rule: dict[str
     def act(comm: Comm) -> None:
         expected = w.T.chunk(2, rule["tp"])[comm.rank % 2] if rule else w.T
         target = torch.zeros(expected.shape)
-        with make_checkpointer(comm) as made:
-            made.load(tmp_path / "c", model={"v": target}, layout=layout, options=options)
+        with make_checkpointer(comm) as checkpointer:
+            checkpointer.load(tmp_path / "c", model={"v": target}, layout=layout, options=options)
         assert torch.equal(target, expected)
 
     run_ranks(4, act)
@@ -60,8 +60,10 @@ def test_rules_missing_on_one_rank_fail_all_ranks(tmp_path: Path) -> None:
     targets = [torch.zeros(2, 3) for _ in options]
 
     def act(comm: Comm) -> None:
-        with make_checkpointer(comm) as made:
-            made.load(tmp_path / "c", model={"v": targets[comm.rank]}, options=options[comm.rank])
+        with make_checkpointer(comm) as checkpointer:
+            checkpointer.load(
+                tmp_path / "c", model={"v": targets[comm.rank]}, options=options[comm.rank]
+            )
 
     same_error(try_ranks(2, act), uc.NotFoundError, r"none.toml: cannot be read")
     assert not any(target.any() for target in targets)
@@ -102,7 +104,7 @@ def test_damage_is_found_through_a_view(tmp_path: Path, rules: str) -> None:
 def test_nested_views_have_distinct_virtual_files() -> None:
     """Each view has virtual files, whose names the view below may use too."""
     tensors = {name: torch.randn(4, 6) for name in "ab"}
-    made = {
+    sharded = {
         ("model", name): sharded_tensor(
             torch.float32,
             (4, 6),
@@ -110,7 +112,7 @@ def test_nested_views_have_distinct_virtual_files() -> None:
         )
         for name, t in tensors.items()
     }
-    source = ShardedSource("folder", made, format="test", metadata=SourceMetadata())
+    source = ShardedSource("folder", sharded, format="test", metadata=SourceMetadata())
     swap = Renames(
         rules=(
             Rule(match=("a",), to="b", steps=({"permute": (1, 0)},)),
@@ -139,16 +141,16 @@ def test_several_chunks_and_any_byte_range(tmp_path: Path) -> None:
         tmp_path / "c", options=uc.SourceOptions(rename=str(tmp_path / "r.toml"))
     ) as opened:
         catalog = opened.source.catalog([("model", "v")])
-        at, expected = catalog.locations["model", "v"], w.T.contiguous().numpy().tobytes()
+        location, expected = catalog.locations["model", "v"], w.T.contiguous().numpy().tobytes()
         for start, count in [
             (0, 9),
             (len(expected) - 5, 5),
             (CHUNK_NBYTES - 6, 13),
             (4001, 100_000),
         ]:
-            found = bytearray(count)
-            catalog.storage.read_at(at.file, at.start + start, memoryview(found))
-            assert bytes(found) == expected[start : start + count]
+            buffer = bytearray(count)
+            catalog.storage.read_at(location.file, location.start + start, memoryview(buffer))
+            assert bytes(buffer) == expected[start : start + count]
         assert opened["model"]["v"][7, 5:8].tolist() == [5007, 6007, 7007]
 
 
@@ -185,13 +187,13 @@ def test_optimizer_without_state_stays_empty(tmp_path: Path) -> None:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         options=QUICK,
     )
-    other = torch.nn.ParameterDict({"v": torch.zeros(2, 3)})
-    fresh = torch.optim.SGD(other.parameters(), lr=0.1)
+    target = torch.nn.ParameterDict({"v": torch.zeros(2, 3)})
+    fresh = torch.optim.SGD(target.parameters(), lr=0.1)
     uc.load(
         tmp_path / "c",
-        model=other,
+        model=target,
         optimizer=fresh,
         options=through(tmp_path / "r.toml", TURN.replace('"w"', '"weight"')),
     )
-    assert torch.equal(other["v"], model.weight.T)
+    assert torch.equal(target["v"], model.weight.T)
     assert fresh.param_groups[0]["lr"] == 0.5

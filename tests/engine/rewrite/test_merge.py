@@ -68,10 +68,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def numbered(machines: Sequence[int]) -> list[int]:
+def numbered(nodes: Sequence[int]) -> list[int]:
     """Node numbers from 0, in the order of their first ranks."""
-    order = list(dict.fromkeys(machines))
-    return [order.index(machine) for machine in machines]
+    order = list(dict.fromkeys(nodes))
+    return [order.index(node) for node in nodes]
 
 
 def merge_all(
@@ -85,7 +85,7 @@ def merge_all(
 ) -> list[MergeReport | BaseException]:
     """Merge with the folders of each rank's node."""
     target.mkdir(exist_ok=True, parents=True)
-    how = MergeOptions(
+    merge_options = MergeOptions(
         **{
             **{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__},
             "on_progress": beat,
@@ -95,8 +95,10 @@ def merge_all(
 
     def act(comm: Comm) -> MergeReport:
         storage = storages(comm.rank) if storages is not None else LocalStorage(str(target))
-        own = [str(path) for path in paths[machines[comm.rank]]]
-        return merge_paths(comm, own, storage, NAME, how, nodes=numbered(machines))
+        local_paths = [str(path) for path in paths[machines[comm.rank]]]
+        return merge_paths(
+            comm, local_paths, storage, NAME, merge_options, nodes=numbered(machines)
+        )
 
     return try_ranks(len(machines), act)
 

@@ -125,7 +125,7 @@ def _load(
     started: float,
 ) -> LoadReport:
     rank, world = collective.rank, collective.world
-    with gc_paused, collective.step("target"):
+    with gc_paused, collective.step("prepare-target"):
         if isinstance(request, Exception):
             raise request
         metadata, verify = request.metadata, request.options.verify
@@ -227,7 +227,7 @@ def _plan_reads(
     Collective.
     """
     decls = list(by_decl)
-    with collective.step("holders"):
+    with collective.step("exchange-declarations"):
         table, holders = gather_declarations(collective, decls)
         if holders is not None:
             if max(nodes) > 0:

@@ -57,7 +57,7 @@ def repair_across_nodes(
                 ]
                 if not any(served):
                     raise NotFoundError(f"{root}: does not exist on any node")
-            with collective.step("choose_repairers"):
+            with collective.step("select-repairers"):
                 if is_leader:
                     collective.put(f"repairer/{node}", str(_repairer(root, served, node)).encode())
                 repairers = [

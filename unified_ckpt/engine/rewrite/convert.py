@@ -227,7 +227,7 @@ def _write_and_publish(
         request.progress(nbytes, rank_nbytes)
 
     output = Output(storage, staging.folder, fsync=request.fsync, on_progress=on_write)
-    with collective.step("check_free_space"):
+    with collective.step("check-free-space"):
         if collective.rank == 0:
             check_free_space(rewrite)
         master_check = (

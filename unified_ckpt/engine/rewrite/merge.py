@@ -181,7 +181,7 @@ def _locate_tensors(
     The leader is the first rank of the node that has the first folder.
     """
     keys, node_leaders = sorted(tensor_sizes(source)), first_ranks(nodes)
-    with collective.step("locate_tensors"):
+    with collective.step("locate-tensors"):
         if collective.rank in node_leaders:
             group_numbers = [
                 folder.manifest.node_group.number
@@ -190,7 +190,7 @@ def _locate_tensors(
                 for folder in source.local_folders
             ]
             collective.put(
-                f"lowest_group/{collective.rank}", str(min(group_numbers, default=-1)).encode()
+                f"lowest-group/{collective.rank}", str(min(group_numbers, default=-1)).encode()
             )
             local_nbytes = [
                 (key_index, nbytes)
@@ -198,12 +198,12 @@ def _locate_tensors(
                 if (nbytes := source.local_nbytes(*key))
             ]
             collective.put(
-                f"local_nbytes/{collective.rank}",
+                f"local-nbytes/{collective.rank}",
                 zlib.compress(json.dumps(local_nbytes).encode(), 1),
             )
         if collective.rank == 0:
             lowest_group = {
-                rank: int(collective.get(f"lowest_group/{rank}")) for rank in node_leaders
+                rank: int(collective.get(f"lowest-group/{rank}")) for rank in node_leaders
             }
             collective.put(
                 "leader",
@@ -217,7 +217,7 @@ def _locate_tensors(
     nbytes_by_node: dict[Key, dict[int, int]] = {}
     for rank in node_leaders:
         for key_index, nbytes in json.loads(
-            zlib.decompress(collective.get(f"local_nbytes/{rank}"))
+            zlib.decompress(collective.get(f"local-nbytes/{rank}"))
         ):
             nbytes_by_node.setdefault(keys[key_index], {})[nodes[rank]] = nbytes
     return leader, nbytes_by_node
@@ -255,7 +255,7 @@ def _write_and_publish(
         options.on_progress(nbytes)
 
     output = Output(storage, staging.folder, fsync=options.fsync, on_progress=on_write)
-    with collective.step("check_free_space"):
+    with collective.step("check-free-space"):
         if collective.rank == rewrite.leader:
             check_free_space(rewrite)
     with collective.step("write"):

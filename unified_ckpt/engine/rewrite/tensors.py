@@ -170,7 +170,7 @@ def nodes_that_see(
     leader: int,
 ) -> list[int]:
     """On the leader: the nodes whose ranks all see the staging folder. Collective."""
-    with collective.step("check_visible"):
+    with collective.step("check-visible"):
         try:
             commit.check_visible(storage, staging)
             visible = b"1"
@@ -199,7 +199,7 @@ def plan_files(
     `nbytes_by_node` (bytes of each tensor on each node) and `writer_nodes` matter only on the
     leader.
     """
-    with collective.step("plan_files"):
+    with collective.step("plan-files"):
         if collective.rank == leader:
             file_plan = plan_merge(
                 sizes, nbytes_by_node, writers=writer_nodes, max_file_bytes=max_file_bytes
@@ -207,8 +207,8 @@ def plan_files(
             body = json.dumps(
                 [[file.part, file.number, file.count, file.keys, file.node] for file in file_plan]
             )
-            collective.put("file_plan", zlib.compress(body.encode(), 1))
-    entries = json.loads(zlib.decompress(collective.get("file_plan")))
+            collective.put("file-plan", zlib.compress(body.encode(), 1))
+    entries = json.loads(zlib.decompress(collective.get("file-plan")))
     return [
         MergedFile(part, number, count, tuple((p, n) for p, n in keys), node)
         for part, number, count, keys, node in entries

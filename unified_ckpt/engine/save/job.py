@@ -234,7 +234,7 @@ def _publish_all_groups(
         if published is not None and isinstance(error, CheckpointError):
             backup.rollback(storage, published)
         raise
-    with commit_group.step("cleaned"):
+    with commit_group.step("clean-up"):
         if published is not None:
             backup.clean_up(storage, published, fsync=planned.request.options.fsync)
 

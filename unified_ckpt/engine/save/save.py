@@ -183,7 +183,7 @@ def _plan_save(
     existing_entries = frozenset[str]()
     cached = collective.all_cached and cache.plan is not None
     # A background save with a cached plan agrees once, after everything is copied.
-    with nullcontext() if background and collective.all_cached else collective.step("state"):
+    with nullcontext() if background and collective.all_cached else collective.step("check-state"):
         if isinstance(request, Exception):
             raise request
         extra_state = encode_extra(
@@ -307,7 +307,7 @@ def _verify_replicas(planned: PlannedSave) -> PlannedSave:
     """Collective. Compares the bytes of replicas if the options ask for it in this save."""
     mode, plan = planned.request.options.check_replicas, planned.plan
     if mode == "always" or (mode == "first" and not plan.replicas_checked):
-        with planned.collective.step("check"):
+        with planned.collective.step("verify-replicas"):
             check_replicas(planned.collective, plan.groups, planned.tensors_by_group)
         plan.replicas_checked = True
     return planned

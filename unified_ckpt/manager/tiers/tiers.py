@@ -274,7 +274,7 @@ class TieredStorage:
             return cached[0]
 
         answers, other_leaders = [self._check_local(name, root_saves)], self._leaders[1:]
-        if any(collective.get(f"has_marker/{rank}") == b"0" for rank in other_leaders):
+        if any(collective.get(f"has-marker/{rank}") == b"0" for rank in other_leaders):
             try:
                 body: list[str] | str = sorted(root_saves())
             except (CheckpointError, OSError) as error:
@@ -299,7 +299,7 @@ class TieredStorage:
                 raise StorageError(body)
             return frozenset(body)
 
-        collective.put(f"has_marker/{collective.rank}", b"0" if self._marker is None else b"1")
+        collective.put(f"has-marker/{collective.rank}", b"0" if self._marker is None else b"1")
         collective.put(
             f"local/{collective.rank}", json.dumps(self._check_local(name, root_saves)).encode()
         )

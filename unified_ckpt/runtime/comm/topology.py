@@ -64,7 +64,7 @@ def all_gather(collective: Collective, key: str, value: object) -> list[Any]:
     )
     values = [json.loads(text) for text in encoded]
     body = json.dumps(values).encode() if collective.rank == 0 else None
-    return list(json.loads(collective.broadcast(f"{key}-of-all", body)))
+    return list(json.loads(collective.broadcast(f"{key}-all", body)))
 
 
 def free_memory_nbytes() -> int | None:

@@ -113,7 +113,7 @@ def test_inspect_tells_what_the_manifest_says(
         manifest["created"],
         f"torch {torch.__version__}",
         "1 rank\n",
-        "unified checkpoint 1.3",
+        "unified checkpoint 1.0",
     ):
         assert found in text
     assert "step           7\n" in text

@@ -143,7 +143,7 @@ def to_huggingface(
             continue
         for link in links_by_name[maxtext_name]:
             name = f"{link.hf_name}/{state}" if state else link.hf_name
-            tensors[key[0], name] = _tensor_shards(array, link, state or None)
+            tensors[key[0], name] = _sharded_tensor(array, link, state or None)
     hf_names = {
         maxtext_name: [link.hf_name for link in linked]
         for maxtext_name, linked in links_by_name.items()
@@ -185,7 +185,7 @@ def _check_shapes(
         )
 
 
-def _tensor_shards(array: StoredArray, link: TensorLink, state: str | None) -> ShardedTensor:
+def _sharded_tensor(array: StoredArray, link: TensorLink, state: str | None) -> ShardedTensor:
     transform = transform_for(link.transform, state)
     chunk = [size for axis, size in enumerate(array.chunk) if axis not in link.indices]
     nbytes = prod(transform.hf_shape) * array.dtype.itemsize

@@ -47,6 +47,13 @@ _HEAD = "lm_head"
 _LORA = ("lora_A", "lora_B")
 
 Layer = Literal["column", "row", "plain", "embedding", "head", "vector"]
+_LAYER_NAMES: Mapping[Layer, frozenset[str]] = {
+    "column": _COLUMN,
+    "row": _ROW,
+    "plain": _PLAIN,
+    "embedding": _EMBEDDINGS,
+    "head": frozenset({_HEAD}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +99,15 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 
     def size(name: str) -> int | None:
         value = config.get(name)
-        return (
-            value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-        )
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        return value if is_size else None
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    head_dim = size("head_dim") or (
-        hidden // heads if heads and hidden and hidden % heads == 0 else None
-    )
-    tied, model_type, dtype = (
-        config.get(name) for name in ("tie_word_embeddings", "model_type", "dtype")
-    )
-    dtype = dtype or config.get("torch_dtype")
+    head_dim = size("head_dim")
+    if head_dim is None and heads and hidden and hidden % heads == 0:
+        head_dim = hidden // heads
+    tied, model_type = config.get("tie_word_embeddings"), config.get("model_type")
+    dtype = config.get("dtype") or config.get("torch_dtype")
     return ModelConfig(
         model_type=model_type if isinstance(model_type, str) else None,
         tied=tied if isinstance(tied, bool) else None,
@@ -125,40 +129,23 @@ def layer_kind(name: str, *, internal_name: str | None = None) -> Layer | None:
     FormatError if the two names contradict each other.
     """
     leaf = _leaf(name)
-    by_name: Layer | None = None
-    for kind, names in (
-        ("column", _COLUMN),
-        ("row", _ROW),
-        ("plain", _PLAIN),
-        ("embedding", _EMBEDDINGS),
-    ):
-        if leaf in names:
-            by_name = kind  # type: ignore[assignment]  # one of the literals above
-    if leaf == _HEAD:
-        by_name = "head"
+    by_name = next((kind for kind, names in _LAYER_NAMES.items() if leaf in names), None)
     by_class = _layer_kind_by_class(internal_name) if internal_name else None
-    if (
-        by_name
-        and by_class
-        and (by_name == "embedding") != (by_class == "embedding")
-        and by_name != "head"
-    ):
+    if by_name is None or by_class is None or by_name == "head":
+        return by_name or by_class
+    if (by_name == "embedding") != (by_class == "embedding"):
         raise FormatError(
             f"{name}: its name is that of a layer of kind {by_name}, but Paddle's internal name "
             f"is {internal_name}"
         )
-    return by_name or by_class
+    return by_name
 
 
 def _layer_kind_by_class(internal_name: str) -> Layer | None:
     """Return the kind from Paddle's internal name: `linear_3.w_0` is always "plain"."""
-    return (
-        "embedding"
-        if "embedding" in internal_name
-        else "plain"
-        if "linear" in internal_name
-        else None
-    )
+    if "embedding" in internal_name:
+        return "embedding"
+    return "plain" if "linear" in internal_name else None
 
 
 def _leaf(name: str) -> str:
@@ -262,24 +249,18 @@ def torch_name(name: str, model: ModelConfig) -> str:
     """Return the Hugging Face name of a known model, PEFT's of an adapter, else the same name."""
     if not model.has_hf_names:
         return name
-    hf_name = (
-        "model." + name.removeprefix(f"{model.model_type}.")
-        if name.startswith(f"{model.model_type}.")
-        else name
-    )
+    prefix = f"{model.model_type}."
+    hf_name = "model." + name.removeprefix(prefix) if name.startswith(prefix) else name
     return f"base_model.model.{hf_name}.weight" if is_adapter(name) else hf_name
 
 
 def paddle_name(name: str, model: ModelConfig) -> str:
     """Return the inverse of `torch_name`."""
-    native_name = (
-        name.removeprefix("base_model.model.").removesuffix(".weight") if ".lora_" in name else name
-    )
-    return (
-        native_name.replace("model.", f"{model.model_type}.", 1)
-        if native_name.startswith("model.") and model.has_hf_names
-        else native_name
-    )
+    if ".lora_" in name:
+        name = name.removeprefix("base_model.model.").removesuffix(".weight")
+    if name.startswith("model.") and model.has_hf_names:
+        return name.replace("model.", f"{model.model_type}.", 1)
+    return name
 
 
 def target_tensors(
@@ -292,34 +273,29 @@ def target_tensors(
     target_name = torch_name(name, model) if rename else name
     leaf = _leaf(name)
     if not rename or leaf not in (QKV, GATE_UP):
-        return [
-            TargetTensor(
-                target_name,
-                shape[::-1] if transposed else shape,
-                ((full_box(shape[::-1] if transposed else shape), full_box(shape)),),
-                transposed,
-            )
-        ]
+        target_shape = shape[::-1] if transposed else shape
+        boxes = ((full_box(target_shape), full_box(shape)),)
+        return [TargetTensor(target_name, target_shape, boxes, transposed)]
     rows = _qkv_ranges(name, shape[-1], model) if leaf == QKV else _gate_up_ranges(name, shape[-1])
-    targets = []
-    for target_leaf, ranges in rows.items():  # of Paddle's last axis, which is torch's first
-        total = sum(stop - start for start, stop in ranges)
-        boxes, offset = [], 0
-        for start, stop in ranges:
-            target_box = Box((offset, *(0,) * (len(shape) - 1)), (stop - start, *shape[:-1]))
-            boxes.append(
-                (target_box, Box((*(0,) * (len(shape) - 1), start), (*shape[:-1], stop - start)))
-            )
-            offset += stop - start
-        targets.append(
-            TargetTensor(
-                target_name.replace(f".{leaf}.", f".{target_leaf}."),
-                (total, *shape[:-1]),
-                tuple(boxes),
-                transposed,
-            )
+    return [
+        _fused_tensor(
+            target_name.replace(f".{leaf}.", f".{target_leaf}."), shape, ranges, transposed
         )
-    return targets
+        for target_leaf, ranges in rows.items()
+    ]
+
+
+def _fused_tensor(
+    name: str, shape: tuple[int, ...], ranges: list[tuple[int, int]], transposed: bool
+) -> TargetTensor:
+    """Return the tensor at `ranges` of a fused tensor's last axis, which is torch's first."""
+    zeros = (0,) * (len(shape) - 1)
+    boxes, offset = [], 0
+    for start, stop in ranges:
+        target_box = Box((offset, *zeros), (stop - start, *shape[:-1]))
+        boxes.append((target_box, Box((*zeros, start), (*shape[:-1], stop - start))))
+        offset += stop - start
+    return TargetTensor(name, (offset, *shape[:-1]), tuple(boxes), transposed)
 
 
 def _gate_up_ranges(name: str, size: int) -> dict[str, list[tuple[int, int]]]:

@@ -113,13 +113,13 @@ def concat_tp(
     ):
         shapes_text = ", ".join(f"{tensor.shape} in {tensor.path}" for tensor in slices)
         raise FormatError(f"{name}: slices do not join along axis {axis}: got {shapes_text}")
-    parts, start = [], 0
+    joined, start = [], 0
     for section in range(sections):
         for tensor in slices:
             count = tensor.shape[axis] // sections
             shape = (*tensor.shape[:axis], count, *tensor.shape[axis + 1 :])
             box = Box(tuple(start if d == axis else 0 for d in range(len(shape))), shape)
-            parts.append(
+            joined.append(
                 Slice(
                     box,
                     tensor,
@@ -127,14 +127,14 @@ def concat_tp(
                 )
             )
             start += count
-    return parts
+    return joined
 
 
 def full_shape(slices: Sequence[Slice]) -> tuple[int, ...]:
     """Return the shape of the whole tensor."""
     ends = [
-        [low + count for low, count in zip(part.box.offsets, part.box.shape, strict=True)]
-        for part in slices
+        [low + count for low, count in zip(tp_slice.box.offsets, tp_slice.box.shape, strict=True)]
+        for tp_slice in slices
     ]
     return tuple(map(max, zip(*ends, strict=True)))
 
@@ -192,11 +192,11 @@ def _load_compared(name: str, replicas: Sequence[StoredTensor], box: Box) -> tor
 
 def _load_slices(slices: Sequence[Slice], box: Box) -> torch.Tensor:
     values = torch.empty(box.shape, dtype=slices[0].tensor.dtype, device="cpu")
-    for part in slices:
-        common = intersect(part.box, box)
+    for tp_slice in slices:
+        common = intersect(tp_slice.box, box)
         if common is not None:
             narrow(values, _shift_box(common, box.offsets, (0,) * len(box.offsets))).copy_(
-                part.tensor.copy(_box_in_tensor(part, common))
+                tp_slice.tensor.copy(_box_in_tensor(tp_slice, common))
             )
     return values
 
@@ -206,20 +206,26 @@ def target_shards(slices: Sequence[Slice], target: TargetTensor) -> list[TensorS
     shards = []
     for target_box, paddle_box in target.boxes:
         origin = target_box.offsets[::-1] if target.transposed else target_box.offsets
-        for part in slices:
-            common = intersect(paddle_box, part.box)
+        for tp_slice in slices:
+            common = intersect(paddle_box, tp_slice.box)
             if common is None:
                 continue
-            for piece in _split_box(common, part.tensor, transposed=target.transposed):
+            for piece in _split_box(common, tp_slice.tensor, transposed=target.transposed):
                 box = _shift_box(piece, paddle_box.offsets, origin)
                 if target.transposed:
                     box = Box(box.offsets[::-1], box.shape[::-1])
                 load = partial(
-                    _load, part.tensor, _box_in_tensor(part, piece), transposed=target.transposed
+                    _load,
+                    tp_slice.tensor,
+                    _box_in_tensor(tp_slice, piece),
+                    transposed=target.transposed,
                 )
                 shards.append(
                     TensorShard(
-                        box, load, part.tensor.path, cache=part.tensor.computed or target.transposed
+                        box,
+                        load,
+                        tp_slice.tensor.path,
+                        cache=tp_slice.tensor.computed or target.transposed,
                     )
                 )
     return shards
@@ -244,15 +250,14 @@ def _split_box(box: Box, tensor: StoredTensor, *, transposed: bool) -> list[Box]
 
 
 def _load(tensor: StoredTensor, box: Box, *, transposed: bool) -> torch.Tensor:
-    if transposed:
-        return as_contiguous(
-            as_contiguous(tensor.copy(box)).t()
-        )  # torch transposes fast only what is contiguous
-    return tensor.load(box)
+    if not transposed:
+        return tensor.load(box)
+    contiguous = as_contiguous(tensor.copy(box))  # else torch transposes slowly
+    return as_contiguous(contiguous.t())
 
 
-def _box_in_tensor(part: Slice, box: Box) -> Box:
-    return _shift_box(box, part.box.offsets, part.offsets)
+def _box_in_tensor(tp_slice: Slice, box: Box) -> Box:
+    return _shift_box(box, tp_slice.box.offsets, tp_slice.offsets)
 
 
 def _shift_box(box: Box, old_origin: Sequence[int], new_origin: Sequence[int]) -> Box:

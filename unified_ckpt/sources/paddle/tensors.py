@@ -107,20 +107,13 @@ def to_torch(
     for part, state_name, by_name in ((MODEL, "", weights), (MASTER, "", masters), *moments):
         for name, slices in by_name.items():
             for target in targets[name]:
-                tensors[part, target.name + state_name] = _tensor_shards(root, target, slices)
+                tensors[part, target.name + state_name] = _sharded_tensor(root, target, slices)
     adam_betas = _infer_betas(root, states, steps)
     if adam_betas is not None:
         for name in states[POWER_STATES[0]]:
-            power_tensors = tuple(states[state_name][name][0].tensor for state_name in POWER_STATES)
-            step = TensorShard(
-                full_box(()),
-                partial(_step_tensor, f"{root}: {name}", power_tensors, adam_betas),
-                power_tensors[0].path,
-            )
-            tensors |= {
-                (OPTIMIZER, f"{target.name}/step"): sharded_tensor(torch.float32, (), [step])
-                for target in targets[name]
-            }
+            powers = tuple(states[state_name][name][0].tensor for state_name in POWER_STATES)
+            step = _step_count(f"{root}: {name}", powers, adam_betas)
+            tensors |= {(OPTIMIZER, f"{target.name}/step"): step for target in targets[name]}
     names = [
         target.name
         for name in targets
@@ -235,7 +228,7 @@ def _check_layers(root: str, weights: Mapping[str, Slices], model: ModelConfig) 
 
 
 def _file_list(slices: Slices) -> str:
-    return ", ".join(dict.fromkeys(part.tensor.path for part in slices))
+    return ", ".join(dict.fromkeys(tp_slice.tensor.path for tp_slice in slices))
 
 
 def _target_tensors(
@@ -257,7 +250,7 @@ def _target_tensors(
         raise type(error)(f"{root}: {error}") from error
 
 
-def _tensor_shards(root: str, target: TargetTensor, slices: Slices) -> ShardedTensor:
+def _sharded_tensor(root: str, target: TargetTensor, slices: Slices) -> ShardedTensor:
     try:
         return sharded_tensor(slices[0].tensor.dtype, target.shape, target_shards(slices, target))
     except CheckpointError as error:
@@ -288,16 +281,21 @@ def _scalar(tensor: StoredTensor) -> float:
     return float(tensor.load(full_box(tensor.shape)).reshape(-1)[0])
 
 
-def _step_tensor(
-    label: str, power_tensors: tuple[StoredTensor, ...], adam_betas: AdamBetas
+def _step_count(
+    label: str, powers: tuple[StoredTensor, ...], adam_betas: AdamBetas
+) -> ShardedTensor:
+    load = partial(_load_step_count, label, powers, adam_betas)
+    return sharded_tensor(torch.float32, (), [TensorShard(full_box(()), load, powers[0].path)])
+
+
+def _load_step_count(
+    label: str, powers: tuple[StoredTensor, ...], adam_betas: AdamBetas
 ) -> torch.Tensor:
     try:
-        return torch.tensor(
-            float(infer_steps([_scalar(tensor) for tensor in power_tensors], adam_betas)),
-            device="cpu",
-        )
+        steps = infer_steps([_scalar(tensor) for tensor in powers], adam_betas)
     except FormatError as error:
         raise FormatError(f"{label}: {error}") from error
+    return torch.tensor(float(steps), device="cpu")
 
 
 def _aliases(

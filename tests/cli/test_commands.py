@@ -102,9 +102,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return captured.err
 
 
-def test_inspect_tells_what_the_manifest_says(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_prints_the_manifest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "inspect", folder)
     manifest = json.loads((folder / "unified_checkpoint.json").read_bytes())
     for found in (
@@ -156,7 +154,7 @@ def test_inspect_all_and_match(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "no tensor matches q" in shown(capsys, "inspect", folder, "--match", "q")
 
 
-def test_inspect_json_is_the_whole_truth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(shown(capsys, "inspect", folder, "--json"))
     assert (told["step"], told["world_size"], told["rank_extra"], told["extra"]["epoch"]) == (
         7,
@@ -195,7 +193,7 @@ def test_inspect_reads_hugging_face_folders_and_urls(
 
 
 @pytest.mark.parametrize("extra", [[], ["--all", "--match", "*embed*"], ["--json"]])
-def test_inspect_starts_without_torch(folder: Path, extra: list[str]) -> None:
+def test_inspect_does_not_import_torch(folder: Path, extra: list[str]) -> None:
     program = "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); sys.exit(code or 3 * ('torch' in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", program, "inspect", str(folder), *extra],
@@ -207,7 +205,7 @@ def test_inspect_starts_without_torch(folder: Path, extra: list[str]) -> None:
     assert "embed" in done.stdout
 
 
-def test_names_cannot_drive_the_terminal(
+def test_terminal_escapes_in_names_are_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hf").mkdir()
@@ -216,7 +214,7 @@ def test_names_cannot_drive_the_terminal(
         assert "\x1b" not in shown(capsys, "inspect", tmp_path / "hf", *extra)
 
 
-def test_numbers_that_differ_in_kind_do_not_fold(
+def test_collapse_does_not_fold_different_patterns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [f"layers.{i}.experts.{j}.w" for i in range(1, 4) for j in range(4)] + [
@@ -261,7 +259,7 @@ def test_verify_of_a_good_folder(
     )
 
 
-def test_verify_names_the_tensor_of_a_flipped_bit(
+def test_verify_deep_names_the_damaged_tensor(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = folder / "ema-00002-of-00002.safetensors"
@@ -278,7 +276,7 @@ def test_verify_names_the_tensor_of_a_flipped_bit(
     assert (told["ok"], len(told["problems"])) == (False, 1)
 
 
-def test_verify_of_a_truncated_and_of_a_missing_file(
+def test_verify_truncated_and_missing_files(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.truncate(folder / "ema-00002-of-00002.safetensors", 700)
@@ -301,9 +299,7 @@ def test_verify_of_a_truncated_and_of_a_missing_file(
     )  # reads only the headers that it needs
 
 
-def test_verify_of_a_damaged_index_and_of_damaged_digests(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_damaged_index_and_digests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(folder / "digests.safetensors", 100)
     text = shown(capsys, "verify", "--deep", folder, code=1)
     assert text.count("digests.safetensors: has 100 bytes") == 1
@@ -320,7 +316,7 @@ def test_verify_of_a_damaged_index_and_of_damaged_digests(
     assert "`unified-ckpt verify --repair` rebuilds it" in text
 
 
-def test_what_is_no_checkpoint(
+def test_paths_without_a_checkpoint_are_errors(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "unified_checkpoint.json").unlink()
@@ -343,7 +339,7 @@ def test_what_is_no_checkpoint(
     "arguments",
     [[], ["inspect"], ["verify", "a", "b"], ["mend", "a"], ["verify", "--match", "x", "a"]],
 )
-def test_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: unified-ckpt" in capsys.readouterr().err
@@ -368,7 +364,7 @@ def test_python_m(folder: Path) -> None:
     assert subprocess.run(command_line, capture_output=True, check=False).returncode == 2
 
 
-def test_a_reader_that_leaves_and_a_terminal_without_branches(folder: Path) -> None:
+def test_closed_pipe_and_ascii_terminal(folder: Path) -> None:
     command_line = [sys.executable, "-m", "unified_ckpt", "inspect", str(folder)]
     read, write = os.pipe()
     os.close(read)
@@ -386,7 +382,7 @@ def test_a_reader_that_leaves_and_a_terminal_without_branches(folder: Path) -> N
     assert b"layers.{0..11}.mlp.up.weight" in poor.stdout
 
 
-def test_verify_shows_a_bar_on_a_terminal(folder: Path) -> None:
+def test_verify_shows_a_progress_bar_on_terminals(folder: Path) -> None:
     command_line = [sys.executable, "-m", "unified_ckpt", "verify", "--deep", str(folder)]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
@@ -396,7 +392,7 @@ def test_verify_shows_a_bar_on_a_terminal(folder: Path) -> None:
     os.close(theirs)
 
 
-def test_demo_gets_its_arguments(
+def test_demo_receives_its_arguments(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unified_ckpt.cli import demo

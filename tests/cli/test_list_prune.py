@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> Path:
     return root
 
 
-def test_prune_does_not_let_damaged_newer_ones_push_out_the_last_good_one(
+def test_prune_ignores_damaged_newer_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(tmp_path, 5, 10, 20)
@@ -93,7 +93,7 @@ def flip_header(file: Path) -> None:
     file.write_bytes(body)
 
 
-def test_list_tells_step_size_status_and_who_keeps_it(
+def test_list_shows_step_size_status_and_rules(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = shown(capsys, "list", run, "--keep-latest", 1, "--metric", "loss").splitlines()
@@ -222,7 +222,7 @@ def tiers(tmp_path: Path) -> tuple[Path, Path]:
     return root, local
 
 
-def test_list_of_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     root, local = tiers
     lines = shown(capsys, "list", root, "--local", local).splitlines()
     assert lines[0] == f"{root} and {local}"
@@ -254,7 +254,7 @@ def test_list_of_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixtu
     assert "no such folder" in capsys.readouterr().err
 
 
-def test_prune_leaves_the_other_tier_alone(
+def test_prune_only_touches_its_root(
     tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, local = tiers
@@ -267,12 +267,12 @@ def test_prune_leaves_the_other_tier_alone(
     assert ".unified_tier.json" in folders(local)
 
 
-def test_list_of_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(tmp_path / "none")]) == 1
     assert "no such folder" in capsys.readouterr().err
 
 
-def test_list_leaves_out_a_folder_that_cannot_be_read_and_shows_the_others(
+def test_list_skips_unreadable_folders_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path / "run", 1)
@@ -294,7 +294,7 @@ def test_list_leaves_out_a_folder_that_cannot_be_read_and_shows_the_others(
     )
 
 
-def test_prune_by_rules_removes_good_ones_only(
+def test_prune_by_rules_removes_complete_checkpoints_only(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folders(run)
@@ -308,7 +308,9 @@ def test_prune_by_rules_removes_good_ones_only(
     assert "removed 0 folders" in shown(capsys, "prune", run, "--keep-latest", 1)
 
 
-def test_prune_limit_1_with_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_keep_latest_1_and_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.7), (4, 0.6)):
         uc.save(tmp_path / f"checkpoint-{step}", step=step, metrics={"loss": loss}, **state(step))
     told = json.loads(
@@ -330,7 +332,7 @@ def test_prune_limit_1_with_the_best(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert steps_in(tmp_path) == [2, 4]
 
 
-def test_prune_model_only_by_steps_of_their_own(
+def test_prune_counts_model_only_separately(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(tmp_path, 1, 8)
@@ -340,7 +342,7 @@ def test_prune_model_only_by_steps_of_their_own(
 
 
 @pytest.mark.parametrize("verb", ["list", "prune"])
-def test_an_empty_root_is_not_the_current_folder(
+def test_empty_root_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     put(tmp_path, 1, 2)
@@ -353,7 +355,7 @@ def test_an_empty_root_is_not_the_current_folder(
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_prune_incomplete_and_leftovers_only_when_old_and_ours(
+def test_prune_removes_only_old_unified_folders(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folders(run)
@@ -390,7 +392,7 @@ def test_prune_keeps_manifests_it_cannot_read_but_are_undamaged(
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_prune_never_takes_the_last_good_one(
+def test_prune_never_removes_the_last_complete_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(tmp_path, 1, 2, 3)
@@ -400,7 +402,7 @@ def test_prune_never_takes_the_last_good_one(
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def test_prune_leaves_what_is_being_read(
+def test_prune_keeps_checkpoints_that_are_being_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(tmp_path, 1, 2)
@@ -411,7 +413,7 @@ def test_prune_leaves_what_is_being_read(
     assert "removed checkpoint-1" in shown(capsys, "prune", tmp_path, "--keep-latest", 1)
 
 
-def test_prune_wants_to_be_told_what_for(
+def test_prune_without_rules_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(tmp_path / "a", 1)
@@ -430,7 +432,7 @@ def test_prune_wants_to_be_told_what_for(
 
 
 @pytest.mark.parametrize("verb", [["list"], ["list", "--json"], ["prune", "--keep-latest", "1"]])
-def test_they_start_without_torch(tmp_path: Path, verb: list[str]) -> None:
+def test_list_and_prune_do_not_import_torch(tmp_path: Path, verb: list[str]) -> None:
     put(tmp_path, 1, 2)
     program = "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); sys.exit(code or 3 * ('torch' in sys.modules))"
     command = [sys.executable, "-c", program, verb[0], str(tmp_path), *verb[1:]]
@@ -439,7 +441,7 @@ def test_they_start_without_torch(tmp_path: Path, verb: list[str]) -> None:
     assert "checkpoint" in done.stdout
 
 
-def test_prune_leaves_a_checkpoint_whose_manifest_cannot_be_read_just_now(
+def test_prune_keeps_checkpoints_with_unreadable_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, 1, 2)
@@ -459,7 +461,7 @@ def test_prune_leaves_a_checkpoint_whose_manifest_cannot_be_read_just_now(
     assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
 
 
-def test_prune_leaves_a_step_that_a_run_has_replaced_with_a_good_one_since_it_looked(
+def test_prune_keeps_a_step_that_was_replaced_meanwhile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, 1)

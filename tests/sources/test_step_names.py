@@ -76,7 +76,7 @@ def mark(root: Path, kind: str, step: int) -> Path:
 
 
 @pytest.mark.parametrize("kind", MARKS)
-def test_steps_are_listed_in_each_engines_naming(tmp_path: Path, kind: str) -> None:
+def test_list_steps_of_each_framework(tmp_path: Path, kind: str) -> None:
     paths = {step: mark(tmp_path, kind, step) for step in (8, 10, 9)}
     found = list_steps(str(tmp_path))
     assert [(one.number, one.path, one.format) for one in found] == [
@@ -93,7 +93,7 @@ def test_steps_are_listed_in_each_engines_naming(tmp_path: Path, kind: str) -> N
         ("nanotron", "latest.txt", "8"),
     ],
 )
-def test_steps_list_ends_with_what_a_pointer_names(
+def test_list_steps_ends_with_the_pointed_step(
     tmp_path: Path, kind: str, pointer: str, text: str
 ) -> None:
     for step in (7, 8, 9):
@@ -112,7 +112,7 @@ def test_steps_list_ends_with_what_a_pointer_names(
     ]
 
 
-def test_steps_list_takes_a_tag_that_latest_names(tmp_path: Path) -> None:
+def test_list_steps_includes_a_tag_named_by_latest(tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "mp_rank_00_model_states.pt").touch()
     assert list_steps(str(tmp_path)) == []
@@ -122,7 +122,7 @@ def test_steps_list_takes_a_tag_that_latest_names(tmp_path: Path) -> None:
     ]
 
 
-def test_steps_list_has_no_logs_configuration_or_weights(tmp_path: Path) -> None:
+def test_list_steps_excludes_logs_configs_and_weights(tmp_path: Path) -> None:
     for name in (
         "logs",
         "2024",
@@ -150,7 +150,7 @@ def test_steps_list_has_no_logs_configuration_or_weights(tmp_path: Path) -> None
     assert list_steps(str(tmp_path / "none")) == []
 
 
-def test_steps_list_has_ours_under_any_naming_and_what_is_broken(tmp_path: Path) -> None:
+def test_list_steps_includes_unified_and_broken_steps(tmp_path: Path) -> None:
     put(tmp_path, 7)
     (tmp_path / "checkpoint-7").rename(tmp_path / "step-7")
     (tmp_path / "checkpoint-8").mkdir()
@@ -164,7 +164,7 @@ def test_steps_list_has_ours_under_any_naming_and_what_is_broken(tmp_path: Path)
     ]
 
 
-def test_steps_are_listed_without_torch(tmp_path: Path) -> None:
+def test_list_steps_does_not_import_torch(tmp_path: Path) -> None:
     mark(tmp_path, "trainer", 8)
     code = f"import sys, json; from unified_ckpt.sources.step_names import list_steps; found = list_steps({str(tmp_path)!r})"
     script = f"{code}; print(json.dumps([len(found), 'torch' in sys.modules]))"
@@ -283,7 +283,7 @@ def targets_of(path: Path, *, without: tuple[str, ...] = ()) -> dict[str, dict[s
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_restore_takes_the_newest_usable_step_of_an_engine(
+def test_restore_uses_the_latest_usable_foreign_step(
     tmp_path: Path, whole_of: Callable[[str], Path], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Healthy, then the newest is broken, then both are."""
@@ -315,7 +315,7 @@ def test_restore_takes_the_newest_usable_step_of_an_engine(
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_list_shows_an_engines_steps_and_prune_leaves_them(
+def test_list_shows_foreign_steps_and_prune_keeps_them(
     tmp_path: Path, whole_of: Callable[[str], Path], kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older, newer = (put_step(tmp_path, kind, whole_of(kind), step) for step in (8, 9))
@@ -363,7 +363,7 @@ def test_list_shows_an_engines_steps_and_prune_leaves_them(
 
 
 @pytest.mark.parametrize("kind", ["nanotron", "megatron"])
-def test_restore_takes_what_the_engines_pointer_names(
+def test_restore_prefers_the_pointed_step(
     tmp_path: Path, whole_of: Callable[[str], Path], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the engine itself would, though a newer step is there: that one was left out on purpose,
@@ -389,7 +389,7 @@ def test_restore_takes_what_the_engines_pointer_names(
     assert f"{newer} is of another format" in caplog.text
 
 
-def test_restore_finds_own_steps_under_other_names(
+def test_restore_opens_unified_steps_under_other_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after a change of `step_prefix`, or of the root."""
@@ -403,7 +403,7 @@ def test_restore_finds_own_steps_under_other_names(
     assert f"{tmp_path}/checkpoints/checkpoint-7 is of another format (unified)" in caplog.text
 
 
-def test_restore_asks_a_file_for_the_step_that_its_name_lacks(
+def test_restore_reads_the_step_from_the_file(
     tmp_path: Path, whole_of: Callable[[str], Path]
 ) -> None:
     """Lightning's last.ckpt is of step 4; an older step has a number in its name."""
@@ -417,7 +417,7 @@ def test_restore_asks_a_file_for_the_step_that_its_name_lacks(
         assert manager.restore(**targets) is not None
 
 
-def test_restore_starts_fresh_beside_what_is_no_step(
+def test_restore_ignores_folders_that_are_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Logs, configuration, weights in the root, saves that were cut off, what they replaced, and
@@ -460,7 +460,7 @@ def test_restore_starts_fresh_beside_what_is_no_step(
         ),
     ],
 )
-def test_restore_beside_unusable_own_steps_raises(
+def test_restore_raises_if_unified_steps_are_unusable(
     tmp_path: Path, damage: Callable[[Path], object], why: str
 ) -> None:
     put(tmp_path / "run", 8)
@@ -483,7 +483,7 @@ def test_restore_beside_unusable_own_steps_raises(
         assert manager.restore(**state(0)).step == 5  # type: ignore[union-attr]
 
 
-def test_restore_of_a_step_that_one_node_lacks_raises_everywhere(
+def test_restore_raises_on_all_ranks_if_one_node_lacks_a_step(
     tmp_path: Path, whole_of: Callable[[str], Path]
 ) -> None:
     """Each node has a root of its own; the step is on the second one only."""

@@ -27,7 +27,7 @@ def manager_of(
     root: Path,
     *,
     save_options: uc.SaveOptions | None = None,
-    machine: str | None = None,
+    node: str | None = None,
     **options: Any,
 ) -> uc.CheckpointManager:
     """`options`: of `ManagerOptions`; saves in the foreground and no pauses, unless they say
@@ -38,7 +38,7 @@ def manager_of(
         root,
         options=uc.ManagerOptions(**{**QUICK, **options}),
         save_options=save_options,
-        node=machine,
+        node=node,
     )
     if comm is not None:
         made._checkpointer._comm = make_checkpointer(comm)._comm

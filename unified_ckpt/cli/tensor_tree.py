@@ -94,9 +94,10 @@ def spec_text(spec: TensorSpec) -> str:
 
 def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
     """Return a sort key that compares numbers between dots by value."""
-    numbers = ((_parse_number(step), step) for step in _split_name(name))
+    numbers = ((_parse_number(component), component) for component in _split_name(name))
     return tuple(
-        (True, 0, step) if number is None else (False, number, "") for number, step in numbers
+        (True, 0, component) if number is None else (False, number, "")
+        for number, component in numbers
     )
 
 
@@ -106,16 +107,16 @@ def _split_name(name: str) -> list[str]:
     return [*fqn.split("."), state] if slash else name.split(".")
 
 
-def _parse_number(step: str) -> int | None:
+def _parse_number(component: str) -> int | None:
     """Return the integer that a component is, if it has no sign and no leading zeros."""
     if (
-        not step.isdigit()
-        or not step.isascii()
-        or len(step) > 9
-        or (step[0] == "0" and step != "0")
+        not component.isdigit()
+        or not component.isascii()
+        or len(component) > 9
+        or (component[0] == "0" and component != "0")
     ):
         return None
-    return int(step)
+    return int(component)
 
 
 def _fold(indexes: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...], ...]]:

@@ -76,7 +76,7 @@ def opened(path: Path, made: Made) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "form"), PAIRS)
-def test_it_is_the_model_bitwise_with_its_moments(
+def test_model_and_moments_are_bitwise_equal(
     models: dict[str, Made], written: Path, kind: str, form: str
 ) -> None:
     made = models[kind]
@@ -99,7 +99,7 @@ def test_it_is_the_model_bitwise_with_its_moments(
     ("form", "kept"), [("stacked", 1 << 20), ("stacked", 1), ("unstacked", 1 << 20)]
 )
 @pytest.mark.parametrize("kind", ["llama3", "mixtral", "gemma2"])
-def test_tensors_cut_into_many_pieces(
+def test_tensors_in_many_pieces(
     models: dict[str, Made],
     written: Path,
     kind: str,
@@ -120,9 +120,7 @@ def test_tensors_cut_into_many_pieces(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_checkpoint_without_train_state_is_the_model_alone(
-    models: dict[str, Made], written: Path, form: str
-) -> None:
+def test_params_only_checkpoint(models: dict[str, Made], written: Path, form: str) -> None:
     made = models["llama3"]
     with opened(written / f"llama3-{form}-inference", made) as source:
         assert source.parts == ("model",)
@@ -132,7 +130,7 @@ def test_a_checkpoint_without_train_state_is_the_model_alone(
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3_moe", "gemma2"])
-def test_and_seen_as_maxtexts_again_it_is_as_stored(
+def test_view_as_maxtext_restores_the_stored_bytes(
     models: dict[str, Made], written: Path, kind: str
 ) -> None:
     path, made = written / f"{kind}-stacked-training", models[kind]
@@ -156,7 +154,7 @@ IDS = torch.arange(24).reshape(2, 12) % 100
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_pretrained_computes_the_same(
+def test_from_pretrained_computes_the_same_logits(
     models: dict[str, Made], written: Path, tmp_path: Path, kind: str
 ) -> None:
     made = models[kind]
@@ -193,7 +191,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, count: int) -> list[floa
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen2", "gemma"])
-def test_a_job_goes_on_from_it(
+def test_training_resumes_from_maxtext(
     models: dict[str, Made], written: Path, tmp_path: Path, kind: str
 ) -> None:
     """As from the same state in torch."""
@@ -218,7 +216,7 @@ def test_a_job_goes_on_from_it(
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
-def test_converted_it_is_a_model_folder(
+def test_convert_gives_a_model_folder(
     models: dict[str, Made], written: Path, tmp_path: Path, kind: str
 ) -> None:
     made = models[kind]
@@ -246,7 +244,7 @@ def test_converted_it_is_a_model_folder(
 # ---- which model it is
 
 
-def test_names_of_several_models_are_shown_as_stored(
+def test_ambiguous_names_are_kept_with_a_warning(
     written: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -270,14 +268,14 @@ def test_names_of_several_models_are_shown_as_stored(
     for to in ("huggingface", "unified"):
         with pytest.raises(
             uc.FormatError,
-            match=r"names are those of several models(.|\n)*needed the model's config.json",
+            match=r"names are those of several models(.|\n)*pass the model's config.json",
         ):
             uc.convert(path, tmp_path / to, to=to)
     with pytest.raises(uc.FormatError, match=r"names are those of several models"):
         uc.open(path, options=SourceOptions(names="huggingface"))
 
 
-def test_own_names_are_as_stored(models: dict[str, Made], written: Path) -> None:
+def test_own_names_are_kept(models: dict[str, Made], written: Path) -> None:
     made = models["llama3"]
     expected = MaxText(made.model.config, mapped(made.state, as_numpy)).tree(
         stacked=True, vocab=128
@@ -294,7 +292,7 @@ def test_own_names_are_as_stored(models: dict[str, Made], written: Path) -> None
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["mixtral", "gemma", "gemma3"])
-def test_names_that_say_which_model_it_is(
+def test_names_that_identify_the_model(
     models: dict[str, Made], written: Path, kind: str, form: str
 ) -> None:
     """But not how much of the vocabulary is padding."""
@@ -364,7 +362,7 @@ WRONG: list[tuple[str, dict[str, Any], type[uc.CheckpointError], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "change", "error", "match"), WRONG)
-def test_a_configuration_of_another_model(
+def test_config_of_another_model_is_rejected(
     models: dict[str, Made],
     written: Path,
     tmp_path: Path,
@@ -380,7 +378,7 @@ def test_a_configuration_of_another_model(
         )
 
 
-def test_a_configuration_that_is_none(written: Path, tmp_path: Path) -> None:
+def test_invalid_config_is_rejected(written: Path, tmp_path: Path) -> None:
     where = written / "llama3-stacked-training"
     with pytest.raises(uc.NotFoundError, match=r"config.json: no such file"):
         uc.open(where, options=SourceOptions(config=str(tmp_path)))

@@ -129,7 +129,7 @@ def equal(found: torch.Tensor, array: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", [*DRIVERS, "v1", "bare"])
-def test_every_array_bitwise(written: Path, name: str) -> None:
+def test_arrays_are_bitwise_equal(written: Path, name: str) -> None:
     with uc.open(written / name) as source:
         assert source.format == "orbax"
         assert source.parts == ("ema", "model", "opt_state", "optimizer")
@@ -156,7 +156,7 @@ def test_every_array_bitwise(written: Path, name: str) -> None:
     assert "jax" not in sys.modules
 
 
-def test_a_module_and_its_optimizer_are_filled(written: Path) -> None:
+def test_load_into_module_and_optimizer(written: Path) -> None:
     """Of Flax's Linen: a second `params` is no part of the names."""
 
     class Layer(torch.nn.Module):
@@ -179,33 +179,33 @@ def test_a_module_and_its_optimizer_are_filled(written: Path) -> None:
         assert optimizer.state[parameter]["step"] == 7
 
 
-def test_a_tree_without_params_is_all_model(written: Path) -> None:
+def test_tree_without_params_is_the_model(written: Path) -> None:
     with uc.open(written / "plain") as source:
         assert source.parts == ("model",)
         assert list(source["model"]) == ["a.b"]
         assert source.step == 5
 
 
-def test_a_tree_in_several_items(written: Path) -> None:
+def test_tree_in_several_items(written: Path) -> None:
     with uc.open(written / "apart") as source:
         assert source.parts == ("model", "optimizer")
         assert set(source["model"]) == {"layer_0.kernel", "layer_0.bias"}
         assert equal(source["optimizer"]["layer_0.kernel/exp_avg"][...], MOMENTS["kernel"])
 
 
-def test_names_of_other_models_are_their_own(written: Path) -> None:
+def test_names_of_other_models_are_kept(written: Path) -> None:
     with pytest.raises(uc.FormatError, match=r"has no MaxText names(.|\n)*names='own' or 'auto'"):
         uc.open(written / "linen", options=SourceOptions(names="huggingface"))
 
 
-def test_shown_by_inspect(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_orbax(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(written / "steps")]) == 0
     shown = capsys.readouterr().out
     assert "Orbax" in shown
     assert "F32 [8, 12]" in shown
 
 
-def test_written_by_two_processes(tmp_path: Path) -> None:
+def test_step_of_two_processes(tmp_path: Path) -> None:
     """Each has a file of its own, which the tree points into."""
     write(
         [job(tmp_path / "c", {"params": {"wide": WEIGHTS["wide"]}, "step": np.int32(7)})],
@@ -227,7 +227,7 @@ def test_written_by_two_processes(tmp_path: Path) -> None:
 # ---- which folder
 
 
-def test_an_item_a_step_and_a_root_are_one_checkpoint(written: Path) -> None:
+def test_item_step_and_root_open_the_same_checkpoint(written: Path) -> None:
     for path in (
         written / "steps",
         written / "steps" / "10",
@@ -244,7 +244,7 @@ def steps(written: Path, tmp_path: Path) -> Path:
     return tmp_path / "steps"
 
 
-def test_resume_dies_on_no_incomplete_newest_checkpoint(written: Path, tmp_path: Path) -> None:
+def test_root_skips_an_incomplete_latest_step(written: Path, tmp_path: Path) -> None:
     root = steps(written, tmp_path)
     (root / "10").rename(root / "10.orbax-checkpoint-tmp-1")
     shutil.copytree(root / "9", root / "11")
@@ -260,9 +260,7 @@ def test_resume_dies_on_no_incomplete_newest_checkpoint(written: Path, tmp_path:
         assert source.step == 9
 
 
-def test_a_root_without_a_complete_step_says_what_is_wrong_with_each(
-    written: Path, tmp_path: Path
-) -> None:
+def test_root_without_a_complete_step_lists_problems(written: Path, tmp_path: Path) -> None:
     root = steps(written, tmp_path)
     shutil.rmtree(root / "5")
     (root / "10").rename(root / "10.orbax-checkpoint-tmp")
@@ -274,7 +272,7 @@ def test_a_root_without_a_complete_step_says_what_is_wrong_with_each(
         uc.open(root)
 
 
-def test_one_that_was_not_finished_is_refused(folder: Path) -> None:
+def test_unfinished_step_is_rejected(folder: Path) -> None:
     unfinished = folder.with_name("3.orbax-checkpoint-tmp-123")
     folder.rename(unfinished)
     for path in (unfinished, unfinished / "items"):
@@ -284,7 +282,7 @@ def test_one_that_was_not_finished_is_refused(folder: Path) -> None:
             uc.open(path)
 
 
-def test_one_that_was_not_committed_is_refused(folder: Path) -> None:
+def test_uncommitted_step_is_rejected(folder: Path) -> None:
     (folder / "commit_success.txt").unlink()
     for path in (folder, folder / "items"):
         with pytest.raises(
@@ -293,14 +291,14 @@ def test_one_that_was_not_committed_is_refused(folder: Path) -> None:
             uc.open(path)
 
 
-def test_older_versions_wrote_no_commit_success(folder: Path) -> None:
+def test_step_of_older_versions_without_commit_success(folder: Path) -> None:
     for path in folder.rglob("commit_success.txt"):
         path.unlink()
     with uc.open(folder) as source:
         assert source.step == 3
 
 
-def test_an_item_that_is_missing_is_named(folder: Path) -> None:
+def test_missing_item_is_named(folder: Path) -> None:
     shutil.rmtree(folder / "meta")
     with pytest.raises(
         uc.IncompleteError, match=r"items of _CHECKPOINT_METADATA are missing(.|\n)*meta"
@@ -308,7 +306,7 @@ def test_an_item_that_is_missing_is_named(folder: Path) -> None:
         uc.open(folder)
 
 
-def test_positions_of_data_are_each_ranks(folder: Path) -> None:
+def test_iterator_states_are_per_rank(folder: Path) -> None:
     (folder / "iter").mkdir()
     for process in range(3):
         (folder / "iter" / f"process_{process}-of-3.json").write_text(json.dumps({"seen": process}))
@@ -319,7 +317,7 @@ def test_positions_of_data_are_each_ranks(folder: Path) -> None:
         uc.open(folder)
 
 
-def test_folders_of_others_are_none_of_orbax(tmp_path: Path) -> None:
+def test_other_folders_are_not_orbax(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-10").mkdir()
     (tmp_path / "checkpoint-10" / "model.safetensors").write_bytes(b"")
     (tmp_path / "7").mkdir()
@@ -329,7 +327,7 @@ def test_folders_of_others_are_none_of_orbax(tmp_path: Path) -> None:
 # ---- damage
 
 
-def test_a_cut_or_missing_file_is_named_with_what_was_in_it(written: Path, tmp_path: Path) -> None:
+def test_truncated_or_missing_file_is_named_with_its_arrays(written: Path, tmp_path: Path) -> None:
     shutil.copytree(written / "cut", tmp_path / "cut")
     files = sorted(
         (path for path in (tmp_path / "cut" / "1" / "items").rglob("d/*")),
@@ -348,7 +346,7 @@ def test_a_cut_or_missing_file_is_named_with_what_was_in_it(written: Path, tmp_p
         uc.open(tmp_path / "cut")
 
 
-def test_every_file_of_it_is_needed_or_of_no_matter(folder: Path) -> None:
+def test_every_file_is_required_or_irrelevant(folder: Path) -> None:
     """Each is cut in turn: an error that names something, or every value as before."""
     seen = set()
     for path in sorted(
@@ -368,7 +366,7 @@ def test_every_file_of_it_is_needed_or_of_no_matter(folder: Path) -> None:
     assert seen == {"as before", "IncompleteError", "FormatError"}
 
 
-def test_what_processes_wrote_and_nobody_put_together(folder: Path) -> None:
+def test_unmerged_process_files_are_rejected(folder: Path) -> None:
     (folder / "items" / "manifest.ocdbt").unlink()
     with pytest.raises(
         uc.IncompleteError,
@@ -378,7 +376,7 @@ def test_what_processes_wrote_and_nobody_put_together(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["files-zarr3", "files-zarr2"])
-def test_a_missing_chunk_is_not_read_as_zeros(written: Path, tmp_path: Path, name: str) -> None:
+def test_missing_chunk_is_not_read_as_zeros(written: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(written / name, tmp_path / "c")
     array = tmp_path / "c" / "3" / "items" / "params.wide"
     chunks = sorted(
@@ -404,9 +402,7 @@ def test_a_missing_chunk_is_not_read_as_zeros(written: Path, tmp_path: Path, nam
         uc.open(tmp_path / "c")
 
 
-def test_a_chunk_that_goes_missing_after_opening_is_an_error_too(
-    written: Path, tmp_path: Path
-) -> None:
+def test_chunk_deleted_after_opening_is_an_error(written: Path, tmp_path: Path) -> None:
     shutil.copytree(written / "files-zarr2", tmp_path / "c")
     with uc.open(tmp_path / "c") as source:
         for path in (tmp_path / "c" / "3" / "items" / "params.wide").glob("[0-9]*"):
@@ -415,7 +411,7 @@ def test_a_chunk_that_goes_missing_after_opening_is_an_error_too(
             source["model"]["wide"][...]
 
 
-def test_zeros_that_older_versions_did_not_store(written: Path, tmp_path: Path) -> None:
+def test_omitted_zero_chunks_of_older_versions(written: Path, tmp_path: Path) -> None:
     shutil.copytree(written / "files-zarr3", tmp_path / "c")
     items = tmp_path / "c" / "3" / "items"
     told = json.loads((items / "_METADATA").read_text())
@@ -431,13 +427,13 @@ def test_zeros_that_older_versions_did_not_store(written: Path, tmp_path: Path) 
     "body",
     [b"", b"{", b"[]", b'{"tree_metadata": {"a": 1}}', b'{"tree_metadata": []}', b"\xff\xfe"],
 )
-def test_a_damaged_tree_is_an_error_that_names_it(folder: Path, body: bytes) -> None:
+def test_damaged_tree_names_the_file(folder: Path, body: bytes) -> None:
     (folder / "items" / "_METADATA").write_bytes(body)
     with pytest.raises(uc.FormatError, match=r"items/_METADATA: (is |not valid JSON)"):
         uc.open(folder)
 
 
-def test_names_are_not_evaluated_and_lead_nowhere(folder: Path) -> None:
+def test_names_outside_the_folder_are_rejected(folder: Path) -> None:
     path = folder / "items" / "_METADATA"
     told = json.loads(path.read_text())
     leaf = {"value_type": "jax.Array", "skip_deserialize": False}
@@ -450,7 +446,7 @@ def test_names_are_not_evaluated_and_lead_nowhere(folder: Path) -> None:
         uc.open(folder)
 
 
-def test_without_tensorstore_the_error_says_what_to_install(
+def test_missing_tensorstore_error_says_what_to_install(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorstore", None)
@@ -458,7 +454,7 @@ def test_without_tensorstore_the_error_says_what_to_install(
         uc.open(folder)
 
 
-def test_a_dtype_that_safetensors_has_not(tmp_path: Path) -> None:
+def test_dtype_unknown_to_safetensors_is_rejected(tmp_path: Path) -> None:
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/a/"}}
     tensorstore.open(spec, dtype="int4", shape=[4], create=True).result().write(
         np.zeros(4, ml_dtypes.int4)
@@ -467,7 +463,7 @@ def test_a_dtype_that_safetensors_has_not(tmp_path: Path) -> None:
         open_arrays(str(tmp_path), ["a"], zarr3=True, zeros_omitted=False)
 
 
-def test_a_tree_of_many_nodes_is_walked(tmp_path: Path) -> None:
+def test_ocdbt_tree_of_many_nodes(tmp_path: Path) -> None:
     """As the keys of a very large checkpoint are kept."""
     kvstore = {
         "driver": "ocdbt",
@@ -509,7 +505,7 @@ def test_a_tree_of_many_nodes_is_walked(tmp_path: Path) -> None:
 # ---- pure
 
 
-def test_boxes_follow_chunks_and_a_bound() -> None:
+def test_chunk_boxes_follow_chunks_and_the_byte_limit() -> None:
     boxes = list(chunk_boxes((100, 64), (10, 16), 4, axes=(0, 1), nbytes=10 * 32 * 4))
     assert sum(box.numel for box in boxes) == 6400
     assert all(box.shape == (10, 32) for box in boxes)
@@ -521,7 +517,7 @@ def test_boxes_follow_chunks_and_a_bound() -> None:
     assert [box.shape for box in chunk_boxes((), (), 4, axes=(), nbytes=1)] == [()]
 
 
-def test_two_states_of_one_weight_are_refused() -> None:
+def test_two_states_of_one_weight_are_rejected() -> None:
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {("params", "a"): (2,)}
     for name in ("0", "1"):
         shapes |= {
@@ -533,7 +529,7 @@ def test_two_states_of_one_weight_are_refused() -> None:
         classify_leaves(shapes)
 
 
-def test_moments_of_another_shape_are_no_adams() -> None:
+def test_moments_of_other_shapes_are_not_adam() -> None:
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {
         ("params", "a"): (2,),
         ("opt_state", "count"): (),

@@ -26,7 +26,7 @@ def multiplied(beta: float, steps: int) -> float:
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.85, 0.9875), (0.8, 0.99)])
 @pytest.mark.parametrize("steps", [0, 1, 2, 7, 100, 700])
-def test_betas_and_steps_from_the_trainer_s_count(betas: tuple[float, float], steps: int) -> None:
+def test_betas_and_steps_from_the_trainers_count(betas: tuple[float, float], steps: int) -> None:
     found = [multiplied(beta, steps) for beta in betas]
     assert found == [beta_power(beta, steps) for beta in betas]
     clock = infer_betas(found, steps)
@@ -37,7 +37,7 @@ def test_betas_and_steps_from_the_trainer_s_count(betas: tuple[float, float], st
 
 
 @pytest.mark.parametrize("steps", [2, 50, 760])
-def test_usual_betas_without_a_count_or_with_a_wrong_one(steps: int) -> None:
+def test_common_betas_without_a_correct_count(steps: int) -> None:
     found = [multiplied(0.9, steps), multiplied(0.999, steps)]
     for counted in (None, steps + 3):
         clock = infer_betas(found, counted)
@@ -46,21 +46,21 @@ def test_usual_betas_without_a_count_or_with_a_wrong_one(steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [1200, 20_000, 80_000])
-def test_beta1_is_gone_after_a_thousand_steps_and_beta2_still_counts(steps: int) -> None:
+def test_steps_from_beta2_after_beta1_underflows(steps: int) -> None:
     found = [multiplied(0.9, steps), multiplied(0.999, steps)]
     clock = infer_betas(found, steps)
     assert clock.betas == (None, 0.999)
     assert infer_steps(found, clock) == steps
 
 
-def test_both_gone_the_trainer_counts() -> None:
+def test_trainers_count_after_both_underflow() -> None:
     found = [0.0, 0.0]
     assert infer_steps(found, infer_betas(found, 500_000)) == 500_000
     with pytest.raises(FormatError, match="no common betas"):
         infer_betas(found, None)
 
 
-def test_parameters_that_began_later_have_their_own_count() -> None:
+def test_parameters_that_started_later_have_fewer_steps() -> None:
     clock = infer_betas([multiplied(0.9, 10), multiplied(0.999, 10)], 10)
     assert infer_steps([multiplied(0.9, 4), multiplied(0.999, 4)], clock) == 4
 
@@ -68,12 +68,12 @@ def test_parameters_that_began_later_have_their_own_count() -> None:
 @pytest.mark.parametrize(
     "found", [(0.5, 0.5), (0.729, 0.5), (2.0, 0.9), (-0.1, 0.9), (float("nan"), 0.9)]
 )
-def test_what_no_betas_explain_is_refused(found: tuple[float, float]) -> None:
+def test_powers_without_matching_betas_are_rejected(found: tuple[float, float]) -> None:
     with pytest.raises(FormatError, match="no common betas"):
         infer_betas(found, None)
 
 
-def test_powers_that_disagree_are_refused() -> None:
+def test_contradicting_powers_are_rejected() -> None:
     with pytest.raises(FormatError, match="expected equal powers of"):
         infer_steps([multiplied(0.9, 3), multiplied(0.999, 4)], AdamBetas((0.9, 0.999), 3))
 

@@ -38,7 +38,7 @@ def everything(path: Path) -> dict[tuple[str, str], torch.Tensor]:
         }
 
 
-def test_bfloat16_with_master_weights_as_paddle_pickled_it() -> None:
+def test_bfloat16_with_master_weights() -> None:
     folder = FIXTURES / "half_legacy"
     weights, state = (
         unpickled(folder / "model_state.pdparams"),
@@ -62,7 +62,7 @@ def test_bfloat16_with_master_weights_as_paddle_pickled_it() -> None:
     assert len(found) == 5 * len(weights)
 
 
-def test_two_layers_whose_model_nobody_knows() -> None:
+def test_layers_of_an_unknown_model() -> None:
     """No config.json: Paddle's own names say that they are linear."""
     folder = FIXTURES / "layers_legacy"
     weights, state = (
@@ -83,7 +83,7 @@ def test_two_layers_whose_model_nobody_knows() -> None:
 
 
 @pytest.mark.parametrize("name", ["fused_tp2", "fused_legacy2"])
-def test_slices_and_old_protocols_are_the_same_model(name: str) -> None:
+def test_slices_and_old_protocols_give_the_same_model(name: str) -> None:
     """The fixtures are one model: as a Unified Checkpoint, pickled by two tensor parallel ranks,
     pickled in protocol 2.
     """
@@ -93,7 +93,7 @@ def test_slices_and_old_protocols_are_the_same_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fused", "fused_tp2"])
-def test_fused_layers_are_cut_so_that_torch_computes_what_paddle_does(name: str) -> None:
+def test_fused_layers_are_split_for_torch(name: str) -> None:
     model = llama(rms_norm_eps=1e-6, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters())
     uc.load(FIXTURES / name, model=model, optimizer=optimizer)
@@ -107,13 +107,13 @@ def test_fused_layers_are_cut_so_that_torch_computes_what_paddle_does(name: str)
     assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
-def test_fused_layers_keep_together_under_their_own_names(tmp_path: Path) -> None:
+def test_fused_layers_stay_fused_under_own_names(tmp_path: Path) -> None:
     with uc.open(FIXTURES / "fused", options=uc.SourceOptions(names="own")) as source:
         assert source["model"]["llama.layers.0.self_attn.qkv_proj.weight"].shape == (64, 32)
         assert source["model"]["llama.layers.0.mlp.gate_up_fused_proj.weight"].shape == (128, 32)
 
 
-def test_converted_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(FIXTURES / "fused_tp2"), str(tmp_path / "c")]) == 0
     assert main(["diff", str(FIXTURES / "fused"), str(tmp_path / "c")]) == 0
     capsys.readouterr()
@@ -124,7 +124,7 @@ def test_converted_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[s
 # ---- ranks
 
 
-def test_files_of_a_mesh_are_joined_whatever_its_dims(tmp_path: Path) -> None:
+def test_files_of_any_mesh_are_joined(tmp_path: Path) -> None:
     """Tensor parallel 2 x pipeline 2 x sharding 2, from the fixture of two ranks: each stage has
     half of the layers' names, each rank of the sharding half of the state.
     """
@@ -174,7 +174,7 @@ def dump(path: Path, told: Any, protocol: int = 4) -> None:
         ("optimizer.tp01_pp00_shard01.pdopt", "optimizer.tp01_pp00_shard01.pdopt"),
     ],
 )
-def test_a_missing_rank_is_named(tmp_path: Path, file: str, match: str) -> None:
+def test_missing_rank_is_named(tmp_path: Path, file: str, match: str) -> None:
     meshed(tmp_path / "c")
     (tmp_path / "c" / file).unlink()
     with pytest.raises(uc.IncompleteError, match=rf"files of some ranks are missing(.|\n)*{match}"):
@@ -193,7 +193,7 @@ def test_a_missing_rank_is_named(tmp_path: Path, file: str, match: str) -> None:
         ("*shard01*", uc.IncompleteError, "optimizer state is missing"),
     ],
 )
-def test_a_whole_row_of_the_mesh_is_missing(
+def test_missing_row_of_the_mesh_is_named(
     tmp_path: Path, lost: str, error: type[Exception], match: str
 ) -> None:
     """No number is skipped then: the config's sizes and the parameters tell."""
@@ -204,7 +204,7 @@ def test_a_whole_row_of_the_mesh_is_missing(
         uc.open(tmp_path / "c")
 
 
-def test_key_heads_that_every_rank_has_whole_are_not_joined(tmp_path: Path) -> None:
+def test_replicated_key_heads_are_not_joined(tmp_path: Path) -> None:
     """One key head for two ranks: PaddleNLP does not split it. Copies that differ are refused."""
     folder, shapes = tmp_path / "c", {"q_proj": (8, 4), "k_proj": (8, 2), "o_proj": (4, 8)}
     folder.mkdir()
@@ -251,7 +251,7 @@ def test_key_heads_that_every_rank_has_whole_are_not_joined(tmp_path: Path) -> N
         everything(folder)
 
 
-def test_slices_without_a_config_are_refused_not_guessed(tmp_path: Path) -> None:
+def test_slices_without_a_config_are_rejected(tmp_path: Path) -> None:
     folder = copied("fused_tp2", tmp_path / "c")
     (folder / "config.json").unlink()
     with pytest.raises(uc.FormatError, match=r"requires the model's sizes; add its config\.json"):
@@ -263,7 +263,7 @@ def test_slices_without_a_config_are_refused_not_guessed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_arrays_are_read_where_they_lie(tmp_path: Path, protocol: int, order: Any) -> None:
+def test_arrays_are_read_from_the_file(tmp_path: Path, protocol: int, order: Any) -> None:
     rng = np.random.RandomState(0)
     arrays = {
         "large": rng.randint(0, 256, (33, 77)).astype(
@@ -291,7 +291,7 @@ def test_arrays_are_read_where_they_lie(tmp_path: Path, protocol: int, order: An
     assert same(held["floats"].load(Box((3, 5), (2, 9))), tensor(arrays["floats"])[3:5, 5:14])
 
 
-def test_an_array_in_parts_of_an_old_protocol_is_one(tmp_path: Path) -> None:
+def test_array_split_by_an_old_protocol(tmp_path: Path) -> None:
     """Paddle cuts what is over 1 GiB in parts for protocols 2 and 3, and says so under a name of
     its own.
     """
@@ -331,7 +331,7 @@ class LoDTensor:
 
 @pytest.mark.parametrize("file", ["model_state.pdparams", "optimizer.pdopt"])
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_hostile_pickles_are_refused_by_name_and_not_run(
+def test_hostile_pickles_are_rejected_not_executed(
     tmp_path: Path, file: str, protocol: int
 ) -> None:
     folder, mark = copied("half_legacy", tmp_path / "c"), tmp_path / "mark"
@@ -358,14 +358,14 @@ HAND_MADE = {
 
 
 @pytest.mark.parametrize("what", HAND_MADE)
-def test_pickles_made_by_hand_are_errors_that_name_the_file(tmp_path: Path, what: str) -> None:
+def test_crafted_pickles_name_the_file(tmp_path: Path, what: str) -> None:
     (tmp_path / "model_state.pdparams").write_bytes(HAND_MADE[what])
     with pytest.raises(uc.CheckpointError, match=r"model_state.pdparams"):
         uc.open(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model_state.pdparams"]
 
 
-def test_a_pickle_cut_short_at_any_byte_is_an_error(tmp_path: Path) -> None:
+def test_truncated_pickle_is_an_error(tmp_path: Path) -> None:
     whole = (FIXTURES / "half_legacy" / "model_state.pdparams").read_bytes()
     for nbytes in [*range(0, len(whole), len(whole) // 60), len(whole) - 1]:
         (tmp_path / "model_state.pdparams").write_bytes(whole[:nbytes])
@@ -375,7 +375,7 @@ def test_a_pickle_cut_short_at_any_byte_is_an_error(tmp_path: Path) -> None:
             uc.open(tmp_path)
 
 
-def test_arrays_that_lie_about_their_size_are_refused(tmp_path: Path) -> None:
+def test_arrays_of_a_false_size_are_rejected(tmp_path: Path) -> None:
     whole = (FIXTURES / "layers_legacy" / "model_state.tp00_pp00.pdparams").read_bytes()
     assert whole.count(b"K\x04K\x06\x86") == 1
     (tmp_path / "model_state.pdparams").write_bytes(
@@ -393,7 +393,7 @@ def test_arrays_that_lie_about_their_size_are_refused(tmp_path: Path) -> None:
         (lambda state: state["master_weights"].update(stranger=np.zeros(3, "f4")), "stranger"),
     ],
 )
-def test_state_of_no_parameter_is_refused(tmp_path: Path, change: Any, match: str) -> None:
+def test_state_without_a_parameter_is_rejected(tmp_path: Path, change: Any, match: str) -> None:
     folder = copied("half_legacy", tmp_path / "c")
     state = unpickled(folder / "optimizer.pdopt")
     change(state)
@@ -405,14 +405,14 @@ def test_state_of_no_parameter_is_refused(tmp_path: Path, change: Any, match: st
         uc.open(folder)
 
 
-def test_every_linear_layer_of_the_fixture_is_known() -> None:
+def test_all_linear_layers_of_the_fixture_are_known() -> None:
     names = {
         key[1].split(".")[-2] for key in everything(FIXTURES / "half_legacy") if key[0] == "model"
     }
     assert names == {*LINEAR, "embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"}
 
 
-def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_config_of_another_model_is_rejected(tmp_path: Path) -> None:
     folder = copied("half_legacy", tmp_path / "c")
     changed(folder, "config.json", hidden_size=16, head_dim=8)
     with pytest.raises(uc.FormatError, match=r"by config.json"):
@@ -441,7 +441,7 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
         ("optimizer.pdopt", 3, "got int, expected a dict of arrays"),
     ],
 )
-def test_pickles_of_other_things_are_refused(
+def test_pickles_of_other_values_are_rejected(
     tmp_path: Path, file: str, told: Any, match: str
 ) -> None:
     folder = copied("half_legacy", tmp_path / "c")

@@ -51,7 +51,7 @@ def check_moments(source: Any, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ["single_bf16", "tp2_nomerge", "tp2_skip"])
-def test_every_layout_holds_the_same_bits(name: str) -> None:
+def test_all_layouts_are_bitwise_equal(name: str) -> None:
     """The fixtures are one state, written whole, by two ranks without merging, and with master
     weights in place of the model.
     """
@@ -75,7 +75,7 @@ def test_every_layout_holds_the_same_bits(name: str) -> None:
         ("single_O2", "O2", "122ffa46a2f19f23ed8dd38b1e67a1f357bf2036e625bb09f3b435d27a23599b"),
     ],
 )
-def test_compressed_moments_are_what_paddle_makes_of_them(
+def test_quantized_moments_equal_paddles(
     tmp_path: Path, name: str, stage: str, expected: str
 ) -> None:
     folder = copied(name, tmp_path / "c")
@@ -105,7 +105,7 @@ def test_compressed_moments_are_what_paddle_makes_of_them(
     "box",
     [(slice(3, 9), slice(5, 8)), (slice(31, 33), slice(0, 64)), (slice(63, 64), slice(63, 64))],
 )
-def test_slices_of_compressed_and_joined_tensors(tmp_path: Path, box: tuple[slice, slice]) -> None:
+def test_slices_of_quantized_and_joined_tensors(tmp_path: Path, box: tuple[slice, slice]) -> None:
     for name, key in (
         ("single_O2", "mlp.gate_proj"),
         ("tp2_O1_rm", "mlp.gate_proj"),
@@ -116,7 +116,7 @@ def test_slices_of_compressed_and_joined_tensors(tmp_path: Path, box: tuple[slic
             assert same(tensor[box], tensor[...][box])
 
 
-def test_a_square_weight_is_turned_and_an_embedding_is_not() -> None:
+def test_square_weight_is_transposed_embedding_is_not() -> None:
     """[in, out] and [out, in] of q_proj and o_proj look alike, as do both ways to see them in a
     32x32 model.
     """
@@ -133,7 +133,7 @@ def test_a_square_weight_is_turned_and_an_embedding_is_not() -> None:
         assert source["model"]["lm_head.weight"].shape == (64, 32)
 
 
-def test_tied_embeddings_are_one_tensor_under_two_names() -> None:
+def test_tied_embedding_has_two_names() -> None:
     """Symptom elsewhere: KeyError 'llama.embed_tokens.weight/moment2_0' when one process's tied
     checkpoint is loaded by several.
     """
@@ -165,7 +165,7 @@ def test_tied_embeddings_are_one_tensor_under_two_names() -> None:
     assert same(optimizer.state[model.lm_head.weight]["exp_avg_sq"], moment.to(torch.bfloat16))
 
 
-def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:
+def test_tied_tensors_that_differ_are_rejected(tmp_path: Path) -> None:
     folder = copied("single_tied", tmp_path / "c")
     path = folder / "model-00001-of-00001.safetensors"
     tensors = load_file(path)
@@ -175,7 +175,7 @@ def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:
         uc.load(folder, model=llama(tied=True).to(torch.bfloat16))
 
 
-def test_a_lora_adapter_has_peft_s_names() -> None:
+def test_lora_adapter_has_peft_names() -> None:
     files = stored(FIXTURES / "lora_tp2", "peft_model")
     with uc.open(FIXTURES / "lora_tp2") as source:
         for name, tensor in files.items():
@@ -194,7 +194,7 @@ def test_a_lora_adapter_has_peft_s_names() -> None:
         assert len(source["optimizer"]) == len(moments) // 2 * 3
 
 
-def test_a_lora_adapter_is_loaded_by_peft(tmp_path: Path) -> None:
+def test_peft_loads_the_lora_adapter(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     uc.convert(FIXTURES / "lora_tp2", tmp_path / "c")
@@ -208,7 +208,7 @@ def test_a_lora_adapter_is_loaded_by_peft(tmp_path: Path) -> None:
     assert not [name for name in found.missing_keys if "lora" in name]
 
 
-def test_a_job_goes_on_in_torch_with_its_moments_and_its_rate() -> None:
+def test_training_resumes_in_torch() -> None:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=7.0, betas=(0.1, 0.2))
     report = uc.load(
@@ -231,7 +231,7 @@ def test_a_job_goes_on_in_torch_with_its_moments_and_its_rate() -> None:
 @pytest.mark.parametrize(
     "name", ["single_bf16", "tp2_nomerge", "tp2_skip", "tp2_O1_rm", "single_tied", "lora_tp2"]
 )
-def test_converted_inspected_and_the_same_as_the_source(
+def test_convert_inspect_and_diff(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(FIXTURES / name), str(tmp_path / "c")]) == 0
@@ -242,7 +242,7 @@ def test_converted_inspected_and_the_same_as_the_source(
     assert "PaddleNLP Unified Checkpoint" in capsys.readouterr().out
 
 
-def test_own_names_and_those_of_a_model_that_is_not_known(tmp_path: Path) -> None:
+def test_own_names_and_unknown_models(tmp_path: Path) -> None:
     with uc.open(FIXTURES / "single_bf16", options=SourceOptions(names="own")) as source:
         files = stored(FIXTURES / "single_bf16", "model-")
         assert set(source["model"]) == set(files)
@@ -276,7 +276,7 @@ def model_only(tmp_path: Path, name: str = "single_bf16") -> Path:
     return folder
 
 
-def test_a_folder_with_hugging_face_s_names_is_not_taken_for_hugging_face_s(tmp_path: Path) -> None:
+def test_folder_with_hugging_face_names_is_paddle(tmp_path: Path) -> None:
     """Symptom elsewhere: bfloat16 is read as integers (U16), and weights are turned the wrong way."""
     folder = model_only(tmp_path)
     with uc.open(folder) as source:
@@ -284,7 +284,7 @@ def test_a_folder_with_hugging_face_s_names_is_not_taken_for_hugging_face_s(tmp_
         check_weights(source, "model", stored(FIXTURES / "single_bf16", "model-"))
 
 
-def test_numpy_headers_alone_do_not_prove_an_orientation(tmp_path: Path) -> None:
+def test_numpy_headers_alone_do_not_prove_the_layout(tmp_path: Path) -> None:
     folder = model_only(tmp_path)
     changed(folder, "config.json", paddlenlp_version=None, model_type="stranger")
     with pytest.raises(uc.FormatError, match="only headers show that PaddleNLP wrote it"):
@@ -296,7 +296,7 @@ def test_numpy_headers_alone_do_not_prove_an_orientation(tmp_path: Path) -> None
         assert source["model"]["lm_head.weight"].shape == (64, 32)
 
 
-def test_weights_that_are_turned_already_are_refused_by_the_config(tmp_path: Path) -> None:
+def test_transposed_weights_are_rejected_by_the_config(tmp_path: Path) -> None:
     folder = model_only(tmp_path)
     path = folder / "model-00001-of-00001.safetensors"
     tensors = {
@@ -308,23 +308,21 @@ def test_weights_that_are_turned_already_are_refused_by_the_config(tmp_path: Pat
 
 
 @pytest.mark.parametrize("tied", [None, False])
-def test_whether_lm_head_is_the_embedding_is_told_by_the_config_or_by_its_sizes(
-    tmp_path: Path, tied: bool | None
-) -> None:
+def test_tie_follows_from_config_or_sizes(tmp_path: Path, tied: bool | None) -> None:
     folder = copied("single_bf16", tmp_path / "c")
     changed(folder, "config.json", tie_word_embeddings=tied)
     with uc.open(folder) as source:
         assert source["model"]["lm_head.weight"].shape == (64, 32)
 
 
-def test_an_lm_head_that_may_be_either_is_refused(tmp_path: Path) -> None:
+def test_ambiguous_lm_head_is_rejected(tmp_path: Path) -> None:
     folder = copied("single_bf16", tmp_path / "c")
     changed(folder, "config.json", tie_word_embeddings=None, hidden_size=None)
     with pytest.raises(uc.FormatError, match=r"lm_head.weight: .* depends on tie_word_embeddings"):
         uc.open(folder)
 
 
-def test_a_layer_of_unknown_kind_is_refused_not_guessed(tmp_path: Path) -> None:
+def test_unknown_layer_is_rejected(tmp_path: Path) -> None:
     folder = copied("single_bf16", tmp_path / "c")
     for stem in ("model", "master_weights", "optimizer"):
         path, index = (
@@ -343,7 +341,7 @@ def test_a_layer_of_unknown_kind_is_refused_not_guessed(tmp_path: Path) -> None:
         uc.open(folder)
 
 
-def test_our_own_folder_stays_ours(tmp_path: Path) -> None:
+def test_unified_folder_is_not_paddle(tmp_path: Path) -> None:
     uc.convert(FIXTURES / "single_bf16", tmp_path / "c")
     with uc.open(tmp_path / "c") as source:
         assert source.format == "unified"
@@ -378,7 +376,7 @@ def flip(path: Path) -> None:
         ("lora_tp2", "optimizer-00001-of-00002.safetensors"),
     ],
 )
-def test_a_folder_whose_file_is_damaged_is_not_read_as_hugging_face_s(
+def test_folder_with_damaged_file_is_not_hugging_face(
     tmp_path: Path, name: str, file: str, damage: Callable[[Path], object]
 ) -> None:
     """Symptom: converted with success, to turned weights without master weights and optimizer."""
@@ -388,7 +386,7 @@ def test_a_folder_whose_file_is_damaged_is_not_read_as_hugging_face_s(
         uc.open(folder)
 
 
-def test_of_a_model_alone_a_file_that_is_not_damaged_tells_whose_it_is(tmp_path: Path) -> None:
+def test_model_only_folder_is_detected_by_an_intact_file(tmp_path: Path) -> None:
     folder = copied("tp2_skip", tmp_path / "c")
     for path in folder.glob("optimizer*"):
         path.unlink()
@@ -397,7 +395,7 @@ def test_of_a_model_alone_a_file_that_is_not_damaged_tells_whose_it_is(tmp_path:
         uc.open(folder)
 
 
-def test_folders_of_paddle_s_whose_files_are_all_damaged_are_paddle_s(tmp_path: Path) -> None:
+def test_folder_with_all_files_damaged_is_paddle(tmp_path: Path) -> None:
     folder = model_only(tmp_path)
     for path in folder.glob("*.safetensors"):
         path.write_bytes(b"")
@@ -417,9 +415,7 @@ def test_folders_of_paddle_s_whose_files_are_all_damaged_are_paddle_s(tmp_path: 
         ("lora_tp2", "optimizer"),
     ],
 )
-def test_files_whose_index_is_missing_are_not_left_out(
-    tmp_path: Path, name: str, part: str
-) -> None:
+def test_files_without_an_index_are_an_error(tmp_path: Path, name: str, part: str) -> None:
     """Symptom: read with success, without the optimizer, without master weights, or without the
     embedding.
     """
@@ -446,7 +442,7 @@ def test_files_whose_index_is_missing_are_not_left_out(
         ("lora_tp2", "peft_model-00001-of-00002.safetensors"),
     ],
 )
-def test_a_missing_file_is_named(tmp_path: Path, name: str, file: str) -> None:
+def test_missing_file_is_named(tmp_path: Path, name: str, file: str) -> None:
     folder = copied(name, tmp_path / "c")
     (folder / file).unlink()
     model = llama()
@@ -456,7 +452,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str, file: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
-def test_the_last_rank_s_files_are_missed_too(tmp_path: Path) -> None:
+def test_missing_files_of_the_last_rank_are_an_error(tmp_path: Path) -> None:
     """No number is skipped then: the slices do not make up the parameters."""
     folder = copied("tp2_nomerge", tmp_path / "c")
     (folder / "optimizer.tp01.safetensors").unlink()
@@ -468,7 +464,7 @@ def test_the_last_rank_s_files_are_missed_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["single_bf16", "tp2_nomerge", "tp2_O1_rm"])
-def test_a_file_cut_short_is_named(tmp_path: Path, name: str) -> None:
+def test_truncated_file_is_named(tmp_path: Path, name: str) -> None:
     folder = copied(name, tmp_path / "c")
     path = max(folder.glob("optimizer*.safetensors"))
     for nbytes in (path.stat().st_size - 1, 100, 3, 0):
@@ -506,7 +502,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path, name: str) -> None:
         ),
     ],
 )
-def test_a_tensor_that_no_file_has_is_named(
+def test_missing_tensor_is_named(
     tmp_path: Path, name: str, stem: str, key: str, match: str
 ) -> None:
     folder = copied(name, tmp_path / "c")
@@ -553,7 +549,7 @@ def without(folder: Path, stem: str, key: str) -> None:
         ),
     ],
 )
-def test_state_that_is_not_whole_is_refused(
+def test_partial_state_is_rejected(
     tmp_path: Path, stem: str, key: str, error: type[Exception], match: str
 ) -> None:
     folder = copied("single_bf16", tmp_path / "c")
@@ -562,7 +558,7 @@ def test_state_that_is_not_whole_is_refused(
         uc.open(folder)
 
 
-def test_tensors_that_the_index_does_not_name_are_refused(tmp_path: Path) -> None:
+def test_tensors_missing_in_the_index_are_rejected(tmp_path: Path) -> None:
     folder = copied("single_bf16", tmp_path / "c")
     rewritten(folder, "model", lambda tensors: tensors.update(stranger=torch.zeros(2)))
     with pytest.raises(
@@ -572,7 +568,7 @@ def test_tensors_that_the_index_does_not_name_are_refused(tmp_path: Path) -> Non
         uc.open(folder)
 
 
-def test_missing_master_weights_are_not_passed_over(tmp_path: Path) -> None:
+def test_missing_master_weights_are_an_error(tmp_path: Path) -> None:
     """The optimizer's index says that they were written; the model is bfloat16 and no stand-in."""
     folder = copied("single_bf16", tmp_path / "c")
     (folder / "master_weights.safetensors.index.json").unlink()
@@ -582,7 +578,7 @@ def test_missing_master_weights_are_not_passed_over(tmp_path: Path) -> None:
         uc.open(folder)
 
 
-def test_compressed_bytes_are_not_taken_as_they_are(tmp_path: Path) -> None:
+def test_quantized_bytes_are_not_used_as_they_are(tmp_path: Path) -> None:
     folder = copied("tp2_O1_rm", tmp_path / "c")
     changed(folder, "optimizer.safetensors.index.json", ckpt_quant_stage=None)
     with pytest.raises(uc.FormatError, match="under ckpt_quant_stage O0, expected float32"):
@@ -592,7 +588,7 @@ def test_compressed_bytes_are_not_taken_as_they_are(tmp_path: Path) -> None:
         uc.open(folder)
 
 
-def test_optimizer_state_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_unknown_optimizer_state_is_rejected(tmp_path: Path) -> None:
     folder = copied("single_bf16", tmp_path / "c")
     path, index = (
         folder / "optimizer-00001-of-00001.safetensors",
@@ -610,7 +606,7 @@ def test_optimizer_state_of_another_kind_is_refused(tmp_path: Path) -> None:
         uc.open(folder)
 
 
-def test_a_step_that_the_powers_contradict_is_refused_and_skipped_steps_are_counted(
+def test_step_contradicting_the_powers_is_rejected(
     tmp_path: Path,
 ) -> None:
     """fp16 skips steps whose gradients overflow: then the trainer has counted more than the
@@ -628,7 +624,7 @@ def test_a_step_that_the_powers_contradict_is_refused_and_skipped_steps_are_coun
         source["optimizer"]["lm_head.weight/step"][...]
 
 
-def test_another_adapter_than_lora_is_refused(tmp_path: Path) -> None:
+def test_adapter_other_than_lora_is_rejected(tmp_path: Path) -> None:
     folder = copied("lora_tp2", tmp_path / "c")
     changed(folder, "peft_model.safetensors.index.json", type="ptuning")
     with pytest.raises(uc.FormatError, match="not of a LoRA adapter"):
@@ -647,7 +643,7 @@ class Hostile:
 
 @pytest.mark.parametrize("file", ["scheduler.pdparams", "scaler.pdparams"])
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_a_hostile_pickle_beside_it_is_refused_by_name_and_not_run(
+def test_hostile_trainer_pickle_is_rejected_not_executed(
     tmp_path: Path, file: str, protocol: int
 ) -> None:
     folder = copied("single_bf16", tmp_path / "c")
@@ -670,7 +666,7 @@ def test_a_hostile_pickle_beside_it_is_refused_by_name_and_not_run(
     ],
 )
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"'])
-def test_json_that_is_no_object_is_refused(tmp_path: Path, file: str, text: str) -> None:
+def test_json_that_is_no_object_is_rejected(tmp_path: Path, file: str, text: str) -> None:
     folder = copied("single_bf16", tmp_path / "c")
     (folder / file).write_text(text)
     with pytest.raises(uc.FormatError, match=file.replace(".", r"\.")):

@@ -45,7 +45,7 @@ class Evaluated:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_a_hostile_raw_pickle_is_refused_by_name_and_not_run(tmp_path: Path, protocol: int) -> None:
+def test_hostile_raw_pickle_is_rejected_not_executed(tmp_path: Path, protocol: int) -> None:
     mark, path = tmp_path / "mark", tmp_path / "x.pickle"
     path.write_bytes(
         pickle.dumps({"w": 1, "x": Hostile(mark), "y": [Evaluated(), Hostile(mark)]}, protocol)
@@ -56,7 +56,7 @@ def test_a_hostile_raw_pickle_is_refused_by_name_and_not_run(tmp_path: Path, pro
 
 
 @pytest.mark.parametrize("inside", ["state", "tensor's dict"])
-def test_a_hostile_torch_file_is_refused_by_name_and_not_run(tmp_path: Path, inside: str) -> None:
+def test_hostile_torch_file_is_rejected_not_executed(tmp_path: Path, inside: str) -> None:
     mark, path = tmp_path / "mark", tmp_path / "x.pt"
     torch.save({"w": torch.ones(2), inside: Hostile(mark)}, path)
     with pytest.raises(FormatError, match=r"not loaded from files(.|\n)*system"):
@@ -66,7 +66,7 @@ def test_a_hostile_torch_file_is_refused_by_name_and_not_run(tmp_path: Path, ins
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("value", [{"a": [1]}, {"model": {"a": torch.zeros(2)}}])
-def test_raw_pickle_as_a_torch_file_gets_no_unsafe_advice(tmp_path: Path, value: object) -> None:
+def test_error_omits_torch_advice_to_disable_restrictions(tmp_path: Path, value: object) -> None:
     (tmp_path / "raw.pt").write_bytes(pickle.dumps(value))
     with pytest.raises(
         FormatError, match=r"raw.pt: is not a torch.save file(.|\n)*save its tensors with"
@@ -76,7 +76,7 @@ def test_raw_pickle_as_a_torch_file_gets_no_unsafe_advice(tmp_path: Path, value:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torch_file_with_code_is_refused_by_name(tmp_path: Path) -> None:
+def test_torch_programs_are_rejected_by_name(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2)
     torch.jit.save(torch.jit.script(module), tmp_path / "script.pt")
     with zipfile.ZipFile(tmp_path / "program.pt2", "w") as archive:  # as torch.export.save
@@ -95,7 +95,7 @@ def test_torch_file_with_code_is_refused_by_name(tmp_path: Path) -> None:
         assert "weights_only" not in str(caught.value)
 
 
-def test_a_name_that_is_put_together_from_a_memo_is_seen(tmp_path: Path) -> None:
+def test_global_name_from_the_memo_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.pickle"
     # "posix" and "system" are put in the memo, used elsewhere, and brought back for STACK_GLOBAL.
     path.write_bytes(b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x940h\x00h\x01\x93\x94.")
@@ -104,14 +104,14 @@ def test_a_name_that_is_put_together_from_a_memo_is_seen(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_raw_pickle_of_known_globals_is_read(tmp_path: Path, protocol: int) -> None:
+def test_raw_pickle_of_allowed_globals(tmp_path: Path, protocol: int) -> None:
     path = tmp_path / "x.pickle"
     value = OrderedDict(a=1, b=OrderedDict(c=(1, 2)))
     path.write_bytes(pickle.dumps(value, protocol))
     assert load_pickle(str(path), {"collections.OrderedDict": OrderedDict}) == value
 
 
-def test_a_torch_file_is_mapped_not_read(tmp_path: Path) -> None:
+def test_torch_file_is_mapped(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(8.0), "n": np.arange(3), "step": 3}, path)
     found = load_torch(str(path))
@@ -147,7 +147,7 @@ def packed(path: Path) -> bytes:
         (None, "rng_state_0.pth", True),  # written to a stream, whose archive has no name
     ],
 )
-def test_numbered_file_written_under_another_number(
+def test_numbered_file_of_another_number_is_rejected(
     tmp_path: Path, written: str | None, named: str, fits: bool
 ) -> None:
     stream = io.BytesIO()
@@ -164,7 +164,7 @@ def test_numbered_file_written_under_another_number(
         load_torch(str(tmp_path / named), numbered=True)
 
 
-def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+def test_compressed_archive_is_rejected(tmp_path: Path) -> None:
     """Symptom: compressed bytes are read as the tensors', with success."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.eye(16), "v": torch.randint(0, 256, (70000,), dtype=torch.uint8)}, path)
@@ -178,7 +178,7 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
         load_torch_bytes(memoryview(path.read_bytes()), "within y")
 
 
-def test_an_archive_without_checksums_is_mapped(tmp_path: Path) -> None:
+def test_archive_without_checksums_is_mapped(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.serialization.set_crc32_options(False)
     try:
@@ -188,7 +188,7 @@ def test_an_archive_without_checksums_is_mapped(tmp_path: Path) -> None:
     assert torch.equal(load_torch(str(path))["w"], torch.arange(8.0))
 
 
-def test_a_number_that_would_fill_all_memory_is_refused(tmp_path: Path) -> None:
+def test_bytearray_bomb_is_rejected(tmp_path: Path) -> None:
     """Symptom: a file of 360 bytes takes 4 GiB and 20 s."""
     held = (
         b"\x80\x02}(X\x01\x00\x00\x00ac__builtin__\nbytearray\n\x8a\x05"
@@ -211,7 +211,7 @@ def test_a_number_that_would_fill_all_memory_is_refused(tmp_path: Path) -> None:
         load_torch(str(path))
 
 
-def test_an_archive_whose_end_is_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_archive_with_damaged_end_names_the_file(tmp_path: Path) -> None:
     """Symptom: a raw zipfile.BadZipFile."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(80.0)}, path)
@@ -222,13 +222,13 @@ def test_an_archive_whose_end_is_damaged_is_an_error_that_names_it(tmp_path: Pat
         load_torch(str(path))
 
 
-def test_a_torch_file_of_before_zip_archives_is_read(tmp_path: Path) -> None:
+def test_legacy_torch_file(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(8.0)}, path, _use_new_zipfile_serialization=False)
     assert torch.equal(load_torch(str(path))["w"], torch.arange(8.0))
 
 
-def test_stubs_stand_in_for_classes_that_a_format_needs(tmp_path: Path) -> None:
+def test_placeholders_replace_named_classes(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"args": argparse.Namespace(tp=2)}, path)
     with pytest.raises(FormatError, match=r"argparse\.Namespace"):
@@ -239,7 +239,7 @@ def test_stubs_stand_in_for_classes_that_a_format_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 10, 100, -10])
-def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, cut: int) -> None:
+def test_damaged_file_names_the_file(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(80.0)}, path)
     path.write_bytes(path.read_bytes()[:cut])
@@ -249,7 +249,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, cut: int) -> N
         load_pickle(str(path), {})
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"x\.pt"):
         load_torch(str(tmp_path / "x.pt"))
 
@@ -264,9 +264,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (b"\xff", "byte 3: got 0xff"),
     ],
 )
-def test_a_number_that_would_take_all_memory_is_refused(
-    tmp_path: Path, put: bytes, why: str
-) -> None:
+def test_memo_index_bomb_is_rejected(tmp_path: Path, put: bytes, why: str) -> None:
     path = tmp_path / "x.pickle"
     path.write_bytes(b"\x80\x02}" + put + b".")
     with pytest.raises(FormatError, match=rf"x\.pickle: is damaged, or not a pickle: .*{why}"):
@@ -274,7 +272,7 @@ def test_a_number_that_would_take_all_memory_is_refused(
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_what_python_pickles_passes_and_cut_short_is_refused(protocol: int) -> None:
+def test_check_memo_bounds_accepts_pickles_not_prefixes(protocol: int) -> None:
     value = {
         "a" * 300: [1, -(1 << 70), 1.5, None, True, b"x" * 300, (1, 2, 3, 4), {"b"}],
         "o": OrderedDict(a=Path("x")),
@@ -288,7 +286,7 @@ def test_what_python_pickles_passes_and_cut_short_is_refused(protocol: int) -> N
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_walked_through_or_refused(held: bytes) -> None:
+def test_check_memo_bounds_of_random_bytes(held: bytes) -> None:
     try:
         check_memo_bounds(held)
     except FormatError:
@@ -308,7 +306,7 @@ def shared(levels: int, kind: Callable[[Any, Any], Any]) -> Any:
     "kind",
     [lambda a, b: [a, b], lambda a, b: {"a": a, "b": b}, lambda a, b: argparse.Namespace(a=a, b=b)],
 )
-def test_a_few_objects_that_hold_each_other_a_billion_times_are_refused(
+def test_exponential_references_are_rejected(
     tmp_path: Path, kind: Callable[[Any, Any], Any]
 ) -> None:
     torch.save({"w": torch.ones(2), "x": shared(40, kind)}, tmp_path / "x.pt")
@@ -316,7 +314,7 @@ def test_a_few_objects_that_hold_each_other_a_billion_times_are_refused(
         load_torch(str(tmp_path / "x.pt"), placeholders=["argparse.Namespace"])
 
 
-def test_what_holds_itself_is_refused(tmp_path: Path) -> None:
+def test_cycles_are_rejected(tmp_path: Path) -> None:
     found: dict[str, Any] = {"w": 1}
     found["x"] = [found]
     torch.save(found, tmp_path / "x.pt")
@@ -324,7 +322,7 @@ def test_what_holds_itself_is_refused(tmp_path: Path) -> None:
         load_torch(str(tmp_path / "x.pt"))
 
 
-def test_what_is_nested_too_deep_is_refused_and_what_is_shared_is_not() -> None:
+def test_deep_nesting_is_rejected_sharing_is_not() -> None:
     deep: Any = 1
     for _ in range(300):
         deep = (deep,)
@@ -335,13 +333,13 @@ def test_what_is_nested_too_deep_is_refused_and_what_is_shared_is_not() -> None:
     check_tree_size(shared(20, lambda a, b: [a, b]))
 
 
-def test_a_long_list_that_is_shared_often_is_refused_at_once() -> None:
+def test_long_shared_list_is_rejected_fast() -> None:
     long = [None] * 1_000_000
     with pytest.raises(FormatError, match="branches"):
         check_tree_size([long] * 1_000_000)
 
 
-def test_an_error_does_not_write_out_what_a_pickle_holds(tmp_path: Path) -> None:
+def test_error_does_not_print_the_pickled_value(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(shared(24, lambda a, b: [a, b])))
     with pytest.raises(FormatError) as caught:
         read_entries(str(tmp_path))

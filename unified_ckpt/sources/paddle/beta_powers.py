@@ -108,9 +108,8 @@ def _infer_beta(power: float, steps: int) -> float | None:
     estimate = exp(log(power) / (steps + 1))
     for digits in range(1, 7):
         beta = round(estimate, digits)
-        if 0 < beta < 1 and abs(power / beta_power(beta, steps) - 1) < 2e-7 * (
-            steps + 1
-        ):  # one rounding error per step
+        tolerance = 2e-7 * (steps + 1)  # one rounding error per step
+        if 0 < beta < 1 and abs(power / beta_power(beta, steps) - 1) < tolerance:
             return beta
     return None
 

@@ -303,7 +303,7 @@ def test_restore_uses_the_latest_usable_foreign_step(
         names = "|".join(re.escape(str(one.relative_to(tmp_path))) for one in (older, newer))
         with pytest.raises(
             uc.IncompleteError,
-            match=rf"has steps, and none can be used \(2\):\n  ({names}): .*\n  ({names}): ",
+            match=rf"none of its steps can be loaded \(2\):\n  ({names}): .*\n  ({names}): ",
         ):
             manager.restore(**targets)
         caplog.clear()
@@ -359,7 +359,7 @@ def test_list_shows_foreign_steps_and_prune_keeps_them(
     assert newer.exists()
 
 
-# ---- which is taken, and when a run starts fresh
+# ---- Which step is loaded, and when a run starts fresh
 
 
 @pytest.mark.parametrize("kind", ["nanotron", "megatron"])
@@ -379,7 +379,7 @@ def test_restore_prefers_the_pointed_step(
     with manager_of(None, tmp_path) as manager:
         assert manager.restore(**targets) is not None
         assert (
-            f"{newer} is skipped: {pointer} names {named.name}, which is taken; restore(9) takes it"
+            f"{newer} is skipped: {pointer} names {named.name}, which is loaded; restore(9) loads this one"
             in caplog.text
         )
         shutil.rmtree(named)
@@ -456,7 +456,7 @@ def test_restore_ignores_folders_that_are_no_step(
         (lambda folder: blank(folder / "unified_checkpoint.json"), "unified_checkpoint.json"),
         (
             lambda folder: folder.rename(folder.with_name("checkpoint-9")),
-            "its manifest says step 8",
+            "its manifest has step 8",
         ),
     ],
 )
@@ -472,7 +472,7 @@ def test_restore_raises_if_unified_steps_are_unusable(
             return manager.restore(**state(0))
 
     error = same_error(
-        try_ranks(2, act), uc.IncompleteError, r"has steps, and none can be used \(1\)"
+        try_ranks(2, act), uc.IncompleteError, r"none of its steps can be loaded \(1\)"
     )
     assert why in str(error)
     with manager_of(None, tmp_path / "run") as manager:

@@ -581,7 +581,7 @@ def test_rank_files_swapped_or_copied(
         first.write_bytes(data)
     with pytest.raises(
         uc.FormatError,
-        match=r"was written as \S*zero_pp_rank_\d_\S*.pt: files were swapped or copied",
+        match=r"was written as \S*zero_pp_rank_\d_\S*.pt, so files were swapped or copied",
     ):
         uc.open(folder)
 

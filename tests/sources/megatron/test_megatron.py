@@ -20,7 +20,7 @@ from tests.support.optimizers import FusedAdam
 from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources.megatron.states import flat_ranges
+from unified_ckpt.sources.megatron.optimizer_states import flat_ranges
 
 
 def logits(model: Any) -> torch.Tensor:

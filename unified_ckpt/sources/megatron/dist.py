@@ -31,7 +31,7 @@ from unified_ckpt.sources.megatron.files import (
 )
 from unified_ckpt.sources.megatron.master_check import LazyMasterCheck
 from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert, unstack
-from unified_ckpt.sources.megatron.states import assign_groups, group_options
+from unified_ckpt.sources.megatron.optimizer_states import assign_groups, group_options
 from unified_ckpt.sources.megatron.view import renamed_source
 from unified_ckpt.sources.pytorch.dcp import Entry, build_tensor, map_files, read_entries
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile

@@ -33,7 +33,11 @@ from unified_ckpt.sources.megatron.files import (
 )
 from unified_ckpt.sources.megatron.master_check import LazyMasterCheck
 from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert, parse_expert
-from unified_ckpt.sources.megatron.states import ParamKey, ParamState, read_optimizer_states
+from unified_ckpt.sources.megatron.optimizer_states import (
+    ParamKey,
+    ParamState,
+    read_optimizer_states,
+)
 from unified_ckpt.sources.megatron.tensor_parallel import Slice, global_slices, is_parameter
 from unified_ckpt.sources.megatron.view import renamed_source
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor

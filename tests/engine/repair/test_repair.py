@@ -179,7 +179,7 @@ def test_block_damaged_in_all_copies_is_reported(folder: Path, other: Path, good
     assert not report.ok
     assert report.repaired == (names.EXTRA,)
     (problem,) = report.problems
-    assert f"{FILES[1]}: block 1 of model:wide got CRC" in problem
+    assert f"{FILES[1]}: block 1 of model:wide has CRC" in problem
     assert "no copy has model:wide block 1; add another copy of save" in problem
     assert f"searched: {other}" in problem
     assert body(folder) == {**before, names.EXTRA: body(good)[names.EXTRA]}

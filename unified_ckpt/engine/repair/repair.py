@@ -1,6 +1,6 @@
 """Repairs a damaged checkpoint folder from copies of the same save, one verified file at a time.
 
-How data could be lost; each case is a test in tests/test_repair.py:
+How data could be lost; each case has a test in tests/engine/repair:
 - Good bytes are overwritten by bad ones, of a damaged source or of another save. Every byte written
   has the CRC that the folder's own manifest leads to, and is written from the memory that was
   compared. A source of another save is refused.

@@ -106,4 +106,4 @@ def _bad_blocks(
             yield block, f"cannot be read: {error}"
             continue
         if digests.crc(body) != crc:
-            yield block, f"got CRC {digests.crc(body):016x}, expected {crc:016x}"
+            yield block, f"has CRC {digests.crc(body):016x}, expected {crc:016x}"

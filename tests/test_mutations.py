@@ -24,7 +24,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.manifests import IndexFile, sealed
-from tests.support.simulated_nodes import SAVE, folder_of, on_machine
+from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks
 
@@ -180,7 +180,7 @@ def node_groups(root: Path) -> Subject:
     options = SAVE.model_copy(update={"node_copies": 2})
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             rows = torch.arange(24.0).reshape(6, 4).chunk(2)[comm.rank].clone()
             layout = uc.Layout({"dp": 2}, {"w": {"dp": 0}})
             model = {"w": rows, "n": torch.arange(3.0)}

@@ -15,7 +15,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.manifests import edit_manifest
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_machine
+from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_node
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.commit import read_manifest_at
 from unified_ckpt.format import names
@@ -204,7 +204,7 @@ ROWS = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
 
 def save_on_two(root: Path, *, copies: int) -> None:
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             options = SAVE.model_copy(update={"node_copies": copies})
             made.save(
                 folder_of(root, comm.rank),
@@ -220,7 +220,7 @@ def save_on_two(root: Path, *, copies: int) -> None:
 def load_on_two(root: Path, **options: Any) -> list[uc.LoadReport | BaseException]:
     def act(comm: Comm) -> uc.LoadReport:
         held = {"w": torch.zeros(4, 8)}
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             report = made.load(
                 folder_of(root, comm.rank),
                 model=held,

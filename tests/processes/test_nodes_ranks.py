@@ -71,7 +71,7 @@ def test_two_machines_of_two_ranks(tmp_path: Path, layout: str, background: bool
     one, two = places(tmp_path, 2)
     run(tmp_path, "save", 4, 2, [one, two], layout=layout, background=background, steps=[6, 7])
     assert sorted(path.name for path in tmp_path.glob("machine-*/*")) == [CHECKPOINT] * 2
-    assert any(Path(one).glob("*_shards*.safetensors")), "nothing is split over machines"
+    assert any(Path(one).glob("*_shards*.safetensors")), "nothing is split over nodes"
     run(tmp_path, "load", 1, 1, [f"{two}:{one}"], layout=layout, steps=[7])
     run(tmp_path, "load", 4, 2, [two, one], layout=layout, steps=[7])
     if layout == "fsdp":

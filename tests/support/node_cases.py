@@ -36,20 +36,20 @@ def cuts_of(layout: str, spec: TensorSpec, machines: int, ranks: int) -> tuple[S
     world, last = machines * ranks, len(spec.shape) - 1
     if not spec.shape or 0 in spec.shape:
         return ()
-    if layout == "whole on each machine":
+    if layout == "whole on each node":
         return (ShardDim(0, ranks, 1),)
-    if layout == "rows over machines":
+    if layout == "rows over nodes":
         return (ShardDim(0, world, 1),)
-    if layout == "columns over machines":
+    if layout == "columns over nodes":
         return (ShardDim(last, world, 1),)
-    if layout == "rows over machines, columns inside":
+    if layout == "rows over nodes, columns inside":
         return (
             (ShardDim(0, machines, ranks), ShardDim(last, ranks, 1))
             if last
             else (ShardDim(0, machines, ranks),)
         )
     if (
-        layout == "columns over machines, rows inside, interleaved"
+        layout == "columns over nodes, rows inside, interleaved"
     ):  # TP across, and FSDP over what TP has cut
         return (ShardDim(last, machines, ranks), ShardDim(last, ranks, 1, 2))
     if layout == "padded":
@@ -58,11 +58,11 @@ def cuts_of(layout: str, spec: TensorSpec, machines: int, ranks: int) -> tuple[S
 
 
 LAYOUTS = [
-    "whole on each machine",
-    "rows over machines",
-    "columns over machines",
-    "rows over machines, columns inside",
-    "columns over machines, rows inside, interleaved",
+    "whole on each node",
+    "rows over nodes",
+    "columns over nodes",
+    "rows over nodes, columns inside",
+    "columns over nodes, rows inside, interleaved",
     "padded",
     "stages",
 ]

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 import unified_ckpt as uc
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, fine, folder_of, on_machine
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, fine, folder_of, on_node
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, try_ranks
 
-MACHINES = [0, 0, 1, 1]
+NODES = [0, 0, 1, 1]
 FULL = {
     "w": torch.arange(500 * 90, dtype=torch.float32).reshape(500, 90),
     "o": torch.arange(900.0).reshape(30, 30),
@@ -25,7 +25,7 @@ LAYOUT = uc.Layout(
 )
 QUICK = SAVE.model_copy(update={"timeout_seconds": 10.0})
 REPLACE = QUICK.model_copy(update={"if_exists": "replace"})
-Storages = Callable[[int, str], LocalStorage]  # by machine and folder
+Storages = Callable[[int, str], LocalStorage]  # by node and folder
 
 
 def contents(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -47,9 +47,9 @@ def save(
     **what: object,
 ) -> list[uc.SaveReport | BaseException]:
     def act(comm: Comm) -> uc.SaveReport:
-        machine = MACHINES[comm.rank]
-        storage = (lambda place: storages(machine, place)) if storages is not None else None
-        with on_machine(comm, MACHINES, storage=storage) as made:
+        node = NODES[comm.rank]
+        storage = (lambda place: storages(node, place)) if storages is not None else None
+        with on_node(comm, NODES, storage=storage) as made:
             call = made.save_async if background else made.save
             told = {
                 "model": contents(step, comm.rank),
@@ -59,7 +59,7 @@ def save(
                 "rank_extra": (comm.rank, step),
                 "options": QUICK,
             }
-            found = call(folder_of(root, machine).with_name(name), **{**told, **what})
+            found = call(folder_of(root, node).with_name(name), **{**told, **what})
             return found.result(60) if background else found
 
     return try_ranks(4, act)
@@ -72,9 +72,9 @@ def load_all(root: Path, name: str) -> list[int | BaseException]:
         target = {
             key: torch.full_like(tensor, -1) for key, tensor in contents(0, comm.rank).items()
         }
-        with on_machine(comm, MACHINES) as made:
+        with on_node(comm, NODES) as made:
             report = made.load(
-                folder_of(root, MACHINES[comm.rank]).with_name(name),
+                folder_of(root, NODES[comm.rank]).with_name(name),
                 model=target,
                 layout=LAYOUT,
                 options=LOAD,
@@ -96,15 +96,13 @@ def loads(root: Path, *, name: str = NAME) -> int:
 
 
 def left(root: Path) -> dict[int, list[str]]:
-    return {machine: sorted(os.listdir(folder_of(root, machine).parent)) for machine in (0, 1)}
+    return {node: sorted(os.listdir(folder_of(root, node).parent)) for node in (0, 1)}
 
 
 def faulty(where: Sequence[int], fuse: FaultPoint) -> Storages:
-    return lambda machine, place: (
-        FaultyStorage(place, fuse) if machine in where else LocalStorage(place)
-    )
+    return lambda node, place: FaultyStorage(place, fuse) if node in where else LocalStorage(place)
 
 
-def full_at(number: int, machine: int) -> Storages:
-    """The disk of one machine's ranks is full from their write `number` on, each counting its own."""
-    return lambda at, place: FullStorage(place, number) if at == machine else LocalStorage(place)
+def full_at(number: int, node: int) -> Storages:
+    """The disk of one node's ranks is full from their write `number` on, each counting its own."""
+    return lambda at, place: FullStorage(place, number) if at == node else LocalStorage(place)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import unified_ckpt as uc
-from tests.support.simulated_nodes import SAVE, folder_of, on_machine
+from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks
 
@@ -42,7 +42,7 @@ def save(
 ) -> list[uc.SaveReport]:
     def act(comm: Comm) -> uc.SaveReport:
         world = comm.world
-        with on_machine(comm, machines) as made:
+        with on_node(comm, machines) as made:
             return made.save(
                 folder_of(root, machines[comm.rank]),
                 model=held(comm.rank, world, copies=copies, step=step),

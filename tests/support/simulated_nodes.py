@@ -1,4 +1,4 @@
-"""Machines as folders: thread ranks that are told which machine they are on, each with a place of
+"""Nodes as folders: thread ranks that are told which node they are on, each with a place of
 its own to save to.
 """
 
@@ -75,23 +75,23 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def twice(saved: Path, tmp_path: Path) -> Path:
-    """What the module's `saved` has of two machines with a copy each, to be damaged."""
+    """What the module's `saved` has of two nodes with a copy each, to be damaged."""
     return Path(shutil.copytree(saved / "twice", tmp_path / "twice"))
 
 
 @pytest.fixture
 def once(saved: Path, tmp_path: Path) -> Path:
-    """The same of one copy over two machines."""
+    """The same of one copy over two nodes."""
     return Path(shutil.copytree(saved / "once", tmp_path / "once"))
 
 
 @contextmanager
-def on_machine(
-    comm: Comm, machines: Sequence[int], *, storage: Callable[[str], LocalStorage] | None = None
+def on_node(
+    comm: Comm, nodes: Sequence[int], *, storage: Callable[[str], LocalStorage] | None = None
 ) -> Iterator[uc.Checkpointer]:
-    """A Checkpointer of a rank on its machine. `storage`: what it writes to, by the folder's path."""
+    """A Checkpointer of a rank on its node. `storage`: what it writes to, by the folder's path."""
     made = make_checkpointer(comm)
-    made._node = f"machine {machines[comm.rank]}"
+    made._node = f"node {nodes[comm.rank]}"
     if storage is not None:
         locate = made._locate
 
@@ -108,46 +108,46 @@ def on_machine(
         made.close()
 
 
-def folder_of(root: Path, machine: int) -> Path:
-    return root / f"machine-{machine}" / NAME
+def folder_of(root: Path, node: int) -> Path:
+    return root / f"node-{node}" / NAME
 
 
 def save_all(
-    root: Path, machines: Sequence[int], state: Callable[[int], Any], **what: Any
+    root: Path, nodes: Sequence[int], state: Callable[[int], Any], **what: Any
 ) -> list[uc.SaveReport]:
-    """Each rank saves to its machine's folder."""
+    """Each rank saves to its node's folder."""
 
     def act(comm: Comm) -> uc.SaveReport:
-        with on_machine(comm, machines) as made:
+        with on_node(comm, nodes) as made:
             return made.save(
-                folder_of(root, machines[comm.rank]),
+                folder_of(root, nodes[comm.rank]),
                 model=state(comm.rank),
                 **{"options": SAVE, **what},
             )
 
-    return run_ranks(len(machines), act)
+    return run_ranks(len(nodes), act)
 
 
-def save_case(case: Case, root: Path, machines: Sequence[int], **what: Any) -> list[uc.SaveReport]:
-    return save_all(root, machines, case.state, **what)
+def save_case(case: Case, root: Path, nodes: Sequence[int], **what: Any) -> list[uc.SaveReport]:
+    return save_all(root, nodes, case.state, **what)
 
 
 def load_case(
     case: Case,
     wanted: DrawnLayout,
-    machines: Sequence[int],
+    nodes: Sequence[int],
     paths: Mapping[int, Paths],
     **what: Any,
 ) -> list[uc.LoadReport | BaseException]:
-    """Loads from the folders of each machine, and compares every byte of the ranks that got
+    """Loads from the folders of each node, and compares every byte of the ranks that got
     through.
     """
 
     def act(comm: Comm) -> uc.LoadReport:
         state = case.target(wanted, comm.rank)
-        with on_machine(comm, machines) as made:
+        with on_node(comm, nodes) as made:
             report = made.load(
-                list(paths[machines[comm.rank]]), model=state, **{"options": LOAD, **what}
+                list(paths[nodes[comm.rank]]), model=state, **{"options": LOAD, **what}
             )
         for part in state.tensors:
             oracle = part_of(case.arrays[part.decl.key], part.decl.sharding, comm.rank)
@@ -210,14 +210,14 @@ def fine(found: Sequence[Result | BaseException]) -> list[Result]:
     return results
 
 
-def gaps(case: Case, machines: Sequence[int], there: Sequence[int]) -> tuple[list[Key], list[Key]]:
-    """Tensors of which the machines `there` have a part only, and those of which they have nothing;
+def gaps(case: Case, nodes: Sequence[int], there: Sequence[int]) -> tuple[list[Key], list[Key]]:
+    """Tensors of which the nodes `there` have a part only, and those of which they have nothing;
     by what their ranks held.
     """
     parts, unknown = [], []
     for one in case.saved.tensors:
         mask = np.zeros(one.decl.spec.shape, dtype=bool)
-        holders = [rank for rank in one.ranks if machines[rank] in there]
+        holders = [rank for rank in one.ranks if nodes[rank] in there]
         boxes = [
             box for rank in holders for box, _ in one.decl.sharding.boxes(rank, one.decl.spec.shape)
         ]

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
-from tests.support.simulated_nodes import SAVE, folder_of, on_machine
+from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder import commit
 from unified_ckpt.engine.folder.backup import rollback
@@ -319,7 +319,7 @@ def check_cases(count: int, seed: int, tmp_path: Path, patch: pytest.MonkeyPatch
 def test_rollback_keeps_late_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, exchange: bool
 ) -> None:
-    """Of several machines one cannot commit: the others take their folders back, in which files
+    """Of several nodes one cannot commit: the others take their folders back, in which files
     have appeared.
     """
     user, target = User(tmp_path), tmp_path / NAME
@@ -503,21 +503,21 @@ def test_no_user_file_is_lost_many_examples(
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("machines", [[0, 0], [0, 1]])
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
 def test_obstacle_seen_by_one_rank_is_refused_by_all(
-    tmp_path: Path, machines: list[int], background: bool
+    tmp_path: Path, nodes: list[int], background: bool
 ) -> None:
     """The second save of a layout, which plans nothing; the saves before and after it are fine."""
     layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}}, shapes={"w": (8, 3)})
-    mine = folder_of(tmp_path, machines[1]).with_name("mine")
+    mine = folder_of(tmp_path, nodes[1]).with_name("mine")
     mine.mkdir(parents=True)
     (mine / "notes.txt").write_text("mine")
 
     def act(comm: Comm) -> str:
-        with on_machine(comm, machines) as made:
+        with on_node(comm, nodes) as made:
 
             def save_as(name: str) -> object:
-                path = folder_of(tmp_path, machines[comm.rank]).with_name(name)
+                path = folder_of(tmp_path, nodes[comm.rank]).with_name(name)
                 what: dict[str, Any] = {
                     "model": {"w": torch.ones(4, 3)},
                     "layout": layout,

@@ -17,7 +17,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, fine, folder_of, on_machine
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, fine, folder_of, on_node
 from unified_ckpt.engine.load import load as load_module
 from unified_ckpt.engine.nodes import discover
 from unified_ckpt.engine.save import finalize
@@ -50,7 +50,7 @@ def test_unfinished_save_with_a_similar_name(
         )
 
         def act(comm: Comm) -> str:
-            with on_machine(comm, [0, 1]) as made:
+            with on_node(comm, [0, 1]) as made:
                 return made.save(
                     folder_of(tmp_path, comm.rank).with_name(name),
                     model=model(value),
@@ -71,7 +71,7 @@ def test_unfinished_save_with_a_similar_name(
 
     def load(comm: Comm) -> tuple[int | None, list[float]]:
         target = model(0)
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             report = made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
         return report.step, values(target)
 
@@ -184,7 +184,7 @@ def load_on_machines(
     targets = [model(-1), model(-1)]
 
     def load(comm: Comm) -> uc.LoadReport:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             return made.load(folder_of(root, comm.rank), model=targets[comm.rank], options=LOAD)
 
     return try_ranks(2, load), targets
@@ -196,7 +196,7 @@ def halves(tmp_path: Path) -> Path:
 
         def save(comm: Comm, step: int = step, name: str = name) -> None:
             own = {fqn: tensor[:32] for fqn, tensor in model(step).items()}
-            with on_machine(comm, [0, 1]) as made:
+            with on_node(comm, [0, 1]) as made:
                 made.save(
                     folder_of(tmp_path, comm.rank).with_name(name),
                     model=own,

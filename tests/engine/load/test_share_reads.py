@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, on_machine
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, on_node
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.load.share_reads import read_redundancy
@@ -65,7 +65,7 @@ def load(
         target = {name: torch.zeros_like(tensor) for name, tensor in FULL.items()}
         if layout is not None:
             target["w"] = torch.zeros_like(FULL["w"].chunk(comm.world)[comm.rank])
-        with on_machine(comm, machines) as made:
+        with on_node(comm, machines) as made:
             made.load(
                 root / NAME, model=target, layout=layout, options=LOAD.model_copy(update=options)
             )

@@ -21,7 +21,7 @@ from tests.support.simulated_nodes import (
     SAVE,
     fine,
     folder_of,
-    on_machine,
+    on_node,
     once,
     save_all,
     twice,
@@ -56,7 +56,7 @@ def load(
             if folders is not None
             else folder_of(root, machines[comm.rank])
         )
-        with on_machine(comm, machines) as made:
+        with on_node(comm, machines) as made:
             report = made.load(
                 where, model=target, layout=layout(comm.world, copies=copies), options=LOAD
             )
@@ -131,7 +131,7 @@ def test_damaged_digests_are_requested_once(
 
     def act(comm: Comm) -> uc.LoadReport:
         target = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             report = made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
         assert all(torch.equal(target[name], model[name]) for name in model)
         return report
@@ -268,7 +268,7 @@ def test_verify_off_also_skips_other_nodes(once: Path) -> None:
 
     def act(comm: Comm) -> int:
         target = {name: torch.full_like(tensor, -1) for name, tensor in FULL.items()}
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             report = made.load(
                 folder_of(once, comm.rank),
                 model=target,
@@ -336,7 +336,7 @@ def test_newest_of_two_complete_saves(tmp_path: Path) -> None:
 def test_part_deleted_on_every_node(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         machines, place = [0, 1], folder_of(tmp_path, comm.rank)
-        with on_machine(comm, machines) as made:
+        with on_node(comm, machines) as made:
             made.save(
                 place,
                 model={"w": torch.ones(3)},
@@ -356,9 +356,9 @@ def test_part_deleted_on_every_node(tmp_path: Path) -> None:
 def test_part_without_tensors(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         place = folder_of(tmp_path, comm.rank)
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             made.save(place, model={"w": torch.ones(3)}, optimizer={}, options=SAVE)
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             made.load(place, model={"w": torch.zeros(3)}, optimizer={}, options=LOAD)
 
     run_ranks(2, act)
@@ -384,13 +384,13 @@ def test_rank_extra_of_an_absent_node(twice: Path) -> None:
 
 def test_no_rank_stored_a_rank_extra(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             made.save(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=SAVE)
 
     run_ranks(2, act)
 
     def one(comm: Comm) -> tuple[str, ...]:
-        with on_machine(comm, [0]) as made:
+        with on_node(comm, [0]) as made:
             return made.load(
                 [folder_of(tmp_path, machine) for machine in (0, 1)],
                 model={"w": torch.ones(3)},
@@ -408,7 +408,7 @@ def test_hugging_face_folder_on_one_node_only(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(3)}, folder_of(tmp_path, 0) / "model.safetensors")
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             made.load(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=LOAD)
 
     text = str(
@@ -440,7 +440,7 @@ def test_objects_of_an_absent_node_stay_unchanged(twice: Path) -> None:
         target = {
             name: torch.zeros_like(tensor) for name, tensor in held(comm.rank, 4, copies=2).items()
         }
-        with on_machine(comm, machines) as made:
+        with on_node(comm, machines) as made:
             place = folder_of(twice, machines[comm.rank])
             return made.load(
                 place,

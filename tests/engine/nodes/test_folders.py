@@ -11,7 +11,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_machine
+from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_node
 from unified_ckpt.engine.folder.reader import Folder, open_folder
 from unified_ckpt.engine.nodes import folders
 from unified_ckpt.engine.nodes.folders import FolderCache
@@ -20,7 +20,7 @@ from unified_ckpt.runtime.exchange.file_server import PeerStorage
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 from unified_ckpt.testing import run_ranks, try_ranks
 
-MACHINES = 3
+NODES = 3
 
 
 def save(root: Path, *, whole: bool) -> None:
@@ -28,21 +28,21 @@ def save(root: Path, *, whole: bool) -> None:
     rules = (
         None
         if whole
-        else uc.Layout(mesh={"dp": MACHINES}, rules={"w": {"dp": 0}}, shapes={"w": (6, 2)})
+        else uc.Layout(mesh={"dp": NODES}, rules={"w": {"dp": 0}}, shapes={"w": (6, 2)})
     )
 
     def act(comm: Comm) -> None:
         w = torch.ones(6, 2) if whole else torch.ones(2, 2)
-        with on_machine(comm, range(MACHINES)) as made:
+        with on_node(comm, range(NODES)) as made:
             made.save(folder_of(root, comm.rank), model={"w": w}, layout=rules, options=SAVE)
 
-    run_ranks(MACHINES, act)
+    run_ranks(NODES, act)
 
 
 def load(root: Path) -> list[torch.Tensor | BaseException]:
     def act(comm: Comm) -> torch.Tensor:
         w = torch.zeros(6, 2)
-        with on_machine(comm, range(MACHINES)) as made:
+        with on_node(comm, range(NODES)) as made:
             try:
                 made.load(folder_of(root, comm.rank), model={"w": w}, options=LOAD)
             except uc.CheckpointError:
@@ -50,7 +50,7 @@ def load(root: Path) -> list[torch.Tensor | BaseException]:
                 raise
         return w
 
-    return try_ranks(MACHINES, act)
+    return try_ranks(NODES, act)
 
 
 @pytest.mark.parametrize(("whole", "each"), [(True, 0), (False, 2)])
@@ -68,8 +68,8 @@ def test_only_folders_that_are_read_are_opened(
     monkeypatch.setattr(folders, "open_folder", counted)
     for found in fine(load(tmp_path)):
         assert torch.equal(found, torch.ones(6, 2))
-    assert len(opened) == each * MACHINES
-    assert len(set(opened)) == (MACHINES if each else 0)
+    assert len(opened) == each * NODES
+    assert len(set(opened)) == (NODES if each else 0)
 
 
 def test_parsed_headers_are_dropped_and_not_needed_again(
@@ -79,22 +79,22 @@ def test_parsed_headers_are_dropped_and_not_needed_again(
     rank.
     """
     model = {f"w{i}": torch.full((2, 2), float(i)) for i in range(8)}
-    rules = uc.Layout(mesh={"dp": MACHINES}, rules={"*": {"dp": 0}})
+    rules = uc.Layout(mesh={"dp": NODES}, rules={"*": {"dp": 0}})
 
     def save_rows(comm: Comm) -> None:
-        with on_machine(comm, range(MACHINES)) as made:
+        with on_node(comm, range(NODES)) as made:
             made.save(folder_of(tmp_path, comm.rank), model=model, layout=rules, options=SAVE)
 
     def load_all(comm: Comm) -> None:
-        target = {name: torch.zeros(2 * MACHINES, 2) for name in model}
-        with on_machine(comm, range(MACHINES)) as made:
+        target = {name: torch.zeros(2 * NODES, 2) for name in model}
+        with on_node(comm, range(NODES)) as made:
             made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
         assert all(
-            torch.equal(target[name], tensor[:1].expand(2 * MACHINES, 2))
+            torch.equal(target[name], tensor[:1].expand(2 * NODES, 2))
             for name, tensor in model.items()
         )
 
-    run_ranks(MACHINES, save_rows)
+    run_ranks(NODES, save_rows)
     opened: list[Folder] = []
 
     def kept(storage: Reader) -> Folder:
@@ -103,9 +103,9 @@ def test_parsed_headers_are_dropped_and_not_needed_again(
 
     monkeypatch.setattr(folders, "open_folder", kept)
     monkeypatch.setattr(folders, "_MAX_PARSED", 1)
-    run_ranks(MACHINES, load_all)
-    assert len(opened) == 2 * MACHINES, "its own is open already"
-    assert sum(bool(folder._headers) for folder in opened) <= MACHINES, (
+    run_ranks(NODES, load_all)
+    assert len(opened) == 2 * NODES, "its own is open already"
+    assert sum(bool(folder._headers) for folder in opened) <= NODES, (
         "headers of all folders, for all tensors"
     )
 

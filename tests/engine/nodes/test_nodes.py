@@ -149,8 +149,8 @@ def test_what_is_stored_whole_and_what_as_shards(tmp_path: Path) -> None:
     """Whole where the machine has a copy; else under names that nobody takes for a model's. No byte
     twice in a folder.
     """
-    save_case(case_of("whole on each machine", 2, 2), tmp_path / "whole", places(2, 2))
-    save_case(case_of("rows over machines", 2, 2), tmp_path / "rows", places(2, 2))
+    save_case(case_of("whole on each node", 2, 2), tmp_path / "whole", places(2, 2))
+    save_case(case_of("rows over nodes", 2, 2), tmp_path / "rows", places(2, 2))
     for machine in (0, 1):
         with (
             uc.open(folder_of(tmp_path / "whole", machine)) as whole,
@@ -174,10 +174,10 @@ def test_what_is_stored_whole_and_what_as_shards(tmp_path: Path) -> None:
 
 def test_slice_that_no_node_has(tmp_path: Path) -> None:
     """The tensor, the box and the ranks of the save that had it, on every rank."""
-    case = case_of("rows over machines", 3, 2)
+    case = case_of("rows over nodes", 3, 2)
     save_case(case, tmp_path, places(3, 2))
     found = load_case(
-        case, arranged("columns over machines", 2, 2), places(2, 2), dealt(tmp_path, [0, 2], 2)
+        case, arranged("columns over nodes", 2, 2), places(2, 2), dealt(tmp_path, [0, 2], 2)
     )
     text = str(
         same_error(found, uc.IncompleteError, r"model:big: no node has \[200:400, 0:450\]\n")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.simulated_nodes import SAVE, folder_of, on_machine
+from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.nodes.source import ClusterSource
@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         state = {
             name: full.chunk(WORLD, DIMS[name])[comm.rank].clone() for name, full in FULL.items()
         }
-        with on_machine(comm, range(WORLD)) as made:
+        with on_node(comm, range(WORLD)) as made:
             made.save(folder_of(root, comm.rank), model=state, layout=layout, options=SAVE)
 
     run_ranks(WORLD, act)

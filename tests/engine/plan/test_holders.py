@@ -37,10 +37,10 @@ ROWS = [TensorDecl("model", name, TensorSpec("F32", (4, 2)), Sharding()) for nam
 def test_ranks_of_a_node_with_equal_declarations_are_grouped(
     ranks: list[tuple[set[int], int]],
 ) -> None:
-    """Whatever ranks of other machines name, and in whatever order the tables are announced."""
-    held, machines = (
+    """Whatever ranks of other nodes name, and in whatever order the tables are announced."""
+    held, nodes = (
         [{ROWS[i] for i in named} for named, _ in ranks],
-        [machine for _, machine in ranks],
+        [node for _, node in ranks],
     )
 
     def act(comm: Comm) -> list[tuple[int, tuple[int, ...], tuple[TensorDecl, ...]]]:
@@ -49,8 +49,8 @@ def test_ranks_of_a_node_with_equal_declarations_are_grouped(
         with meeting.step("census"):
             table, found = gather_declarations(meeting, rows)
             if found is not None:
-                publish_groups_by_node(meeting, found, machines)
-        members, _ = read_memberships(meeting, table, rows, prefix=f"{machines[comm.rank]}/")
+                publish_groups_by_node(meeting, found, nodes)
+        members, _ = read_memberships(meeting, table, rows, prefix=f"{nodes[comm.rank]}/")
         return [(one.index, one.holders, one.decls) for one in members]
 
     told: dict[tuple[int, int], tuple[object, object]] = {}
@@ -59,19 +59,17 @@ def test_ranks_of_a_node_with_equal_declarations_are_grouped(
             row.fqn for row in held[rank]
         ), "each row once"
         for index, holders, rows in groups:
-            assert told.setdefault((machines[rank], index), (holders, rows)) == (holders, rows), (
+            assert told.setdefault((nodes[rank], index), (holders, rows)) == (holders, rows), (
                 "all members know the same group"
             )
             for row in rows:
                 assert set(holders) == {
-                    at
-                    for at, there in enumerate(held)
-                    if machines[at] == machines[rank] and row in there
+                    at for at, there in enumerate(held) if nodes[at] == nodes[rank] and row in there
                 }
 
 
 class Told:
-    """What rank 0 says, of as many machines as a test likes."""
+    """What rank 0 says, of as many nodes as a test likes."""
 
     def __init__(self) -> None:
         self.words: dict[str, bytes] = {}
@@ -85,13 +83,11 @@ class Told:
         self.beats += 1
 
 
-def thought(
-    monkeypatch: pytest.MonkeyPatch, *, machines: int, tables: int
-) -> tuple[Told, list[int]]:
-    """What rank 0 tells machines of 8 ranks that hold `tables` tables in turn, and how many rows it
+def thought(monkeypatch: pytest.MonkeyPatch, *, nodes: int, tables: int) -> tuple[Told, list[int]]:
+    """What rank 0 tells nodes of 8 ranks that hold `tables` tables in turn, and how many rows it
     looked at for each grouping.
     """
-    world = 8 * machines
+    world = 8 * nodes
     rows = [
         TensorDecl(
             "model", f"w{i}", TensorSpec("F32", (64, 64)), Sharding((ShardDim(0, world, 1),))
@@ -122,9 +118,9 @@ def thought(
 
 @pytest.mark.parametrize("tables", [1, 2, 16])
 def test_equal_nodes_are_grouped_once(monkeypatch: pytest.MonkeyPatch, tables: int) -> None:
-    few, once = thought(monkeypatch, machines=4, tables=tables)
-    many, looked = thought(monkeypatch, machines=64, tables=tables)
-    assert looked == once, "machines x tensors"
+    few, once = thought(monkeypatch, nodes=4, tables=tables)
+    many, looked = thought(monkeypatch, nodes=64, tables=tables)
+    assert looked == once, "nodes x tensors"
     assert sum(looked) <= tables * 51
     assert (few.beats, many.beats) == (4, 64), "a sign of life for each"
     assert len(many.words) == 64 * min(tables, 8)

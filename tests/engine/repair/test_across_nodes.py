@@ -12,18 +12,18 @@ import unified_ckpt as uc
 from tests.support.damaged_folders import body, tensors
 from tests.support.node_damage import break_header, flip, save, shorten
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import folder_of, on_machine
+from tests.support.simulated_nodes import folder_of, on_node
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks, try_ranks
 
-MACHINES = [0, 0, 1, 2]  # machine 0 has whole copies, the others a half of another copy each
+NODES = [0, 0, 1, 2]  # machine 0 has whole copies, the others a half of another copy each
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saved")
-    save(root, MACHINES, copies=2)
+    save(root, NODES, copies=2)
     return root
 
 
@@ -32,9 +32,9 @@ def root(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "root"))
 
 
-def repair(root: Path, machines: Sequence[int] = MACHINES) -> tuple[uc.RepairReport, ...]:
+def repair(root: Path, machines: Sequence[int] = NODES) -> tuple[uc.RepairReport, ...]:
     def act(comm: Comm) -> tuple[uc.RepairReport, ...]:
-        with on_machine(comm, machines) as made:
+        with on_node(comm, machines) as made:
             return made.repair(folder_of(root, machines[comm.rank]))
 
     found = run_ranks(len(machines), act)
@@ -72,7 +72,7 @@ def test_failure_of_one_node_does_not_stop_the_others(root: Path) -> None:
 
 
 def test_node_with_another_save_and_node_without_folder(root: Path, tmp_path: Path) -> None:
-    save(tmp_path / "stale", MACHINES, copies=2)
+    save(tmp_path / "stale", NODES, copies=2)
     shutil.rmtree(folder_of(root, 1))
     shutil.copytree(folder_of(tmp_path / "stale", 1), folder_of(root, 1))
     shutil.rmtree(folder_of(root, 2))
@@ -90,7 +90,7 @@ def test_shared_folder_is_repaired_once(root: Path, tmp_path: Path, seed: int) -
     """Machines 0 and 3 see one folder, 1 and 2 have their own: the report is the same for those
     that share, and nobody is refused.
     """
-    (root / "machine-3").symlink_to("machine-0")
+    (root / "node-3").symlink_to("node-0")
     folders = [folder_of(root, machine) for machine in range(4)]
     right = [body(one) for one in folders]
     for file in tensors(folders[0], "model"):
@@ -105,7 +105,7 @@ def test_shared_folder_is_repaired_once(root: Path, tmp_path: Path, seed: int) -
 
 def test_no_node_has_the_folder(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             made.repair(folder_of(tmp_path, comm.rank))
 
     same_error(try_ranks(2, act), uc.NotFoundError, "does not exist on any node")

@@ -30,7 +30,7 @@ from tests.support.simulated_nodes import (
     fine,
     folder_of,
     gaps,
-    on_machine,
+    on_node,
     once,
     save_case,
     states,
@@ -211,7 +211,7 @@ def test_any_ranks_on_any_nodes_at_length(
 
 # one state: two machines of two ranks
 
-MACHINES = [0, 0, 1, 1]
+NODES = [0, 0, 1, 1]
 FULL = {
     "w": torch.arange(1700 * 400, dtype=torch.float32).reshape(
         1700, 400
@@ -224,7 +224,7 @@ RULES = {"w": {"dp": 0}, "o": {"dp": 1}}
 
 
 def save(
-    top: Path, *, copies: int = 1, step: int = 3, machines: Sequence[int] = MACHINES, **what: object
+    top: Path, *, copies: int = 1, step: int = 3, machines: Sequence[int] = NODES, **what: object
 ) -> None:
     """`copies`: each node has a copy of its own, or one copy spans all nodes."""
     world = len(machines)
@@ -244,7 +244,7 @@ def save(
             "metrics": {"loss": 0.5},
             "options": SAVE,
         }
-        with on_machine(comm, machines) as made:
+        with on_node(comm, machines) as made:
             folder = folder_of(top, machines[comm.rank])
             layout = uc.Layout(mesh=mesh, rules=RULES, shapes=shapes)
             made.save(
@@ -258,7 +258,7 @@ def save(
     run_ranks(world, act)
 
 
-def own_folders(top: Path, machines: Sequence[int] = MACHINES) -> dict[int, Paths]:
+def own_folders(top: Path, machines: Sequence[int] = NODES) -> dict[int, Paths]:
     return {machine: [folder_of(top, machine)] for machine in machines}
 
 
@@ -283,7 +283,7 @@ def check_target(target: Path, *, step: int = 3, rank_extra: bool = True) -> Non
 
     def act(comm: Comm) -> uc.LoadReport:
         found = {name: torch.full_like(full, -1) for name, full in FULL.items()}
-        with on_machine(comm, [0] * comm.world) as made:
+        with on_node(comm, [0] * comm.world) as made:
             report = made.load(target / NAME, model=found)
         assert all(
             torch.equal(found[name], FULL[name] + step if name in RULES else FULL[name])
@@ -308,15 +308,13 @@ def id_of(folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["once", "twice"])
 def test_merged_checkpoint_is_the_same_save(saved: Path, tmp_path: Path, kind: str) -> None:
-    found = fine(merge_all(tmp_path / "root", MACHINES, own_folders(saved / kind)))
+    found = fine(merge_all(tmp_path / "root", NODES, own_folders(saved / kind)))
     assert {one.save_id for one in found} == {id_of(folder_of(saved / kind, 0))}
     assert all(one.notes == () for one in found)
     assert id_of(tmp_path / "root" / NAME) == found[0].save_id
     assert sum(one.nbytes for one in found) > sum(full.nbytes for full in FULL.values())
     check_target(tmp_path / "root")
-    again = fine(
-        merge_all(tmp_path / "root", MACHINES, own_folders(saved / kind), if_exists="error")
-    )
+    again = fine(merge_all(tmp_path / "root", NODES, own_folders(saved / kind), if_exists="error"))
     assert {one.nbytes for one in again} == {0}, "it is there"
 
 
@@ -330,7 +328,7 @@ def test_replicas_replace_a_lost_node_and_are_not_merged(tmp_path: Path, lost: i
     save(tmp_path, attach=attach, options=SAVE.model_copy(update={"node_copies": 2}))
     if lost is not None:
         shutil.rmtree(folder_of(tmp_path, lost))
-    fine(merge_all(tmp_path / "root", MACHINES, own_folders(tmp_path)))
+    fine(merge_all(tmp_path / "root", NODES, own_folders(tmp_path)))
     assert not (tmp_path / "root" / NAME / names.REPLICAS).exists()
     check_target(tmp_path / "root")
 
@@ -358,7 +356,7 @@ def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
             name: tensor[half[comm.rank][name]] if name in half[0] else tensor
             for name, tensor in whole.items()
         }
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             path, masters = folder_of(tmp_path, comm.rank), {"w": model["w"].float()}
             chosen = options.model_copy(update={"parts": ("master_weights",)})
             made.save(path, model=model, master_weights=masters, layout=layout, options=chosen)
@@ -426,7 +424,7 @@ def test_local_bytes_are_read_from_the_local_disk(
     """Pipeline stages: no byte of a tensor is read over the network."""
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             name = f"stage.{comm.rank}"
             made.save(
                 folder_of(tmp_path, comm.rank),
@@ -455,12 +453,12 @@ def test_ranks_of_one_node_share_one_file(twice: Path, tmp_path: Path) -> None:
     fine(
         merge_all(
             tmp_path / "root",
-            MACHINES,
+            NODES,
             own_folders(twice),
             storages=lambda rank: Recorded(tmp_path / "root", writes, rank),
         )
     )
-    check_once(writes, tmp_path / "root", MACHINES)
+    check_once(writes, tmp_path / "root", NODES)
     assert {rank for _, _, rank in writes.spans["model.safetensors"]} == {0, 1}
 
 
@@ -469,7 +467,7 @@ def test_node_that_does_not_see_the_root_only_sends(once: Path, tmp_path: Path) 
     found = fine(
         merge_all(
             tmp_path / "root",
-            MACHINES,
+            NODES,
             own_folders(once),
             storages=lambda rank: LocalStorage(
                 str(tmp_path / ("root" if rank < 2 else "elsewhere"))
@@ -485,7 +483,7 @@ def test_node_that_does_not_see_the_root_only_sends(once: Path, tmp_path: Path) 
 def test_another_save_at_the_target(once: Path, tmp_path: Path, if_exists: str) -> None:
     uc.save(tmp_path / "root" / NAME, model={"w": torch.ones(3)}, step=3)
     before = id_of(tmp_path / "root" / NAME)
-    found = merge_all(tmp_path / "root", MACHINES, own_folders(once), if_exists=if_exists)
+    found = merge_all(tmp_path / "root", NODES, own_folders(once), if_exists=if_exists)
     if if_exists == "error":
         same_error(found, uc.StorageError, "holds a committed checkpoint")
     else:
@@ -520,14 +518,14 @@ def test_intact_copy_of_another_node_is_merged(
     twice: Path, tmp_path: Path, file: str, machine: int, how: str
 ) -> None:
     HOW[how](folder_of(twice, machine) / file)
-    fine(merge_all(tmp_path / "root", MACHINES, own_folders(twice)))
+    fine(merge_all(tmp_path / "root", NODES, own_folders(twice)))
     check_target(tmp_path / "root")
 
 
 def test_bypassed_damage_is_reported(twice: Path, tmp_path: Path) -> None:
     for machine in (0, 1):  # each writes some files: whoever writes this one meets it
         flip(folder_of(twice, machine) / "model.safetensors", at=0.3 + machine / 2)
-    found = fine(merge_all(tmp_path / "root", MACHINES, own_folders(twice)))
+    found = fine(merge_all(tmp_path / "root", NODES, own_folders(twice)))
     assert any("has CRC" in note for one in found for note in one.notes)
     check_target(tmp_path / "root")
 
@@ -538,7 +536,7 @@ def test_damage_without_another_copy_commits_nothing(once: Path, tmp_path: Path,
     HOW[how](file)
     kind = uc.IntegrityError if how == "flipped" else uc.IncompleteError
     same_error(
-        merge_all(tmp_path / "root", MACHINES, own_folders(once)),
+        merge_all(tmp_path / "root", NODES, own_folders(once)),
         kind,
         "no node has these bytes|no node has|missing",
     )
@@ -565,7 +563,7 @@ def check_without_rank_extra(
 def test_missing_rank_extra_is_reported(twice: Path, tmp_path: Path) -> None:
     """Dropped for all ranks rather than some: a failing merge would never complete the root."""
     shutil.rmtree(folder_of(twice, 1))
-    found = merge_all(tmp_path / "root", MACHINES, own_folders(twice))
+    found = merge_all(tmp_path / "root", NODES, own_folders(twice))
     check_without_rank_extra(
         found, tmp_path / "root", r"no node here has the folder of rank\(s\) 2-3"
     )
@@ -574,7 +572,7 @@ def test_missing_rank_extra_is_reported(twice: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["flipped", "missing"])
 def test_a_rank_extra_that_is_damaged_or_lost(once: Path, tmp_path: Path, how: str) -> None:
     HOW[how](folder_of(once, 1) / names.RANK_EXTRA)
-    found = merge_all(tmp_path / "root", MACHINES, own_folders(once))
+    found = merge_all(tmp_path / "root", NODES, own_folders(once))
     check_without_rank_extra(found, tmp_path / "root", names.RANK_EXTRA)
 
 
@@ -588,7 +586,7 @@ def test_a_rank_extra_that_cannot_be_read_now_is_an_error(
 
     monkeypatch.setattr(ClusterSource, "rank_extra", broken)
     same_error(
-        merge_all(tmp_path / "root", MACHINES, own_folders(once)),
+        merge_all(tmp_path / "root", NODES, own_folders(once)),
         uc.StorageError,
         "the disk does not answer",
     )
@@ -600,7 +598,7 @@ def test_part_deleted_on_every_node_stays_deleted(tmp_path: Path) -> None:
     for machine in (0, 1):
         for file in folder_of(tmp_path, machine).glob("ema*"):
             file.unlink()
-    fine(merge_all(tmp_path / "root", MACHINES, own_folders(tmp_path)))
+    fine(merge_all(tmp_path / "root", NODES, own_folders(tmp_path)))
     assert uc.verify(tmp_path / "root" / NAME, deep=True).problems == ()
     assert set(json.loads((tmp_path / "root" / NAME / names.MANIFEST).read_text())["parts"]) == {
         "model"
@@ -612,7 +610,7 @@ def test_a_folder_of_another_save_is_not_mixed_in(once: Path, tmp_path: Path) ->
     shutil.rmtree(folder_of(once, 1))
     shutil.copytree(folder_of(tmp_path / "newer", 1), folder_of(once, 1))
     same_error(
-        merge_all(tmp_path / "root", MACHINES, own_folders(once)),
+        merge_all(tmp_path / "root", NODES, own_folders(once)),
         uc.IncompleteError,
         "is incomplete on the nodes present",
     )
@@ -648,7 +646,7 @@ def test_crash_at_every_operation_commits_nothing_bad(
     fine(
         merge_all(
             root,
-            MACHINES,
+            NODES,
             own_folders(once),
             storages=lambda _: FaultyStorage(str(root), fuse),
             **how,
@@ -661,7 +659,7 @@ def test_crash_at_every_operation_commits_nothing_bad(
         fuse = FaultPoint(at)
         found = merge_all(
             root,
-            MACHINES,
+            NODES,
             own_folders(once),
             storages=lambda _, root=root, fuse=fuse: FaultyStorage(str(root), fuse),
             timeout_seconds=1.0,
@@ -672,7 +670,7 @@ def test_crash_at_every_operation_commits_nothing_bad(
             isinstance(one, MergeReport | SimulatedCrash | uc.CheckpointError) for one in found
         ), found
         assert good(root) == [NAME] or not exists
-        fine(merge_all(root, MACHINES, own_folders(once), **how))
+        fine(merge_all(root, NODES, own_folders(once), **how))
         check_target(root)
         shutil.rmtree(root)
 
@@ -686,11 +684,11 @@ def test_stopped_node_fails_the_others_in_time(
         root, fuse = tmp_path / f"root-{at}", FaultPoint(at)
         found = merge_all(
             root,
-            MACHINES,
+            NODES,
             own_folders(once),
             storages=lambda rank, root=root, fuse=fuse: (
                 FaultyStorage(str(root), fuse)
-                if MACHINES[rank] == machine
+                if NODES[rank] == machine
                 else LocalStorage(str(root))
             ),
             timeout_seconds=1.0,
@@ -701,22 +699,22 @@ def test_stopped_node_fails_the_others_in_time(
             isinstance(
                 one,
                 uc.CheckpointError
-                if MACHINES[rank] != machine
+                if NODES[rank] != machine
                 else SimulatedCrash | uc.CheckpointError,
             )
             for rank, one in enumerate(found)
         )
         assert good(root) == []
         assert machine == 0 or os.listdir(root) == [], "the lead has cleared it away"
-        fine(merge_all(root, MACHINES, own_folders(once)))
+        fine(merge_all(root, NODES, own_folders(once)))
         check_target(root)
 
 
 def test_ordinary_checkpoint_on_one_node(once: Path, tmp_path: Path) -> None:
     """What a merge has made, merged again: nothing is lost in either."""
-    fine(merge_all(tmp_path / "first", MACHINES, own_folders(once)))
+    fine(merge_all(tmp_path / "first", NODES, own_folders(once)))
     paths = {0: [tmp_path / "nothing" / NAME], 1: [tmp_path / "first" / NAME]}
-    fine(merge_all(tmp_path / "root", MACHINES, paths))
+    fine(merge_all(tmp_path / "root", NODES, paths))
     check_target(tmp_path / "root")
     assert digests_of(tmp_path / "root" / NAME) == digests_of(tmp_path / "first" / NAME)
 
@@ -728,11 +726,11 @@ def test_a_full_disk_leaves_nothing(once: Path, tmp_path: Path, machine: int) ->
     while True:
         found = merge_all(
             tmp_path / "root",
-            MACHINES,
+            NODES,
             own_folders(once),
             storages=lambda rank, number=number: (
                 FullStorage(str(tmp_path / "root"), number)
-                if MACHINES[rank] == machine
+                if NODES[rank] == machine
                 else LocalStorage(str(tmp_path / "root"))
             ),
             max_file_bytes=1 << 20,
@@ -751,7 +749,7 @@ def test_lack_of_space_is_detected_before_writing(
 ) -> None:
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 1000)
     found = merge_all(
-        tmp_path / "root", MACHINES, own_folders(once), beat=lambda _: pytest.fail("written")
+        tmp_path / "root", NODES, own_folders(once), beat=lambda _: pytest.fail("written")
     )
     same_error(found, uc.StorageError, "got 1000 bytes of free space, expected ")
     assert os.listdir(tmp_path / "root") == []
@@ -767,7 +765,7 @@ def test_error_in_on_progress_ends_the_merge_on_all_ranks(once: Path, tmp_path: 
                 raise uc.StorageError("given up")
 
     same_error(
-        merge_all(tmp_path / "root", MACHINES, own_folders(once), beat=beat),
+        merge_all(tmp_path / "root", NODES, own_folders(once), beat=beat),
         uc.StorageError,
         "given up",
     )
@@ -786,7 +784,7 @@ def test_file_that_the_leader_sees_shorter_is_not_committed(once: Path, tmp_path
 
     found = merge_all(
         tmp_path / "root",
-        MACHINES,
+        NODES,
         own_folders(once),
         storages=lambda _: Short(str(tmp_path / "root")),
     )
@@ -795,7 +793,7 @@ def test_file_that_the_leader_sees_shorter_is_not_committed(once: Path, tmp_path
 
 
 def test_names_and_layout_equal_any_checkpoint(once: Path, tmp_path: Path) -> None:
-    fine(merge_all(tmp_path / "root", MACHINES, own_folders(once), max_file_bytes=1 << 20))
+    fine(merge_all(tmp_path / "root", NODES, own_folders(once), max_file_bytes=1 << 20))
     files = sorted(path.name for path in (tmp_path / "root" / NAME).glob("model*.safetensors"))
     assert files == [
         names.file_name("model", number=i + 1, count=len(files)) for i in range(len(files))

@@ -1,4 +1,4 @@
-"""A save by several machines is there on all of them or on none: whatever stops, and wherever, the
+"""A save by several nodes is there on all of them or on none: whatever stops, and wherever, the
 older or the newer one loads.
 """
 
@@ -18,7 +18,7 @@ import unified_ckpt as uc
 from tests.support.node_commits import (
     FULL,
     LAYOUT,
-    MACHINES,
+    NODES,
     QUICK,
     REPLACE,
     contents,
@@ -36,7 +36,7 @@ from tests.support.simulated_nodes import (
     fine,
     folder_of,
     keys_in_store,
-    on_machine,
+    on_node,
 )
 from unified_ckpt.engine.save import probe_topology as lands_module
 from unified_ckpt.engine.save import save as save_module
@@ -63,7 +63,7 @@ def stop_everywhere(
     options: uc.SaveOptions,
     every: int,
 ) -> None:
-    """Saves step 2 again and again, its storage stopped on the machines `where` at an operation:
+    """Saves step 2 again and again, its storage stopped on the nodes `where` at an operation:
     each of the last, where names change, and one in `every` of those before.
     """
     start = tmp_path / "start"
@@ -90,7 +90,7 @@ def stop_everywhere(
         shutil.rmtree(root)
 
 
-WHERE = [pytest.param([1], id="one machine"), pytest.param([0, 1], id="all")]
+WHERE = [pytest.param([1], id="one node"), pytest.param([0, 1], id="all")]
 EVERY = [20, pytest.param(1, marks=pytest.mark.slow)]
 
 
@@ -129,14 +129,14 @@ def test_crash_while_creating(tmp_path: Path, where: list[int], every: int) -> N
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("machine", [0, 1])
-def test_full_disk_on_one_node(tmp_path: Path, machine: int, background: bool) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_full_disk_on_one_node(tmp_path: Path, node: int, background: bool) -> None:
     """One text for all ranks, nothing left behind, and the older checkpoint is as it was."""
     fine(save(tmp_path, 1))
     before, number = left(tmp_path), 0
     while True:
         found = save(
-            tmp_path, 2, storages=full_at(number, machine), options=REPLACE, background=background
+            tmp_path, 2, storages=full_at(number, node), options=REPLACE, background=background
         )
         if not any(isinstance(one, BaseException) for one in found):
             break
@@ -180,9 +180,9 @@ class TwoRenames(LocalStorage):
 
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("other", [LocalStorage, TwoRenames])
-@pytest.mark.parametrize("machine", [0, 1])
+@pytest.mark.parametrize("node", [0, 1])
 def test_rename_fails_on_one_node(
-    tmp_path: Path, machine: int, other: type[LocalStorage], exists: bool
+    tmp_path: Path, node: int, other: type[LocalStorage], exists: bool
 ) -> None:
     """The other one has given it already, and takes it back."""
     fine(save(tmp_path, 1, name=NAME if exists else "other"))
@@ -190,7 +190,7 @@ def test_rename_fails_on_one_node(
     found = save(
         tmp_path,
         2,
-        storages=lambda at, place: (Stuck if at == machine else other)(place),
+        storages=lambda at, place: (Stuck if at == node else other)(place),
         options=REPLACE,
     )
     same_error(found, uc.StorageError, "Input/output error")
@@ -213,18 +213,18 @@ def test_if_exists(tmp_path: Path) -> None:
     assert left(tmp_path) == {0: [NAME], 1: [NAME]}
 
 
-@pytest.mark.parametrize("machine", [0, 1])
-def test_existing_save_on_one_node_only(tmp_path: Path, machine: int) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_existing_save_on_one_node_only(tmp_path: Path, node: int) -> None:
     """It is no checkpoint: "keep" does not keep it; "error" says so."""
     fine(save(tmp_path, 1))
-    shutil.rmtree(folder_of(tmp_path, machine))
+    shutil.rmtree(folder_of(tmp_path, node))
     same_error(save(tmp_path, 2), uc.StorageError, "that is not on every node")
     fine(save(tmp_path, 2, options=QUICK.model_copy(update={"if_exists": "keep"})))
     assert loads(tmp_path) == 2
 
 
 def test_error_before_staging_on_one_node(tmp_path: Path) -> None:
-    """The other machine's ranks hear of it at once."""
+    """The other node's ranks hear of it at once."""
     fine(save(tmp_path, 1))
     folder = folder_of(tmp_path, 1)
     folder.rename(folder.with_name(f".replaced-{'0' * 16}-{NAME}"))
@@ -239,21 +239,21 @@ def test_error_before_staging_on_one_node(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_attach_extra_and_metrics(tmp_path: Path, background: bool) -> None:
-    """On every machine: each folder may be the one that is left."""
+    """On every node: each folder may be the one that is left."""
 
     def attach(folder: str) -> None:
         (Path(folder) / "config.json").write_text("{}")
 
     fine(save(tmp_path, 4, attach=attach, metrics={"loss": 0.5}, background=background))
-    for machine in (0, 1):
-        folder = folder_of(tmp_path, machine)
+    for node in (0, 1):
+        folder = folder_of(tmp_path, node)
         assert (folder / "config.json").read_text() == "{}"
         told = json.loads((folder / names.MANIFEST).read_text())
         assert (told["metrics"], told["step"]) == ({"loss": 0.5}, 4)
         assert told["node_group"] == {
-            "number": machine,
+            "number": node,
             "count": 2,
-            "ranks": [2 * machine, 2 * machine + 1],
+            "ranks": [2 * node, 2 * node + 1],
             "world_size": 4,
             "totals": {"model": [3, 4 * (500 * 90 + 900 + 5)]},
             "replicas": [],
@@ -276,7 +276,7 @@ def test_attach_fails_on_one_node(tmp_path: Path) -> None:
     before = left(tmp_path)
 
     def attach(folder: str) -> None:
-        if "machine-1" in folder:
+        if "node-1" in folder:
             raise ValueError("no config today")
 
     same_error(
@@ -311,10 +311,10 @@ def test_second_save_reuses_the_plan(
 
     def act(comm: Comm) -> list[int]:
         keys = []
-        with on_machine(comm, MACHINES) as made:
+        with on_node(comm, NODES) as made:
             for turn in range(30):
                 state = contents(turn, comm.rank)
-                place = folder_of(tmp_path, MACHINES[comm.rank])
+                place = folder_of(tmp_path, NODES[comm.rank])
                 if background:
                     made.save_async(
                         place, model=state, layout=LAYOUT, step=turn, options=REPLACE, extra=turn
@@ -336,8 +336,8 @@ def test_layout_changes_and_returns(tmp_path: Path) -> None:
     """Plans and totals are those of the state that is saved."""
 
     def act(comm: Comm) -> None:
-        place = folder_of(tmp_path, MACHINES[comm.rank])
-        with on_machine(comm, MACHINES) as made:
+        place = folder_of(tmp_path, NODES[comm.rank])
+        with on_node(comm, NODES) as made:
             for step, keys in enumerate([("w", "o", "b"), ("b",), ("w", "b"), ("w", "o", "b")]):
                 state = {
                     key: tensor for key, tensor in contents(step, comm.rank).items() if key in keys
@@ -356,11 +356,11 @@ def test_layout_changes_and_returns(tmp_path: Path) -> None:
 
 
 def test_alternating_save_and_load(tmp_path: Path) -> None:
-    """What ranks put together within a machine for a save is not what they put together for a load."""
+    """What ranks put together within a node for a save is not what they put together for a load."""
 
     def act(comm: Comm) -> None:
-        place = folder_of(tmp_path, MACHINES[comm.rank])
-        with on_machine(comm, MACHINES) as made:
+        place = folder_of(tmp_path, NODES[comm.rank])
+        with on_node(comm, NODES) as made:
             for step in range(6):
                 state = contents(step, comm.rank)
                 made.save(place, model=state, layout=LAYOUT, step=step, options=REPLACE)
@@ -385,8 +385,8 @@ def test_lazy_saves(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         net = copy.deepcopy(start)
         optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
-        place = folder_of(tmp_path, MACHINES[comm.rank])
-        with on_machine(comm, MACHINES) as made:
+        place = folder_of(tmp_path, NODES[comm.rank])
+        with on_node(comm, NODES) as made:
             for step in range(3):
                 net(torch.ones(2, 400)).sum().backward()
                 optimizer.step()
@@ -426,7 +426,7 @@ def test_snapshot_fails_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_ranks_of_one_node_with_different_folders(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1, 1]) as made:
+        with on_node(comm, [0, 1, 1]) as made:
             made.save(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=QUICK)
 
     same_error(
@@ -434,7 +434,7 @@ def test_ranks_of_one_node_with_different_folders(tmp_path: Path) -> None:
         uc.StorageError,
         "this rank does not see the folder that rank 1 of its node sees",
     )
-    assert [os.listdir(folder_of(tmp_path, machine).parent) for machine in range(3)] == [[], [], []]
+    assert [os.listdir(folder_of(tmp_path, node).parent) for node in range(3)] == [[], [], []]
 
 
 def test_probe_cannot_be_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Copies on other machines: as many machines may be lost as there are further copies, and
+"""Copies on other nodes: as many nodes may be lost as there are further copies, and
 everything comes back, bit by bit.
 """
 
@@ -39,7 +39,7 @@ from tests.support.simulated_nodes import (
     folder_of,
     keys_in_store,
     load_case,
-    on_machine,
+    on_node,
     states,
 )
 from unified_ckpt.cli.main import main
@@ -67,12 +67,12 @@ def twice(copies: int = 2, **options: object) -> uc.SaveOptions:
     return SAVE.model_copy(update={"node_copies": copies, **options})
 
 
-def save_each(case: Case, root: Path, machines: Sequence[int], options: uc.SaveOptions) -> None:
+def save_each(case: Case, root: Path, nodes: Sequence[int], options: uc.SaveOptions) -> None:
     """Each rank leaves a word of its own, too."""
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, machines) as made:
-            path = folder_of(root, machines[comm.rank])
+        with on_node(comm, nodes) as made:
+            path = folder_of(root, nodes[comm.rank])
             made.save(
                 path,
                 model=case.state(comm.rank),
@@ -81,40 +81,38 @@ def save_each(case: Case, root: Path, machines: Sequence[int], options: uc.SaveO
                 options=options,
             )
 
-    run_ranks(len(machines), act)
+    run_ranks(len(nodes), act)
 
 
-def lost(root: Path, machines: Sequence[int], away: Sequence[int]) -> dict[int, Paths]:
-    """Where each machine looks: those that are away have an empty one in their place."""
+def lost(root: Path, nodes: Sequence[int], away: Sequence[int]) -> dict[int, Paths]:
+    """Where each node looks: those that are away have an empty one in their place."""
     return {
         one: [root / "nothing" / NAME if one in away else folder_of(root, one)]
-        for one in set(machines)
+        for one in set(nodes)
     }
 
 
 def loads_without(
-    case: Case, root: Path, machines: Sequence[int], away: Sequence[int]
+    case: Case, root: Path, nodes: Sequence[int], away: Sequence[int]
 ) -> list[uc.LoadReport]:
     """Every rank gets every byte, and its own word back."""
-    reports = fine(load_case(case, case.saved, machines, lost(root, machines, away)))
-    assert [report.rank_extra for report in reports] == [
-        f"of {rank}" for rank in range(len(machines))
-    ]
+    reports = fine(load_case(case, case.saved, nodes, lost(root, nodes, away)))
+    assert [report.rank_extra for report in reports] == [f"of {rank}" for rank in range(len(nodes))]
     assert all(torch.equal(report.extra["big"], torch.ones(9)) for report in reports)
     return reports
 
 
 def check_losses(layout: str, root: Path, copies: int, size: tuple[int, int]) -> None:
-    case, machines = case_of(layout, *size), places(*size)
-    save_each(case, root, machines, twice(copies))
+    case, nodes = case_of(layout, *size), places(*size)
+    save_each(case, root, nodes, twice(copies))
     for away in combinations(range(size[0]), copies - 1):
-        loads_without(case, root, machines, away)
-    for machine in range(size[0]):
-        assert uc.verify(folder_of(root, machine), deep=True).ok
+        loads_without(case, root, nodes, away)
+    for node in range(size[0]):
+        assert uc.verify(folder_of(root, node), deep=True).ok
     wanted, there = (
         arranged(layout, 1, 2),
         list(range(copies - 1, size[0])),
-    )  # and on one machine that has what is left of all
+    )  # and on one node that has what is left of all
     fine(load_case(case, wanted, [0, 0], {0: [folder_of(root, one) for one in there]}))
 
 
@@ -124,7 +122,7 @@ def test_any_node_may_be_lost(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["rows over machines", pytest.param("stages", marks=pytest.mark.long)]
+    "layout", ["rows over nodes", pytest.param("stages", marks=pytest.mark.long)]
 )
 def test_any_two_nodes_may_be_lost(tmp_path: Path, layout: str) -> None:
     check_losses(layout, tmp_path, 3, (4, 1))
@@ -139,15 +137,15 @@ def test_all_layouts(tmp_path: Path, layout: str, size: tuple[int, int], copies:
 
 
 def test_one_loss_too_many_is_reported(tmp_path: Path) -> None:
-    """The machines that are gone are named, not those of which copies are left."""
-    case, machines = case_of("rows over machines", 3, 1), places(3, 1)
-    save_each(case, tmp_path, machines, twice())
-    found = load_case(case, case.saved, machines, lost(tmp_path, machines, [0, 1]))
+    """The nodes that are gone are named, not those of which copies are left."""
+    case, nodes = case_of("rows over nodes", 3, 1), places(3, 1)
+    save_each(case, tmp_path, nodes, twice())
+    found = load_case(case, case.saved, nodes, lost(tmp_path, nodes, [0, 1]))
     text = str(same_error(found, uc.IncompleteError, "model:big: no node has"))
     assert "folder(s) 0-1 of 3 are on no node present; rank(s) 0-1 of the save wrote them" in text
     shutil.rmtree(folder_of(tmp_path, 1) / names.REPLICAS)
     same_error(
-        load_case(case, case.saved, machines, lost(tmp_path, machines, [0])),
+        load_case(case, case.saved, nodes, lost(tmp_path, nodes, [0])),
         uc.IncompleteError,
         "folder.s. 0 of 3",
     )
@@ -156,9 +154,9 @@ def test_one_loss_too_many_is_reported(tmp_path: Path) -> None:
 # which bytes
 
 
-def copied(root: Path, machine: int) -> dict[str, int]:
-    """Tensor files among the copies on a machine, and their bytes."""
-    place = folder_of(root, machine) / names.REPLICAS
+def copied(root: Path, node: int) -> dict[str, int]:
+    """Tensor files among the copies on a node, and their bytes."""
+    place = folder_of(root, node) / names.REPLICAS
     return {
         str(path.relative_to(place)): path.stat().st_size
         for path in sorted(place.rglob("*.safetensors"))
@@ -167,33 +165,33 @@ def copied(root: Path, machine: int) -> dict[str, int]:
 
 
 def test_tensors_on_every_node_are_not_copied(tmp_path: Path) -> None:
-    case, machines = case_of("whole on each machine", 3, 2), places(3, 2)
-    save_each(case, tmp_path, machines, twice())
-    assert [copied(tmp_path, machine) for machine in range(3)] == [{}, {}, {}]
-    loads_without(case, tmp_path, machines, [1])  # rank_extra is copied, though
+    case, nodes = case_of("whole on each node", 3, 2), places(3, 2)
+    save_each(case, tmp_path, nodes, twice())
+    assert [copied(tmp_path, node) for node in range(3)] == [{}, {}, {}]
+    loads_without(case, tmp_path, nodes, [1])  # rank_extra is copied, though
 
 
 @pytest.mark.parametrize("copies", [2, 3])
 def test_shards_are_copied_as_requested(tmp_path: Path, copies: int) -> None:
     """The files of fragments, to the byte, and no other."""
-    case, machines = case_of("rows over machines", 3, 1), places(3, 1)
-    save_each(case, tmp_path, machines, twice(copies))
-    for machine in range(3):
+    case, nodes = case_of("rows over nodes", 3, 1), places(3, 1)
+    save_each(case, tmp_path, nodes, twice(copies))
+    for node in range(3):
         wanted = {}
-        for source in ((machine - step) % 3 for step in range(1, copies)):
+        for source in ((node - step) % 3 for step in range(1, copies)):
             there = folder_of(tmp_path, source)
             files = there.glob("*_shards*.safetensors")
             wanted |= {f"{source}/{file.name}": file.stat().st_size for file in files}
             for file in wanted:
                 if file.startswith(f"{source}/"):
-                    copy = folder_of(tmp_path, machine) / names.REPLICAS / file
+                    copy = folder_of(tmp_path, node) / names.REPLICAS / file
                     assert copy.read_bytes() == (there / copy.name).read_bytes()
         assert len(wanted) >= 2 * (copies - 1)
-        assert copied(tmp_path, machine) == wanted
+        assert copied(tmp_path, node) == wanted
 
 
 def test_tensor_on_some_nodes(tmp_path: Path) -> None:
-    """Of machines 0 and 2, one gives it to one more; what all have stays where it is."""
+    """Of nodes 0 and 2, one gives it to one more; what all have stays where it is."""
     specs = {"some": (0, 2), "all": (0, 1, 2, 3), "one": (3,)}
     held = [
         HeldTensor(TensorDecl("model", fqn, TensorSpec("F32", (40, 50)), Sharding()), ranks)
@@ -205,11 +203,11 @@ def test_tensor_on_some_nodes(tmp_path: Path) -> None:
     )
     save_each(case, tmp_path, [0, 1, 2, 3], twice(3))
     given: dict[str, list[int]] = {}
-    for machine in range(4):
-        for place in (folder_of(tmp_path, machine) / names.REPLICAS).iterdir():
+    for node in range(4):
+        for place in (folder_of(tmp_path, node) / names.REPLICAS).iterdir():
             index = place / names.index_name("model")
             for fqn in json.loads(index.read_text())["weight_map"] if index.exists() else ():
-                given.setdefault(fqn, []).append(machine)
+                given.setdefault(fqn, []).append(node)
     assert len(given["some"]) == 1
     assert set(given["some"]) <= {1, 3}
     assert sorted(given["one"]) == [0, 1]
@@ -226,22 +224,22 @@ UNLIKE = [
 ]
 
 
-@pytest.mark.parametrize("machines", UNLIKE)
-def test_nodes_that_differ(tmp_path: Path, machines: list[int]) -> None:
-    case = case_of("columns over machines", len(machines), 1)
-    save_each(case, tmp_path, machines, twice())
+@pytest.mark.parametrize("nodes", UNLIKE)
+def test_nodes_that_differ(tmp_path: Path, nodes: list[int]) -> None:
+    case = case_of("columns over nodes", len(nodes), 1)
+    save_each(case, tmp_path, nodes, twice())
     for away in range(3):
-        loads_without(case, tmp_path, machines, [away])
+        loads_without(case, tmp_path, nodes, [away])
 
 
 def test_nodes_that_share_a_folder_count_once(tmp_path: Path) -> None:
-    """Two racks with a volume each: the copy is on the other one, written by machines that keep off
+    """Two racks with a volume each: the copy is on the other one, written by nodes that keep off
     each other's files.
     """
-    case, machines, racks = case_of("rows over machines", 4, 1), [0, 1, 2, 3], [0, 0, 1, 1]
+    case, nodes, racks = case_of("rows over nodes", 4, 1), [0, 1, 2, 3], [0, 0, 1, 1]
 
     def act(comm: Comm, copies: int) -> None:
-        with on_machine(comm, machines) as made:
+        with on_node(comm, nodes) as made:
             path = folder_of(tmp_path, racks[comm.rank])
             made.save(
                 path,
@@ -261,18 +259,18 @@ def test_nodes_that_share_a_folder_count_once(tmp_path: Path) -> None:
             load_case(
                 case,
                 case.saved,
-                machines,
-                {one: [folder_of(tmp_path, left_over)] for one in machines},
+                nodes,
+                {one: [folder_of(tmp_path, left_over)] for one in nodes},
             )
         )
 
 
-@pytest.mark.parametrize("machines", [[0, 0], [0, 1]])
-def test_no_copies_in_a_shared_folder(tmp_path: Path, machines: list[int]) -> None:
-    case = case_of("rows over machines", 2, 1)
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
+def test_no_copies_in_a_shared_folder(tmp_path: Path, nodes: list[int]) -> None:
+    case = case_of("rows over nodes", 2, 1)
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, machines) as made:
+        with on_node(comm, nodes) as made:
             made.save(tmp_path / NAME, model=case.state(comm.rank), options=twice(5))
 
     run_ranks(2, act)
@@ -281,7 +279,7 @@ def test_no_copies_in_a_shared_folder(tmp_path: Path, machines: list[int]) -> No
 
 def test_different_copy_counts_are_refused(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1, 2]) as made:
+        with on_node(comm, [0, 1, 2]) as made:
             made.save(
                 folder_of(tmp_path, comm.rank),
                 model={"w": torch.ones(3)},
@@ -297,15 +295,15 @@ def test_different_copy_counts_are_refused(tmp_path: Path) -> None:
 
 def check_scattered(root: Path, drawn: tuple[Case, list[int], object], copies: int) -> None:
     """Whatever the ranks hold, and wherever they are."""
-    case, machines, _ = drawn
-    numbers = sorted(set(machines))
+    case, nodes, _ = drawn
+    numbers = sorted(set(nodes))
     if len(numbers) == 1:
         return
     copies = min(copies, len(numbers))
     with TemporaryDirectory(dir=root) as name:
-        save_each(case, Path(name), machines, twice(copies))
+        save_each(case, Path(name), nodes, twice(copies))
         for away in combinations(numbers, copies - 1):
-            loads_without(case, Path(name), machines, away)
+            loads_without(case, Path(name), nodes, away)
 
 
 @given(scattered(**FEW), st.integers(2, 4))
@@ -338,36 +336,36 @@ def test_damaged_original_and_copy(tmp_path: Path) -> None:
     """At different places: each block is read from where it is right. At the same: no byte is
     loaded.
     """
-    case, machines = case_of("rows over machines", 2, 1), places(2, 1)
-    save_each(case, tmp_path, machines, twice())
+    case, nodes = case_of("rows over nodes", 2, 1), places(2, 1)
+    save_each(case, tmp_path, nodes, twice())
     original = folder_of(tmp_path, 1) / "model_shards.safetensors"
     copy = folder_of(tmp_path, 0) / names.REPLICAS / "1" / "model_shards.safetensors"
     spoil(original, -5)
     spoil(copy, len(copy.read_bytes()) // 2)
-    reports = loads_without(case, tmp_path, machines, [])
+    reports = loads_without(case, tmp_path, nodes, [])
     assert any("has CRC" in note for report in reports for note in report.notes)
     problems = uc.verify(folder_of(tmp_path, 0), deep=True).problems
     assert len(problems) == 1
     assert problems[0].startswith("replicas/1: model_shards:")
     assert len(uc.verify(folder_of(tmp_path, 1), deep=True).problems) == 1
     spoil(copy, -5)
-    for found in load_case(case, case.saved, machines, lost(tmp_path, machines, [])):
+    for found in load_case(case, case.saved, nodes, lost(tmp_path, nodes, [])):
         assert isinstance(found, uc.IntegrityError)
 
 
 def test_damaged_manifest_with_intact_copies(tmp_path: Path) -> None:
-    case, machines = case_of("rows over machines", 3, 1), places(3, 1)
-    save_each(case, tmp_path, machines, twice())
+    case, nodes = case_of("rows over nodes", 3, 1), places(3, 1)
+    save_each(case, tmp_path, nodes, twice())
     (folder_of(tmp_path, 2) / names.MANIFEST).write_text("{")
     reports = loads_without(
-        case, tmp_path, machines, [1]
-    )  # of which machine 2 has a copy, beside that manifest
+        case, tmp_path, nodes, [1]
+    )  # of which node 2 has a copy, beside that manifest
     assert any("not valid JSON" in note for note in reports[0].notes)
 
 
 def test_verify_reports_missing_and_strange_copies(tmp_path: Path) -> None:
-    case, machines = case_of("rows over machines", 3, 1), places(3, 1)
-    save_each(case, tmp_path, machines, twice())
+    case, nodes = case_of("rows over nodes", 3, 1), places(3, 1)
+    save_each(case, tmp_path, nodes, twice())
     place = folder_of(tmp_path, 1) / names.REPLICAS
     shutil.rmtree(place / "0")
     (problem,) = uc.verify(folder_of(tmp_path, 1)).problems
@@ -377,26 +375,26 @@ def test_verify_reports_missing_and_strange_copies(tmp_path: Path) -> None:
         "replicas/0: is not node group 0's folder of this save"
         in uc.verify(folder_of(tmp_path, 1)).problems
     )
-    reports = loads_without(case, tmp_path, machines, [])
+    reports = loads_without(case, tmp_path, nodes, [])
     assert not any(report.notes for report in reports)
 
 
 def test_copy_of_another_save_is_ignored(tmp_path: Path) -> None:
-    case, machines = case_of("rows over machines", 3, 1), places(3, 1)
-    save_each(case, tmp_path / "old", machines, twice())
-    save_each(case, tmp_path / "new", machines, twice())
+    case, nodes = case_of("rows over nodes", 3, 1), places(3, 1)
+    save_each(case, tmp_path / "old", nodes, twice())
+    save_each(case, tmp_path / "new", nodes, twice())
     place = folder_of(tmp_path / "new", 1) / names.REPLICAS / "0"
     shutil.rmtree(place)
     shutil.copytree(folder_of(tmp_path / "old", 1) / names.REPLICAS / "0", place)
     same_error(
-        load_case(case, case.saved, machines, lost(tmp_path / "new", machines, [0])),
+        load_case(case, case.saved, nodes, lost(tmp_path / "new", nodes, [0])),
         uc.IncompleteError,
         "no node has",
     )
 
 
 def test_only_the_same_save_and_group_is_copied(tmp_path: Path) -> None:
-    save_each(case_of("rows over machines", 2, 1), tmp_path, places(2, 1), twice())
+    save_each(case_of("rows over nodes", 2, 1), tmp_path, places(2, 1), twice())
     folder = open_path(str(folder_of(tmp_path, 1)), lock=False)
     assert folder.manifest is not None
     check_peer_manifest(folder, save_id=folder.manifest.save_id, number=1)
@@ -433,7 +431,7 @@ def test_damaged_block_is_not_copied(tmp_path: Path) -> None:
     assert loads(tmp_path) == 1
 
 
-# crashes and full disks; two machines of two ranks
+# crashes and full disks; two nodes of two ranks
 
 TWICE = REPLACE.model_copy(update={"node_copies": 2})
 
@@ -444,10 +442,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def survives(root: Path) -> set[int]:
-    """The steps that load, from all machines and from each alone."""
+    """The steps that load, from all nodes and from each alone."""
     steps = {loads(root)}
-    for machine in (0, 1):
-        place, kept = folder_of(root, machine).parent, root / "kept"
+    for node in (0, 1):
+        place, kept = folder_of(root, node).parent, root / "kept"
         place.rename(kept)
         steps.add(loads(root))
         shutil.rmtree(place, ignore_errors=True)
@@ -461,7 +459,7 @@ EVERY = [20, pytest.param(1, marks=pytest.mark.long)]
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("fsync", [False, True])
 def test_crash_while_copying(tmp_path: Path, every: int, fsync: bool) -> None:
-    """The older checkpoint is there on all machines, and with its copies."""
+    """The older checkpoint is there on all nodes, and with its copies."""
     start, options = tmp_path / "start", TWICE.model_copy(update={"fsync": fsync})
     fine(save(start, 1, options=options))
     shutil.copytree(start, tmp_path / "through")
@@ -485,14 +483,14 @@ def test_crash_while_copying(tmp_path: Path, every: int, fsync: bool) -> None:
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("machine", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_full_disk_while_copying(tmp_path: Path, machine: int, background: bool) -> None:
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_full_disk_while_copying(tmp_path: Path, node: int, background: bool) -> None:
     """One text for all ranks, nothing left behind, the older checkpoint as it was."""
     fine(save(tmp_path, 1, options=TWICE))
     before, number, failed = left(tmp_path), 0, 0
     while True:
         found = save(
-            tmp_path, 2, storages=full_at(number, machine), options=TWICE, background=background
+            tmp_path, 2, storages=full_at(number, node), options=TWICE, background=background
         )
         if not any(isinstance(one, BaseException) for one in found):
             break
@@ -548,7 +546,7 @@ def test_repeated_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backgro
 
     def act(comm: Comm) -> list[int]:
         keys = []
-        with on_machine(comm, [0, 0, 1, 1]) as made:
+        with on_node(comm, [0, 0, 1, 1]) as made:
             for turn in range(12):
                 place = folder_of(tmp_path, comm.rank // 2)
                 state = {"w": (FULL["w"] + turn).chunk(4)[comm.rank].clone(), "b": FULL["b"] + turn}
@@ -574,7 +572,7 @@ def test_repeated_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backgro
 
     def back(comm: Comm) -> None:
         target = {"w": torch.zeros(500, 90), "b": torch.zeros(5)}
-        with on_machine(comm, [0, 0, 1, 1]) as made:
+        with on_node(comm, [0, 0, 1, 1]) as made:
             report = made.load(folder_of(tmp_path, comm.rank // 2), model=target, options=LOAD)
         assert (report.step, report.rank_extra) == (11, (comm.rank, 11))
         assert all(torch.equal(target[name], FULL[name] + 11) for name in target)
@@ -592,7 +590,7 @@ def test_layout_and_copy_count_change(tmp_path: Path) -> None:
 
     def act(comm: Comm) -> None:
         place = folder_of(tmp_path, comm.rank)
-        with on_machine(comm, [0, 1, 2]) as made:
+        with on_node(comm, [0, 1, 2]) as made:
             for step, (keys, copies) in enumerate(
                 [("ab", 2), ("b", 2), ("abc", 3), ("abc", 4), ("abc", 3), ("abc", 1), ("abc", 2)]
             ):
@@ -625,18 +623,18 @@ def test_layout_and_copy_count_change(tmp_path: Path) -> None:
 
 
 def test_deleted_part_with_its_copies(tmp_path: Path) -> None:
-    case, machines = case_of("rows over machines", 3, 1), places(3, 1)
-    save_each(case, tmp_path, machines, twice())
-    for machine in range(3):
-        for file in folder_of(tmp_path, machine).rglob("optimizer*"):
+    case, nodes = case_of("rows over nodes", 3, 1), places(3, 1)
+    save_each(case, tmp_path, nodes, twice())
+    for node in range(3):
+        for file in folder_of(tmp_path, node).rglob("optimizer*"):
             file.unlink()
     held = tuple(one for one in case.saved.tensors if one.decl.part == "model")
-    fine(load_case(case, DrawnLayout(3, held), machines, lost(tmp_path, machines, [])))
+    fine(load_case(case, DrawnLayout(3, held), nodes, lost(tmp_path, nodes, [])))
 
 
 def test_command_line_with_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sizes are with the copies; what is in a copy is not shown as the folder's own."""
-    save_each(case_of("rows over machines", 2, 1), tmp_path, places(2, 1), twice(step=1))
+    save_each(case_of("rows over nodes", 2, 1), tmp_path, places(2, 1), twice(step=1))
     folder = folder_of(tmp_path, 0)
     assert main(["verify", str(folder), "--deep"]) == 0
     assert main(["inspect", str(folder)]) == 0
@@ -658,7 +656,7 @@ class Tied(torch.nn.Module):
 
 
 def test_tied_tensors_and_attached_files(tmp_path: Path) -> None:
-    """Other names of a tensor are known from the folder of one machine, which has the other's in a
+    """Other names of a tensor are known from the folder of one node, which has the other's in a
     copy.
     """
     layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
@@ -667,7 +665,7 @@ def test_tied_tensors_and_attached_files(tmp_path: Path) -> None:
         (Path(folder) / "config.json").write_text("{}")
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             model = Tied(5, float(comm.rank))
             made.save(
                 folder_of(tmp_path, comm.rank),
@@ -678,9 +676,9 @@ def test_tied_tensors_and_attached_files(tmp_path: Path) -> None:
             )
 
     run_ranks(2, act)
-    for machine in (0, 1):
-        assert (folder_of(tmp_path, machine) / "config.json").exists()
-        assert uc.verify(folder_of(tmp_path, machine), deep=True).problems == ()
+    for node in (0, 1):
+        assert (folder_of(tmp_path, node) / "config.json").exists()
+        assert uc.verify(folder_of(tmp_path, node), deep=True).problems == ()
     shutil.rmtree(folder_of(tmp_path, 0))
     target = {"head": torch.zeros(10, 2)}
     run_ranks(1, lambda comm: on_one(comm, folder_of(tmp_path, 1), target))
@@ -688,5 +686,5 @@ def test_tied_tensors_and_attached_files(tmp_path: Path) -> None:
 
 
 def on_one(comm: Comm, folder: Path, target: dict[str, torch.Tensor]) -> None:
-    with on_machine(comm, [0]) as made:
+    with on_node(comm, [0]) as made:
         made.load(folder, model=target, options=LOAD)

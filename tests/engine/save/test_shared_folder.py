@@ -1,4 +1,4 @@
-"""Ranks of several machines that save to one folder: bytes of one block are written by one machine,
+"""Ranks of several nodes that save to one folder: bytes of one block are written by one node,
 and what stands there is what any save makes.
 """
 
@@ -22,7 +22,7 @@ from tests.support.managers import manager_of
 from tests.support.refusals import same_error
 from tests.support.reshard_cases import Case, cases
 from tests.support.reshard_cases import save_case as save_alone
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, Held, counting, fine, on_machine, states
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, Held, counting, fine, on_node, states
 from unified_ckpt.core.planning import save_plan
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.save import tiles
@@ -39,7 +39,7 @@ from unified_ckpt.testing import (
 )
 
 __all__ = ["states"]  # a fixture
-MACHINES = [0, 0, 1, 1]
+NODES = [0, 0, 1, 1]
 SHAPES = {"rows": (500, 90), "columns": (300, 701), "small": (50,), "norm": (4,)}
 FULL = {name: torch.arange(float(np.prod(shape))).reshape(shape) for name, shape in SHAPES.items()}
 LAYOUT = uc.Layout(
@@ -48,7 +48,7 @@ LAYOUT = uc.Layout(
     shapes=SHAPES,
 )
 BLOCKS = [1, 0, 4096, 1 << 20]
-Storages = Callable[[int, str], LocalStorage]  # by machine and folder
+Storages = Callable[[int, str], LocalStorage]  # by node and folder
 
 
 def contents(step: int, rank: int) -> dict[str, torch.Tensor]:
@@ -66,13 +66,13 @@ def save(
     block: int | None = 4096,
     storages: Storages | None = None,
     background: bool = False,
-    machines: Sequence[int] = MACHINES,
+    nodes: Sequence[int] = NODES,
     **options: object,
 ) -> list[uc.SaveReport | BaseException]:
     def act(comm: Comm) -> uc.SaveReport:
-        machine = machines[comm.rank]
-        storage = (lambda place: storages(machine, place)) if storages is not None else None
-        with on_machine(comm, machines, storage=storage) as made:
+        node = nodes[comm.rank]
+        storage = (lambda place: storages(node, place)) if storages is not None else None
+        with on_node(comm, nodes, storage=storage) as made:
             told = {
                 "model": contents(step, comm.rank),
                 "layout": LAYOUT,
@@ -102,14 +102,14 @@ def check(root: Path, step: int) -> None:
 
 
 class Writes:
-    """Who wrote and synced what: file -> block -> machines, file -> machines."""
+    """Who wrote and synced what: file -> block -> nodes, file -> nodes."""
 
     def __init__(self, block: int) -> None:
         self.block, self.lock = block, threading.Lock()
         self.blocks: dict[str, dict[int, set[int]]] = {}
         self.synced: dict[str, set[int]] = {}
 
-    def storage(self, machine: int, place: str) -> LocalStorage:
+    def storage(self, node: int, place: str) -> LocalStorage:
         writes = self
 
         class Watched(LocalStorage):
@@ -117,12 +117,12 @@ class Writes:
                 stop, file = start + sum(map(len, buffers)), name.rpartition("/")[2]
                 with writes.lock:
                     for block in range(start // writes.block, -(-stop // writes.block)):
-                        writes.blocks.setdefault(file, {}).setdefault(block, set()).add(machine)
+                        writes.blocks.setdefault(file, {}).setdefault(block, set()).add(node)
                 super().write_at(name, start, buffers)
 
             def sync(self, name: str) -> None:
                 with writes.lock:
-                    writes.synced.setdefault(name.rpartition("/")[2], set()).add(machine)
+                    writes.synced.setdefault(name.rpartition("/")[2], set()).add(node)
                 super().sync(name)
 
         return Watched(place)
@@ -152,22 +152,20 @@ def test_each_block_is_written_and_synced_by_one_node(
     ]
     assert len(shared) == 3, "model, digests and rank_extra"
     for file in shared:
-        assert all(len(machines) == 1 for machines in writes.blocks[file].values()), file
+        assert all(len(nodes) == 1 for nodes in writes.blocks[file].values()), file
         assert set().union(*writes.blocks[file].values()) <= writes.synced[file], file
-    everybody = set().union(
-        *(machines for file in shared for machines in writes.blocks[file].values())
-    )
-    assert everybody == {0, 1}, "both machines write"
+    everybody = set().union(*(nodes for file in shared for nodes in writes.blocks[file].values()))
+    assert everybody == {0, 1}, "both nodes write"
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("machines", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3]])
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3]])
 def test_same_checkpoint_as_from_one_node(
-    tmp_path: Path, machines: list[int], block: int, background: bool
+    tmp_path: Path, nodes: list[int], block: int, background: bool
 ) -> None:
-    fine(save(tmp_path / "one", 5, machines=[0, 0, 0, 0]))
-    fine(save(tmp_path / "more", 5, block=block, background=background, machines=machines))
+    fine(save(tmp_path / "one", 5, nodes=[0, 0, 0, 0]))
+    fine(save(tmp_path / "more", 5, block=block, background=background, nodes=nodes))
     check(tmp_path / "more", 5)
     one, more = (
         {file.name: file.read_bytes() for file in (tmp_path / name / NAME).iterdir()}
@@ -184,7 +182,7 @@ def test_same_checkpoint_as_from_one_node(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_ranks_on_any_nodes(tmp_path: Path, case: Case, data: st.DataObject) -> None:
-    machines = data.draw(
+    nodes = data.draw(
         st.lists(st.integers(0, 2), min_size=case.saved.world, max_size=case.saved.world)
     )
     block = data.draw(st.sampled_from([0, 1, 512, 70_000, 1 << 20]))
@@ -195,7 +193,7 @@ def test_any_ranks_on_any_nodes(tmp_path: Path, case: Case, data: st.DataObject)
     options = SAVE.model_copy(update={"write_alignment": block})
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, machines) as made:
+        with on_node(comm, nodes) as made:
             for _ in range(2):
                 state = case.state(comm.rank)
                 if background:
@@ -232,7 +230,7 @@ def test_load_on_the_saving_nodes(tmp_path: Path) -> None:
 
     def act(comm: Comm) -> None:
         target = {name: torch.zeros_like(tensor) for name, tensor in contents(0, comm.rank).items()}
-        with on_machine(comm, MACHINES) as made:
+        with on_node(comm, NODES) as made:
             report = made.load(tmp_path / NAME, model=target, layout=LAYOUT, options=LOAD)
         assert report.rank_extra == ("of", comm.rank, "x" * comm.rank)
         assert all(
@@ -243,15 +241,15 @@ def test_load_on_the_saving_nodes(tmp_path: Path) -> None:
 
 
 def test_two_folders_of_two_nodes_each(tmp_path: Path) -> None:
-    """Machines 0 and 1 share one folder, 2 and 3 another: fragments in each, and both together are
+    """Nodes 0 and 1 share one folder, 2 and 3 another: fragments in each, and both together are
     the checkpoint.
     """
-    machines, full = [0, 1, 2, 3], FULL["rows"]
+    nodes, full = [0, 1, 2, 3], FULL["rows"]
     layout = uc.Layout(mesh={"dp": 4}, rules={"w": {"dp": 0}})
 
     def act(comm: Comm) -> None:
         folder = tmp_path / f"pair-{comm.rank // 2}" / NAME
-        with on_machine(comm, machines) as made:
+        with on_node(comm, nodes) as made:
             for step in range(3):
                 mine = {
                     "w": (full + step).chunk(4)[comm.rank].clone(),
@@ -281,7 +279,7 @@ def test_repeated_saves_leave_nothing(tmp_path: Path) -> None:
     keys: list[int] = []
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, MACHINES) as made:
+        with on_node(comm, NODES) as made:
             options = SAVE.model_copy(update={"if_exists": "replace", "write_alignment": 4096})
             for turn in range(30):
                 state = contents(turn, comm.rank)
@@ -305,13 +303,13 @@ def test_repeated_saves_leave_nothing(tmp_path: Path) -> None:
 # what goes wrong
 
 
-def full_at(number: int, machine: int) -> Storages:
-    return lambda at, place: FullStorage(place, number) if at == machine else LocalStorage(place)
+def full_at(number: int, node: int) -> Storages:
+    return lambda at, place: FullStorage(place, number) if at == node else LocalStorage(place)
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("machine", [0, 1])
-def test_full_disk_for_one_node(tmp_path: Path, machine: int, background: bool) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_full_disk_for_one_node(tmp_path: Path, node: int, background: bool) -> None:
     """One text for all ranks, nothing left behind, and the older checkpoint is as it was."""
     fine(save(tmp_path, 1))
     number = 0
@@ -319,7 +317,7 @@ def test_full_disk_for_one_node(tmp_path: Path, machine: int, background: bool) 
         found = save(
             tmp_path,
             2,
-            storages=full_at(number, machine),
+            storages=full_at(number, node),
             background=background,
             if_exists="replace",
         )
@@ -365,9 +363,7 @@ def test_crash_at_any_operation(tmp_path: Path, where: list[int], every: int) ->
 
 
 def faulty(where: Sequence[int], fuse: FaultPoint) -> Storages:
-    return lambda machine, place: (
-        FaultyStorage(place, fuse) if machine in where else LocalStorage(place)
-    )
+    return lambda node, place: FaultyStorage(place, fuse) if node in where else LocalStorage(place)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -406,7 +402,7 @@ def test_late_bytes_of_an_ended_save_are_refused(tmp_path: Path) -> None:
     """They come late, and the save that they name has failed or is done."""
 
     def act(comm: Comm) -> str:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             made.save(tmp_path / NAME, model={"w": torch.ones(3)}, options=SAVE)
             ((_, land),) = made._topologies.values()
             assert land is not None
@@ -425,7 +421,7 @@ def test_late_bytes_of_an_ended_save_are_refused(tmp_path: Path) -> None:
 
 
 def test_one_way_visibility_is_refused(tmp_path: Path) -> None:
-    """A copy of a folder that somebody keeps, say: to take it for shared would lose one machine's
+    """A copy of a folder that somebody keeps, say: to take it for shared would lose one node's
     bytes.
     """
     (tmp_path / "other").mkdir()
@@ -435,8 +431,8 @@ def test_one_way_visibility_is_refused(tmp_path: Path) -> None:
             found = super().size(name)
             return found if found is not None else LocalStorage(str(tmp_path)).size(name)
 
-    def storages(machine: int, place: str) -> LocalStorage:
-        return LocalStorage(str(tmp_path)) if machine == 0 else OneWay(str(tmp_path / "other"))
+    def storages(node: int, place: str) -> LocalStorage:
+        return LocalStorage(str(tmp_path)) if node == 0 else OneWay(str(tmp_path / "other"))
 
     same_error(
         save(tmp_path, 1, storages=storages),
@@ -456,7 +452,7 @@ def test_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, MACHINES) as made:
+        with on_node(comm, NODES) as made:
             for turn in range(3):
                 made.save(
                     tmp_path / f"{turn}",
@@ -471,7 +467,7 @@ def test_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_manager_on_two_nodes_with_one_root(tmp_path: Path, asynchronous: bool) -> None:
-    """One rank removes what the rules do not keep, once for all machines; all start from the same
+    """One rank removes what the rules do not keep, once for all nodes; all start from the same
     step.
     """
 

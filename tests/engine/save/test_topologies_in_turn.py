@@ -1,4 +1,4 @@
-"""One Checkpointer that saves to its machine's own folder and to one that all machines share, in
+"""One Checkpointer that saves to its node's own folder and to one that all nodes share, in
 turn: what is kept of the one save, for the next of the same ranks, means nothing to the other.
 """
 
@@ -12,23 +12,23 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_machine
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_node
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.shared_memory import TileBuffer
 from unified_ckpt.testing import run_ranks
 
-MACHINES = [0, 0, 1, 1]
+NODES = [0, 0, 1, 1]
 FULL = torch.arange(400_000.0).reshape(1000, 400)
 LAYOUT = uc.Layout(
     mesh={"rep": 2, "dp": 2}, rules={"w": {"dp": 1}}, shapes={"w": (1000, 400)}
-)  # tiles, within each machine too
+)  # tiles, within each node too
 OPTIONS = SAVE.model_copy(
     update={"timeout_seconds": 10.0, "write_alignment": 4096, "if_exists": "replace"}
 )
 
 
 def place(root: Path, rank: int, shared: bool) -> Path:
-    return root / "shared" / NAME if shared else folder_of(root, MACHINES[rank])
+    return root / "shared" / NAME if shared else folder_of(root, NODES[rank])
 
 
 def mine(rank: int, step: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def save_in_turn(root: Path, turns: list[bool]) -> None:
     """Each save is read back by its own ranks. `turns`: whether the folder is the shared one."""
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, MACHINES) as made:
+        with on_node(comm, NODES) as made:
             for step, shared in enumerate(turns):
                 path = place(root, comm.rank, shared)
                 made.save(
@@ -84,7 +84,7 @@ def test_exchange_numbers_restart(
 
 def test_plan_after_a_failed_save_of_other_ranks(tmp_path: Path) -> None:
     """A save to the shared folder is refused before anything is planned; the next one is planned
-    for all ranks, not for a machine's.
+    for all ranks, not for a node's.
     """
 
     def act(comm: Comm) -> None:
@@ -93,7 +93,7 @@ def test_plan_after_a_failed_save_of_other_ranks(tmp_path: Path) -> None:
             "layout": LAYOUT,
             "options": OPTIONS.model_copy(update={"if_exists": "error"}),
         }
-        with on_machine(comm, MACHINES) as made:
+        with on_node(comm, NODES) as made:
             made.save(place(tmp_path, comm.rank, shared=True), **what)
             made.save(place(tmp_path, comm.rank, shared=False), **what)
             with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):

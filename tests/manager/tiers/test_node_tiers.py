@@ -35,7 +35,7 @@ from unified_ckpt.testing import (
     try_ranks,
 )
 
-MACHINES = (0, 0, 1, 1)
+NODES = (0, 0, 1, 1)
 ROOT = "root"
 SHAPES = {"w": (64, 10), "v": (6, 12)}
 SAVE = uc.SaveOptions(timeout_seconds=30.0)
@@ -59,7 +59,7 @@ class Job:
     def __init__(
         self,
         top: Path,
-        machines: Sequence[int] = MACHINES,
+        machines: Sequence[int] = NODES,
         *,
         copies: int = 1,
         disks: Sequence[Path] = (),
@@ -586,15 +586,15 @@ def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -
         (found,) = set(run_ranks(4, act))
         return found
 
-    assert life(range(1, 6), MACHINES) is None
+    assert life(range(1, 6), NODES) is None
     assert job.local_steps() == [[4, 5], [4, 5]]
     assert life(range(0), (1, 1, 0, 0)) == 5, "the machines have changed places"
     (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
-    assert life(range(0), MACHINES) == 4
+    assert life(range(0), NODES) == 4
     shutil.rmtree(job.disks[0])
     with pytest.raises(uc.IncompleteError, match=r"checkpoint-4: .*no node has"):
-        life(range(0), MACHINES)
-    assert life(range(1, 3), MACHINES, allow_fresh=True) is None, "half of each is nothing"
+        life(range(0), NODES)
+    assert life(range(1, 3), NODES, allow_fresh=True) is None, "half of each is nothing"
     assert job.local_steps()[0] == [1, 2]
 
 
@@ -604,7 +604,7 @@ def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path:
     metrics = {"best_metric": "loss", "keep_latest": 9}
 
     def save(comm: Comm) -> None:
-        with with_own_root(job, comm, MACHINES[comm.rank], **metrics) as made:
+        with with_own_root(job, comm, NODES[comm.rank], **metrics) as made:
             for step in range(1, 6):
                 made.save(step, metrics={"loss": -float(step)}, **job.state(comm, step))
 
@@ -615,7 +615,7 @@ def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path:
     lose.unlink()
 
     def look(comm: Comm) -> tuple[list[int | None], int | None, list[int | None]]:
-        machine = MACHINES[comm.rank]
+        machine = NODES[comm.rank]
         with with_own_root(job, comm, machine, **metrics) as made:
             found = made.common_steps()
             best = made.best(found)
@@ -629,7 +629,7 @@ def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path:
     assert [here for _, _, here in told] == [[2, 3, 4, 5]] * 2 + [[1, 2, 4]] * 2
 
 
-@pytest.mark.parametrize("machines", [MACHINES, (0, 0, 0, 0)])
+@pytest.mark.parametrize("machines", [NODES, (0, 0, 0, 0)])
 def test_the_steps_of_two_tiers_are_the_same_on_all_ranks(
     tmp_path: Path, machines: Sequence[int]
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import SAVE, folder_of, on_machine
+from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.core.nodes.write_alignment import WriteAlignment
 from unified_ckpt.errors import FormatError, RankError, StorageError
 from unified_ckpt.runtime.comm.collective import Collective
@@ -114,7 +114,7 @@ def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -
 
     def act(comm: Comm) -> list[BaseException | None]:
         results: list[BaseException | None] = []
-        with on_machine(comm, nodes) as made:
+        with on_node(comm, nodes) as made:
             for barrier in range(5):
                 extra = object() if barrier % 2 and comm.rank == 3 else barrier
                 state = {"w": torch.full((4, 3), float(barrier))}
@@ -155,7 +155,7 @@ def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(
         make(transport, volume, find, rank=rank, **what)
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1, 2, 3]) as made:
+        with on_node(comm, [0, 1, 2, 3]) as made:
             options = SAVE.model_copy(update={"timeout_seconds": SECONDS})
             place = tmp_path / f"pair-{comm.rank // 2}" / NAME
             place.parent.mkdir(exist_ok=True)
@@ -182,7 +182,7 @@ def test_after_commit_fails_on_all_machines_or_none(tmp_path: Path) -> None:
         time.sleep(1.0 if rank == 1 else 0.0)
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, nodes) as made:
+        with on_node(comm, nodes) as made:
             what = {
                 "model": {"w": torch.ones(4, 3)},
                 "options": SAVE,

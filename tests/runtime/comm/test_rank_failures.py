@@ -18,7 +18,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.managers import flip
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_machine
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_node
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
@@ -191,7 +191,7 @@ class Call:
             return
 
         def act(comm: Comm) -> None:
-            with on_machine(comm, self.nodes) as created:
+            with on_node(comm, self.nodes) as created:
                 self.save(created, root, comm.rank, 1)
 
         run_ranks(WORLD, act)
@@ -227,7 +227,7 @@ def run(
 
     def act(comm: Comm) -> tuple[object, object]:
         threading.current_thread().of_rank = comm.rank  # type: ignore[attr-defined]
-        with on_machine(comm, call.nodes) as created:
+        with on_node(comm, call.nodes) as created:
             if call.again:
                 call.save(created, root, comm.rank, 1)
             results: list[object] = []

@@ -17,7 +17,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import LOAD, SAVE, Held, counting, folder_of, on_machine
+from tests.support.simulated_nodes import LOAD, SAVE, Held, counting, folder_of, on_node
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange import tcp
@@ -259,7 +259,7 @@ FULL = torch.arange(700 * 500, dtype=torch.float32).reshape(700, 500)
 
 def save_halves(root: Path) -> None:
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
             made.save(
                 folder_of(root, comm.rank),
@@ -277,7 +277,7 @@ def test_repeated_loads_leave_no_threads_or_files(tmp_path: Path) -> None:
     keys: list[int] = []
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             for number in range(30):
                 target = {"w": torch.zeros_like(FULL)}
                 made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
@@ -301,7 +301,7 @@ def test_failed_load_leaves_no_threads_or_files(tmp_path: Path) -> None:
     file.write_bytes(body)
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             made.load(
                 folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=LOAD
             )
@@ -335,7 +335,7 @@ def test_peer_dies_during_a_load(
     dying(monkeypatch, after=after)
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             options = uc.LoadOptions(timeout_seconds=3)
             made.load(
                 folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=options
@@ -354,7 +354,7 @@ def test_peer_dies_and_another_copy_is_read(
     """The local copy is damaged, one peer is dead, and another peer has a copy."""
 
     def save(comm: Comm) -> None:
-        with on_machine(comm, [0, 1, 2]) as made:
+        with on_node(comm, [0, 1, 2]) as made:
             made.save(folder_of(tmp_path, comm.rank), model={"w": FULL.clone()}, options=SAVE)
 
     run_ranks(3, save)
@@ -374,7 +374,7 @@ def test_peer_dies_and_another_copy_is_read(
 
     def load(comm: Comm) -> uc.LoadReport:
         target = {"w": torch.zeros_like(FULL)}
-        with on_machine(comm, [0, 1, 2]) as made:
+        with on_node(comm, [0, 1, 2]) as made:
             report = made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
         assert torch.equal(target["w"], FULL)
         return report
@@ -389,7 +389,7 @@ def test_rank_that_cannot_serve_fails_on_all_ranks(
     save_halves(tmp_path)
 
     def act(comm: Comm) -> None:
-        with on_machine(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as made:
             made.load(
                 folder_of(tmp_path, comm.rank),
                 model={"w": torch.zeros_like(FULL)},

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.oracles import part_of
+from tests.support.oracles import local_part
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec, missing_coordinates
 from unified_ckpt.runtime.comm.comm import Comm
@@ -167,6 +167,6 @@ def test_every_rank_that_holds_a_tensor_has_a_place_in_its_mesh(
         rank = data.draw(st.sampled_from(one.ranks))
         assert one.decl.sharding.position(rank) is not None
         assert one.decl in drawn.decls(rank)
-        assert part_of(np.zeros(one.decl.spec.shape), one.decl.sharding, rank).ndim == len(
+        assert local_part(np.zeros(one.decl.spec.shape), one.decl.sharding, rank).ndim == len(
             one.decl.spec.shape
         )

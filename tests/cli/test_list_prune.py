@@ -115,7 +115,7 @@ def test_list_shows_step_size_status_and_rules(
     assert rows["10"].rstrip().endswith("complete")
     assert rows["20"].endswith("latest 1, best by loss")
     assert "model only" in rows["20"]
-    assert rows["30"].endswith("newest, newest full, latest 1")
+    assert rows["30"].endswith("latest, latest full, latest 1")
     assert (
         "misnamed: its manifest has step 10; rename the folder accordingly" in rows["checkpoint-40"]
     )
@@ -142,7 +142,7 @@ def test_list_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["step"], found["status"], found["kept_by"]) == (
         30,
         "complete",
-        ["newest", "newest full", "no rule"],
+        ["latest", "latest full", "no rule"],
     )
     assert (found["created"], found["seconds"], found["metrics"]) == (
         manifest["created"],
@@ -234,8 +234,8 @@ def test_list_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[
         ["90", "local"],
     ]
     assert lines[2].endswith("complete")
-    assert lines[3].endswith("newest, newest full, no rule")
-    assert lines[4].endswith("newest, newest full, latest 1")
+    assert lines[3].endswith("latest, latest full, no rule")
+    assert lines[4].endswith("latest, latest full, latest 1")
     assert lines[5].endswith("complete, of another run")
     (one,) = json.loads(
         shown(capsys, "list", root, "--local", local, "--keep-latest-local", 2, "--json")

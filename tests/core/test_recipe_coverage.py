@@ -1,4 +1,4 @@
-"""Which elements recipes take: against counting them one by one."""
+"""The elements that recipes use, against counting them one by one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ W = Stored(("model", "w"), (12, 6))
 @settings(max_examples=150)
 @given(recipe(), recipe())
 def test_recipes_that_use_each_element_once_pass(
-    one: tuple[Recipe, np.ndarray, Values], other: tuple[Recipe, np.ndarray, Values]
+    first: tuple[Recipe, np.ndarray, Values], second: tuple[Recipe, np.ndarray, Values]
 ) -> None:
-    parts = [one[0], other[0]]
-    assume(not any(map(recipes.is_scaled, parts)) and not one[2].keys() & other[2].keys())
+    parts = [first[0], second[0]]
+    assume(not any(map(recipes.is_scaled, parts)) and not first[2].keys() & second[2].keys())
     shapes = {
         leaf.key: leaf.shape for part in parts for leaf in leaves(part) if isinstance(leaf, Stored)
     }
@@ -37,13 +37,13 @@ def test_recipes_that_use_each_element_once_pass(
             for key, shape in shapes.items()
         }
         places = {key: number * 100 + place for place, (key, number) in enumerate(numbers.items())}
-        made = materialize(
+        result = materialize(
             part,
             full_box(part.shape),
             lambda key, box, of=places: of[key][slices(box)],
             torch.int64,
         )
-        for value in made.flatten().tolist():
+        for value in result.flatten().tolist():
             counts[list(places)[value % 100]].flat[value // 100] += 1
     once = all((count == 1).all() for count in counts.values())
     if once:
@@ -54,7 +54,7 @@ def test_recipes_that_use_each_element_once_pass(
 
 
 def test_recipes_with_too_many_boxes_pass() -> None:
-    """Every other element of a large tensor is a box of its own."""
+    """Every other element of a large tensor would be a box of its own."""
     large = Stored(("model", "w"), (4096, 64))
     pairs = recipes.reshape(large, (4096, 32, 2))
     check_used_once([recipes.select_index(pairs, 2, 0), recipes.select_index(pairs, 2, 1)])

@@ -1,4 +1,4 @@
-"""Recipes of tensors, any box of them, against the same calls of numpy on whole tensors."""
+"""Any box of any recipe, against the same numpy calls on whole tensors."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from unified_ckpt.views.materialize import materialize, slices
 @settings(max_examples=150, deadline=None)
 @given(recipe(), st.data())
 def test_any_box_of_any_recipe_equals_numpy(
-    made: tuple[Recipe, np.ndarray, Values], drawn: st.DataObject
+    case: tuple[Recipe, np.ndarray, Values], drawn: st.DataObject
 ) -> None:
-    of, value, stored = made
-    assert of.shape == value.shape
+    recipe, value, stored = case
+    assert recipe.shape == value.shape
     spans = [
         sorted(drawn.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True)))
         for n in value.shape
     ]
     box = Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
-    found = materialize(
-        of, box, lambda key, at: torch.from_numpy(stored[key])[slices(at)], torch.float32
+    result = materialize(
+        recipe, box, lambda key, at: torch.from_numpy(stored[key])[slices(at)], torch.float32
     )
-    assert np.array_equal(found.numpy(), value[slices(box)])
-    pieces = merged_runs(of)
+    assert np.array_equal(result.numpy(), value[slices(box)])
+    pieces = merged_runs(recipe)
     if pieces is not None:
         runs = [
             stored[piece.stored].reshape(-1)[piece.first : piece.first + piece.count]
@@ -48,13 +48,13 @@ def test_any_box_of_any_recipe_equals_numpy(
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 40))
 def test_chunk_boxes_are_the_tensor_in_row_major_order(shape: list[int], limit: int) -> None:
     value = np.arange(prod(shape)).reshape(shape)
-    found = [value[slices(box)].reshape(-1) for box in recipes.chunk_boxes(shape, limit)]
-    assert all(len(one) <= limit for one in found)
-    assert np.array_equal(np.concatenate(found), value.reshape(-1))
+    result = [value[slices(box)].reshape(-1) for box in recipes.chunk_boxes(shape, limit)]
+    assert all(len(part) <= limit for part in result)
+    assert np.array_equal(np.concatenate(result), value.reshape(-1))
 
 
 def test_every_other_element_of_a_row_is_read_as_a_row() -> None:
-    """Rotary halves that are interleaved: 32 elements would be 32 reads."""
+    """Interleaved rotary halves: 32 elements would be 32 reads."""
     box = Box((0, 0, 1), (8, 32, 1))
     assert expand_box((8, 64), (8, 32, 2), box) == Box((0, 0, 0), (8, 32, 2))
     assert len(reshape_map((8, 64), (8, 32, 2), Box((0, 0, 0), (8, 32, 2)))[1]) == 1

@@ -1,6 +1,4 @@
-"""Retention: what is never dropped, whatever the rules; and each rule against a plain reading of
-it.
-"""
+"""Retention: the steps that any rules keep, and each rule against its plain definition."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ def test_another_rule_never_removes_more(
 
 @given(histories(), all_rules)
 def test_retention_is_stable(saved: list[SavedStep], rules: Rules) -> None:
-    """Nothing kept is removed by the next run, unless its place among intervals moves: those are
-    counted from the first that is there.
-    """
+    """Steps that were kept are kept again."""
     stays = retained(saved, rules)
     assert set(retained([one for one in saved if one.step in stays], rules)) == set(stays)
 
@@ -114,7 +110,7 @@ def test_no_rule_keeps_everything() -> None:
     assert retained(full(1, 2, 3), Rules((), ())) == {
         1: ("no rule",),
         2: ("no rule",),
-        3: ("newest", "newest full", "no rule"),
+        3: ("latest", "latest full", "no rule"),
     }
     assert retained([], only(LatestN(1))) == {}
 
@@ -126,7 +122,7 @@ def test_any_rule_keeps_a_step_and_is_named() -> None:
         5: ("best 1 by loss", "best by loss"),
         10: ("every 10 steps",),
         20: ("latest 2", "every 10 steps"),
-        25: ("newest", "newest full", "latest 2"),
+        25: ("latest", "latest full", "latest 2"),
     }
 
 

@@ -30,7 +30,7 @@ def through_json(tree: Any) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal, of equal types, to the bits of floats."""
+    """Return whether values and types are equal, including the bits of floats."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):

@@ -15,7 +15,7 @@ BLOCK = 16
 
 
 def slow_crc(stored: bytes) -> int:
-    """CRC-64/NVME bit by bit, as the catalogue of CRC algorithms gives it."""
+    """Return CRC-64/NVME, bit by bit, as defined in the catalogue of CRC algorithms."""
     value = 2**64 - 1
     for byte in stored:
         value ^= byte

@@ -1,6 +1,4 @@
-"""The manifest proves itself: with a byte of it turned nothing is read, verified or mended by it as
-if it were the one that was written.
-"""
+"""A manifest verifies itself: with a flipped byte it is never used to read, verify or repair."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from unified_ckpt.testing import run_ranks, try_ranks
 NAME = "checkpoint-41"
 MASKS = (0x01, 0x10, 0x80)
 OPTIONS = uc.SaveOptions(fsync=False)
-TURNED = r"unified_checkpoint\.json: is not the file that was written: got CRC [0-9a-f]{16}, expected [0-9a-f]{16}"
+FLIPPED = r"unified_checkpoint\.json: is not the file that was written: got CRC [0-9a-f]{16}, expected [0-9a-f]{16}"
 
 
 def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -61,15 +59,15 @@ def other(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "other" / NAME))
 
 
-def turn(folder: Path, old: str = '"step": 41', new: str = '"step": 51') -> None:
-    """One byte of the manifest: a value that is as good as the one that was written."""
+def flip(folder: Path, old: str = '"step": 41', new: str = '"step": 51') -> None:
+    """Change one byte of the manifest so that the value is as plausible as the original."""
     text = (folder / names.MANIFEST).read_text()
     assert text.count(old) == 1
     (folder / names.MANIFEST).write_text(text.replace(old, new))
 
 
 def values(folder: Path, **options: Any) -> str:
-    """All that a load gives back."""
+    """Return everything that a load returns."""
     model, optimizer = fresh()
     report = uc.load(folder, model=model, optimizer=optimizer, options=uc.LoadOptions(**options))
     tensors = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
@@ -78,7 +76,6 @@ def values(folder: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_any_flipped_byte_is_refused(folder: Path, mask: int) -> None:
-    """Neither a load nor a look at the folder goes through."""
     file = folder / names.MANIFEST
     target, body = {"weight": torch.zeros(2, 3)}, file.read_bytes()
     for at, byte in enumerate(body):
@@ -100,7 +97,7 @@ def put_byte(file: Path, at: int, byte: int) -> None:
 
 
 def outcome(act: Any) -> Any:
-    """None where the checkpoint is refused."""
+    """Return None if the checkpoint is refused."""
     try:
         return act()
     except uc.CheckpointError:
@@ -111,10 +108,10 @@ def outcome(act: Any) -> Any:
 def test_verify_reports_a_flipped_manifest(
     folder: Path, deep: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    turn(folder, '"lr": 0.125', '"lr": 0.925')
+    flip(folder, '"lr": 0.125', '"lr": 0.925')
     report = uc.verify(folder, deep=deep)
     assert (report.ok, report.path, report.deep) == (False, str(folder), deep)
-    with pytest.raises(uc.IntegrityError, match=TURNED):
+    with pytest.raises(uc.IntegrityError, match=FLIPPED):
         raise uc.IntegrityError(*report.problems)
     assert main(["verify", str(folder), "--json", *(["--deep"] if deep else [])]) == 1
     told = json.loads(capsys.readouterr().out)
@@ -131,7 +128,7 @@ def test_restore_skips_a_flipped_manifest_and_list_says_why(
             step=step,
             options=OPTIONS,
         )
-    turn(tmp_path / "checkpoint-4", '"step": 4', '"step": 5')
+    flip(tmp_path / "checkpoint-4", '"step": 4', '"step": 5')
     held = {"w": torch.zeros(4)}
     with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(on_preemption=False)) as manager:
         report = manager.restore(model=held)
@@ -140,7 +137,7 @@ def test_restore_skips_a_flipped_manifest_and_list_says_why(
     assert (report.step, held["w"].tolist()) == (3, [3.0] * 4)
     (line,) = [text for text in caplog.messages if "is skipped" in text]
     assert "\n" not in line
-    with pytest.raises(uc.IntegrityError, match=rf"checkpoint-4 is skipped: {TURNED}"):
+    with pytest.raises(uc.IntegrityError, match=rf"checkpoint-4 is skipped: {FLIPPED}"):
         raise uc.IntegrityError(line)
     assert main(["list", str(tmp_path)]) == 0
     assert (
@@ -150,7 +147,7 @@ def test_restore_skips_a_flipped_manifest_and_list_says_why(
 
 
 def test_a_save_renames_a_folder_with_a_flipped_manifest(folder: Path) -> None:
-    turn(folder)
+    flip(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     uc.save(folder, model={"w": torch.ones(3)}, step=42, options=OPTIONS)
     assert uc.verify(folder, deep=True).ok
@@ -164,8 +161,8 @@ def test_a_save_renames_a_folder_with_a_flipped_manifest(folder: Path) -> None:
 def test_a_flipped_version_is_damage_not_a_newer_format(
     folder: Path, other: Path, good: Path
 ) -> None:
-    turn(folder, '"format_version": "1.', '"format_version": "3.')
-    with pytest.raises(uc.IntegrityError, match=TURNED):
+    flip(folder, '"format_version": "1.', '"format_version": "3.')
+    with pytest.raises(uc.IntegrityError, match=FLIPPED):
         values(folder)
     assert uc.repair(folder, [other]).repaired == (names.MANIFEST,)
     assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
@@ -175,18 +172,18 @@ def test_a_flipped_version_is_damage_not_a_newer_format(
 
 
 def test_repair_restores_the_manifest_of_a_copy(folder: Path, other: Path, good: Path) -> None:
-    turn(folder)
+    flip(folder)
     report = uc.repair(folder, [other])
     assert (report.ok, report.repaired) == (True, (names.MANIFEST,))
-    with pytest.raises(uc.IntegrityError, match=TURNED):
+    with pytest.raises(uc.IntegrityError, match=FLIPPED):
         raise uc.IntegrityError(*report.damage)
     assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
 
 
 def test_repair_refuses_a_flipped_manifest_of_a_copy(folder: Path, other: Path, good: Path) -> None:
     (folder / names.MANIFEST).unlink()
-    turn(other)
-    with pytest.raises(uc.IncompleteError, match=TURNED):
+    flip(other)
+    with pytest.raises(uc.IncompleteError, match=FLIPPED):
         uc.repair(folder, [other])
     assert not (folder / names.MANIFEST).exists()
     report = uc.repair(folder, [other, good])
@@ -235,25 +232,25 @@ def load_on_two(root: Path, **options: Any) -> list[uc.LoadReport | BaseExceptio
 
 def test_nodes_load_with_the_manifest_of_a_replica(tmp_path: Path) -> None:
     save_on_two(tmp_path, copies=2)
-    turn(folder_of(tmp_path, 1))
+    flip(folder_of(tmp_path, 1))
     reports = fine(load_on_two(tmp_path))
     assert [report.step for report in reports] == [41, 41]
-    with pytest.raises(uc.IntegrityError, match=TURNED):
+    with pytest.raises(uc.IntegrityError, match=FLIPPED):
         raise uc.IntegrityError("; ".join(note for report in reports for note in report.notes))
 
 
 def test_nodes_without_a_replica_report_the_damage(tmp_path: Path) -> None:
     save_on_two(tmp_path, copies=1)
-    turn(folder_of(tmp_path, 1))
-    same_error(load_on_two(tmp_path), uc.IncompleteError, TURNED)
+    flip(folder_of(tmp_path, 1))
+    same_error(load_on_two(tmp_path), uc.IncompleteError, FLIPPED)
 
 
 def test_verify_reports_a_flipped_manifest_of_a_replica(tmp_path: Path) -> None:
     save_on_two(tmp_path, copies=2)
-    turn(folder_of(tmp_path, 0) / names.replica_name(1))
+    flip(folder_of(tmp_path, 0) / names.replica_name(1))
     (problem,) = uc.verify(folder_of(tmp_path, 0)).problems
     with pytest.raises(
-        uc.IntegrityError, match=f"{names.replica_name(1)}: cannot be read: .*{TURNED}"
+        uc.IntegrityError, match=f"{names.replica_name(1)}: cannot be read: .*{FLIPPED}"
     ):
         raise uc.IntegrityError(problem)
 

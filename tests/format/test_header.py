@@ -133,9 +133,7 @@ def test_names_are_ordered_as_their_utf8_bytes() -> None:
 def test_a_canonical_header_is_parsed_without_json(
     metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In less than half of the time: of each machine's folder that a rank reads from, it parses the
-    headers.
-    """
+    """A load parses the headers of every folder, so the fast path must be taken."""
     items = [("é", "BOOL", ()), ("w@0:2/4", "F32", (2, 0)), ("x", "F8_E4M3", (3, 2))]
     head, entries = encode_header(items, metadata=metadata)
     monkeypatch.setattr(header, "_parse_json", lambda *_: pytest.fail("the long way"))
@@ -154,7 +152,7 @@ def outcome(stored: bytes) -> object:
     [(b"ww", "got key 'w' twice"), (b"_w", "header: __metadata__ is not an object")],
 )
 def test_names_that_the_canonical_parser_must_refuse(names: bytes, reason: str) -> None:
-    """In a file that is right in all else."""
+    """All else in the file is valid."""
     found = [b"__metadata__" if one == b"_"[0] else b"w" for one in names]
     items = [b'"%b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % name for name in found]
     with pytest.raises(FormatError, match=reason):
@@ -164,7 +162,7 @@ def test_names_that_the_canonical_parser_must_refuse(names: bytes, reason: str) 
 @given(st.data())
 @settings(max_examples=300)
 def test_both_parsers_agree(data: st.DataObject) -> None:
-    """Of headers as they are written, with some bytes changed."""
+    """Headers are canonical, with some bytes changed."""
     names = st.lists(
         st.text(st.sampled_from('ab"\\,}é\n'), max_size=3) | st.just("__metadata__ "),
         unique=True,

@@ -21,7 +21,7 @@ ROOT = Path(unified_ckpt.__file__).parent
 )
 @pytest.mark.parametrize("constants", [False, True])
 def test_a_key_that_occurs_twice_is_refused(body: bytes, constants: bool) -> None:
-    """At any depth, and however it is spelled."""
+    """Duplicates are found at any depth and in any spelling."""
     with pytest.raises(FormatError, match=f"{FILE}: got key 'a' twice in one object"):
         parse_json(body, file=FILE, constants=constants)
 
@@ -62,7 +62,7 @@ def test_configs_and_rename_rules_use_this_parser(tmp_path: Path) -> None:
 
 
 def test_no_other_module_parses_json_files() -> None:
-    """What ranks tell each other is JSON too, and is no file's."""
+    """JSON that ranks exchange does not come from files."""
     found = [
         str(path.relative_to(ROOT))
         for folder in ("format", "sources", "exports", "views")

@@ -301,7 +301,7 @@ def test_has_valid_crc_accepts_any_undamaged_manifest(fields: dict[str, object])
 
 @pytest.mark.parametrize("path", ["save_id", "parts/model/files", "extra/best"])
 def test_a_key_that_occurs_twice_is_refused(path: str) -> None:
-    """RFC 8259 leaves open which of the two counts."""
+    """RFC 8259 does not define which of the two counts."""
     key = path.rpartition("/")[2]
     body = encode_manifest(manifest()).replace(
         f'"{key}":'.encode(), f'"{key}": null, "{key}":'.encode(), 1

@@ -1,6 +1,4 @@
-"""Byte strings that are damaged in different places: whatever has the CRC comes back, and nothing
-else.
-"""
+"""Reconstruction of bytes from damaged copies: the result has the CRC, or there is none."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def spoilt(body: bytes, places: list[int]) -> bytes:
     st.lists(st.integers(0, 9000), max_size=4),
 )
 def test_two_copies(body: bytes, first: list[int], second: list[int]) -> None:
-    """All is there where no eight bytes are damaged in both."""
+    """Succeeds if no eight bytes are damaged in both copies."""
     copies = [spoilt(body, first), spoilt(body, second)]
     found = reconstruct(copies, digests.crc(body))
     assert found in (body, None)

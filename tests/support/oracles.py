@@ -1,6 +1,4 @@
-"""What the planner's tests share: drawn states of a drawn world, and numpy's answer to what a rank
-holds of a tensor.
-"""
+"""Oracles of the planners: drawn worlds, and numpy's answer to what a rank holds of a tensor."""
 
 from __future__ import annotations
 
@@ -26,52 +24,54 @@ NUMPY = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype(
 
 
 def where(box: Box) -> tuple[slice, ...]:
-    """A box as numpy's index."""
+    """Return a box as a numpy index."""
     return tuple(
         slice(offset, offset + n) for offset, n in zip(box.offsets, box.shape, strict=True)
     )
 
 
 def filled(spec: TensorSpec, *, seed: int = 0) -> Array:
-    """A tensor of random bits."""
+    """Return a tensor of random bits."""
     raw = np.random.default_rng(seed).bytes(spec.nbytes)
     return np.frombuffer(raw, dtype=NUMPY[itemsize(spec.dtype)]).reshape(spec.shape)
 
 
-def part_of(array: Array, sharding: Sharding, rank: int) -> Array:
-    """What a rank holds of a global tensor, put together box by box."""
+def local_part(array: Array, sharding: Sharding, rank: int) -> Array:
+    """Return a rank's local tensor, assembled box by box."""
     local = np.zeros(sharding.local_shape(rank, array.shape), dtype=array.dtype)
     for in_global, in_local in sharding.boxes(rank, array.shape):
         local[where(in_local)] = array[where(in_global)]
     return local
 
 
-def row(
+def make_decl(
     shape: Iterable[int],
-    *cuts: ShardDim,
+    *shard_dims: ShardDim,
     dtype: str = "F32",
     fqn: str = "w",
     part: str = "model",
     ranks: Iterable[int] = (),
 ) -> TensorDecl:
-    return TensorDecl(part, fqn, TensorSpec(dtype, tuple(shape)), Sharding(cuts, tuple(ranks)))
+    return TensorDecl(
+        part, fqn, TensorSpec(dtype, tuple(shape)), Sharding(shard_dims, tuple(ranks))
+    )
 
 
 def mesh_strides(sizes: Iterable[int]) -> list[int]:
-    """Row-major strides of a mesh, as `Cut` wants them."""
+    """Return row-major strides of a mesh, as in `ShardDim.stride`."""
     sizes = list(sizes)
     return [prod(sizes[i + 1 :]) for i in range(len(sizes))]
 
 
 @dataclass(frozen=True)
 class World:
-    """A drawn group of ranks that hold the same tensors."""
+    """Ranks that hold the same tensors."""
 
-    rows: list[TensorDecl]
+    decls: list[TensorDecl]
     holders: tuple[int, ...]
 
     def arrays(self) -> list[Array]:
-        return [filled(one.spec, seed=i) for i, one in enumerate(self.rows)]
+        return [filled(decl.spec, seed=i) for i, decl in enumerate(self.decls)]
 
 
 MESHES = [
@@ -107,15 +107,13 @@ SECTIONS, PADDING = st.integers(2, 4), st.integers(0, 3)
 
 
 def _shuffled(draw: st.DrawFn, items: Iterable[int]) -> list[int]:
-    found = list(items)
-    random.Random(draw(SEED)).shuffle(found)
-    return found
+    shuffled = list(items)
+    random.Random(draw(SEED)).shuffle(shuffled)
+    return shuffled
 
 
 def _shape(draw: st.DrawFn) -> tuple[int, ...]:
-    """A shape of few elements, or of 17,000 and more: then one dim is as long as the others leave
-    it.
-    """
+    """Draw a shape of few elements, or of 17,000 and more."""
     if draw(ONE_IN_FOUR):
         return tuple(draw(SHORT) for _ in range(draw(NDIM)))
     others = [draw(OTHER) for _ in range(max(draw(NDIM), 1) - 1)]
@@ -123,29 +121,30 @@ def _shape(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, *, max_rows: int = 3) -> World:
-    """Meshes of up to three dims and 24 ranks; 0-d, empty, uneven, interleaved and padded tensors,
-    small and large; permuted meshes.
+def worlds(draw: st.DrawFn, *, max_decls: int = 3) -> World:
+    """Draw meshes of up to three dims and 24 ranks, some permuted.
+
+    Tensors are 0-d, empty, uneven, interleaved or padded, small or large.
     """
     sizes = draw(MESH)
     strides, world = mesh_strides(sizes), prod(sizes)
     permuted = tuple(_shuffled(draw, range(world))) if draw(ONE_IN_FOUR) else ()
-    rows = []
-    for number in range(draw(st.integers(1, max_rows))):
+    decls = []
+    for number in range(draw(st.integers(1, max_decls))):
         shape = _shape(draw)
-        cuts = tuple(_cuts(draw, shape, sizes, strides))
-        rows.append(
+        shard_dims = tuple(_shard_dims(draw, shape, sizes, strides))
+        decls.append(
             TensorDecl(
                 draw(PART),
                 f"t{number}",
                 TensorSpec(draw(DTYPE), shape),
-                Sharding(cuts, permuted if cuts else ()),
+                Sharding(shard_dims, permuted if shard_dims else ()),
             )
         )
-    return World(sorted(rows, key=lambda r: r.key), tuple(range(world)))
+    return World(sorted(decls, key=lambda r: r.key), tuple(range(world)))
 
 
-def _cuts(
+def _shard_dims(
     draw: st.DrawFn, shape: tuple[int, ...], sizes: list[int], strides: list[int]
 ) -> Iterator[ShardDim]:
     for i in _shuffled(draw, range(len(sizes))):
@@ -160,82 +159,88 @@ def _cuts(
 
 
 def coordinates_of(sharding: Sharding) -> Iterator[tuple[int, ...]]:
-    """All coordinates of a rule, one per cut."""
-    return product(*(range(cut.size) for cut in sharding.shard_dims))
+    """Return all coordinates of a sharding."""
+    return product(*(range(shard_dim.size) for shard_dim in sharding.shard_dims))
 
 
-def moved(
-    rows: Sequence[TensorDecl], by_rank: Mapping[int, RankIO]
+def assigned_ranges(
+    decls: Sequence[TensorDecl], by_rank: Mapping[int, RankIO]
 ) -> list[list[tuple[int, int, int]]]:
-    """Per row: (start, stop, mover) of all bytes that the ranks move, ascending."""
-    found: list[list[tuple[int, int, int]]] = [[] for _ in rows]
-    for rank, moves in by_rank.items():
-        for e in moves.extents:
-            found[e.decl_index].append((e.start, e.stop, rank))
-        for tile in moves.io_tiles:
+    """Return, per declaration, (start, stop, io_rank) of all bytes, ascending."""
+    ranges_by_decl: list[list[tuple[int, int, int]]] = [[] for _ in decls]
+    for rank, rank_io in by_rank.items():
+        for e in rank_io.extents:
+            ranges_by_decl[e.decl_index].append((e.start, e.stop, rank))
+        for tile in rank_io.io_tiles:
             assert tile.io_rank == rank
             for p in tile.ranges:
-                found[p.decl_index].append((p.start, p.stop, rank))
-    return [sorted(one) for one in found]
+                ranges_by_decl[p.decl_index].append((p.start, p.stop, rank))
+    return [sorted(ranges) for ranges in ranges_by_decl]
 
 
-def assert_moved_once(rows: Sequence[TensorDecl], by_rank: Mapping[int, RankIO]) -> None:
-    """Every byte of every row has one mover."""
-    for one, pieces in zip(rows, moved(rows, by_rank), strict=True):
-        assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces)][
-            : len(pieces)
-        ], one
-        assert (pieces[-1][1] if pieces else 0) == one.spec.nbytes, one
-        assert all(start < stop for start, stop, _ in pieces), one
+def assert_assigned_once(decls: Sequence[TensorDecl], by_rank: Mapping[int, RankIO]) -> None:
+    """Assert that each byte of each tensor has one io_rank."""
+    for decl, ranges in zip(decls, assigned_ranges(decls, by_rank), strict=True):
+        assert [start for start, _, _ in ranges] == [0, *(stop for _, stop, _ in ranges)][
+            : len(ranges)
+        ], decl
+        assert (ranges[-1][1] if ranges else 0) == decl.spec.nbytes, decl
+        assert all(start < stop for start, stop, _ in ranges), decl
 
 
-def lines_at(array: Array, piece: TileRange) -> Array:
-    """The lines of a piece in the global tensor."""
-    flat = array.reshape(-1)[piece.start // array.itemsize : piece.stop // array.itemsize]
-    return flat.reshape(piece.slab_count, *array.shape[piece.outer_ndim :])
+def global_slabs(array: Array, tile_range: TileRange) -> Array:
+    """Return the slabs of a range in the global tensor, as a view."""
+    flat = array.reshape(-1)[tile_range.start // array.itemsize : tile_range.stop // array.itemsize]
+    return flat.reshape(tile_range.slab_count, *array.shape[tile_range.outer_ndim :])
 
 
-def local_lines(part: Array, piece: TileRange) -> Array:
-    """The lines of a piece in a rank's part; a view."""
-    flat = part.reshape(prod(part.shape[: piece.outer_ndim]), *part.shape[piece.outer_ndim :])
-    return flat[piece.first_local_slab : piece.first_local_slab + piece.slab_count]
+def local_slabs(local: Array, tile_range: TileRange) -> Array:
+    """Return the slabs of a range in a rank's local tensor, as a view."""
+    flat = local.reshape(
+        prod(local.shape[: tile_range.outer_ndim]), *local.shape[tile_range.outer_ndim :]
+    )
+    return flat[tile_range.first_local_slab : tile_range.first_local_slab + tile_range.slab_count]
 
 
-def line_boxes(
-    one: TensorDecl, rank: int, piece: TileRange
+def boxes_in_slab(
+    decl: TensorDecl, rank: int, tile_range: TileRange
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """What a rank holds of each line: index in the line, index in the local line."""
-    position = one.sharding.position(rank)
+    """Yield what a rank holds of each slab: (index in the slab, index in the local slab)."""
+    position = decl.sharding.position(rank)
     assert position is not None
-    for in_line, in_local in slab_boxes(
-        one.spec.shape, one.sharding, one.sharding.coordinates(position), piece.outer_ndim
+    for in_slab, in_local in slab_boxes(
+        decl.spec.shape, decl.sharding, decl.sharding.coordinates(position), tile_range.outer_ndim
     ):
-        yield (slice(None), *where(in_line)), (slice(None), *where(in_local))
+        yield (slice(None), *where(in_slab)), (slice(None), *where(in_local))
 
 
-def movers(row: TensorDecl, rank_set: Sequence[int]) -> Iterator[tuple[frozenset[int], int]]:
-    """(ranks that may write a segment, its bytes) of one large tensor."""
-    how = choose_grain(row.spec, row.sharding)
-    places: dict[tuple[int, ...], list[int]] = {}
+def segment_writers(
+    decl: TensorDecl, rank_set: Sequence[int]
+) -> Iterator[tuple[frozenset[int], int]]:
+    """Yield (ranks that may write a segment, its bytes) of one large tensor."""
+    grain = choose_grain(decl.spec, decl.sharding)
+    ranks_by_coordinates: dict[tuple[int, ...], list[int]] = {}
     for rank in rank_set:
-        position = how.outer.position(rank)
+        position = grain.outer.position(rank)
         assert position is not None
-        places.setdefault(how.outer.coordinates(position), []).append(rank)
-    for coordinates, ranks in places.items():
+        ranks_by_coordinates.setdefault(grain.outer.coordinates(position), []).append(rank)
+    for coordinates, ranks in ranks_by_coordinates.items():
         yield (
             frozenset(ranks),
-            sum(s.stop - s.start for s in segments(row.spec, how.outer, coordinates)),
+            sum(s.stop - s.start for s in segments(decl.spec, grain.outer, coordinates)),
         )
 
 
 def lowest_peak(
     ranks: Sequence[int], demands: Sequence[tuple[frozenset[int], int]], fixed: Mapping[int, int]
 ) -> float:
-    """The least largest load of any division: of a set of ranks, the mean of what nobody else can
-    take, for the worst set.
+    """Return the smallest possible largest load.
+
+    It is the largest mean, over sets of ranks, of the bytes that only those ranks can write.
     """
     return max(
-        (sum(n for who, n in demands if who <= set(some)) + sum(fixed[r] for r in some)) / len(some)
+        (sum(n for writers, n in demands if writers <= set(subset)) + sum(fixed[r] for r in subset))
+        / len(subset)
         for size in range(1, len(ranks) + 1)
-        for some in combinations(ranks, size)
+        for subset in combinations(ranks, size)
     )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import unified_ckpt as uc
-from tests.support.oracles import Array, filled, part_of
+from tests.support.oracles import Array, filled, local_part
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
@@ -75,7 +75,7 @@ class Case:
 
     def state(self, rank: int) -> FlatState:
         parts = [
-            self.part(row, part_of(self.arrays[row.key], row.sharding, rank))
+            self.part(row, local_part(self.arrays[row.key], row.sharding, rank))
             for row in self.saved.decls(rank)
         ]
         return FlatState(tensors=parts, requested={part for part, _ in self.arrays})

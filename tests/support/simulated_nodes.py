@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import unified_ckpt as uc
-from tests.support.oracles import part_of, where
+from tests.support.oracles import local_part, where
 from tests.support.reshard_cases import Case, bits
 from unified_ckpt import api
 from unified_ckpt.core.sharding.declarations import Key
@@ -150,7 +150,7 @@ def load_case(
                 list(paths[nodes[comm.rank]]), model=state, **{"options": LOAD, **what}
             )
         for part in state.tensors:
-            oracle = part_of(case.arrays[part.decl.key], part.decl.sharding, comm.rank)
+            oracle = local_part(case.arrays[part.decl.key], part.decl.sharding, comm.rank)
             assert bits(part.local) == oracle.tobytes(), (comm.rank, part.decl)
         return report
 

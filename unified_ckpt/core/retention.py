@@ -92,8 +92,8 @@ def retained(
             reasons.setdefault(step, []).append(reason)
 
     ordered = sorted(saved, key=lambda record: record.step)
-    retain([record.step for record in ordered[-1:]], "newest")
-    retain([record.step for record in ordered if record.full][-1:], "newest full")
+    retain([record.step for record in ordered[-1:]], "latest")
+    retain([record.step for record in ordered if record.full][-1:], "latest full")
     retain([record.step for record in ordered if record.step in protected], "in use")
     for kind, kind_rules in ((True, rules.full), (False, rules.model_only)):
         of_kind = [record for record in ordered if record.full == kind]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.oracles import filled, part_of, where
+from tests.support.oracles import filled, local_part, where
 from unified_ckpt.core.nodes.node_groups import (
     SHARD_SUFFIX,
     base_key,
@@ -99,7 +99,9 @@ def test_group_sharding_keeps_the_elements_of_each_rank(case: Case) -> None:
     for index, rank in enumerate(case.group_ranks):
         assert (within.position(index) is not None) == (rank in in_whole_copies)
         if rank in in_whole_copies:
-            assert np.array_equal(part_of(array, within, index), part_of(array, case.rule, rank))
+            assert np.array_equal(
+                local_part(array, within, index), local_part(array, case.rule, rank)
+            )
     mask = np.zeros(case.shape, dtype=bool)
     for index in range(len(case.group_ranks)):
         for box, _ in within.boxes(index, case.shape):

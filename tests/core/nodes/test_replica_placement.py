@@ -1,6 +1,4 @@
-"""Copies over machines: every unit on as many as wanted, none where it is already, and all give
-about as much.
-"""
+"""Replica placement: every unit is on enough nodes, and all nodes send about as much."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ def stored(draw: st.DrawFn) -> tuple[list[dict[str, str]], dict[str, list[str]],
         files = draw(
             st.lists(st.frozensets(st.sampled_from("abcdefgh"), min_size=1, max_size=3), max_size=4)
         )
-        holding, seen = {}, set[str]()
+        holding, copied = {}, set[str]()
         for number, units in enumerate(files):
-            mine = sorted(units - seen)
-            seen |= units
-            if mine:
-                holding[f"file-{number}"] = "".join(mine)
-                units_of["".join(mine)] = mine
+            stored = sorted(units - copied)
+            copied |= units
+            if stored:
+                holding[f"file-{number}"] = "".join(stored)
+                units_of["".join(stored)] = stored
         holdings.append(holding)
     return holdings, units_of, draw(st.integers(1, count))
 
@@ -66,7 +64,7 @@ def test_shards_are_copied_around_a_ring() -> None:
 
 
 def test_of_two_holders_one_is_the_source() -> None:
-    """Shards inside pairs of machines, the pairs replicas of each other."""
+    """Nodes hold shards in pairs, and the pairs are replicas of each other."""
     holdings = [{f"file-{n}": f"{i % 2}/{n}" for n in range(64)} for i in range(4)]
     units = {name: [name] for holding in holdings for name in holding.values()}
     orders = place_replicas(holdings, units, copies=3)

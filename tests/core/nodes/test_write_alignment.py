@@ -1,6 +1,4 @@
-"""Which machine writes which block of a file: every byte once, and no block by two machines,
-however ranks' bytes lie.
-"""
+"""Write alignment: every byte is written once, and no block by two nodes."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ BORDERS = st.lists(st.integers(1, 5000), min_size=0, max_size=12, unique=True)
 
 @given(MACHINES, BORDERS, st.integers(1, 1500), st.data())
 def test_a_block_is_written_by_one_node(
-    machines: list[int], borders: list[int], block: int, data: st.DataObject
+    nodes: list[int], borders: list[int], block: int, data: st.DataObject
 ) -> None:
-    """A file of 5,000 bytes, its stretches owned by any ranks, each written in any chunks."""
-    volume, stops = WriteAlignment(tuple(machines), block), [0, *sorted(borders), 5000]
+    """A file of 5,000 bytes whose ranges belong to arbitrary ranks, written in arbitrary chunks."""
+    volume, stops = WriteAlignment(tuple(nodes), block), [0, *sorted(borders), 5000]
     written: dict[int, set[int]] = {}  # byte -> writers
     for low, high in itertools.pairwise(stops):
-        rank = data.draw(st.integers(0, len(machines) - 1))
+        rank = data.draw(st.integers(0, len(nodes) - 1))
         chunk = data.draw(st.integers(1, 5000))
         for start in range(low, high, chunk):
             pieces = list(
@@ -49,7 +47,7 @@ def test_a_block_is_written_by_one_node(
     assert sorted(written) == list(range(5000))
     for first in range(0, 5000, block):
         writers = set().union(*(written[byte] for byte in range(first, min(first + block, 5000))))
-        assert len({machines[writer] for writer in writers}) == 1
+        assert len({nodes[writer] for writer in writers}) == 1
 
 
 def test_a_block_that_one_rank_fills_is_not_sent() -> None:
@@ -86,7 +84,7 @@ def test_alignment_of_file_system_types() -> None:
 
 
 def test_a_rank_sends_to_few_ranks() -> None:
-    """However many machines there are, and however many blocks: so many connections at most."""
+    """The number of connections is limited for any number of nodes and blocks."""
     volume = WriteAlignment(tuple(rank // 8 for rank in range(16_384)), 1 << 20)
     writers = {
         w
@@ -100,7 +98,7 @@ def test_a_rank_sends_to_few_ranks() -> None:
 
 def test_ranks_of_a_node_take_turns() -> None:
     volume = WriteAlignment((0, 0, 0, 0, 1, 1, 1, 1), 10)
-    found = {
+    writers = {
         (rank, w)
         for rank in (4, 5, 6, 7)
         for i in range(40)
@@ -108,7 +106,7 @@ def test_ranks_of_a_node_take_turns() -> None:
             "f", i * 10, i * 10 + 1, exclusive_range=(0, 1), rank=rank
         )
     }
-    assert {w for _, w in found} == set(range(8))
+    assert {w for _, w in writers} == set(range(8))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.support.oracles import (
     World,
-    assert_moved_once,
-    line_boxes,
-    lines_at,
-    local_lines,
-    part_of,
-    row,
+    assert_assigned_once,
+    boxes_in_slab,
+    global_slabs,
+    local_part,
+    local_slabs,
+    make_decl,
     worlds,
 )
 from unified_ckpt.core.planning.exchange import (
@@ -40,24 +40,26 @@ def exchange_of(
     every: bool = False,
     tile_nbytes: int = 1 << 20,
 ) -> Exchange:
-    """Small rows go to the holders in turn."""
+    """Small tensors go to the holders in turn."""
     small = {
-        n: holders[n % len(holders)] for n, one in enumerate(rows) if one.spec.nbytes < SMALL_NBYTES
+        n: holders[n % len(holders)]
+        for n, rank_io in enumerate(rows)
+        if rank_io.spec.nbytes < SMALL_NBYTES
     }
     fixed = {
-        r: sum(rows[n].spec.nbytes for n, mover in small.items() if mover == r) for r in holders
+        r: sum(rows[n].spec.nbytes for n, io_rank in small.items() if io_rank == r) for r in holders
     }
-    division = assign_io(rows, holders=holders, fixed_nbytes=fixed, sparse=())
+    assignment = assign_io(rows, holders=holders, fixed_nbytes=fixed, sparse=())
     return Exchange(
-        division,
+        assignment,
         tuple(holders),
         small,
         every,
-        -(-max(tile_nbytes, largest_slab(division)) // 4096) * 4096,
+        -(-max(tile_nbytes, largest_slab(assignment)) // 4096) * 4096,
     )
 
 
-def everybody(exchange: Exchange) -> dict[int, RankIO]:
+def plan_all(exchange: Exchange) -> dict[int, RankIO]:
     return {rank: plan_rank_io(exchange, rank) for rank in exchange.holders}
 
 
@@ -66,26 +68,30 @@ def everybody(exchange: Exchange) -> dict[int, RankIO]:
 def test_every_byte_has_one_io_rank_and_tiles_agree(
     world: World, tile_nbytes: int, every: bool
 ) -> None:
-    exchange = exchange_of(world.rows, world.holders, every=every, tile_nbytes=tile_nbytes)
-    found = everybody(exchange)
-    assert_moved_once(world.rows, found)
-    made = {(tile.io_rank, tile.number): tile for one in found.values() for tile in one.io_tiles}
-    for rank, one in found.items():
-        assert [tile.number for tile in one.io_tiles] == list(range(len(one.io_tiles)))
-        assert {(t.io_rank, t.number): t for t in one.member_tiles} == {
-            at: t for at, t in made.items() if rank in t.members
+    exchange = exchange_of(world.decls, world.holders, every=every, tile_nbytes=tile_nbytes)
+    plans = plan_all(exchange)
+    assert_assigned_once(world.decls, plans)
+    tiles = {
+        (tile.io_rank, tile.number): tile for rank_io in plans.values() for tile in rank_io.io_tiles
+    }
+    for rank, rank_io in plans.items():
+        assert [tile.number for tile in rank_io.io_tiles] == list(range(len(rank_io.io_tiles)))
+        assert {(t.io_rank, t.number): t for t in rank_io.member_tiles} == {
+            at: t for at, t in tiles.items() if rank in t.members
         }
-        assert len(one.member_tiles) == len({(t.io_rank, t.number) for t in one.member_tiles})
-        assert [t.number for t in one.member_tiles] == sorted(t.number for t in one.member_tiles), (
-            "else two ranks may wait for each other"
+        assert len(rank_io.member_tiles) == len(
+            {(t.io_rank, t.number) for t in rank_io.member_tiles}
         )
-    for tile in made.values():
+        assert [t.number for t in rank_io.member_tiles] == sorted(
+            t.number for t in rank_io.member_tiles
+        ), "else two ranks may wait for each other"
+    for tile in tiles.values():
         assert tile.members == tuple(
             sorted({rank for piece in tile.ranges for rank in piece.members})
         )
         end = 0
         for piece in tile.ranges:
-            assert piece.tile_offset % itemsize(world.rows[piece.decl_index].spec.dtype) == 0
+            assert piece.tile_offset % itemsize(world.decls[piece.decl_index].spec.dtype) == 0
             assert piece.tile_offset >= end
             end = piece.tile_offset + piece.stop - piece.start
         assert end <= exchange.tile_nbytes
@@ -95,42 +101,44 @@ def test_every_byte_has_one_io_rank_and_tiles_agree(
 @settings(max_examples=100)
 def test_tiles_assemble_the_global_tensors(world: World, tile_nbytes: int) -> None:
     arrays = world.arrays()
-    found = everybody(exchange_of(world.rows, world.holders, tile_nbytes=tile_nbytes))
+    plans = plan_all(exchange_of(world.decls, world.holders, tile_nbytes=tile_nbytes))
     parts = {
-        (n, r): part_of(array, one.sharding, r)
-        for r in found
-        for n, (one, array) in enumerate(zip(world.rows, arrays, strict=True))
+        (n, r): local_part(array, rank_io.sharding, r)
+        for r in plans
+        for n, (rank_io, array) in enumerate(zip(world.decls, arrays, strict=True))
     }
     raw = [array.tobytes() for array in arrays]
-    for rank, one in found.items():
-        for e in one.extents:
+    for rank, rank_io in plans.items():
+        for e in rank_io.extents:
             assert (
                 parts[e.decl_index, rank].tobytes()[
                     e.local_offset : e.local_offset + e.stop - e.start
                 ]
                 == raw[e.decl_index][e.start : e.stop]
             )
-        for piece in (piece for tile in one.io_tiles for piece in tile.ranges):
-            wanted = lines_at(arrays[piece.decl_index], piece)
-            lines, counts = np.zeros_like(wanted), np.zeros(wanted.shape, dtype=int)
-            for party in piece.members:
-                source = local_lines(parts[piece.decl_index, party], piece)
-                for in_line, in_local in line_boxes(world.rows[piece.decl_index], party, piece):
-                    lines[in_line] = source[in_local]
-                    counts[in_line] += 1
-            assert (counts == 1).all(), "each element of a line has one sender"
-            np.testing.assert_array_equal(lines, wanted)
+        for piece in (piece for tile in rank_io.io_tiles for piece in tile.ranges):
+            expected = global_slabs(arrays[piece.decl_index], piece)
+            lines, counts = np.zeros_like(expected), np.zeros(expected.shape, dtype=int)
+            for member in piece.members:
+                source = local_slabs(parts[piece.decl_index, member], piece)
+                for in_slab, in_local in boxes_in_slab(
+                    world.decls[piece.decl_index], member, piece
+                ):
+                    lines[in_slab] = source[in_local]
+                    counts[in_slab] += 1
+            assert (counts == 1).all(), "each element of a slab has one sender"
+            np.testing.assert_array_equal(lines, expected)
 
 
-def sent(rows: Sequence[TensorDecl], found: dict[int, RankIO], rank: int) -> dict[int, int]:
-    """Bytes per row that the rank puts into buffers of other ranks."""
+def sent_nbytes(rows: Sequence[TensorDecl], plans: dict[int, RankIO], rank: int) -> dict[int, int]:
+    """Return the bytes per tensor that the rank writes into buffers of other ranks."""
     total: dict[int, int] = {}
-    for tile in (t for t in found[rank].member_tiles if t.io_rank != rank):
+    for tile in (t for t in plans[rank].member_tiles if t.io_rank != rank):
         for piece in (p for p in tile.ranges if rank in p.members):
             spec = rows[piece.decl_index].spec
             mask = np.zeros((piece.slab_count, *spec.shape[piece.outer_ndim :]), dtype=bool)
-            for in_line, _ in line_boxes(rows[piece.decl_index], rank, piece):
-                mask[in_line] = True
+            for in_slab, _ in boxes_in_slab(rows[piece.decl_index], rank, piece):
+                mask[in_slab] = True
             total[piece.decl_index] = total.get(piece.decl_index, 0) + int(
                 mask.sum()
             ) * spec.nbytes // max(int(np.prod(spec.shape)), 1)
@@ -140,20 +148,20 @@ def sent(rows: Sequence[TensorDecl], found: dict[int, RankIO], rank: int) -> dic
 @given(worlds())
 @settings(max_examples=60)
 def test_a_rank_sends_its_own_bytes_within_its_replica(world: World) -> None:
-    found = everybody(exchange_of(world.rows, world.holders))
-    for rank, one in found.items():
-        for n, count in sent(world.rows, found, rank).items():
-            assert count <= part_of(world.arrays()[n], world.rows[n].sharding, rank).nbytes
-        for piece in (piece for tile in one.io_tiles for piece in tile.ranges):
-            sharding = world.rows[piece.decl_index].sharding
-            positions = [sharding.position(party) for party in piece.members]
+    plans = plan_all(exchange_of(world.decls, world.holders))
+    for rank, rank_io in plans.items():
+        for n, count in sent_nbytes(world.decls, plans, rank).items():
+            assert count <= local_part(world.arrays()[n], world.decls[n].sharding, rank).nbytes
+        for piece in (piece for tile in rank_io.io_tiles for piece in tile.ranges):
+            sharding = world.decls[piece.decl_index].sharding
+            positions = [sharding.position(member) for member in piece.members]
             assert len({sharding.replica_id(p) for p in positions if p is not None}) == 1
             assert None not in positions
             assert rank in piece.members
 
 
 @pytest.mark.parametrize(
-    "cuts",
+    "shard_dims",
     [
         (ShardDim(0, 8, 1),),
         (ShardDim(0, 4, 1),),
@@ -165,44 +173,47 @@ def test_a_rank_sends_its_own_bytes_within_its_replica(world: World) -> None:
     ids=["fsdp", "hsdp", "fsdp over tp", "strided", "padded", "ddp"],
 )
 @pytest.mark.parametrize("rows", [128, 131])
-def test_dim_0_sharding_needs_no_exchange(cuts: tuple[ShardDim, ...], rows: int) -> None:
-    found = everybody(exchange_of([row((rows, 128), *cuts)], range(8)))
-    assert all(one.io_tiles == one.member_tiles == () for one in found.values())
-    assert sum(e.stop - e.start for one in found.values() for e in one.extents) == rows * 128 * 4
+def test_dim_0_sharding_needs_no_exchange(shard_dims: tuple[ShardDim, ...], rows: int) -> None:
+    plans = plan_all(exchange_of([make_decl((rows, 128), *shard_dims)], range(8)))
+    assert all(rank_io.io_tiles == rank_io.member_tiles == () for rank_io in plans.values())
+    assert (
+        sum(e.stop - e.start for rank_io in plans.values() for e in rank_io.extents)
+        == rows * 128 * 4
+    )
 
 
 def test_long_inner_runs_need_no_exchange() -> None:
-    found = everybody(exchange_of([row((6, 4, 16 * 1024), ShardDim(1, 4, 1))], range(4)))
-    assert all(one.io_tiles == one.member_tiles == () for one in found.values())
-    assert all(len(one.extents) == 6 for one in found.values())
+    plans = plan_all(exchange_of([make_decl((6, 4, 16 * 1024), ShardDim(1, 4, 1))], range(4)))
+    assert all(rank_io.io_tiles == rank_io.member_tiles == () for rank_io in plans.values())
+    assert all(len(rank_io.extents) == 6 for rank_io in plans.values())
 
 
 def test_an_inner_dim_is_exchanged_within_a_replica() -> None:
-    found = everybody(exchange_of([row((64, 1024), ShardDim(1, 4, 1))], range(8)))
-    for rank, one in found.items():
-        (tile,) = one.io_tiles
+    plans = plan_all(exchange_of([make_decl((64, 1024), ShardDim(1, 4, 1))], range(8)))
+    for rank, rank_io in plans.items():
+        (tile,) = rank_io.io_tiles
         assert tile.members == (tuple(range(4)) if rank < 4 else tuple(range(4, 8)))
-        assert one.extents == ()
+        assert rank_io.extents == ()
         assert tile.ranges[0].slab_count == 8
-        assert sent([row((64, 1024), ShardDim(1, 4, 1))], found, rank) == {0: 3 * 8 * 1024}, (
-            "its quarter of three others' lines"
-        )
+        assert sent_nbytes([make_decl((64, 1024), ShardDim(1, 4, 1))], plans, rank) == {
+            0: 3 * 8 * 1024
+        }, "its quarter of three other ranks' slabs"
 
 
 def test_2d_sharding_is_exchanged_among_ranks_of_the_same_rows() -> None:
-    found = everybody(
-        exchange_of([row((64, 1024), ShardDim(1, 2, 1), ShardDim(0, 4, 2))], range(8))
+    plans = plan_all(
+        exchange_of([make_decl((64, 1024), ShardDim(1, 2, 1), ShardDim(0, 4, 2))], range(8))
     )
-    for rank, one in found.items():
-        assert {tile.members for tile in one.io_tiles} == {(rank // 2 * 2, rank // 2 * 2 + 1)}
+    for rank, rank_io in plans.items():
+        assert {tile.members for tile in rank_io.io_tiles} == {(rank // 2 * 2, rank // 2 * 2 + 1)}
 
 
 def test_small_tensors_go_through_the_tile_of_their_io_rank() -> None:
     rows = [
-        row((8, 3), ShardDim(1, 2, 1), fqn="a"),
-        row((5,), fqn="b", dtype="U8"),
-        row((0, 4), fqn="c"),
-        row((), fqn="d"),
+        make_decl((8, 3), ShardDim(1, 2, 1), fqn="a"),
+        make_decl((5,), fqn="b", dtype="U8"),
+        make_decl((0, 4), fqn="c"),
+        make_decl((), fqn="d"),
     ]
     exchange = exchange_of(rows, (0, 1, 2, 3))
     (first,) = plan_tiles(exchange, 0)
@@ -219,29 +230,38 @@ def test_small_tensors_go_through_the_tile_of_their_io_rank() -> None:
 
 
 def test_tiles_are_as_full_as_whole_slabs_allow() -> None:
-    exchange = exchange_of([row((1000, 1024), ShardDim(1, 2, 1))], (0, 1), tile_nbytes=64 * 1024)
-    made = list(plan_tiles(exchange, 0))
-    assert [sum(p.slab_count for p in tile.ranges) for tile in made[:-1]] == [16] * (len(made) - 1)
-    assert [p.first_local_slab for tile in made for p in tile.ranges] == list(range(0, 500, 16))
+    exchange = exchange_of(
+        [make_decl((1000, 1024), ShardDim(1, 2, 1))], (0, 1), tile_nbytes=64 * 1024
+    )
+    tiles = list(plan_tiles(exchange, 0))
+    assert [sum(p.slab_count for p in tile.ranges) for tile in tiles[:-1]] == [16] * (
+        len(tiles) - 1
+    )
+    assert [p.first_local_slab for tile in tiles for p in tile.ranges] == list(range(0, 500, 16))
 
 
 def test_a_slab_longer_than_the_requested_tile_fits() -> None:
-    rows = [row((2, 8, 16_000), ShardDim(2, 4, 1)), row((3, 100_000), ShardDim(1, 8, 1), fqn="x")]
+    rows = [
+        make_decl((2, 8, 16_000), ShardDim(2, 4, 1)),
+        make_decl((3, 100_000), ShardDim(1, 8, 1), fqn="x"),
+    ]
     exchange = exchange_of(rows, range(8), tile_nbytes=64 * 1024)
     assert exchange.tile_nbytes >= largest_slab(exchange.assignment) == 400_000
-    assert_moved_once(rows, everybody(exchange))
+    assert_assigned_once(rows, plan_all(exchange))
 
 
 def test_at_a_load_all_ranks_of_a_slab_are_members() -> None:
-    found = everybody(exchange_of([row((64, 1024), ShardDim(1, 4, 1))], range(8), every=True))
-    assert all(tile.members == tuple(range(8)) for one in found.values() for tile in one.io_tiles)
-    found = everybody(exchange_of([row((64, 1024), ShardDim(0, 4, 1))], range(8), every=True))
+    plans = plan_all(exchange_of([make_decl((64, 1024), ShardDim(1, 4, 1))], range(8), every=True))
+    assert all(
+        tile.members == tuple(range(8)) for rank_io in plans.values() for tile in rank_io.io_tiles
+    )
+    plans = plan_all(exchange_of([make_decl((64, 1024), ShardDim(0, 4, 1))], range(8), every=True))
     assert all(
         tile.members == (rank % 4, rank % 4 + 4)
-        for rank, one in found.items()
-        for tile in one.io_tiles
+        for rank, rank_io in plans.items()
+        for tile in rank_io.io_tiles
     ), "replicas of one part"
-    found = everybody(exchange_of([row((64, 1024), ShardDim(0, 8, 1))], range(8), every=True))
-    assert all(one.io_tiles == () and len(one.extents) == 1 for one in found.values()), (
-        "nobody else wants these bytes"
-    )
+    plans = plan_all(exchange_of([make_decl((64, 1024), ShardDim(0, 8, 1))], range(8), every=True))
+    assert all(
+        rank_io.io_tiles == () and len(rank_io.extents) == 1 for rank_io in plans.values()
+    ), "nobody else wants these bytes"

@@ -24,7 +24,7 @@ def within(sizes: list[int], files: list[range], bound: int) -> bool:
 
 
 def splits(sizes: list[int], count: int) -> list[list[range]]:
-    """Every way to cut the tensors, in order, into `count` files that are not empty."""
+    """Return every division of the tensors, in order, into `count` non-empty files."""
     borders = [(0, *cut, len(sizes)) for cut in combinations(range(1, len(sizes)), count - 1)]
     return [[range(a, b) for a, b in pairwise(cut)] for cut in borders]
 

@@ -1,6 +1,4 @@
-"""Files and shares of a merge: every byte has one writer, whatever the sizes; what a machine has
-whole it writes itself.
-"""
+"""Merge plans: every byte has one writer, and a node writes the tensors it has whole."""
 
 from __future__ import annotations
 
@@ -36,9 +34,9 @@ def test_every_byte_is_written_once_by_the_node_of_its_file(
     count: int,
     data: st.DataObject,
 ) -> None:
-    sizes, held = state
+    sizes, stored_nbytes = state
     writers = sorted(data.draw(st.sets(st.sampled_from(range(4)), min_size=1)))
-    files = plan_merge(sizes, held, writers=writers, max_file_bytes=max_file_bytes)
+    files = plan_merge(sizes, stored_nbytes, writers=writers, max_file_bytes=max_file_bytes)
     assert sorted(key for file in files for key in file.keys) == sorted(sizes)
     for part in {file.part for file in files}:
         those = [file for file in files if file.part == part]
@@ -53,18 +51,18 @@ def test_every_byte_is_written_once_by_the_node_of_its_file(
             (index, span)
             for index in range(count)
             for span in rank_spans(
-                files, sizes, node=machine, index=index, count=count, block_nbytes=BLOCK
+                files, sizes, node=node, index=index, count=count, block_nbytes=BLOCK
             )
         ]
-        for machine in range(4)
+        for node in range(4)
     ]
-    for machine in range(4):
+    for node in range(4):
         assert (
-            list(node_spans(files, sizes, node=machine, count=count, block_nbytes=BLOCK))
-            == of_ranks[machine]
+            list(node_spans(files, sizes, node=node, count=count, block_nbytes=BLOCK))
+            == of_ranks[node]
         ), "in one pass"
         amounts = [
-            sum(span.stop - span.start for of, span in of_ranks[machine] if of == index)
+            sum(span.stop - span.start for of, span in of_ranks[node] if of == index)
             for index in range(count)
         ]
         even = sum(amounts) / count  # each border lies up to a block later
@@ -81,12 +79,15 @@ def test_every_byte_is_written_once_by_the_node_of_its_file(
 def test_a_node_writes_what_it_has_whole() -> None:
     sizes = {("model", name): 100 for name in "abcd"}
     amounts = {"a": {0: 100}, "b": {1: 100}, "c": {0: 60, 1: 40}, "d": {0: 49, 1: 51}}
-    held = {("model", name): of for name, of in amounts.items()}
-    files = plan_merge(sizes, held, writers=[0, 1], max_file_bytes=100)
+    stored_nbytes = {("model", name): of for name, of in amounts.items()}
+    files = plan_merge(sizes, stored_nbytes, writers=[0, 1], max_file_bytes=100)
     assert {file.keys[0][1]: file.node for file in files} == {"a": 0, "b": 1, "c": 0, "d": 1}
-    assert {file.node for file in plan_merge(sizes, held, writers=[1], max_file_bytes=100)} == {1}
+    assert {
+        file.node for file in plan_merge(sizes, stored_nbytes, writers=[1], max_file_bytes=100)
+    } == {1}
     assert [
-        len(file.keys) for file in plan_merge(sizes, held, writers=[0, 1], max_file_bytes=1000)
+        len(file.keys)
+        for file in plan_merge(sizes, stored_nbytes, writers=[0, 1], max_file_bytes=1000)
     ] == [2, 1, 1], "a and b are apart"
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.oracles import World, assert_moved_once, moved, row, worlds
+from tests.support.oracles import World, assert_assigned_once, assigned_ranges, make_decl, worlds
 from unified_ckpt.core.planning.exchange import RankIO
 from unified_ckpt.core.planning.io_assignment import AssignedRange, IOAssignment
 from unified_ckpt.core.planning.save_plan import TILE_NBYTES, FilePlan, plan_files, plan_writes
@@ -32,14 +32,14 @@ def plans(
 # files
 
 
-@given(worlds(max_rows=8), st.integers(1, 400_000))
+@given(worlds(max_decls=8), st.integers(1, 400_000))
 def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> None:
-    files = plan_files(world.rows, holders=world.holders, max_file_bytes=bound)
-    assert sorted(n for file in files for n in file.decl_indices) == list(range(len(world.rows)))
+    files = plan_files(world.decls, holders=world.holders, max_file_bytes=bound)
+    assert sorted(n for file in files for n in file.decl_indices) == list(range(len(world.decls)))
     for file in files:
-        assert {world.rows[n].part for n in file.decl_indices} == {file.part}
+        assert {world.decls[n].part for n in file.decl_indices} == {file.part}
         assert (
-            sum(world.rows[n].spec.nbytes for n in file.decl_indices) <= bound
+            sum(world.decls[n].spec.nbytes for n in file.decl_indices) <= bound
             or len(file.decl_indices) == 1
         )
         assert file.writer in world.holders
@@ -47,14 +47,14 @@ def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> Non
         ours = [file for file in files if file.part == part]
         assert [file.number for file in ours] == list(range(len(ours)))
         assert [n for file in ours for n in file.decl_indices] == [
-            n for n, one in enumerate(world.rows) if one.part == part
+            n for n, rank_io in enumerate(world.decls) if rank_io.part == part
         ]
     writers = Counter(file.writer for file in files)
     assert max(writers.values()) - min((writers[r] for r in world.holders), default=0) <= 1
 
 
 def test_writers_are_spread_over_the_holders() -> None:
-    rows = [row((1000,), fqn=f"w{i:02}") for i in range(16)]
+    rows = [make_decl((1000,), fqn=f"w{i:02}") for i in range(16)]
     files = plan_files(rows, holders=(4, 9, 12, 15), max_file_bytes=8000)
     assert [file.writer for file in files] == [4, 4, 9, 9, 12, 12, 15, 15]
 
@@ -62,36 +62,41 @@ def test_writers_are_spread_over_the_holders() -> None:
 # moves
 
 
-@given(worlds(max_rows=6), st.sampled_from([50_000, 1 << 30]))
+@given(worlds(max_decls=6), st.sampled_from([50_000, 1 << 30]))
 @settings(max_examples=60)
 def test_every_byte_is_written_once(world: World, bound: int) -> None:
-    files = plan_files(world.rows, holders=world.holders, max_file_bytes=bound)
-    found = plans(world.rows, world.holders, files)
-    assert_moved_once(world.rows, found)
+    files = plan_files(world.decls, holders=world.holders, max_file_bytes=bound)
+    plans_by_rank = plans(world.decls, world.holders, files)
+    assert_assigned_once(world.decls, plans_by_rank)
     writer = {n: file.writer for file in files for n in file.decl_indices}
-    for n, pieces in enumerate(moved(world.rows, found)):
-        if world.rows[n].spec.nbytes < SMALL_NBYTES:
+    for n, pieces in enumerate(assigned_ranges(world.decls, plans_by_rank)):
+        if world.decls[n].spec.nbytes < SMALL_NBYTES:
             assert {mover for _, _, mover in pieces} <= {writer[n]}, (
                 "small tensors go with their file's header"
             )
 
 
 def test_writers_of_headers_write_fewer_other_bytes() -> None:
-    rows = [row((1024, 1024))]
+    rows = [make_decl((1024, 1024))]
     files = [FilePlan("model", 0, (0,), 1)]
-    found = plans(rows, (0, 1, 2, 3), files, {0: 1 << 20})
-    counts = {r: sum(e.stop - e.start for e in one.extents) for r, one in found.items()}
+    plans_by_rank = plans(rows, (0, 1, 2, 3), files, {0: 1 << 20})
+    counts = {
+        r: sum(e.stop - e.start for e in rank_io.extents) for r, rank_io in plans_by_rank.items()
+    }
     assert counts[1] < min(counts[r] for r in (0, 2, 3))
     assert abs(counts[1] + (1 << 20) - counts[0]) <= 8
 
 
 def test_small_tensors_count_as_load_too() -> None:
-    rows = [row((1024, 1024), fqn="a"), *(row((10_000,), fqn=f"b{i:02}") for i in range(20))]
+    rows = [
+        make_decl((1024, 1024), fqn="a"),
+        *(make_decl((10_000,), fqn=f"b{i:02}") for i in range(20)),
+    ]
     files = plan_files(rows, holders=(0, 1), max_file_bytes=1 << 30)
-    found = plans(rows, (0, 1), files)
+    plans_by_rank = plans(rows, (0, 1), files)
     loads = [
-        sum(b - a for pieces in moved(rows, {r: one}) for a, b, _ in pieces)
-        for r, one in found.items()
+        sum(b - a for pieces in assigned_ranges(rows, {r: rank_io}) for a, b, _ in pieces)
+        for r, rank_io in plans_by_rank.items()
     ]
     assert abs(loads[0] + 1000 - loads[1]) <= 8
 
@@ -99,7 +104,7 @@ def test_small_tensors_count_as_load_too() -> None:
 def test_a_tile_is_whole_pages_and_holds_the_longest_slab() -> None:
     assert (
         plan_writes(
-            [row((4,))],
+            [make_decl((4,))],
             holders=(0,),
             files=[FilePlan("model", 0, (0,), 0)],
             header_nbytes={0: 8},
@@ -107,7 +112,7 @@ def test_a_tile_is_whole_pages_and_holds_the_longest_slab() -> None:
         )[1]
         == TILE_NBYTES
     )
-    long = row((2, 3_000_000, 2), ShardDim(1, 2, 1), ShardDim(2, 2, 2))
+    long = make_decl((2, 3_000_000, 2), ShardDim(1, 2, 1), ShardDim(2, 2, 2))
     files = [FilePlan("model", 0, (0,), 0)]
     _, tile_nbytes = plan_writes(
         [long], holders=(0, 1, 2, 3), files=files, header_nbytes={0: 8}, rank=0
@@ -120,35 +125,36 @@ def test_a_tile_is_whole_pages_and_holds_the_longest_slab() -> None:
 
 
 def llama_405b(fsdp: int, tp: int) -> list[TensorDecl]:
-    """Every tensor of the model, and of AdamW's two moments."""
+    """Return all tensors of the model and of AdamW's two moments."""
     hidden, ffn, kv, vocab = 16384, 53248, 1024, 128256
     inner = (ShardDim(0, fsdp, tp, name="fsdp"),)
-    column, line = [
+    column, row_parallel = [
         (ShardDim(dim, tp, 1, name="tp"), *inner) if tp > 1 else inner for dim in (0, 1)
     ]
     shapes = {"embed": (vocab, hidden, column), "head": (vocab, hidden, column)}
     for i in range(126):
         for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("gate", ffn), ("up", ffn)):
             shapes[f"{i:03}.{name}"] = (rows, hidden, column)
-        shapes[f"{i:03}.o"], shapes[f"{i:03}.down"] = (hidden, hidden, line), (hidden, ffn, line)
-    found = []
-    for fqn, (rows, columns, cuts) in shapes.items():
-        found.append(row((rows, columns), *cuts, dtype="BF16", fqn=fqn))
-        found += [
-            row((rows, columns), *cuts, fqn=f"{fqn}/{state}", part="optimizer")
+        shapes[f"{i:03}.o"], shapes[f"{i:03}.down"] = (
+            (hidden, hidden, row_parallel),
+            (hidden, ffn, row_parallel),
+        )
+    decls = []
+    for fqn, (rows, columns, shard_dims) in shapes.items():
+        decls.append(make_decl((rows, columns), *shard_dims, dtype="BF16", fqn=fqn))
+        decls += [
+            make_decl((rows, columns), *shard_dims, fqn=f"{fqn}/{state}", part="optimizer")
             for state in ("exp_avg", "exp_avg_sq")
         ]
     norms = [f"{i:03}.norm{j}" for i in range(126) for j in (1, 2)]
-    found += [row((hidden,), *inner, dtype="BF16", fqn=fqn) for fqn in norms]
-    return sorted(found, key=lambda r: r.key)
+    decls += [make_decl((hidden,), *inner, dtype="BF16", fqn=fqn) for fqn in norms]
+    return sorted(decls, key=lambda r: r.key)
 
 
-def size(moves: RankIO) -> int:
-    """Everything that the plan lists: what a rank moves alone, and the pieces that it moves or
-    takes part in.
-    """
-    return len(moves.extents) + sum(
-        len(tile.ranges) for tile in (*moves.io_tiles, *moves.member_tiles)
+def size(rank_io: RankIO) -> int:
+    """Return the number of extents and tile ranges that the plan lists."""
+    return len(rank_io.extents) + sum(
+        len(tile.ranges) for tile in (*rank_io.io_tiles, *rank_io.member_tiles)
     )
 
 
@@ -174,9 +180,9 @@ def test_planning_visits_each_declaration_a_few_times(monkeypatch: pytest.Monkey
 
     def counting(self: IOAssignment, rank: int, *, exchanged_only: bool) -> Iterator[AssignedRange]:
         nonlocal counted
-        for one in real(self, rank, exchanged_only=exchanged_only):
+        for rank_io in real(self, rank, exchanged_only=exchanged_only):
             counted += 1
-            yield one
+            yield rank_io
 
     monkeypatch.setattr(IOAssignment, "assigned_to", counting)
     rows, holders = llama_405b(512, 1), tuple(range(512))
@@ -195,16 +201,16 @@ def test_replicas_divide_a_model() -> None:
     sizes = {}
     for world in (8, 64, 512):
         rows = llama_405b(1, 1)
-        rows = [row(r.spec.shape, dtype=r.spec.dtype, fqn=r.fqn, part=r.part) for r in rows]
+        rows = [make_decl(r.spec.shape, dtype=r.spec.dtype, fqn=r.fqn, part=r.part) for r in rows]
         files = plan_files(rows, holders=tuple(range(world)), max_file_bytes=5_000_000_000)
         headers = dict.fromkeys(range(len(files)), 1000)
-        moves, _ = plan_writes(
+        rank_io, _ = plan_writes(
             rows, holders=tuple(range(world)), files=files, header_nbytes=headers, rank=world - 1
         )
         total = sum(r.spec.nbytes for r in rows)
-        mine = sum(e.stop - e.start for e in moves.extents) + sum(
-            p.stop - p.start for t in moves.io_tiles for p in t.ranges
+        mine = sum(e.stop - e.start for e in rank_io.extents) + sum(
+            p.stop - p.start for t in rank_io.io_tiles for p in t.ranges
         )
         assert mine <= 1.01 * total / world
-        sizes[world] = size(moves)
+        sizes[world] = size(rank_io)
     assert sizes[512] < sizes[64] < sizes[8], "more replicas, fewer pieces for each"

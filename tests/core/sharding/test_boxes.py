@@ -109,15 +109,15 @@ def copies(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, tuple[int, ...], Box]
 def test_runs_copy_a_box(case: tuple[tuple[int, ...], Box, tuple[int, ...], Box]) -> None:
     shape, box, local_shape, local = case
     tensor = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    found, wanted = np.full(local_shape, -1), np.full(local_shape, -1)
-    wanted[where(local)] = tensor[where(box)]
+    copied, expected = np.full(local_shape, -1), np.full(local_shape, -1)
+    expected[where(local)] = tensor[where(box)]
     listed = list(runs(box, shape, local=local, local_shape=local_shape))
     for first, local_first, count in listed:
         assert count > 0
-        found.reshape(-1)[local_first : local_first + count] = tensor.reshape(-1)[
+        copied.reshape(-1)[local_first : local_first + count] = tensor.reshape(-1)[
             first : first + count
         ]
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(copied, expected)
     assert all(a[0] + a[2] <= b[0] for a, b in pairwise(listed)), "ascending and disjoint"
     assert not any(a[0] + a[2] == b[0] and a[1] + a[2] == b[1] for a, b in pairwise(listed)), (
         "neighbours contiguous in both are one run"

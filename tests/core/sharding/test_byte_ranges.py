@@ -25,10 +25,10 @@ def test_coalesce_merges_ranges_up_to_the_gap() -> None:
 
 @given(RANGES, st.integers(0, 10))
 def test_coalesced_ranges_contain_their_keys(ranges: dict[int, tuple[int, int]], gap: int) -> None:
-    found = coalesce(ranges, gap=gap)
-    assert sorted(key for _, _, keys in found for key in keys) == sorted(ranges)
-    for start, stop, keys in found:
+    merged = coalesce(ranges, gap=gap)
+    assert sorted(key for _, _, keys in merged for key in keys) == sorted(ranges)
+    for start, stop, keys in merged:
         assert start == min(ranges[key][0] for key in keys)
         assert stop == max(ranges[key][1] for key in keys)
-    for (_, left, _), (right, _, _) in pairwise(found):
+    for (_, left, _), (right, _, _) in pairwise(merged):
         assert right > left + gap

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.oracles import World, row, worlds
+from tests.support.oracles import World, make_decl, worlds
 from unified_ckpt.core.sharding.declarations import (
     TensorDecl,
     check_complete,
@@ -27,17 +27,18 @@ TP = ShardDim(0, 2, 1, name="tp")
 @given(worlds(), st.integers())
 @settings(max_examples=60)
 def test_tables_round_trip_and_equal_tables_are_equal_bytes(world: World, seed: int) -> None:
-    shuffled = list(world.rows)
+    shuffled = list(world.decls)
     random.Random(seed).shuffle(shuffled)
     told = encode_table(shuffled)
-    assert told == encode_table(world.rows)
-    assert decode_table(told) == world.rows
+    assert told == encode_table(world.decls)
+    assert decode_table(told) == world.decls
     assert encode_table(decode_table(told)) == told
 
 
 def test_each_sharding_is_encoded_once() -> None:
     rows = [
-        row((8, 8), ShardDim(0, 2048, 1), fqn=f"layers.{i}.w", ranks=range(2048)) for i in range(50)
+        make_decl((8, 8), ShardDim(0, 2048, 1), fqn=f"layers.{i}.w", ranks=range(2048))
+        for i in range(50)
     ]
     table = json.loads(encode_table(rows))
     assert len(table["shardings"]) == 1
@@ -46,7 +47,7 @@ def test_each_sharding_is_encoded_once() -> None:
 
 def test_all_fields_of_a_sharding_round_trip() -> None:
     rows = [
-        row(
+        make_decl(
             (9, 4),
             ShardDim(0, 2, 1, (4, 3, 2), 0, "tp"),
             ShardDim(1, 3, 2, 1, 4, "dp"),
@@ -66,8 +67,8 @@ def test_an_empty_table_round_trips() -> None:
 
 
 def test_pipeline_stages_and_tied_weights_are_groups() -> None:
-    first = [row((4,), fqn="embed"), row((4,), fqn="layers.0")]
-    last = [row((4,), fqn="layers.1"), row((4,), fqn="embed")]
+    first = [make_decl((4,), fqn="embed"), make_decl((4,), fqn="layers.0")]
+    last = [make_decl((4,), fqn="layers.1"), make_decl((4,), fqn="embed")]
     groups = group_tables({"a": first, "b": last}, {"a": [0, 1], "b": [2, 3]})
     assert [(g.index, g.table_ids, [r.fqn for r in g.decls]) for g in groups] == [
         (0, ("a",), ["layers.0"]),
@@ -77,7 +78,10 @@ def test_pipeline_stages_and_tied_weights_are_groups() -> None:
 
 
 def test_experts_on_different_ranks_are_groups() -> None:
-    tables = {f"t{i}": [row((4,), fqn="norm"), row((4,), fqn=f"experts.{i}")] for i in range(4)}
+    tables = {
+        f"t{i}": [make_decl((4,), fqn="norm"), make_decl((4,), fqn=f"experts.{i}")]
+        for i in range(4)
+    }
     groups = group_tables(tables, {f"t{i}": [i, i + 4] for i in range(4)})
     assert [(g.table_ids, [r.fqn for r in g.decls]) for g in groups] == [
         (("t0",), ["experts.0"]),
@@ -89,7 +93,11 @@ def test_experts_on_different_ranks_are_groups() -> None:
 
 
 def test_declarations_of_a_group_are_sorted() -> None:
-    rows = [row((2,), fqn="b"), row((2,), fqn="a/exp_avg", part="optimizer"), row((2,), fqn="a")]
+    rows = [
+        make_decl((2,), fqn="b"),
+        make_decl((2,), fqn="a/exp_avg", part="optimizer"),
+        make_decl((2,), fqn="a"),
+    ]
     (group,) = group_tables({"t": rows}, {"t": [0]})
     assert [r.key for r in group.decls] == [
         ("model", "a"),
@@ -103,7 +111,8 @@ def test_groups_do_not_depend_on_order_or_on_table_ids(
     rng: random.Random, contents: list[set[int]]
 ) -> None:
     tables = {
-        f"{i}": [row((4,), fqn=f"w{n}") for n in sorted(names)] for i, names in enumerate(contents)
+        f"{i}": [make_decl((4,), fqn=f"w{n}") for n in sorted(names)]
+        for i, names in enumerate(contents)
     }
     roll = {f"{i}": [i] for i in range(len(contents))}
     groups = group_tables(tables, roll)
@@ -117,12 +126,12 @@ def test_groups_do_not_depend_on_order_or_on_table_ids(
         {f"w{n}" for names in contents for n in names}
     )
     for group in groups:
-        for one in group.decls:
-            assert set(group.table_ids) == {t for t, rows in tables.items() if one in rows}
+        for decl in group.decls:
+            assert set(group.table_ids) == {t for t, rows in tables.items() if decl in rows}
 
 
 def test_one_name_with_two_shardings_is_in_two_groups() -> None:
-    whole, cut = row((4, 2)), row((4, 2), TP)
+    whole, cut = make_decl((4, 2)), make_decl((4, 2), TP)
     groups = group_tables(
         {"a": [whole], "b": [cut], "c": [whole]}, {"a": [0], "b": [1, 2], "c": [3]}
     )
@@ -133,8 +142,12 @@ def test_one_name_with_two_shardings_is_in_two_groups() -> None:
 
 
 def test_differing_specs_are_all_listed() -> None:
-    here = [row((4, 2), fqn="a"), row((4,), fqn="b"), row((1,), fqn="c")]
-    there = [row((5, 2), fqn="a"), row((4,), fqn="b", dtype="BF16"), row((1,), fqn="c")]
+    here = [make_decl((4, 2), fqn="a"), make_decl((4,), fqn="b"), make_decl((1,), fqn="c")]
+    there = [
+        make_decl((5, 2), fqn="a"),
+        make_decl((4,), fqn="b", dtype="BF16"),
+        make_decl((1,), fqn="c"),
+    ]
     with pytest.raises(MismatchError, match=r"ranks disagree on shapes or dtypes \(2\)") as caught:
         check_consistent({"x": here, "y": there}, {"x": [0, 1], "y": [2]})
     assert len(caught.value.wrong) == 2
@@ -148,7 +161,7 @@ def test_differing_specs_are_all_listed() -> None:
 
 
 def test_differing_shardings_are_refused() -> None:
-    tables = {"x": [row((4, 2), TP, fqn="a")], "y": [row((4, 2), fqn="a")]}
+    tables = {"x": [make_decl((4, 2), TP, fqn="a")], "y": [make_decl((4, 2), fqn="a")]}
     with pytest.raises(
         LayoutError,
         match=r"disagree on shardings.*\n  model:a: got a whole copy on each rank on rank 0 and dim 0 over 2 \(tp",
@@ -157,15 +170,18 @@ def test_differing_shardings_are_refused() -> None:
 
 
 def test_mesh_dim_names_do_not_distinguish_shardings() -> None:
-    tables = {"x": [row((4, 2), TP)], "y": [row((4, 2), ShardDim(0, 2, 1, name="model"))]}
+    tables = {
+        "x": [make_decl((4, 2), TP)],
+        "y": [make_decl((4, 2), ShardDim(0, 2, 1, name="model"))],
+    }
     check_consistent(tables, {"x": [0, 1], "y": [2, 3]})
     assert len(group_tables(tables, {"x": [0, 1], "y": [2, 3]})) == 1
 
 
 def test_long_lists_are_truncated_and_counted() -> None:
     tables = {
-        "x": [row((4,), fqn=f"w{i:02}") for i in range(30)],
-        "y": [row((5,), fqn=f"w{i:02}") for i in range(30)],
+        "x": [make_decl((4,), fqn=f"w{i:02}") for i in range(30)],
+        "y": [make_decl((5,), fqn=f"w{i:02}") for i in range(30)],
     }
     with pytest.raises(MismatchError, match=r"… and 10 more") as caught:
         check_consistent(tables, {"x": [0], "y": [1]})
@@ -182,14 +198,14 @@ def complete(rows: list[TensorDecl], holders: list[int]) -> None:
 
 
 def test_a_subset_of_the_replicas_may_hold_a_tensor() -> None:
-    rows = [row((4, 4), ShardDim(0, 2, 1, name="tp"))]
+    rows = [make_decl((4, 4), ShardDim(0, 2, 1, name="tp"))]
     complete(rows, [0, 1, 2, 3])
     complete(rows, [2, 3])
-    complete([row((4, 4))], [3])
+    complete([make_decl((4, 4))], [3])
 
 
 def test_a_missing_shard_is_refused() -> None:
-    rows = [row((4, 4), ShardDim(0, 2, 1, name="tp"), fqn="a"), row((4,), fqn="b")]
+    rows = [make_decl((4, 4), ShardDim(0, 2, 1, name="tp"), fqn="a"), make_decl((4,), fqn="b")]
     with pytest.raises(
         LayoutError,
         match=r"missing shards \(1\):\n  model:a: no rank holds the shard at \(1,\) of \(tp of 2\); ranks 0, 2 declare",
@@ -201,7 +217,7 @@ def test_an_incomplete_replica_beside_a_complete_one_is_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"no rank holds the shard at \(1,\) of \(tp of 2\); ranks 0-2 declare"
     ):
-        complete([row((4, 4), ShardDim(0, 2, 1, name="tp"))], [0, 1, 2])
+        complete([make_decl((4, 4), ShardDim(0, 2, 1, name="tp"))], [0, 1, 2])
 
 
 # words
@@ -223,9 +239,9 @@ def test_format_ranks(ranks: list[int], text: str) -> None:
 
 
 def test_describe_sharding() -> None:
-    assert describe_sharding(row((4,)).sharding) == "a whole copy on each rank"
+    assert describe_sharding(make_decl((4,)).sharding) == "a whole copy on each rank"
     text = describe_sharding(
-        row(
+        make_decl(
             (4, 4),
             ShardDim(0, 2, 1, (3, 1), 0, "tp"),
             ShardDim(1, 3, 2, 1, 2),

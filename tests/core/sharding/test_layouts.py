@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.oracles import part_of
+from tests.support.oracles import local_part
 from unified_ckpt.core.sharding.layouts import Layout, Strided
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
@@ -28,13 +28,17 @@ def test_splits_of_one_dim_nest_in_the_order_of_the_rule() -> None:
         mesh={"dp": 2, "tp": 2}, rules={"a": {"tp": 0, "dp": 0}, "b": {"dp": 0, "tp": 0}}
     )
     tensor = np.arange(8)
-    assert [part_of(tensor, Sharding(layout.shard_dims("a", 1)), r).tolist() for r in range(4)] == [
+    assert [
+        local_part(tensor, Sharding(layout.shard_dims("a", 1)), r).tolist() for r in range(4)
+    ] == [
         [0, 1],
         [4, 5],
         [2, 3],
         [6, 7],
     ]
-    assert [part_of(tensor, Sharding(layout.shard_dims("b", 1)), r).tolist() for r in range(4)] == [
+    assert [
+        local_part(tensor, Sharding(layout.shard_dims("b", 1)), r).tolist() for r in range(4)
+    ] == [
         [0, 1],
         [2, 3],
         [4, 5],

@@ -10,13 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.support.oracles import Array, World, coordinates_of, mesh_strides, part_of, where, worlds
+from tests.support.oracles import (
+    Array,
+    World,
+    coordinates_of,
+    local_part,
+    mesh_strides,
+    where,
+    worlds,
+)
 from unified_ckpt.core.sharding.boxes import is_inside
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec, missing_coordinates
 
 
 def chunked(indices: Array, count: int) -> list[Array]:
-    """`torch.chunk`, with the empty chunks that it leaves out."""
+    """Return `torch.chunk`, with the empty chunks that it omits."""
     pieces = [piece.numpy() for piece in torch.from_numpy(indices.copy()).chunk(count)]
     return pieces + [indices[:0]] * (count - len(pieces))
 
@@ -60,40 +68,40 @@ def definition(array: Array, sharding: Sharding, position: int) -> Array:
     return array[np.ix_(*per_dim)] if per_dim else array
 
 
-@given(worlds(max_rows=1))
+@given(worlds(max_decls=1))
 def test_shards_match_the_definition(world: World) -> None:
-    (row,), (array,) = world.rows, world.arrays()
+    (row,), (array,) = world.decls, world.arrays()
     for rank in world.holders:
         position = row.sharding.position(rank)
         assert position is not None
         assert row.sharding.rank_at(position) == rank
         np.testing.assert_array_equal(
-            part_of(array, row.sharding, rank), definition(array, row.sharding, position)
+            local_part(array, row.sharding, rank), definition(array, row.sharding, position)
         )
 
 
-@given(worlds(max_rows=1), st.data())
+@given(worlds(max_decls=1), st.data())
 def test_truncate_is_the_shard_of_a_smaller_tensor(world: World, data: st.DataObject) -> None:
-    (row,), (array,) = world.rows, world.arrays()
+    (row,), (array,) = world.decls, world.arrays()
     corner = tuple(data.draw(st.integers(0, n)) for n in array.shape)
     inner = array[tuple(slice(n) for n in corner)]
     for rank in world.holders:
         mask = np.zeros(array.shape, bool)
         mask[tuple(slice(n) for n in corner)] = True
-        held = part_of(mask, row.sharding, rank)
+        held = local_part(mask, row.sharding, rank)
         shape = row.sharding.truncate(array.shape, corner).local_shape(rank, corner)
         assert held.sum() == prod(shape)
         assert held[tuple(slice(n) for n in shape)].all()
-        whole_part = part_of(array, row.sharding, rank)
+        whole_part = local_part(array, row.sharding, rank)
         np.testing.assert_array_equal(
-            part_of(inner, row.sharding.truncate(array.shape, corner), rank),
+            local_part(inner, row.sharding.truncate(array.shape, corner), rank),
             whole_part[tuple(map(slice, shape))],
         )
 
 
-@given(worlds(max_rows=1))
+@given(worlds(max_decls=1))
 def test_boxes_tile_local_tensors_and_replicas_the_global_one(world: World) -> None:
-    row = world.rows[0]
+    row = world.decls[0]
     shape, sharding = row.spec.shape, row.sharding
     seen: dict[int, Array] = {}
     for rank in world.holders:
@@ -121,14 +129,14 @@ def test_a_number_of_sections_is_torchs_strided_shard(
     )
     sharding = Sharding((ShardDim(0, size, 1, split_factor),))
     for rank in range(size):
-        assert part_of(tensor.numpy(), sharding, rank).tolist() == theirs[rank].tolist()
+        assert local_part(tensor.numpy(), sharding, rank).tolist() == theirs[rank].tolist()
 
 
 def test_sections_of_unequal_length_are_split_separately() -> None:
     qkv = np.concatenate([np.arange(8), 100 + np.arange(4), 200 + np.arange(4)])
     sharding = Sharding((ShardDim(0, 2, 1, (8, 4, 4)),))
-    assert part_of(qkv, sharding, 0).tolist() == [0, 1, 2, 3, 100, 101, 200, 201]
-    assert part_of(qkv, sharding, 1).tolist() == [4, 5, 6, 7, 102, 103, 202, 203]
+    assert local_part(qkv, sharding, 0).tolist() == [0, 1, 2, 3, 100, 101, 200, 201]
+    assert local_part(qkv, sharding, 1).tolist() == [4, 5, 6, 7, 102, 103, 202, 203]
     assert sharding.intervals(0, 16, (0,)) == ((0, 4), (8, 10), (12, 14))
 
 
@@ -160,13 +168,13 @@ def test_splits_of_one_dim_nest_in_their_order() -> None:
         (ShardDim(0, 2, 1), ShardDim(0, 2, 2))
     )  # mesh (dp 2, tp 2): tp cuts first, as FSDP over TP does
     dp_then_tp = Sharding((ShardDim(0, 2, 2), ShardDim(0, 2, 1)))
-    assert [part_of(tensor, tp_then_dp, r).tolist() for r in range(4)] == [
+    assert [local_part(tensor, tp_then_dp, r).tolist() for r in range(4)] == [
         [0, 1],
         [4, 5],
         [2, 3],
         [6, 7],
     ]
-    assert [part_of(tensor, dp_then_tp, r).tolist() for r in range(4)] == [
+    assert [local_part(tensor, dp_then_tp, r).tolist() for r in range(4)] == [
         [0, 1],
         [2, 3],
         [4, 5],
@@ -179,8 +187,8 @@ def test_a_listed_mesh_has_the_listed_ranks() -> None:
         (ShardDim(0, 2, 2), ShardDim(1, 2, 1)), ranks=(0, 3, 1, 2)
     )  # mesh [[0, 3], [1, 2]]
     tensor = np.arange(16).reshape(4, 4)
-    assert part_of(tensor, sharding, 3).tolist() == [[2, 3], [6, 7]]
-    assert part_of(tensor, sharding, 2).tolist() == [[10, 11], [14, 15]]
+    assert local_part(tensor, sharding, 3).tolist() == [[2, 3], [6, 7]]
+    assert local_part(tensor, sharding, 2).tolist() == [[10, 11], [14, 15]]
     assert sharding.position(4) is None
     assert sharding.local_shape(4, (4, 4)) == (0, 0)
     assert list(sharding.boxes(4, (4, 4))) == []
@@ -221,9 +229,9 @@ def test_missing_coordinates_are_those_of_partly_held_replicas(
         ]
         there = {tuple(p[i] for i in sorted(cut_dims)) for p in copy}
         lacking.append(set(coordinates_of(sharding)) - there)
-    found = missing_coordinates(sharding, ranks)
-    assert bool(found) == any(lacking)
-    assert not found or set(found) in lacking
+    missing = missing_coordinates(sharding, ranks)
+    assert bool(missing) == any(lacking)
+    assert not missing or set(missing) in lacking
 
 
 def test_missing_coordinates_of_a_listed_mesh() -> None:

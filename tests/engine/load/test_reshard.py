@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.oracles import lowest_peak, movers, part_of, where
+from tests.support.oracles import local_part, lowest_peak, segment_writers, where
 from tests.support.reshard_cases import (
     NAME,
     SECONDS,
@@ -78,7 +78,7 @@ def load_case(case: Case, wanted: DrawnLayout, folder: Path, **options: object) 
         state = case.target(wanted, comm.rank)
         report = load_into(comm, folder, state, **options)
         for part in state.tensors:
-            oracle = part_of(case.arrays[part.decl.key], part.decl.sharding, comm.rank)
+            oracle = local_part(case.arrays[part.decl.key], part.decl.sharding, comm.rank)
             assert bits(part.local) == oracle.tobytes(), (comm.rank, part.decl)
         return report
 
@@ -107,7 +107,7 @@ def check_balance(case: Case, writes: Writes, places: Mapping[Key, tuple[str, in
                 movable[rank] += sum(max(min(stop, b) - max(start, a), 0) for a, b in inside)
         fixed = {rank: loads[rank] - movable[rank] for rank in ranks}
         bound = lowest_peak(
-            ranks, [demand for row in large for demand in movers(row, ranks)], fixed
+            ranks, [demand for row in large for demand in segment_writers(row, ranks)], fixed
         )
         lines = sum(choose_grain(row.spec, row.sharding).slab_nbytes for row in large)
         assert max(loads.values()) <= 1.05 * bound + lines, (loads, bound, lines, rows)
@@ -229,7 +229,7 @@ def test_a_pad_rule_fills_the_corner_of_larger_tensors(
         for part in state.tensors:
             assert (
                 bits(part.local)
-                == part_of(oracles[part.decl.key], part.decl.sharding, comm.rank).tobytes()
+                == local_part(oracles[part.decl.key], part.decl.sharding, comm.rank).tobytes()
             ), (comm.rank, part.decl)
         return report
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_save
 
-from tests.support.oracles import filled, mesh_strides, part_of
+from tests.support.oracles import filled, local_part, mesh_strides
 from unified_ckpt.core.planning.slabs import slab_boxes
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import ITEM_BITS, itemsize
@@ -193,7 +193,7 @@ def test_slabs_round_trip_through_a_tile(
     tile = torch.zeros(slabs * slab, dtype=torch.uint8)
     tensors = []
     for rank in range(world):
-        own = part_of(whole, decl.sharding, rank)
+        own = local_part(whole, decl.sharding, rank)
         local = (
             torch.from_numpy(own.copy()).view(torch.uint8).view(TORCH_DTYPES[decl.spec.dtype])
             if own.size

@@ -190,9 +190,7 @@ class Checkpointer:
         """Collective. Whether no rank has a save in flight; does not wait for one."""
         busy = self._pending is not None and not self._pending.done()
         timeout = self._options.timeout_seconds
-        collective = self._get_comm().begin_collective(
-            "idle", cached=False, timeout_seconds=timeout, busy=busy
-        )
+        collective = self._get_comm().begin_collective("idle", timeout_seconds=timeout, busy=busy)
         return not collective.any_busy
 
     def wait(self) -> None:

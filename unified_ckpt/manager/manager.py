@@ -455,7 +455,7 @@ class CheckpointManager:
         leaders = first_ranks(
             checkpointer._resolve_nodes(f"{operation} of {self.root}", timeout_seconds)
         )
-        collective = comm.begin_collective(operation, cached=False, timeout_seconds=timeout_seconds)
+        collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
         with collective.step("select"):
             cluster = None
             if len(leaders) > 1 and collective.rank in leaders:

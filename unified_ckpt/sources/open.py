@@ -32,7 +32,7 @@ def open_on_all_ranks(
     format_name = detected.name if detected is not None else None
     if max(nodes) > 0:
         collective = comm.begin_collective(
-            f"load of {label}", cached=False, timeout_seconds=options.timeout_seconds
+            f"load of {label}", timeout_seconds=options.timeout_seconds
         )
         with collective.step("format"):
             format_names = all_gather(collective, "format", format_name)

@@ -44,7 +44,7 @@ from unified_ckpt.engine.save.save import save
 from unified_ckpt.format.renames import Renames, Rule
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange.windows import TileBuffers
+from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, LocalTensor

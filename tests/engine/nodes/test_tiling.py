@@ -75,7 +75,7 @@ def check_regions(
     assert np.array_equal(told_here, here)
 
 
-def test_windows_between_the_same_edges_share_regions() -> None:
+def test_tile_buffers_between_the_same_edges_share_regions() -> None:
     """A tensor that is read row by row is not put together for each row."""
     key = ("model", "w")
     storage = ShardedStorage(

@@ -20,7 +20,7 @@ from unified_ckpt.errors import FormatError, RankError, StorageError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
-from unified_ckpt.runtime.exchange.windows import TileBuffers
+from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
 

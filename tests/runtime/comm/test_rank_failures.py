@@ -24,7 +24,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_server import PeerStorage
 from unified_ckpt.runtime.exchange.shared_memory import TileBuffer
-from unified_ckpt.runtime.exchange.windows import TileBuffers
+from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import run_ranks
 

@@ -54,7 +54,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
-from unified_ckpt.runtime.exchange.windows import TileBuffers, exchange_number
+from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, exchange_number
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import Reader
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
@@ -108,9 +108,7 @@ def load(
     An IntegrityError raised while reading leaves the target unusable and says so.
     """
     started = time.monotonic()
-    collective = comm.begin_collective(
-        f"load of {label}", cached=False, timeout_seconds=timeout_seconds
-    )
+    collective = comm.begin_collective(f"load of {label}", timeout_seconds=timeout_seconds)
     with collective.propagating_errors():
         nodes = nodes or [0] * collective.world
         return _load(collective, label, request, tile_buffers, nodes, started)

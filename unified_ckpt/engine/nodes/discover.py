@@ -43,7 +43,7 @@ def gather_node_numbers(
     comm: Comm, operation: str, node_id: str, *, timeout_seconds: float
 ) -> list[int]:
     """Return the node of each rank, numbered by first rank. Collective."""
-    collective = comm.begin_collective(operation, cached=False, timeout_seconds=timeout_seconds)
+    collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
     with collective.step("nodes"):
         return node_numbers(all_gather(collective, "node", node_id))
 
@@ -134,7 +134,7 @@ def open_cluster_source(
     IncompleteError on every rank, naming what is missing, if no save is complete, and
     NotFoundError if no node has any.
     """
-    collective = comm.begin_collective(operation, cached=False, timeout_seconds=timeout_seconds)
+    collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
     node, leaders = nodes[collective.rank], first_ranks(nodes)
     with collective.step("inventory"):
         is_leader = collective.rank in leaders

@@ -38,9 +38,7 @@ def repair_across_nodes(
     `nodes` gives the node of each rank. What one node cannot repair is in its report and does not
     stop the others. NotFoundError if no node has the folder, RankError if a rank is gone.
     """
-    collective = comm.begin_collective(
-        f"repair of {path}", cached=False, timeout_seconds=timeout_seconds
-    )
+    collective = comm.begin_collective(f"repair of {path}", timeout_seconds=timeout_seconds)
     node, node_leaders = nodes[collective.rank], first_ranks(nodes)
     is_leader, root = node_leaders[node] == collective.rank, os.path.realpath(path)
     with ExitStack() as resources, collective.propagating_errors():

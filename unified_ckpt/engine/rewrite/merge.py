@@ -133,7 +133,7 @@ def merge(
     on all ranks. After any error, `name` is as it was and no temporary folder is left.
     """
     collective = comm.begin_collective(
-        f"merge to {storage.path(name)}", cached=False, timeout_seconds=options.timeout_seconds
+        f"merge to {storage.path(name)}", timeout_seconds=options.timeout_seconds
     )
     with storage, collective.propagating_errors():
         leader, nbytes_by_node = _locate_tensors(collective, source, nodes)

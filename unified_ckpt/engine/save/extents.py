@@ -13,7 +13,7 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.exchange.shared_files import FileWriter
+from unified_ckpt.runtime.exchange.file_writer import FileWriter
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS
 from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.torch_state.tensors import (

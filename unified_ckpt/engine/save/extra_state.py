@@ -13,7 +13,7 @@ from unified_ckpt.engine.source.stateful import replace_with_states, stateful_ob
 from unified_ckpt.format import codec, digests, header, names
 from unified_ckpt.format.manifest import RankExtraFile
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.exchange.shared_files import FileWriter
+from unified_ckpt.runtime.exchange.file_writer import FileWriter
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer
 

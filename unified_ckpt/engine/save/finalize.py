@@ -26,7 +26,7 @@ from unified_ckpt.format.manifest import (
     RankExtraFile,
 )
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.exchange.shared_files import FileWriter
+from unified_ckpt.runtime.exchange.file_writer import FileWriter
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 

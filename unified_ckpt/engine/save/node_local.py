@@ -135,7 +135,6 @@ def local_shardings(
     decls, node_group = [tensor.decl for tensor in tensors], commit_group.node_group
     collective = comm.begin_collective(
         "shardings of a node group",
-        cached=False,
         timeout_seconds=commit_group.collective.timeout_seconds,
         parent=commit_group.collective,
     )

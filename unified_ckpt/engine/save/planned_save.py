@@ -17,9 +17,9 @@ from unified_ckpt.engine.save.request import SaveRequest, StoredParts
 from unified_ckpt.engine.save.snapshot import SnapshotMemory
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange.shared_files import AlignedFileWriter, FileWriter
+from unified_ckpt.runtime.exchange.file_writer import AlignedFileWriter, FileWriter
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
-from unified_ckpt.runtime.exchange.windows import TileBuffers
+from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor

@@ -74,9 +74,7 @@ def connect_topology(comm: Comm, probe: ProbeResult, *, timeout_seconds: float) 
     if not spans_nodes:
         return Topology(group_comm, node_group, None)
     keys, transport = group_comm.key_store("transport"), None
-    collective = group_comm.begin_collective(
-        "connections", cached=False, timeout_seconds=timeout_seconds
-    )
+    collective = group_comm.begin_collective("connections", timeout_seconds=timeout_seconds)
     try:
         with collective.step("listen"):
             transport = PeerTransport(

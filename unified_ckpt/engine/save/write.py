@@ -7,9 +7,9 @@ from unified_ckpt.engine.save.extents import QueuedWriter, write_extents, write_
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot, snapshot_tensors, write_snapshot
 from unified_ckpt.engine.save.tiles import TileBufferSet, write_tiles
-from unified_ckpt.runtime.exchange.shared_files import FileWriter
+from unified_ckpt.runtime.exchange.file_writer import FileWriter
 from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
-from unified_ckpt.runtime.exchange.windows import exchange_number
+from unified_ckpt.runtime.exchange.tile_buffers import exchange_number
 
 
 def write_parts(

@@ -110,7 +110,7 @@ def load_state(
     options, checkpointer = options or LoadOptions(), _checkpointer(accelerator)
     checkpointer.wait()
     collective = checkpointer._get_comm().begin_collective(
-        "load_state", cached=False, timeout_seconds=options.timeout_seconds
+        "load_state", timeout_seconds=options.timeout_seconds
     )
     with collective.step("folder"):
         states.check_supported(accelerator)
@@ -133,7 +133,7 @@ def load_state(
     )
     extra = report.extra.get(states.KEY, {}) if isinstance(report.extra, dict) else {}
     collective = checkpointer._get_comm().begin_collective(
-        "load_state", cached=False, timeout_seconds=options.timeout_seconds
+        "load_state", timeout_seconds=options.timeout_seconds
     )
     with collective.step("install"):
         states.restore_objects(
@@ -206,7 +206,7 @@ def _begin_save(
     checkpointer.wait()
     number = accelerator.project_configuration.iteration
     collective = checkpointer._get_comm().begin_collective(
-        "save_state", cached=False, timeout_seconds=options.timeout_seconds
+        "save_state", timeout_seconds=options.timeout_seconds
     )
     with collective.step("state"):
         states.check_supported(accelerator)
@@ -267,7 +267,7 @@ def _is_native(accelerator: Any, path: _Path | None) -> bool:
     collective = (
         _checkpointer(accelerator)
         ._get_comm()
-        .begin_collective("load_state", cached=False, timeout_seconds=LoadOptions().timeout_seconds)
+        .begin_collective("load_state", timeout_seconds=LoadOptions().timeout_seconds)
     )
     with collective.step("kind"):
         if collective.rank == 0:

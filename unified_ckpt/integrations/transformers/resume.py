@@ -45,9 +45,7 @@ def latest_checkpoint(
     left, without optimizer.
     """
     comm = checkpointer._get_comm()
-    collective = comm.begin_collective(
-        f"resume in {run}", cached=False, timeout_seconds=timeout_seconds
-    )
+    collective = comm.begin_collective(f"resume in {run}", timeout_seconds=timeout_seconds)
     with collective.step("latest"):
         if collective.rank == 0:
             name, skipped = _select_latest(os.path.abspath(run))

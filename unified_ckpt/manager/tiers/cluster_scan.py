@@ -219,9 +219,7 @@ class ClusterScan:
                 stack,
                 timeout_seconds=timeout,
             )
-            collective = self._comm.begin_collective(
-                "diagnose", cached=False, timeout_seconds=timeout
-            )
+            collective = self._comm.begin_collective("diagnose", timeout_seconds=timeout)
             with collective.step("read"):  # other nodes may read this folder until here
                 return source.save_id if isinstance(source, ClusterSource) else None
 

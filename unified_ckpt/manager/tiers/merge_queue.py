@@ -122,7 +122,7 @@ class MergeQueue:
         each local commit.
         """
         collective = self._commit_comm.begin_collective(
-            "pending", cached=False, timeout_seconds=self._timeout_seconds
+            "pending", timeout_seconds=self._timeout_seconds
         )
         body = collective.broadcast(
             "pending", json.dumps(sorted(pending)).encode() if collective.rank == 0 else None

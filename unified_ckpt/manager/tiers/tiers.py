@@ -201,7 +201,7 @@ class TieredStorage:
         `leader_action` runs on the other leaders.
         """
         collective = self._ranks().begin_collective(
-            operation, cached=False, timeout_seconds=self._timeout_seconds
+            operation, timeout_seconds=self._timeout_seconds
         )
         with collective.step("exchange"):
             if collective.rank == 0:

@@ -13,7 +13,7 @@ from unified_ckpt.errors import RankError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.shared_memory import TileBuffer
-from unified_ckpt.runtime.exchange.windows import TileBuffers
+from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 
 WORLD, TILE = 3, 8192
 

@@ -66,7 +66,16 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
         if not isinstance(what.model, FlatState):
             return load_request(comm, folder, what, strict=strict, options=options)
         return LoadRequest(
-            folder, what.model, folder.metadata(), None, None, set(), strict, options
+            source=folder,
+            state=what.model,
+            metadata=folder.metadata(),
+            optimizer=None,
+            layout=None,
+            matched_rules=set(),
+            strict=strict,
+            options=options,
+            extra=what.extra,
+            rank_extra=what.rank_extra,
         )
 
     monkeypatch.setattr(api, "save_request", to_save)

@@ -1,6 +1,4 @@
-"""A checkpoint copied to another root: whatever stops it and whatever is damaged, nothing bad is
-ever committed there.
-"""
+"""A copied checkpoint: no interruption or damage leads to a bad commit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Bad folders and targets that do not fit: one error of the tree, the same text on every rank, no
-hang, and a target as it was.
-"""
+"""Bad folders and mismatched targets: one error, equal on every rank; the target is unchanged."""
 
 from __future__ import annotations
 

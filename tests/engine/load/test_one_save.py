@@ -1,6 +1,4 @@
-"""A load reads one save, the one that is asked for, on every rank: whatever lies beside it, and
-whatever takes its place meanwhile.
-"""
+"""A load reads one save on every rank, whatever lies next to it or replaces it meanwhile."""
 
 from __future__ import annotations
 
@@ -180,7 +178,7 @@ ROWS = uc.Layout(mesh={"dp": 2}, rules={"*": {"dp": 0}})
 def load_on_machines(
     root: Path,
 ) -> tuple[list[uc.LoadReport | BaseException], list[dict[str, torch.Tensor]]]:
-    """What both of two machines want whole, of which each has a half."""
+    """What both of two nodes want whole, of which each has a half."""
     targets = [model(-1), model(-1)]
 
     def load(comm: Comm) -> uc.LoadReport:

@@ -1,4 +1,4 @@
-"""`LoadOptions.parts`: what is not asked for is not read and stays as it is."""
+"""`LoadOptions.parts`: other parts are neither read nor changed."""
 
 from __future__ import annotations
 

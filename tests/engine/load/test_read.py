@@ -1,6 +1,4 @@
-"""What moving the bytes of a load takes beside the target; that they are right is in
-tests/test_reshard.py.
-"""
+"""The memory that a load needs besides its targets."""
 
 from __future__ import annotations
 

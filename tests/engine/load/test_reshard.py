@@ -1,5 +1,6 @@
-"""Saved by one world, loaded by another: thread ranks against a numpy oracle, byte by byte, and the
-safetensors library in between.
+"""Saved by one world, loaded by another: compared byte by byte with a numpy oracle.
+
+The safetensors library reads the files in between.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def check_balance(case: Case, writes: Writes, places: Mapping[Key, tuple[str, in
 
 
 def check_over_read(case: Case, wanted: DrawnLayout, reports: Sequence[LoadReport]) -> None:
-    """All thread ranks are on one machine: what they read together, over what they want together."""
+    """All thread ranks are on one node: what they read together, over what they want together."""
     union = 0
     for one in wanted.tensors:
         mask = np.zeros(one.decl.spec.shape, dtype=bool)

@@ -1,6 +1,4 @@
-"""Ranks that want one load done in several ways hear of it before a byte is written: they would
-wait for each other for nothing.
-"""
+"""Ranks with different options of one load raise before a byte is written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Machines that load the same bytes from one folder: each block is read by one of them, the others
-get it from there.
-"""
+"""Nodes that load the same bytes of one folder: one reads each block and serves the others."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ FULL = {
 
 
 class Reads:
-    """Which machines read which blocks of the file of the model from the volume. Again is no
-    matter: a machine keeps what it has read.
+    """Which nodes read which blocks of the file of the model from the volume. Again is no
+    matter: a node keeps what it has read.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, machines: list[int]) -> None:

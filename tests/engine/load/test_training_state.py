@@ -1,6 +1,4 @@
-"""Optimizers through the public calls: saved, loaded into fresh objects, and the next steps are
-those of a run that was not interrupted.
-"""
+"""Optimizers saved and loaded into fresh objects: the next steps equal an uninterrupted run."""
 
 from __future__ import annotations
 

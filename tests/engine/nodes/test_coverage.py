@@ -1,4 +1,4 @@
-"""What folders hold between them, against masks of their elements; and which save is chosen."""
+"""The cluster index against masks of elements, and the selection of a save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Damage on one machine: another copy is read and the damage told, or the error names what is gone.
+"""Damage on one node: another copy is read and reported, or an error names what is lost.
+
 Stale folders are not mixed in.
 """
 
@@ -78,7 +79,7 @@ HOW: dict[str, Files] = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`twice`: two machines with a copy each; `once`: one copy over two machines."""
+    """`twice`: two nodes with a copy each; `once`: one copy over two nodes."""
     root = tmp_path_factory.mktemp("saved")
     save(root / "twice", [0, 0, 1, 1], copies=2)
     save(root / "once", [0, 0, 1, 1])
@@ -193,7 +194,7 @@ def test_error_names_damage_without_another_copy(once: Path, how: str) -> None:
     [(names.MANIFEST, "not valid JSON"), ("model_shards.safetensors.index.json", "has CRC")],
 )
 def test_error_names_unopened_folder_without_another_copy(once: Path, file: str, why: str) -> None:
-    """It is there: "on no machine here" alone sends its owner to look for a machine that is not
+    """It is there: "on no node here" alone sends its owner to look for a node that is not
     lost.
     """
     shorten(folder_of(once, 1) / file)
@@ -241,8 +242,8 @@ def test_shards_replace_a_damaged_whole_copy(tmp_path: Path) -> None:
 
 
 def test_local_shards_are_preferred_to_a_remote_whole_copy(tmp_path: Path) -> None:
-    """Ranks 2 and 3 have their halves on their own machines: they do not meet what is wrong with
-    machine 0's.
+    """Ranks 2 and 3 have their halves on their own nodes: they do not meet what is wrong with
+    node 0's.
     """
     save(tmp_path, [0, 0, 1, 2], copies=2)
     flip(folder_of(tmp_path, 0) / "model.safetensors", at=0.3)
@@ -252,7 +253,7 @@ def test_local_shards_are_preferred_to_a_remote_whole_copy(tmp_path: Path) -> No
 
 
 def test_local_copy_is_read_first(twice: Path) -> None:
-    """Each machine reads its own copy: damage on the other one is not met."""
+    """Each node reads its own copy: damage on the other one is not met."""
     flip(folder_of(twice, 1) / "model.safetensors")
     reports = fine(load(twice, [0, 0, 1, 1], copies=2))
     assert [bool(report.notes) for report in reports[:2]] == [False, False]
@@ -303,7 +304,7 @@ def test_folder_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
 
 
 def test_older_complete_save_is_selected(tmp_path: Path) -> None:
-    """The newest has lost a machine, and its folders and the older ones' are all at hand."""
+    """The newest has lost a node, and its folders and the older ones' are all at hand."""
     save(tmp_path / "old", [0, 1], step=1)
     save(tmp_path / "new", [0, 1], step=2)
     date(folder_of(tmp_path / "old", 0), "2020-01-01T00:00:00+00:00")
@@ -320,7 +321,7 @@ def date(folder: Path, created: str) -> None:
 
 
 def test_newest_of_two_complete_saves(tmp_path: Path) -> None:
-    """A machine that has copies of both, and one that has the old one only."""
+    """A node that has copies of both, and one that has the old one only."""
     save(tmp_path / "old", [0, 1], copies=2, step=1)
     save(tmp_path / "new", [0, 1], copies=2, step=2)
     for machine in (0, 1):
@@ -369,7 +370,7 @@ def test_part_without_tensors(tmp_path: Path) -> None:
 
 def test_rank_extra_is_restored_by_rank(tmp_path: Path) -> None:
     save(tmp_path, [0, 0, 1, 1])
-    reports = fine(load(tmp_path, [1, 1, 0, 0]))  # each machine has the other's folder
+    reports = fine(load(tmp_path, [1, 1, 0, 0]))  # each node has the other's folder
     assert [report.rank_extra for report in reports] == [f"rank {rank} at 0" for rank in range(4)]
     assert notes(reports) == ""
 
@@ -401,7 +402,7 @@ def test_no_rank_stored_a_rank_extra(tmp_path: Path) -> None:
 
 
 def test_hugging_face_folder_on_one_node_only(tmp_path: Path) -> None:
-    """It is no machine's checkpoint of several: the error says who has none."""
+    """It is no node's checkpoint of several: the error says who has none."""
     from safetensors.torch import save_file
 
     folder_of(tmp_path, 0).mkdir(parents=True)
@@ -430,7 +431,7 @@ class Own:
 
 
 def test_objects_of_an_absent_node_stay_unchanged(twice: Path) -> None:
-    """A job that goes on with a new machine in the place of a lost one is not stopped by that one's
+    """A job that goes on with a new node in the place of a lost one is not stopped by that one's
     random states.
     """
     shutil.rmtree(folder_of(twice, 1))

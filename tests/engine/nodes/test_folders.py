@@ -1,6 +1,4 @@
-"""Of many folders a rank opens those that it reads, and finds out before the first byte whether the
-machines can talk at all.
-"""
+"""A rank opens only folders that it reads, and checks connections before the first byte."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ NODES = 3
 
 
 def save(root: Path, *, whole: bool) -> None:
-    """Each machine has `w`, all of it or its rows."""
+    """Each node has `w`, all of it or its rows."""
     rules = (
         None
         if whole

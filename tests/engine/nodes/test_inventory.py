@@ -1,6 +1,4 @@
-"""What a machine tells of its folder: all that it stores can be told from it, and machines that
-were cut alike say the same.
-"""
+"""An inventory describes all that a folder stores; nodes sharded alike share a tensor list."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 @st.composite
 def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
-    """What a folder stores, by its own parts and names: whole tensors, fragments, and names that
-    only look like a fragment's.
+    """What a folder stores, by its own parts and names: whole tensors, shards, and names that
+    only look like a shard's.
     """
     stored: dict[str, dict[str, TensorSpec]] = {
         part: {} for part in draw(st.sets(st.sampled_from(["model", "optimizer"])))
@@ -109,7 +107,7 @@ def test_inventory_round_trip(stored: dict[str, dict[str, TensorSpec]], number: 
 
 
 def rows_of_machine(machine: int, machines: int, layers: int) -> dict[str, dict[str, TensorSpec]]:
-    """Each layer has a matrix, cut by rows over two ranks of each machine."""
+    """Each layer has a matrix, cut by rows over two ranks of each node."""
     boxes = [Box((2 * machine + rank, 0), (1, 5)) for rank in (0, 1)]
     names = [
         shard_name(f"layers.{layer}.w", box, (2 * machines, 5))
@@ -121,7 +119,7 @@ def rows_of_machine(machine: int, machines: int, layers: int) -> dict[str, dict[
 
 @pytest.mark.parametrize("machines", [2, 16])
 def test_nodes_sharded_alike_share_a_tensor_list(machines: int) -> None:
-    """What a machine alone has to say does not grow with the tensors."""
+    """What a node alone has to say does not grow with the tensors."""
     told = [classify(rows_of_machine(machine, machines, layers=30)) for machine in range(machines)]
     assert len({tensor_list_name(listing.encode()) for listing, _ in told}) == 1
     listing, spans = told[1]

@@ -1,4 +1,4 @@
-"""What is kept of a folder whose tensors are read: the same answers, in few bytes."""
+"""The location table gives the answers of its folder in few bytes."""
 
 from __future__ import annotations
 

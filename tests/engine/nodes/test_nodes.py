@@ -1,6 +1,4 @@
-"""Machines without a common folder: what any of them saved, any others load, as long as one copy of
-each element is left somewhere.
-"""
+"""Nodes without a shared folder: any nodes load what others saved if one copy is left."""
 
 from __future__ import annotations
 
@@ -44,11 +42,11 @@ from unified_ckpt.testing import DrawnLayout
 
 __all__ = ["states"]  # a fixture
 
-# layouts: (machines, ranks of each) -> what each rank holds
+# layouts: (nodes, ranks of each) -> what each rank holds
 
 
 def dealt(root: Path, folders: Sequence[int], machines: int, *, turn: int = 0) -> dict[int, Paths]:
-    """The saved folders over the machines of a load, in turn; a machine that gets none has an empty
+    """The saved folders over the nodes of a load, in turn; a node that gets none has an empty
     place.
     """
     found: dict[int, Paths] = {}
@@ -63,7 +61,7 @@ def dealt(root: Path, folders: Sequence[int], machines: int, *, turn: int = 0) -
 
 
 def check_pair(root: Path, layout: str, saved: tuple[int, int], loaded: tuple[int, int]) -> None:
-    """All folders, renumbered; one more machine that is empty; and each one away in turn: the
+    """All folders, renumbered; one more node that is empty; and each one away in turn: the
     others have it all, or say what is gone.
     """
     case, machines = case_of(layout, *saved), places(*saved)
@@ -146,7 +144,7 @@ def test_any_number_of_nodes_to_any_other(
 
 
 def test_what_is_stored_whole_and_what_as_shards(tmp_path: Path) -> None:
-    """Whole where the machine has a copy; else under names that nobody takes for a model's. No byte
+    """Whole where the node has a copy; else under names that nobody takes for a model's. No byte
     twice in a folder.
     """
     save_case(case_of("whole on each node", 2, 2), tmp_path / "whole", places(2, 2))
@@ -219,7 +217,7 @@ def check_scattered(
                 paths[machine] = held or [Path(name) / "nothing" / NAME]
             away = [number for number, at in zip(numbers, where, strict=True) if at is None]
             if len(numbers) == 1 and not away and len(set(own)) == 1:
-                continue  # the one folder of one machine: tests/test_reshard.py
+                continue  # one folder of one node: see test_reshard.py
             check_load(case, machines, wanted, own, paths, away=away)
 
 

@@ -1,4 +1,4 @@
-"""The folders of several machines, read by one process as if they were one."""
+"""Several nodes' folders, read by one process as one Source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIMS = {"rows": 0, "columns": 1, "inner": 1}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each rank is a machine, and has a quarter of each tensor."""
+    """Each rank is a node, and has a quarter of each tensor."""
     root = tmp_path_factory.mktemp("saved")
     layout = uc.Layout(
         mesh={"dp": WORLD},

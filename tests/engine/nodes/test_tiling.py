@@ -1,6 +1,4 @@
-"""Which stored boxes a window of a tensor is read from, against masks; reading itself is in
-tests/test_machines.py.
-"""
+"""The stored boxes that a window of a tensor is read from, against masks."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def check_regions(
     spoilt: frozenset[Box],
     own: frozenset[int],
 ) -> None:
-    """Each element of the window that a box has which is not spoilt is in one region, that of a
+    """Each element of the window that a box has which is not corrupt is in one region, that of a
     folder here where one has it.
     """
     shape = SPECS[key].shape

@@ -1,4 +1,4 @@
-"""Two checkpoints compared: every way in which a tensor can differ is seen, and nothing else is."""
+"""Two checkpoints compared: every kind of difference is found, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Objects as they are in `extra` and `rank_extra`: each gets its own state back, or every rank says
-which one cannot.
-"""
+"""Objects in `extra` and `rank_extra` get their own state back, or every rank raises."""
 
 from __future__ import annotations
 

@@ -122,6 +122,7 @@ def _load(
     nodes: Sequence[int],
     started: float,
 ) -> LoadReport:
+    """Run the steps of a load. Nothing is written to the target before the step "read"."""
     rank, world = collective.rank, collective.world
     with gc_paused, collective.step("prepare-target"):
         if isinstance(request, Exception):

@@ -41,7 +41,7 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     has_masters,
     master_key,
 )
-from unified_ckpt.runtime.torch_state.placements import _resolver, check_not_expanded
+from unified_ckpt.runtime.torch_state.placements import check_not_expanded, make_resolver
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Targets:
     rank_extra: Any = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LoadRequest:
     """What a rank wants to load. `extra`, `rank_extra`: trees with stateful objects to restore.
 
@@ -83,9 +83,7 @@ def try_load_request(
     try:
         if isinstance(source, Exception):
             raise source
-        request = load_request(comm, source, targets, strict=strict, options=options)
-        request.extra, request.rank_extra = targets.extra, targets.rank_extra
-        return request
+        return load_request(comm, source, targets, strict=strict, options=options)
     except Exception as error:
         return error
 
@@ -94,7 +92,7 @@ def load_request(
     comm: Comm, source: Source, targets: Targets, *, strict: bool, options: LoadOptions
 ) -> LoadRequest:
     """Return the request of this rank. Raises LayoutError for targets that cannot be placed."""
-    resolver, model = _resolver(comm, targets.layout), targets.model
+    resolver, model = make_resolver(comm, targets.layout), targets.model
     optimizer, master_weights = targets.optimizer, targets.master_weights
     optimizers, master_holders = as_optimizers(optimizer), as_optimizers(master_weights)
     state = flatten_state(
@@ -109,9 +107,9 @@ def load_request(
     metadata = SourceMetadata() if isinstance(source, IndexedOptimizerSource) else source.metadata()
     if master_weights is None:
         master_holders = [
-            candidate
-            for candidate in optimizers
-            if has_masters(candidate) or _creates_masters(candidate, names, metadata)
+            holder
+            for holder in optimizers
+            if has_masters(holder) or _creates_masters(holder, names, metadata)
         ]
     else:
         _check_masters(optimizers, master_holders, master_weights, names, metadata)
@@ -122,7 +120,7 @@ def load_request(
     }
     parts_to_read = _parts_to_read(target_parts, options.parts)
     if master_weights is None and OPTIMIZER not in parts_to_read:
-        master_holders = [candidate for candidate in master_holders if has_masters(candidate)]
+        master_holders = [holder for holder in master_holders if has_masters(holder)]
     if (
         master_weights is None
         and master_holders
@@ -154,20 +152,22 @@ def load_request(
                 fqn: tensor for fqn, (_, tensor) in optimizer_target.masters.items()
             }
             state.tensors += resolve_like_params(resolver, MASTER, masters, param_refs)
-    state.tensors = [part for part in state.tensors if part.decl.part in parts_to_read]
-    for part in state.tensors:
-        if not part.local.is_contiguous():
-            check_not_expanded(f"{part.decl.part}:{part.decl.fqn}", part.local)
+    state.tensors = [tensor for tensor in state.tensors if tensor.decl.part in parts_to_read]
+    for tensor in state.tensors:
+        if not tensor.local.is_contiguous():
+            check_not_expanded(f"{tensor.decl.part}:{tensor.decl.fqn}", tensor.local)
     state.requested.intersection_update(parts_to_read)
     return LoadRequest(
-        source,
-        state,
-        metadata,
-        optimizer_target,
-        targets.layout,
-        resolver.matched_patterns,
-        strict,
-        options,
+        source=source,
+        state=state,
+        metadata=metadata,
+        optimizer=optimizer_target,
+        layout=targets.layout,
+        matched_rules=resolver.matched_patterns,
+        strict=strict,
+        options=options,
+        extra=targets.extra,
+        rank_extra=targets.rank_extra,
     )
 
 
@@ -219,11 +219,9 @@ def _optimizer_target(
     The holders are some of the optimizers, if there are any.
     """
     selected_optimizers, names = optimizers or master_holders, state.param_names()
-    shapes = {name: param_ref.tensor.shape for name, param_ref in state.param_refs().items()}
-    parameter_names = _parameter_names(selected_optimizers, names) if optimizers else set()
-    saved, grown = saved_state(
-        parameter_names, source, state.aliases, pads=metadata.pads, shapes=shapes
-    )
+    shapes = {fqn: param_ref.tensor.shape for fqn, param_ref in state.param_refs().items()}
+    fqns = _parameter_names(selected_optimizers, names) if optimizers else set()
+    saved, padded = saved_state(fqns, source, state.aliases, pads=metadata.pads, shapes=shapes)
     differing = {
         key.rpartition("/")[0]
         for key, (_, shape) in saved.items()
@@ -238,7 +236,7 @@ def _optimizer_target(
         saved_shapes=checkpoint_shapes,
         loads_state=bool(optimizers),
     )
-    init_grown_state(optimizer_target, grown)
+    init_grown_state(optimizer_target, padded)
     if master_holders:
         master_names, names_of = set(source.names(MASTER)), TensorNames(source, state.aliases)
         stored = {
@@ -286,6 +284,7 @@ def _parts_to_read(target_parts: set[str], selected: Sequence[str] | None) -> se
 
 
 def _parameter_names(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:
+    """Return the names of the optimizers' parameters. `names`: by id of the parameter."""
     return {
         names[id(parameter)]
         for optimizer in optimizers

@@ -141,10 +141,8 @@ class ClusterSource:
         """Estimate how many bytes of a tensor are on this node; overlaps count twice."""
         spec, layout = self._index.specs[part, name], self._index.layout((part, name))
         boxes = {box for number in self._local for box, _, _ in layout.boxes_in_folder(number)}
-        return min(
-            sum(box.numel for box in boxes) * spec.nbytes // max(full_box(spec.shape).numel, 1),
-            spec.nbytes,
-        )
+        numel = max(full_box(spec.shape).numel, 1)
+        return min(sum(box.numel for box in boxes) * spec.nbytes // numel, spec.nbytes)
 
     def close(self) -> None:
         """Close all folders."""
@@ -152,11 +150,12 @@ class ClusterSource:
 
     @property
     def _any_folder(self) -> Folder:
-        """Any folder: all have the same tensor-independent content."""
+        """The preferred folder; all have the same aliases and kind of digests."""
         return self._folders[self._order[0]]
 
 
 def _folder_order(folder: Folder) -> tuple[bool, int]:
+    """Sort folders by node group, replicas last."""
     node_group = folder.manifest.node_group if folder.manifest is not None else None
     parent = os.path.split(os.path.split(folder.storage.root)[0])[1]
     return parent == names.REPLICAS, node_group.number if node_group is not None else -1

@@ -27,7 +27,7 @@ from unified_ckpt.runtime.torch_state.flatten import (
 from unified_ckpt.runtime.torch_state.masters import MasterComparison, compare_masters
 from unified_ckpt.runtime.torch_state.modules import Model
 from unified_ckpt.runtime.torch_state.optimizers import Optimizers
-from unified_ckpt.runtime.torch_state.placements import _resolver, describe_meshes
+from unified_ckpt.runtime.torch_state.placements import describe_meshes, make_resolver
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
@@ -66,7 +66,7 @@ def save_request(comm: Comm, arguments: SaveArguments, options: SaveOptions) -> 
                 f"parts: got {part!r}, expected a name that does not end in {SHARD_SUFFIX!r}, "
                 "the suffix of shards; rename the part"
             )
-    resolver = _resolver(comm, layout)
+    resolver = make_resolver(comm, layout)
     state = flatten_state(
         resolver,
         model=arguments.get("model"),

@@ -366,7 +366,7 @@ def describe_meshes(resolver: ShardingResolver) -> Mapping[str, object]:
     return description
 
 
-def _resolver(comm: Comm, layout: Layout | None) -> ShardingResolver:
+def make_resolver(comm: Comm, layout: Layout | None) -> ShardingResolver:
     if layout is not None:
         layout.check_world(comm.world)
     return ShardingResolver(comm.rank, comm.ranks, layout)

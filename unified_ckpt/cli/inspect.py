@@ -189,7 +189,7 @@ def _manifest_rows(manifest: Manifest, parts: Collection[str]) -> list[tuple[str
         ("created", manifest.created),
         ("mesh", _mesh_text(manifest)),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
-        ("extra", extra_text(manifest.extra)),
+        ("extra", "none" if manifest.extra is None else extra_text(manifest.extra)),
         ("rank extra", f"of {count_text(world_size, 'rank')}" if world_size else "none"),
     ]
     if manifest.node_group is not None:

@@ -26,7 +26,7 @@ from unified_ckpt.sources.pytorch.dcp import read_entries
 from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
 from unified_ckpt.sources.restricted_pickle.load import load_pickle, load_torch, load_torch_bytes
 from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
-from unified_ckpt.sources.restricted_pickle.stubs import Placeholder
+from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
 
 
 class Hostile:

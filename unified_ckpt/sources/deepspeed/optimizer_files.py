@@ -21,7 +21,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, StorageError
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, FlatRange
 from unified_ckpt.sources.restricted_pickle.archive import check_archive_name
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.sources.restricted_pickle.stubs import Placeholder
+from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
 
 FP32 = "fp32"  # our key for the weights, next to the keys of optimizer state
 ParamGroups = tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]  # (options, flat groups)

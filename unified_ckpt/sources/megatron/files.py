@@ -19,7 +19,7 @@ from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.sources.detect.names import MEGATRON_TRACKER
 from unified_ckpt.sources.megatron.names import to_core_name
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.sources.restricted_pickle.stubs import Placeholder
+from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"

@@ -26,7 +26,7 @@ from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.sources.paddle.slices import StoredTensor, narrow
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
-from unified_ckpt.sources.restricted_pickle.stubs import placeholder_class
+from unified_ckpt.sources.restricted_pickle.placeholders import placeholder_class
 
 _SPLIT_PARTS = "UnpackBigParamInfor@@"  # Paddle's spelling
 _SHORT_NBYTES = 1024  # longer values stay in the file

@@ -31,7 +31,7 @@ from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.sources.restricted_pickle.load import load_pickle, load_torch_bytes
-from unified_ckpt.sources.restricted_pickle.stubs import (
+from unified_ckpt.sources.restricted_pickle.placeholders import (
     FieldsPlaceholder,
     Placeholder,
     placeholder_class,

@@ -17,7 +17,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.sources.restricted_pickle.stubs import NAMESPACE_CLASSES, to_plain
+from unified_ckpt.sources.restricted_pickle.placeholders import NAMESPACE_CLASSES, to_plain
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
 META_FILE = "meta.pt"

@@ -37,7 +37,7 @@ from unified_ckpt.sources.pytorch.optimizer_names import (
 )
 from unified_ckpt.sources.pytorch.parameter_order import config_order
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.sources.restricted_pickle.stubs import NAMESPACE_CLASSES, to_plain
+from unified_ckpt.sources.restricted_pickle.placeholders import NAMESPACE_CLASSES, to_plain
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, whole_tensor
 
 # Keys under which scripts store the model, most likely first.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.restricted_pickle.stubs import Placeholder
+from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
 
 MAX_BRANCHES = 100_000_000  # a list of 1,000 names shared by 16,384 ranks has 16 million
 MAX_DEPTH = 200  # functions that traverse a tree are recursive, and Python stops at 1,000 calls

@@ -26,7 +26,7 @@ from unified_ckpt.runtime.storage.storage import Buffer
 from unified_ckpt.sources.restricted_pickle.archive import LOCAL_HEADER, check_archive_name
 from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
 from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
-from unified_ckpt.sources.restricted_pickle.stubs import placeholder_class
+from unified_ckpt.sources.restricted_pickle.placeholders import placeholder_class
 
 # numpy arrays only hold bytes, so torch's reader may rebuild them.
 _NUMPY_GLOBALS = (

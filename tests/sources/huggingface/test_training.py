@@ -33,7 +33,7 @@ Hostile = Callable[[Path], Any]
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
+def native_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
     """Train four steps with the native Trainer; return it and its checkpoint."""
     out = tmp_path_factory.mktemp("stock")
     trained = trainer(out, StopAt(4), stock=True, weight_decay=0.1, lr_scheduler_type="cosine")
@@ -42,9 +42,9 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
 
 
 @pytest.fixture
-def folder(stock: tuple[Trainer, Path], tmp_path: Path) -> Path:
+def folder(native_run: tuple[Trainer, Path], tmp_path: Path) -> Path:
     """A copy of the checkpoint, to damage."""
-    shutil.copytree(stock[1], tmp_path / "checkpoint-4")
+    shutil.copytree(native_run[1], tmp_path / "checkpoint-4")
     return tmp_path / "checkpoint-4"
 
 
@@ -83,8 +83,8 @@ def check_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     ] == []
 
 
-def test_weights_and_optimizer_match_the_trainer(stock: tuple[Trainer, Path]) -> None:
-    trained, folder = stock
+def test_weights_and_optimizer_match_the_trainer(native_run: tuple[Trainer, Path]) -> None:
+    trained, folder = native_run
     with uc.open(folder) as source:
         assert (source.format, source.parts, source.step) == ("trainer", ("model", "optimizer"), 4)
         check_equal(
@@ -125,7 +125,7 @@ class Loads(TrainerCallback):
 
 
 def test_resumed_trainer_has_uninterrupted_losses(
-    stock: tuple[Trainer, Path], tmp_path: Path
+    native_run: tuple[Trainer, Path], tmp_path: Path
 ) -> None:
     arguments = {
         "weight_decay": 0.1,
@@ -135,21 +135,23 @@ def test_resumed_trainer_has_uninterrupted_losses(
     }
     uninterrupted = trainer(tmp_path / "straight", **arguments)
     uninterrupted.train()
-    resumed = trainer(tmp_path / "resumed", Loads(stock[1]), **arguments)
-    resumed.train(resume_from_checkpoint=str(stock[1]))
+    resumed = trainer(tmp_path / "resumed", Loads(native_run[1]), **arguments)
+    resumed.train(resume_from_checkpoint=str(native_run[1]))
     assert len(losses(uninterrupted)) == STEPS
     check_same(resumed, uninterrupted)
 
 
-def test_random_states_by_rank(stock: tuple[Trainer, Path]) -> None:
-    net, rng_state = model(), torch.load(stock[1] / "rng_state.pth", weights_only=False)
-    uc.load(stock[1], model=net, rank_extra=RandomStates())
+def test_random_states_by_rank(native_run: tuple[Trainer, Path]) -> None:
+    net, rng_state = model(), torch.load(native_run[1] / "rng_state.pth", weights_only=False)
+    uc.load(native_run[1], model=net, rank_extra=RandomStates())
     assert torch.equal(torch.get_rng_state(), rng_state["cpu"])
     assert random.getstate() == rng_state["python"]
 
 
-def test_next_save_is_unified_with_same_names(stock: tuple[Trainer, Path], tmp_path: Path) -> None:
-    folder = stock[1]
+def test_next_save_is_unified_with_same_names(
+    native_run: tuple[Trainer, Path], tmp_path: Path
+) -> None:
+    folder = native_run[1]
     net = model()
     decayed, rest = (
         [net.get_parameter(name) for name in group] for group in names_of_groups(folder)
@@ -168,10 +170,10 @@ def names_of_groups(folder: Path) -> list[list[str]]:
 
 
 def test_permuted_optimizer_is_refused(
-    stock: tuple[Trainer, Path],
+    native_run: tuple[Trainer, Path],
 ) -> None:
     """Layers of equal shapes are swapped: torch's load_state_dict accepts that silently."""
-    net, groups = model(), names_of_groups(stock[1])
+    net, groups = model(), names_of_groups(native_run[1])
     other = {"layers.0": "layers.1", "layers.1": "layers.0"}
     swapped = [
         [re.sub("layers.[01]", lambda match: other[match[0]], name) for name in group]
@@ -184,15 +186,15 @@ def test_permuted_optimizer_is_refused(
         uc.FormatError,
         match=r"two orders fit: the target optimizer has .*layers.1.* where .* has .*layers.0",
     ):
-        uc.load(stock[1], model=net, optimizer=optimizer)
+        uc.load(native_run[1], model=net, optimizer=optimizer)
     source = uc.SourceOptions(optimizer_order=tuple(map(tuple, groups)))
     uc.load(
-        stock[1],
+        native_run[1],
         model=net,
         optimizer=optimizer,
         options=uc.LoadOptions(source=source, hyperparameters="current"),
     )
-    check_equal(state_of(net, optimizer), state_of(stock[0].model, plain(stock[0])))
+    check_equal(state_of(net, optimizer), state_of(native_run[0].model, plain(native_run[0])))
 
 
 @pytest.mark.parametrize(
@@ -213,11 +215,11 @@ def test_permuted_optimizer_is_refused(
     ],
 )
 def test_wrong_order_is_refused(
-    stock: tuple[Trainer, Path], change: Callable[..., Any], text: str
+    native_run: tuple[Trainer, Path], change: Callable[..., Any], text: str
 ) -> None:
-    order = tuple(map(tuple, change(names_of_groups(stock[1]))))
+    order = tuple(map(tuple, change(names_of_groups(native_run[1]))))
     with (
-        uc.open(stock[1], options=uc.SourceOptions(optimizer_order=order)) as source,
+        uc.open(native_run[1], options=uc.SourceOptions(optimizer_order=order)) as source,
         pytest.raises(uc.FormatError, match=text),
     ):
         list(source["optimizer"])
@@ -627,12 +629,12 @@ def test_experts_stacked_in_memory(tmp_path: Path) -> None:
 
 
 def test_converted_checkpoint_resumes_like_a_callback_save(
-    stock: tuple[Trainer, Path], tmp_path: Path
+    native_run: tuple[Trainer, Path], tmp_path: Path
 ) -> None:
     arguments = {"weight_decay": 0.1, "lr_scheduler_type": "cosine"}
     uninterrupted = trainer(tmp_path / "straight", stock=True, save_strategy="no", **arguments)
     uninterrupted.train()
-    report = uc.convert(stock[1], tmp_path / "run" / "checkpoint-4")
+    report = uc.convert(native_run[1], tmp_path / "run" / "checkpoint-4")
     assert (report.format, report.step, report.tensors) == (
         "trainer",
         4,
@@ -644,7 +646,7 @@ def test_converted_checkpoint_resumes_like_a_callback_save(
     check_same(resumed, uninterrupted)
     check_equal(
         dict(LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").state_dict()),
-        dict(stock[0].model.state_dict()),
+        dict(native_run[0].model.state_dict()),
     )
 
 

@@ -1,7 +1,6 @@
-"""A rank of jobs that stock frameworks checkpoint: Accelerate under FSDP2 in each of its forms,
-DCP's safetensors, Lightning, the Trainer.
+"""Saves sharded jobs with native frameworks: Accelerate (FSDP2), DCP, Lightning, the Trainer.
 
-Leaves each under the root, and beside it what was saved, put together by torch: `<name>.pt`.
+Each checkpoint is in the root, next to `<name>.pt` with the same state, gathered by torch.
 """
 
 from __future__ import annotations

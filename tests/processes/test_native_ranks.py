@@ -29,8 +29,8 @@ FOLDERS = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stock")
-    torchrun(2, "worker_stock.py", path, timeout_seconds=240)
+    path = tmp_path_factory.mktemp("native")
+    torchrun(2, "worker_native.py", path, timeout_seconds=240)
     return path
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -182,49 +182,33 @@ def _visible_entries(path: str) -> list[str]:
 
 def _list_folder(root: str, folder: str, patterns: tuple[StepNamePattern, ...]) -> list[StepEntry]:
     path = os.path.join(root, folder) if folder else root
-    entries = _visible_entries(path)
+    entries = set(_visible_entries(path))
     pointers, in_orbax_root = _read_pointers(path, entries), ORBAX_ROOT in entries
     steps: list[StepEntry] = []
-    for name in (candidate for candidate in entries if not names.is_backup(candidate)):
-        name_pattern = next(
-            (candidate for candidate in patterns if candidate.pattern.fullmatch(name)), None
-        )
-        if name_pattern is None and name not in pointers:
+    for name in entries | pointers.keys():
+        exists, entry_path = name in entries, os.path.join(path, name)
+        name_pattern = next((item for item in patterns if item.pattern.fullmatch(name)), None)
+        if name_pattern is None and not (exists and name in pointers):
             continue
-        is_step_by_name = name_pattern is not None and (
-            name_pattern.unambiguous or name in pointers or in_orbax_root
-        )
-        format_name = _detect_entry_format(
-            os.path.join(path, name), name_pattern, is_step_by_name=is_step_by_name
-        )
+        if exists and names.is_backup(name):
+            continue
+        format_name: str | None = ""  # of a step that a pointer names, but that does not exist
+        if exists:
+            is_step_by_name = name_pattern is not None and (
+                name_pattern.unambiguous or name in pointers or in_orbax_root
+            )
+            format_name = _detect_entry_format(
+                entry_path, name_pattern, is_step_by_name=is_step_by_name
+            )
         if format_name is not None:
             number = None if name_pattern is None else name_pattern.number(name)
-            steps.append(
-                StepEntry(
-                    os.path.join(folder, name),
-                    os.path.join(path, name),
-                    number,
-                    format_name,
-                    pointers.get(name, ""),
-                )
-            )
-    for name in pointers.keys() - set(entries):
-        name_pattern = next(
-            (candidate for candidate in patterns if candidate.pattern.fullmatch(name)), None
-        )
-        if name_pattern is not None:
-            entry = StepEntry(
-                os.path.join(folder, name),
-                os.path.join(path, name),
-                name_pattern.number(name),
-                "",
-                pointers[name],
-            )
-            steps.append(entry)
+            pointer = pointers.get(name, "")
+            relative_path = os.path.join(folder, name)
+            steps.append(StepEntry(relative_path, entry_path, number, format_name, pointer))
     return steps
 
 
-def _read_pointers(folder: str, entries: list[str]) -> dict[str, str]:
+def _read_pointers(folder: str, entries: Collection[str]) -> dict[str, str]:
     """Map the entries that pointer files in a folder name to those pointer files."""
     pointers: dict[str, str] = {}
     for file in reversed([name for name in _POINTER_FILES if name in entries]):
@@ -233,11 +217,8 @@ def _read_pointers(folder: str, entries: list[str]) -> dict[str, str]:
             continue
         with open_binary(path) as pointer_file:
             text = pointer_file.read(_POINTER_NBYTES).decode(errors="replace").strip()
-        name = (
-            text
-            if file == MEGATRON_TRACKER and text == "release"
-            else _POINTER_FILES[file].format(text)
-        )
+        is_release = file == MEGATRON_TRACKER and text == "release"
+        name = text if is_release else _POINTER_FILES[file].format(text)
         if text and os.path.split(name)[1] == name and name not in (".", ".."):
             pointers[name] = file
     return pointers

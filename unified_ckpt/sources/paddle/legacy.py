@@ -54,34 +54,29 @@ def read_legacy_state(
     names_by_rank: dict[tuple[int, ...], dict[str, str]] = {}
     files = rank_files(root, entries, "model_state", "pdparams")
     for rank_file in files:
-        names_by_rank[_mesh_coordinates(rank_file)] = _read_model(
-            os.path.join(root, rank_file.file), rank_file, collected
-        )
+        path = os.path.join(root, rank_file.file)
+        names_by_rank[_mesh_coordinates(rank_file)] = _read_model(path, rank_file, collected)
     optimizers = rank_files(root, entries, "optimizer", "pdopt")
     for rank_file in optimizers:
-        if _mesh_coordinates(rank_file) not in names_by_rank:
+        parameter_names = names_by_rank.get(_mesh_coordinates(rank_file))
+        if parameter_names is None:
             raise IncompleteError(
                 f"{root}: the model_state file for {rank_file.file} is missing, which has the "
                 "parameters' names"
             )
-        _read_optimizer(
-            os.path.join(root, rank_file.file),
-            rank_file,
-            names_by_rank[_mesh_coordinates(rank_file)],
-            collected,
-        )
-    degree = 1 + max(rank_file.coordinates.get("tp", 0) for rank_file in files)
+        path = os.path.join(root, rank_file.file)
+        _read_optimizer(path, rank_file, parameter_names, collected)
+    degree = 1 + max(rank_file.tp_rank for rank_file in files)
     axes = _split_axes(root, collected, model, degree)
-    merged = [
-        _concat_slices(root, slices, axes, degree)
-        for slices in (collected.model, collected.masters)
-    ]
-    states = {
-        kind: _concat_slices(root, slices, axes if kind in STATE_NAMES else {}, degree)
-        for kind, slices in collected.optimizer.items()
-    }
     state = PaddleTensors(
-        merged[0], merged[1], states, collected.internal_names, is_sharded=is_sharded(optimizers)
+        _concat_slices(root, collected.model, axes, degree),
+        _concat_slices(root, collected.masters, axes, degree),
+        {
+            name: _concat_slices(root, slices, axes if name in STATE_NAMES else {}, degree)
+            for name, slices in collected.optimizer.items()
+        },
+        collected.internal_names,
+        is_sharded=is_sharded(optimizers),
     )
     return state, {"scheduler": collected.scheduler} if collected.scheduler else {}
 
@@ -106,9 +101,7 @@ def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[s
             format_list(f"{path}: has entries that are not arrays, or no arrays", unexpected)
         )
     for name, tensor in tensors.items():
-        collected.model.setdefault(name, {}).setdefault(
-            rank_file.coordinates.get("tp", 0), []
-        ).append(tensor)
+        collected.model.setdefault(name, {}).setdefault(rank_file.tp_rank, []).append(tensor)
     collected.internal_names |= {
         str(name): str(internal_name) for name, internal_name in name_map.items()
     }
@@ -123,26 +116,19 @@ def _read_optimizer(
         raise FormatError(f"{path}: got {type(content).__name__}, expected a dict of arrays")
     collected.scheduler = collected.scheduler or to_plain(content.pop(_SCHEDULER, None))
     masters = dict_entry(path, content, _MASTERS)
-    tp, unknown = rank_file.coordinates.get("tp", 0), []
+    state_names, unknown = (*STATE_NAMES, *POWER_STATES), []
     for key, tensor in map_arrays(path, content).items():
-        state_name = next(
-            (
-                state_name
-                for state_name in (*STATE_NAMES, *POWER_STATES)
-                if key.endswith(f"_{state_name}")
-            ),
-            None,
-        )
+        state_name = next((name for name in state_names if key.endswith(f"_{name}")), None)
         owner = names.get(key.removesuffix(f"_{state_name}").removesuffix(_MASTER_SUFFIX))
         if state_name is None or owner is None:
             unknown.append(key)
             continue
-        collected.optimizer.setdefault(state_name, {}).setdefault(owner, {}).setdefault(
-            tp, []
-        ).append(tensor)
+        slices = collected.optimizer.setdefault(state_name, {}).setdefault(owner, {})
+        slices.setdefault(rank_file.tp_rank, []).append(tensor)
     for internal_name, tensor in map_arrays(path, masters).items():
         if internal_name in names:
-            collected.masters.setdefault(names[internal_name], {}).setdefault(tp, []).append(tensor)
+            slices = collected.masters.setdefault(names[internal_name], {})
+            slices.setdefault(rank_file.tp_rank, []).append(tensor)
         else:
             unknown.append(internal_name)
     if unknown:
@@ -164,12 +150,8 @@ def _split_axes(
     """
     if degree == 1:
         return {}
-    if not model.has_hf_names or None in (
-        model.hidden,
-        model.heads,
-        model.intermediate,
-        model.vocab,
-    ):
+    sizes = (model.hidden, model.heads, model.intermediate, model.vocab)
+    if not model.has_hf_names or None in sizes:
         raise FormatError(
             f"{root}: joining slices of {degree} tensor-parallel ranks requires the model's sizes; "
             "add its config.json"

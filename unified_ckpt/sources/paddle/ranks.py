@@ -21,6 +21,11 @@ class RankFile:
     file: str
     coordinates: Mapping[str, int]
 
+    @property
+    def tp_rank(self) -> int:
+        """Return the tensor-parallel rank."""
+        return self.coordinates.get("tp", 0)
+
     def along(self, dims: Collection[str]) -> tuple[int, ...]:
         """Return the coordinates along `dims`; dims that the name lacks are 0."""
         return tuple(self.coordinates.get(dim, 0) for dim in dims)

@@ -323,7 +323,7 @@ def _unmerged_states(
     if missing:
         raise IncompleteError(format_list(f"{root}: files of some ranks are missing", missing))
     stage = _quant_stage(root, optimizer_index)
-    degree = 1 + max(rank_file.coordinates.get("tp", 0) for rank_file in files_by_part[OPTIMIZER])
+    degree = 1 + max(rank_file.tp_rank for rank_file in files_by_part[OPTIMIZER])
     merged: dict[str, dict[str, dict[str, Slices]]] = {}
     for part, part_files in files_by_part.items():
         # (state name, parameter) -> tensor-parallel rank -> replicas
@@ -331,11 +331,10 @@ def _unmerged_states(
         for rank_file in part_files:
             tensors = open_tensors(os.path.join(root, rank_file.file))
             states = _group_by_state(root, tensors, stage) if part == OPTIMIZER else {"": tensors}
-            tp_rank = rank_file.coordinates.get("tp", 0)
             for state_name, by_name in states.items():
                 for name, tensor in by_name.items():
                     by_rank = pieces.setdefault((state_name, name), {})
-                    by_rank.setdefault(tp_rank, []).append(tensor)
+                    by_rank.setdefault(rank_file.tp_rank, []).append(tensor)
         merged[part] = {}
         for (state_name, name), by_rank in pieces.items():
             slices = _concat_ranks(root, (state_name, name), by_rank, degree, weights, model)

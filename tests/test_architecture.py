@@ -308,3 +308,36 @@ def test_only_the_command_line_prints(trees: dict[str, ast.Module]) -> None:
         and node.func.id == "print"
     ]
     assert wrong == []
+
+
+def test_architecture_page_names_files_that_exist() -> None:
+    page = ROOT.parent / "docs" / "architecture.md"
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert len(links) > 20
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_architecture_page_follows_a_save_in_few_steps() -> None:
+    """At most eight steps, each with a file; the byte offset is one hop away."""
+    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+    save = text.partition("## One save, step by step")[2].partition("\n## ")[0]
+    steps = re.split(r"^\d+\. ", save, flags=re.MULTILINE)[1:]
+    assert 0 < len(steps) <= 8
+    assert all("](../unified_ckpt/" in step for step in steps)
+    file, function = re.search(r"`(\w+)` in\s+\[([\w/.]+)\]", save).group(2, 1)  # type: ignore[union-attr]
+    assert f"def {function}(" in (ROOT / file).read_text()
+
+
+def test_architecture_page_lists_the_steps_of_saves_and_loads(trees: dict[str, ast.Module]) -> None:
+    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+    folders = ("engine/save/", "engine/load/", "engine/plan/", "engine/nodes/")
+    steps = {
+        node.args[0].value
+        for path, tree in trees.items()
+        if path.startswith(folders)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr == "step" and node.args and isinstance(node.args[0], ast.Constant)
+    }
+    assert len(steps) > 15
+    assert sorted(step for step in steps if f"`{step}`" not in text) == []

@@ -1,14 +1,14 @@
-"""What it costs to find out what machines without a common folder have between them, by number of
-machines. No tensors, disk or network.
+"""What it costs to find out what nodes without a common folder have between them, by number of
+nodes. No tensors, disk or network.
 
-Run: python benchmarks/bench_inventory.py [--machines 8,64] [--repeats 5] [--out FILE]. Llama 3.1
-405B: weights, fp32 masters, two moments and a step of each parameter, TP 8 inside a machine, FSDP
-over the machines, so that almost all is stored in fragments. One JSON line for each of: the first
-rank of a machine, which lists its folder; rank 0, which puts the lists together, proves that
+Run: python benchmarks/bench_inventory.py [--nodes 8,64] [--repeats 5] [--out FILE]. Llama 3.1
+405B: weights, fp32 masters, two moments and a step of each parameter, TP 8 inside a node, FSDP
+over the nodes, so that almost all is stored in shards. One JSON line for each of: the first
+rank of a node, which lists its folder; rank 0, which puts the lists together, proves that
 nothing is missing and tells all; every rank, which reads that and looks up where its parts are, in
 the layout of the save (`same`) and by rows over all ranks (`rows`), and parses the headers of each
-folder that it reads from, its own at least. From 64 machines on also a mixture of experts, where
-machines name different tensors. Seconds: median of the runs; peak memory by tracemalloc in a run of
+folder that it reads from, its own at least. From 64 nodes on also a mixture of experts, where
+nodes name different tensors. Seconds: median of the runs; peak memory by tracemalloc in a run of
 its own; bytes that go through the store.
 """
 
@@ -85,30 +85,30 @@ def measured(what: dict[str, Any], call: Callable[[], Any], *, repeats: int) -> 
     return row
 
 
-# ---- machines: what each stores
+# ---- nodes: what each stores
 
 
-def held_by(machine: int, row: TensorDecl, ranks: int) -> list[Box]:
-    """The boxes of a tensor that a machine's ranks hold."""
+def held_by(node: int, row: TensorDecl, ranks: int) -> list[Box]:
+    """The boxes of a tensor that a node's ranks hold."""
     boxes = [
         box
-        for rank in range(machine * ranks, (machine + 1) * ranks)
+        for rank in range(node * ranks, (node + 1) * ranks)
         for box, _ in row.sharding.boxes(rank, row.spec.shape)
     ]
     return [box for box in dict.fromkeys(boxes) if box.numel]
 
 
 def stored_by(
-    machine: int, rows: Sequence[TensorDecl], *, ranks: int = TP
+    node: int, rows: Sequence[TensorDecl], *, ranks: int = TP
 ) -> dict[str, dict[str, TensorSpec]]:
-    """What a machine stores, by its own parts and names: what is cut over machines in fragments,
+    """What a node stores, by its own parts and names: what is cut over nodes in shards,
     the rest whole.
     """
     found: dict[str, dict[str, TensorSpec]] = {}
     for row in rows:
         if not row.sharding.shard_dims:
             found.setdefault(row.part, {})[row.fqn] = row.spec
-        for box in held_by(machine, row, ranks) if row.sharding.shard_dims else ():
+        for box in held_by(node, row, ranks) if row.sharding.shard_dims else ():
             name = shard_name(row.fqn, box, row.spec.shape)
             found.setdefault(row.part + SHARD_SUFFIX, {})[name] = TensorSpec(
                 row.spec.dtype, box.shape
@@ -125,18 +125,18 @@ def patterns(rows: Sequence[TensorDecl]) -> list[TensorDecl]:
 
 
 def inventory_of(
-    machine: int, machines: int, listing: TensorList, spans: Numbers, totals: dict[str, list[int]]
+    node: int, nodes: int, listing: TensorList, spans: Numbers, totals: dict[str, list[int]]
 ) -> Inventory:
     files = []
     for part, (_, nbytes) in totals.items():
-        count = max(1, nbytes // machines // FILE_NBYTES)
+        count = max(1, nbytes // nodes // FILE_NBYTES)
         files += [
             f"{part}{SHARD_SUFFIX}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
         ] + [f"{part}.safetensors.index.json"]
     return Inventory(
-        root="/local/run/checkpoint-1000", node=machine, folder_id="", save_id="0" * 16, created="2026-01-01T00:00:00+00:00",
-        group_count=machines, group_number=machine, ranks=tuple(range(machine * TP, (machine + 1) * TP)), files=tuple(files), tensor_list=listing,
-        spans=spans, problems=(), world_size=machines * TP, totals=totals, rank_extras=machines * TP,
+        root="/local/run/checkpoint-1000", node=node, folder_id="", save_id="0" * 16, created="2026-01-01T00:00:00+00:00",
+        group_count=nodes, group_number=node, ranks=tuple(range(node * TP, (node + 1) * TP)), files=tuple(files), tensor_list=listing,
+        spans=spans, problems=(), world_size=nodes * TP, totals=totals, rank_extras=nodes * TP,
     )  # fmt: skip
 
 
@@ -148,9 +148,9 @@ def totals_of(rows: Sequence[TensorDecl]) -> dict[str, list[int]]:
     return totals
 
 
-def experts(machines: int, layers: int) -> tuple[int, list[bytes], dict[str, bytes]]:
-    """The number of tensors, and what machines tell that hold a 64th of the experts each, whole,
-    and the attention in fragments; machine + 64 is a copy of machine.
+def experts(nodes: int, layers: int) -> tuple[int, list[bytes], dict[str, bytes]]:
+    """The number of tensors, and what nodes tell that hold a 64th of the experts each, whole,
+    and the attention in shards; node + 64 is a copy of node.
     """
     groups = [moe(group, EXPERT_GROUPS, layers=layers) for group in range(EXPERT_GROUPS)]
     tensors = {row.key: row for rows in groups for row in rows}
@@ -161,16 +161,16 @@ def experts(machines: int, layers: int) -> tuple[int, list[bytes], dict[str, byt
         body = listing.encode()
         made.append((listing, spans, tensor_list_name(body)))
         listings[tensor_list_name(body)] = zlib.compress(body)
-    turns = [(machine, *made[machine % EXPERT_GROUPS]) for machine in range(machines)]
+    turns = [(node, *made[node % EXPERT_GROUPS]) for node in range(nodes)]
     told = [
-        inventory_of(m, machines, listing, spans, totals).encode(list_name=name)
+        inventory_of(m, nodes, listing, spans, totals).encode(list_name=name)
         for m, listing, spans, name in turns
     ]
     return len(tensors), told, listings
 
 
-def fleet(machines: int, rows: Sequence[TensorDecl]) -> tuple[list[bytes], dict[str, bytes]]:
-    """What all machines tell: their inventories, and the listings by name. Each distinct listing is
+def fleet(nodes: int, rows: Sequence[TensorDecl]) -> tuple[list[bytes], dict[str, bytes]]:
+    """What all nodes tell: their inventories, and the listings by name. Each distinct listing is
     made once, in full.
     """
     totals = totals_of(rows)
@@ -178,31 +178,31 @@ def fleet(machines: int, rows: Sequence[TensorDecl]) -> tuple[list[bytes], dict[
     made: dict[TensorList, tuple[TensorList, str]] = {}
     listings: dict[str, bytes] = {}
     told = []
-    for machine in range(machines):
-        short, spans = classify(stored_by(machine, few))
+    for node in range(nodes):
+        short, spans = classify(stored_by(node, few))
         if short not in made:
-            listing, all_spans = classify(stored_by(machine, rows))
+            listing, all_spans = classify(stored_by(node, rows))
             assert (spans == all_spans).all()
             body = listing.encode()
             made[short] = listing, tensor_list_name(body)
             listings[tensor_list_name(body)] = zlib.compress(body)
         listing, name = made[short]
-        told.append(inventory_of(machine, machines, listing, spans, totals).encode(list_name=name))
+        told.append(inventory_of(node, nodes, listing, spans, totals).encode(list_name=name))
     return told, listings
 
 
 # ---- the ranks' parts of it
 
 
-def list_folder(machine: int, machines: int, rows: Sequence[TensorDecl]) -> Callable[[], bytes]:
-    """What the first rank of a machine does, once the headers of its files are read."""
-    stored = stored_by(machine, rows)
+def list_folder(node: int, nodes: int, rows: Sequence[TensorDecl]) -> Callable[[], bytes]:
+    """What the first rank of a node does, once the headers of its files are read."""
+    stored = stored_by(node, rows)
 
     def call() -> bytes:
         listing, spans = classify(stored)
         body = listing.encode()
         zlib.compress(body)
-        return inventory_of(machine, machines, listing, spans, {}).encode(
+        return inventory_of(node, nodes, listing, spans, {}).encode(
             list_name=tensor_list_name(body)
         )
 
@@ -241,11 +241,11 @@ def learn(body: bytes, addresses: bytes, own: int) -> ClusterSource:
     return ClusterSource(found, FolderCache(storages), local=[own], rotation=own * TP)
 
 
-def headers_of(machine: int, rows: Sequence[TensorDecl]) -> list[tuple[bytes, int]]:
-    """The headers of a machine's folder, of its parts and of its digests, each with the bytes of
+def headers_of(node: int, rows: Sequence[TensorDecl]) -> list[tuple[bytes, int]]:
+    """The headers of a node's folder, of its parts and of its digests, each with the bytes of
     its file.
     """
-    stored = stored_by(machine, rows)
+    stored = stored_by(node, rows)
     files = [
         [(name, spec.dtype, spec.shape) for name, spec in tensors.items()]
         for tensors in stored.values()
@@ -282,7 +282,7 @@ def look_up(joint: ClusterSource, windows: Sequence[tuple[TensorDecl, int, int]]
 
 
 def windows_of(
-    rows: Sequence[TensorDecl], machines: int, rank: int, *, how: str
+    rows: Sequence[TensorDecl], nodes: int, rank: int, *, how: str
 ) -> list[tuple[TensorDecl, int, int]]:
     """The rows of each tensor that a rank reads."""
     found = []
@@ -290,7 +290,7 @@ def windows_of(
         if not row.spec.shape:
             continue
         if how == "rows":
-            spans = [chunk(row.spec.shape[0], machines * TP, rank)]
+            spans = [chunk(row.spec.shape[0], nodes * TP, rank)]
         else:
             spans = [
                 (box.offsets[0], box.offsets[0] + box.shape[0])
@@ -300,17 +300,17 @@ def windows_of(
     return found
 
 
-def bench_405b(machines: int, layers: int, measure: Measure) -> None:
+def bench_405b(nodes: int, layers: int, measure: Measure) -> None:
     rows = sorted(
-        (row for stage in range(PP) for row in llama_405b(stage, machines, layers=layers)),
+        (row for stage in range(PP) for row in llama_405b(stage, nodes, layers=layers)),
         key=lambda row: row.key,
     )
-    own = machines // 3
-    told, listings = fleet(machines, rows)
+    own = nodes // 3
+    told, listings = fleet(nodes, rows)
     case = {
         "model": "llama-405b",
-        "mesh": f"fsdp{machines} tp{TP}",
-        "machines": machines,
+        "mesh": f"fsdp{nodes} tp{TP}",
+        "nodes": nodes,
         "tensors": len(rows),
     }
     pieces = sum(map(len, stored_by(own, rows).values()))
@@ -319,7 +319,7 @@ def bench_405b(machines: int, layers: int, measure: Measure) -> None:
         "inventory_bytes": len(told[own]),
         "listing_bytes": max(map(len, listings.values())),
     }
-    measure({**case, "who": "first rank of a machine", **sent}, list_folder(own, machines, rows))
+    measure({**case, "who": "first rank of a node", **sent}, list_folder(own, nodes, rows))
     joint = bench_gather(case, told, listings, own, measure)
     headers = headers_of(own, rows)
     what = {
@@ -329,7 +329,7 @@ def bench_405b(machines: int, layers: int, measure: Measure) -> None:
     }
     measure(what, lambda: open_one(joint, own, headers))
     for how in ("same", "rows"):
-        windows = windows_of(rows, machines, own * TP + 3, how=how)
+        windows = windows_of(rows, nodes, own * TP + 3, how=how)
         what = {
             **case,
             "who": "every rank, looking up",
@@ -344,10 +344,10 @@ def bench_gather(
     case: dict[str, Any], told: list[bytes], listings: dict[str, bytes], own: int, measure: Measure
 ) -> ClusterSource:
     """What rank 0 does, and every rank."""
-    body, machines = decide(told, listings), case["machines"]
+    body, nodes = decide(told, listings), case["nodes"]
     address = Address("10.20.30.40", 43210, "").encode()
     addresses = zlib.compress(
-        "\n".join(address + secrets.token_hex(16) for _ in range(machines)).encode()
+        "\n".join(address + secrets.token_hex(16) for _ in range(nodes)).encode()
     )
     heard = {
         "received_bytes": sum(map(len, told)) + sum(map(len, listings.values())),
@@ -358,7 +358,7 @@ def bench_gather(
     out = {
         "received_bytes": got,
         "of_which_addresses": len(addresses),
-        "all_ranks_received_bytes": got * machines * TP,
+        "all_ranks_received_bytes": got * nodes * TP,
     }
     measure({**case, "who": "every rank", **out}, lambda: learn(body, addresses, own))
     return learn(body, addresses, own)
@@ -366,7 +366,7 @@ def bench_gather(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--machines", default="8,64,256,2048")
+    parser.add_argument("--nodes", default="8,64,256,2048")
     add_scale(parser)
     parser.add_argument("--out")
     options = parser.parse_args()
@@ -375,14 +375,14 @@ def main() -> None:
     def measure(what: dict[str, Any], call: Callable[[], Any]) -> None:
         found.append(measured(what, call, repeats=options.repeats))
 
-    for machines in map(int, options.machines.split(",")):
-        bench_405b(machines, options.layers or LLAMA_LAYERS, measure)
-        if machines >= EXPERT_GROUPS:
-            tensors, told, listings = experts(machines, options.layers or MOE_LAYERS)
+    for nodes in map(int, options.nodes.split(",")):
+        bench_405b(nodes, options.layers or LLAMA_LAYERS, measure)
+        if nodes >= EXPERT_GROUPS:
+            tensors, told, listings = experts(nodes, options.layers or MOE_LAYERS)
             case = {
                 "model": "moe",
                 "mesh": f"ep{EXPERT_GROUPS}",
-                "machines": machines,
+                "nodes": nodes,
                 "tensors": tensors,
             }
             bench_gather(case, told, listings, 5, measure)

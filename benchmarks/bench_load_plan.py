@@ -1,7 +1,7 @@
-"""What rank 0 of a load from many machines does for all: which ranks of each machine want the same
+"""What rank 0 of a load from many nodes does for all: which ranks of each node want the same
 tensors. No tensors, disk or network.
 
-Run: python benchmarks/bench_load_plan.py [--machines 64,2048] [--out FILE]. Machines of 8 ranks.
+Run: python benchmarks/bench_load_plan.py [--nodes 64,2048] [--out FILE]. Nodes of 8 ranks.
 Llama 3.1 405B, every rank the same names, and a mixture of experts, where 64 ranks in turn have
 experts of their own. One JSON line per row: seconds (median of 5 runs), peak memory by tracemalloc
 in a run of its own, bytes that go into the store.
@@ -36,13 +36,13 @@ class Store:
         """Nobody waits."""
 
 
-def census_of(model: str, machines: int, layers: int | None) -> Declarations:
-    world = RANKS * machines
+def declarations_of(model: str, nodes: int, layers: int | None) -> Declarations:
+    world = RANKS * nodes
     if model == "llama-405b":
         every = {
             row.key: row
             for stage in range(PP)
-            for row in llama_405b(stage, machines, layers=layers or LLAMA_LAYERS)
+            for row in llama_405b(stage, nodes, layers=layers or LLAMA_LAYERS)
         }
         return Declarations(
             {"all": sorted(every.values(), key=lambda row: row.key)}, {"all": list(range(world))}
@@ -57,37 +57,37 @@ def census_of(model: str, machines: int, layers: int | None) -> Declarations:
     )
 
 
-def rank_0(census: Declarations, machines: list[int]) -> int:
+def rank_0(declarations: Declarations, nodes: list[int]) -> int:
     store: Any = Store()
-    read_redundancy(census, machines)
-    publish_groups_by_node(store, census, machines)
+    read_redundancy(declarations, nodes)
+    publish_groups_by_node(store, declarations, nodes)
     return int(store.nbytes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--machines", default="64,512,2048")
+    parser.add_argument("--nodes", default="64,512,2048")
     add_scale(parser)
     parser.add_argument("--out")
     options = parser.parse_args()
     rows = []
     for model in ("llama-405b", "moe"):
-        for count in map(int, options.machines.split(",")):
-            census, machines = (
-                census_of(model, count, options.layers),
+        for count in map(int, options.nodes.split(",")):
+            declarations, nodes = (
+                declarations_of(model, count, options.layers),
                 [rank // RANKS for rank in range(RANKS * count)],
             )
             case = {
                 "model": model,
-                "machines": count,
-                "ranks": len(machines),
-                "tables": len(census.tables),
+                "nodes": count,
+                "ranks": len(nodes),
+                "tables": len(declarations.tables),
             }
             case |= {
-                "rows_in_tables": sum(map(len, census.tables.values())),
-                "told_bytes": rank_0(census, machines),
+                "rows_in_tables": sum(map(len, declarations.tables.values())),
+                "told_bytes": rank_0(declarations, nodes),
             }
-            act = partial(rank_0, census, machines)
+            act = partial(rank_0, declarations, nodes)
             measure = measured({**case, "who": "rank 0"}, act, repeats=options.repeats)
             rows.append(
                 {

@@ -147,7 +147,9 @@ def measured(
     return {"bench": "plan", **what, **times, "peak_bytes": peak}
 
 
-def census_of(tables: dict[str, list[TensorDecl]], ranks: dict[str, list[int]]) -> Declarations:
+def declarations_of(
+    tables: dict[str, list[TensorDecl]], ranks: dict[str, list[int]]
+) -> Declarations:
     return Declarations(tables, ranks)
 
 
@@ -161,12 +163,12 @@ def llama_job(
     tables = {f"stage{s}": llama_405b(s, fsdp, layers=layers) for s in range(PP)}
     ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
     case = {"model": "llama-405b", "mesh": f"pp{PP} fsdp{fsdp} tp{TP}", "ranks": world}
-    return census_of(tables, ranks), ranks["stage1"][len(ranks["stage1"]) // 3], case
+    return declarations_of(tables, ranks), ranks["stage1"][len(ranks["stage1"]) // 3], case
 
 
-def members_of(census: Declarations, table: str) -> list[Membership]:
+def members_of(declarations: Declarations, table: str) -> list[Membership]:
     """What rank 0 tells the ranks of a table."""
-    pages, _ = list_group_files(checked_groups(census), census, max_file_bytes=BOUND)
+    pages, _ = list_group_files(checked_groups(declarations), declarations, max_file_bytes=BOUND)
     return [
         Membership(p.group.index, p.holders, p.group.decls, p.group_info)
         for p in pages
@@ -174,22 +176,24 @@ def members_of(census: Declarations, table: str) -> list[Membership]:
     ]
 
 
-def one_rank(census: Declarations, table: str, rank: int) -> Callable[[], object]:
+def one_rank(declarations: Declarations, table: str, rank: int) -> Callable[[], object]:
     """What rank `rank` does: writes its table, and plans the groups that rank 0 told it."""
-    members = members_of(census, table)
+    members = members_of(declarations, table)
 
     def call() -> object:
-        encode_table(census.tables[table])
+        encode_table(declarations.tables[table])
         return [plan_group(member, rank=rank, max_file_bytes=BOUND) for member in members]
 
     return call
 
 
-def writer(census: Declarations) -> Callable[[], object]:
+def writer(declarations: Declarations) -> Callable[[], object]:
     """What rank 0 does beyond its own part: all groups, the book, the indexes and the manifest."""
 
     def call() -> object:
-        pages, digest_head = list_group_files(checked_groups(census), census, max_file_bytes=BOUND)
+        pages, digest_head = list_group_files(
+            checked_groups(declarations), declarations, max_file_bytes=BOUND
+        )
         files = {name for page in pages for name in names_in(page)}
         book = build_global_plan(pages, dict.fromkeys(files, (8, "0" * 16)), digest_head, [0])
         indexes = {
@@ -235,40 +239,40 @@ def main() -> None:
     repeats = options.repeats
     rows = []
     for world in map(int, options.ranks.split(",")):
-        census, rank, case = llama_job(world, layers=options.layers or LLAMA_LAYERS)
-        stage = census.tables["stage1"]
+        declarations, rank, case = llama_job(world, layers=options.layers or LLAMA_LAYERS)
+        stage = declarations.tables["stage1"]
         own = {
             **case,
             "who": "one rank",
             "tensors": len(stage),
             "announced_bytes": len(encode_table(stage)),
         }
-        rows.append(measured(own, one_rank(census, "stage1", rank), repeats=repeats))
-        total = sum(len(table) for table in census.tables.values())
+        rows.append(measured(own, one_rank(declarations, "stage1", rank), repeats=repeats))
+        total = sum(len(table) for table in declarations.tables.values())
         rows.append(
             measured(
                 {**case, "who": "writer of index and manifest", "tensors": total},
-                writer(census),
+                writer(declarations),
                 repeats=repeats,
             )
         )
         print(json.dumps(rows[-2]), json.dumps(rows[-1]), sep="\n", flush=True)
     groups = 64
     tables = {f"ep{g}": moe(g, groups, layers=options.layers or MOE_LAYERS) for g in range(groups)}
-    census = census_of(tables, {f"ep{g}": [g] for g in range(groups)})
-    distinct = sum(len(g.decls) for g in checked_groups(census))
+    declarations = declarations_of(tables, {f"ep{g}": [g] for g in range(groups)})
+    distinct = sum(len(g.decls) for g in checked_groups(declarations))
     case = {"model": "moe", "mesh": f"ep{groups}", "ranks": groups}
     rows.append(
         measured(
             {**case, "who": "one rank", "tensors": len(tables["ep5"])},
-            one_rank(census, "ep5", 5),
+            one_rank(declarations, "ep5", 5),
             repeats=repeats,
         )
     )
     rows.append(
         measured(
             {**case, "who": "writer of index and manifest", "tensors": distinct},
-            writer(census),
+            writer(declarations),
             repeats=repeats,
         )
     )

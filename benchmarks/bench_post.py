@@ -1,4 +1,4 @@
-"""What it costs a rank that many ranks of other machines send to it at once, as at a save to a
+"""What it costs a rank that many ranks of other nodes send to it at once, as at a save to a
 folder that all see: 511 of 16,384 ranks.
 
 Run: python benchmarks/bench_post.py [--connections N]. One JSON line: threads and resident bytes

@@ -1,10 +1,10 @@
-"""What it gains that machines read one folder for each other: replicas on several machines load
+"""What it gains that nodes read one folder for each other: replicas on several nodes load
 from a volume whose server is the bound.
 
-Run: python benchmarks/bench_shared_reads.py [--machines 2,4] [--nbytes 134217728] [--rate 200e6]
-[--out FILE]. Machines are threads with a name of their own; a volume that all of them read serves
-`rate` bytes a second in all, and a machine that has read a block has it in its page cache. Bytes
-between machines go through TCP on the loopback device. One JSON line for each number of machines
+Run: python benchmarks/bench_shared_reads.py [--nodes 2,4] [--nbytes 134217728] [--rate 200e6]
+[--out FILE]. Nodes are threads with a name of their own; a volume that all of them read serves
+`rate` bytes a second in all, and a node that has read a block has it in its page cache. Bytes
+between nodes go through TCP on the loopback device. One JSON line for each number of nodes
 and way: `never` (each reads all), `always` (each block is read by one). Seconds: median of
 `--rounds`, the ways in turn within each round.
 """
@@ -32,7 +32,7 @@ WAYS = ("never", "always")
 
 
 class Volume:
-    """Lets the reads of all machines through at one rate."""
+    """Lets the reads of all nodes through at one rate."""
 
     def __init__(self, rate: float) -> None:
         self.rate, self.nbytes = rate, 0
@@ -46,11 +46,11 @@ class Volume:
         def init(storage: LocalStorage, root: str, **how: Any) -> None:
             volume._make(storage, root, **how)
             # the rank's thread makes what it serves, too
-            storage.machine = threading.current_thread().name  # type: ignore[attr-defined]
+            storage.node = threading.current_thread().name  # type: ignore[attr-defined]
 
         def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:
             blocks = {
-                (storage.machine, name, block)
+                (storage.node, name, block)
                 for block in range(start >> 20, -(-(start + len(into)) >> 20))
             }  # type: ignore[attr-defined]
             with volume._lock:
@@ -69,12 +69,12 @@ class Volume:
         self._seen, self.nbytes = set(), 0
 
 
-def load(folder: Path, machines: int, state: dict[str, torch.Tensor], how: str) -> float:
+def load(folder: Path, nodes: int, state: dict[str, torch.Tensor], how: str) -> float:
     """Seconds until the last rank has it."""
 
     def act(comm: Comm) -> float:
         made = make_checkpointer(comm)
-        made._node = f"machine {comm.rank}"
+        made._node = f"node {comm.rank}"
         target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
         with made:
             began = time.perf_counter()
@@ -83,12 +83,12 @@ def load(folder: Path, machines: int, state: dict[str, torch.Tensor], how: str) 
         assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
         return seconds
 
-    return max(run_ranks(machines, act, timeout_seconds=600))
+    return max(run_ranks(nodes, act, timeout_seconds=600))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--machines", default="2,4")
+    parser.add_argument("--nodes", default="2,4")
     parser.add_argument("--nbytes", type=int, default=128 << 20)
     parser.add_argument("--rate", type=float, default=200e6)
     parser.add_argument("--rounds", type=int, default=5)
@@ -99,18 +99,18 @@ def main() -> None:
         uc.save(Path(root) / "checkpoint", model=state, options=uc.SaveOptions(fsync=False))
         volume = Volume(arguments.rate)
         volume.install()
-        for machines in map(int, arguments.machines.split(",")):
+        for nodes in map(int, arguments.nodes.split(",")):
             seconds: dict[str, list[float]] = {way: [] for way in WAYS}
             nbytes = dict.fromkeys(WAYS, 0)
             for _ in range(arguments.rounds):
                 for way in WAYS:
                     volume.forget()
-                    seconds[way].append(load(Path(root) / "checkpoint", machines, state, way))
+                    seconds[way].append(load(Path(root) / "checkpoint", nodes, state, way))
                     nbytes[way] = volume.nbytes
             for way in WAYS:
                 row = {
                     "bench": "shared_reads",
-                    "machines": machines,
+                    "nodes": nodes,
                     "way": way,
                     "nbytes": arguments.nbytes,
                     "rate": arguments.rate,

@@ -1,6 +1,6 @@
-"""What a rank sends to ranks of other machines at a save to a folder that all see, by number of
+"""What a rank sends to ranks of other nodes at a save to a folder that all see, by number of
 ranks and kind of volume. Simulated: the plan of one rank of Llama 3.1 405B (weights, fp32 masters,
-two moments), PP 4 x FSDP x TP 8, eight ranks a machine; no tensors, no disk.
+two moments), PP 4 x FSDP x TP 8, eight ranks a node; no tensors, no disk.
 
 Run: python benchmarks/bench_volume.py [--ranks 64,1024] [--out FILE]. One JSON line per row: bytes
 that the rank holds, bytes that it sends (blocks, and parts of tiles), to how many ranks, from how
@@ -23,12 +23,12 @@ from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WHOLE_FILES, Write
 from unified_ckpt.engine.plan.save_plan import GroupPlan, plan_group
 
 BLOCKS = {"coherent": ANY_BYTE, "nfs": 1 << 20, "unknown": WHOLE_FILES}
-RANKS_OF_A_MACHINE = 8
+RANKS_OF_A_NODE = 8
 RUNS = 3
 
 
 def sent(groups: list[GroupPlan], volume: WriteAlignment, rank: int) -> dict[str, Any]:
-    """What one rank sends: blocks of its extents that another machine writes, and its pieces of
+    """What one rank sends: blocks of its extents that another node writes, and its pieces of
     tiles that a rank elsewhere moves.
     """
     held = blocks = pieces = 0
@@ -81,16 +81,16 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for world in map(int, arguments.ranks.split(",")):
-        census, rank, case = llama_job(world)
+        declarations, rank, case = llama_job(world)
         groups = [
             plan_group(member, rank=rank, max_file_bytes=BOUND)
-            for member in members_of(census, "stage1")
+            for member in members_of(declarations, "stage1")
         ]
-        machines = tuple(one // RANKS_OF_A_MACHINE for one in range(world))
+        nodes = tuple(one // RANKS_OF_A_NODE for one in range(world))
         for kind, block in BLOCKS.items():
             seconds = []
             for _ in range(RUNS):
-                volume, began = WriteAlignment(machines, block), time.perf_counter()
+                volume, began = WriteAlignment(nodes, block), time.perf_counter()
                 found = sent(groups, volume, rank)
                 seconds.append(time.perf_counter() - began)
             row = {"bench": "volume", **case, "volume": kind, **found}

@@ -22,7 +22,6 @@ from unified_ckpt.core.planning import exchange, slabs
 from unified_ckpt.core.sharding import shardings
 from unified_ckpt.core.sharding.declarations import TensorDecl, encode_table
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
-from unified_ckpt.engine.folder.extra_state import EncodedExtra, NonTensorState
 from unified_ckpt.engine.plan.holders import Declarations, Membership
 from unified_ckpt.engine.plan.save_plan import (
     build_global_plan,
@@ -30,9 +29,8 @@ from unified_ckpt.engine.plan.save_plan import (
     list_group_files,
     plan_group,
 )
-from unified_ckpt.engine.save.finalize import make_manifest
 from unified_ckpt.format.index import encode_index
-from unified_ckpt.format.manifest import IndexFile, encode_manifest
+from unified_ckpt.format.manifest import IndexFile, Manifest, Part, encode_manifest
 
 BOUND = 5_000_000_000
 TP, PP = 8, 4
@@ -202,10 +200,17 @@ def writer(declarations: Declarations) -> Callable[[], object]:
             )
             for part, weight_map in book.weight_maps.items()
         }
-        manifest = make_manifest(
-            save_id="bench", step=0, seconds=0.0, metrics={}, world_size=1, mesh={}, part_names=sorted(book.records), omitted=(), global_plan=book,
-            indexes=indexes, non_tensor_state=NonTensorState(), extra=EncodedExtra(None, None, None, None), objects=(), digest_file=None, rank_extra=None, node_group=None,
-        )  # fmt: skip
+        parts = {
+            part: Part(
+                files=dict(book.records[part]),
+                index=indexes.get(part),
+                total_nbytes=book.part_nbytes[part],
+                aliases={},
+            )
+            for part in sorted(book.records)
+        }
+        created = "2026-01-01T00:00:00+00:00"
+        manifest = Manifest(save_id="bench", step=0, created=created, world_size=1, parts=parts)
         return encode_manifest(manifest)
 
     return call
@@ -214,7 +219,7 @@ def writer(declarations: Declarations) -> Callable[[], object]:
 def names_in(page: Any) -> list[str]:
     from unified_ckpt.engine.plan.save_plan import _file_name
 
-    return [_file_name(plan.part, plan.number, page.group_info) for plan in page.files]
+    return [_file_name(plan, page.group_info) for plan in page.files]
 
 
 def add_scale(parser: argparse.ArgumentParser) -> None:

@@ -72,11 +72,11 @@ def main() -> None:
             for number, line in lines.items():
                 send_header(
                     line,
-                    {"what": "write", "save": "save", "file": "x", "start": number * len(BODY)},
+                    {"type": "write", "save": "save", "file": "x", "start": number * len(BODY)},
                     nbytes=len(BODY),
                 )
                 line.sendall(BODY)
-                send_header(line, {"what": "flush"})
+                send_header(line, {"type": "flush"})
             for line in lines.values():
                 assert receive_header(line)[0] == {"error": ""}
 

@@ -350,9 +350,9 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    alone = [sys.executable, str(HERE / "worker_megatron_core.py"), "tell", str(folder), job]
+    command = [sys.executable, str(HERE / "worker_megatron_core.py"), "report", str(folder), job]
     done = subprocess.run(
-        alone,
+        command,
         env=environment() | {"MASTER_PORT": port},
         capture_output=True,
         text=True,
@@ -360,7 +360,7 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return dict(torch.load(folder / "told.pt"))
+    return dict(torch.load(folder / "loaded.pt"))
 
 
 @pytest.mark.slow

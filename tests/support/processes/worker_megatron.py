@@ -1,8 +1,7 @@
-"""torchrun script: a Llama under FSDP2 goes on from ROOT/job, which Megatron-LM's layout has in
-four files, and all ranks convert it.
+"""torchrun script: resumes a Llama under FSDP2 from ROOT/job, and converts it on all ranks.
 
-ROOT/hub.pt has what must come out: {"param", "exp_avg", "exp_avg_sq"} by Hugging Face's names,
-whole.
+ROOT/job has four Megatron-LM files. ROOT/hub.pt has the expected global tensors: {"param",
+"exp_avg", "exp_avg_sq"} by Hugging Face name.
 """
 
 from __future__ import annotations

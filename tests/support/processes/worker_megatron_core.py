@@ -1,9 +1,8 @@
-"""Megatron-Core itself, trained a few steps on CPUs: saves as torch_dist and as Megatron-LM did
-before; or loads torch_dist and tells.
+"""Runs Megatron-Core itself on CPUs: trains a few steps and saves, or loads and reports.
 
-`save FOLDER JOB` under torchrun; `tell FOLDER JOB` in one process, which writes `told.pt`: all
-tensors by name as Megatron's own load gives them, and logits. JOB is JSON: sizes of parallelism and
-what the model has.
+`save FOLDER JOB` under torchrun saves as torch_dist and in Megatron-LM's older format.
+`report FOLDER JOB` in one process loads torch_dist and writes `loaded.pt`: all tensors by name,
+and logits. JOB is JSON: parallelism and features of the model.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ def on_cpu() -> None:
     type_of = torch.Tensor.type
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = type_of(self, *args, **kwargs)
+        type_name = type_of(self, *args, **kwargs)
         return (
-            found.replace("torch.", "torch.cuda.", 1).replace("cuda.cuda", "cuda")
-            if isinstance(found, str)
-            else found
+            type_name.replace("torch.", "torch.cuda.", 1).replace("cuda.cuda", "cuda")
+            if isinstance(type_name, str)
+            else type_name
         )
 
     torch.Tensor.type = named  # type: ignore[method-assign, assignment]
@@ -53,8 +52,8 @@ def on_cpu() -> None:
     OnCpu().__enter__()
 
 
-def build(job: dict[str, Any], *, alone: bool) -> tuple[list[Any], Any, dict[str, Any]]:
-    """Model chunks under DDP, the optimizer, and what describes the save. `alone`: one rank has
+def build(job: dict[str, Any], *, single: bool) -> tuple[list[Any], Any, dict[str, Any]]:
+    """Model chunks under DDP, the optimizer, and what describes the save. `single`: one rank has
     all.
     """
     import megatron.core.parallel_state as ps
@@ -64,8 +63,8 @@ def build(job: dict[str, Any], *, alone: bool) -> tuple[list[Any], Any, dict[str
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    tp, pp, ep = (1, 1, 1) if alone else (job["tp"], job["pp"], job["ep"])
-    vpp = job["vpp"] if job["vpp"] > 1 and not alone else None
+    tp, pp, ep = (1, 1, 1) if single else (job["tp"], job["pp"], job["ep"])
+    vpp = job["vpp"] if job["vpp"] > 1 and not single else None
     ps.initialize_model_parallel(
         tp,
         pp,
@@ -160,12 +159,14 @@ def state(
     chunks: list[Any], optimizer: Any, described: dict[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
     names = ["model"] if len(chunks) == 1 else [f"model{n}" for n in range(len(chunks))]
-    found = {
+    content = {
         name: chunk.module.sharded_state_dict(metadata=described)
         for name, chunk in zip(names, chunks, strict=True)
     }
-    return found | {
-        "optimizer": optimizer.sharded_state_dict(found, is_loading=is_loading, metadata=described)
+    return content | {
+        "optimizer": optimizer.sharded_state_dict(
+            content, is_loading=is_loading, metadata=described
+        )
     }
 
 
@@ -212,7 +213,7 @@ def save(folder: str, job: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    chunks, optimizer, described = build(job, alone=False)
+    chunks, optimizer, described = build(job, single=False)
     for step in range(2):
         for number, chunk in enumerate(chunks):
             for place, (_, parameter) in enumerate(sorted(chunk.module.named_parameters())):
@@ -250,12 +251,12 @@ def save(folder: str, job: dict[str, Any]) -> None:
             place,
             replica_id=ps.get_data_parallel_rank(),
         )
-        found = (
+        content = (
             common
             | {"rng_state": rng_state}
             | state(chunks, optimizer, described, is_loading=False)
         )
-        dist_checkpointing.save(found, str(Path(folder, "dist", "iter_0000002")))
+        dist_checkpointing.save(content, str(Path(folder, "dist", "iter_0000002")))
     name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
     name += f"_{ps.get_pipeline_model_parallel_rank():03d}" if job["pp"] > 1 else ""
     name += f"_{ps.get_expert_model_parallel_rank():03d}" if job["ep"] > 1 else ""
@@ -266,10 +267,10 @@ def save(folder: str, job: dict[str, Any]) -> None:
         optimizer.save_parameter_state(str(into / "distrib_optim.pt"))
     if ps.get_data_parallel_rank() == 0 or ps.get_expert_data_parallel_rank() == 0:
         models = {
-            (
-                "model" if len(chunks) == 1 else f"model{n}"
-            ): one.module.state_dict_for_save_checkpoint()
-            for n, one in enumerate(chunks)
+            "model" if len(chunks) == 1 else f"model{n}": (
+                chunk.module.state_dict_for_save_checkpoint()
+            )
+            for n, chunk in enumerate(chunks)
         }
         torch.save(
             common | models | {"optimizer": optimizer.state_dict(), "rng_state": [rng]},
@@ -277,60 +278,55 @@ def save(folder: str, job: dict[str, Any]) -> None:
         )
 
 
-def tell(folder: str, job: dict[str, Any]) -> None:
-    """What Megatron itself loads, and computes."""
+def report(folder: str, job: dict[str, Any]) -> None:
+    """Write what Megatron itself loads and computes."""
     from megatron.core import dist_checkpointing
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
 
     fill = DistributedOptimizer._set_main_param_and_optimizer_states
-    # torch's Adam counts for each parameter, which Megatron's own load of this state does not
-    # expect
+    # torch's Adam has a step per parameter, which Megatron's own load does not expect.
     counted = {"step": torch.tensor(0.0)}
-    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, one, told: fill(
-        self, one, counted | told
+    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, param, state: fill(
+        self, param, counted | state
     )
-    (chunk,), optimizer, described = build(job, alone=True)
-    optimizer.step()  # makes the state that is loaded into
-    asked = state([chunk], optimizer, described, is_loading=True)
-    if job[
-        "experts"
-    ]:  # Megatron has one optimizer more where experts are spread, and does not load the two as one
-        del asked["optimizer"]
-    loaded = dist_checkpointing.load(asked, str(Path(folder, "dist", "iter_0000002")))
+    (chunk,), optimizer, described = build(job, single=True)
+    optimizer.step()  # creates the state to load into
+    target = state([chunk], optimizer, described, is_loading=True)
+    if job["experts"]:  # the save has a second optimizer for experts, which one rank cannot load
+        del target["optimizer"]
+    loaded = dist_checkpointing.load(target, str(Path(folder, "dist", "iter_0000002")))
     chunk.module.load_state_dict(loaded["model"])
     if not job["experts"]:
         optimizer.load_state_dict(loaded["optimizer"])
-    found: dict[str, Any] = {"model": {}, "master_weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    tensors: dict[str, Any] = {"model": {}, "master_weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for name, parameter in chunk.module.named_parameters():
-        found["model"][name] = parameter.detach().clone()
+        tensors["model"][name] = parameter.detach().clone()
         for part in parts if not job["experts"] else ():
-            told = of_parameter(part, parameter)
-            for key, value in told.items():
-                found[key][name] = value.detach().clone().view(parameter.shape)
-    vars(moe_utils).setdefault(
-        "te_general_gemm", None
-    )  # asked for where Transformer Engine is not installed, too
+            for key, value in of_parameter(part, parameter).items():
+                tensors[key][name] = value.detach().clone().view(parameter.shape)
+    # Looked up even without Transformer Engine.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     CudaRNGStatesTracker.fork = lambda self, *_: nullcontext()  # there is no dropout
     tokens = torch.arange(12).view(1, 12) % 50
     with torch.no_grad():
-        found["tokens"] = tokens
+        tensors["tokens"] = tokens
         mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
-        found["logits"] = chunk.module(tokens, torch.arange(12).view(1, 12), mask)
-    torch.save(found, Path(folder, "told.pt"))
+        tensors["logits"] = chunk.module(tokens, torch.arange(12).view(1, 12), mask)
+    torch.save(tensors, Path(folder, "loaded.pt"))
 
 
 def of_parameter(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     if hasattr(optimizer, "model_param_group_index_map"):
         if parameter not in optimizer.model_param_group_index_map:
             return {}
-        told = optimizer._get_main_param_and_optimizer_states(parameter)
+        state = optimizer._get_main_param_and_optimizer_states(parameter)
         return {
-            "master_weights": told["param"],
-            "exp_avg": told["exp_avg"],
-            "exp_avg_sq": told["exp_avg_sq"],
+            "master_weights": state["param"],
+            "exp_avg": state["exp_avg"],
+            "exp_avg_sq": state["exp_avg_sq"],
         }
     state = optimizer.optimizer.state.get(parameter.main_param)
     return (
@@ -346,8 +342,8 @@ def of_parameter(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Ten
 
 def main() -> None:
     on_cpu()
-    what, folder, job = sys.argv[1:4]
-    if what == "tell":
+    action, folder, job = sys.argv[1:4]
+    if action == "report":
         os.environ.update(
             RANK="0",
             WORLD_SIZE="1",
@@ -355,7 +351,7 @@ def main() -> None:
             MASTER_PORT=os.environ.get("MASTER_PORT", "0"),
         )
     dist.init_process_group("gloo")
-    {"save": save, "tell": tell}[what](folder, json.loads(job))
+    {"save": save, "report": report}[action](folder, json.loads(job))
     dist.barrier()
     dist.destroy_process_group()
 

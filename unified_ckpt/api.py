@@ -95,7 +95,7 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Waits for the save in flight and releases buffers and plan; later calls make them anew.
+        """Wait for the save in flight and release buffers and plan; later calls make them anew.
 
         Raises the error of that save if no call has raised it yet.
         """
@@ -116,7 +116,7 @@ class Checkpointer:
         self._cache, self._comm, self._topologies, self._nodes = SaveCache(), None, {}, None
 
     def save(self, path: Path, **arguments: Unpack[SaveArguments]) -> SaveReport:
-        """Writes a checkpoint folder in which every tensor is whole. Every rank calls.
+        """Write a checkpoint folder in which every tensor is whole. Every rank calls.
 
         `model`: a module, a list of modules, or {fqn: tensor}.
         `optimizer`: the optimizer of the model's parameters, a list of them, or
@@ -148,7 +148,7 @@ class Checkpointer:
         after_commit: Callable[[SaveReport], object] | None = None,
         **arguments: Unpack[SaveArguments],
     ) -> PendingSave:
-        """Like `save`, but returns once this rank's bytes are copied; a thread writes and commits.
+        """Save like `save`, but return once this rank's bytes are copied; a thread commits.
 
         The thread's errors are raised by the next call of this Checkpointer, or by
         `PendingSave.result`. Only one save is in flight: this call waits for an earlier one; `idle`
@@ -187,14 +187,14 @@ class Checkpointer:
             return self._pending
 
     def idle(self) -> bool:
-        """Collective. Whether no rank has a save in flight; does not wait for one."""
+        """Collective. Return whether no rank has a save in flight, without waiting for one."""
         busy = self._pending is not None and not self._pending.done()
         timeout = self._options.timeout_seconds
         collective = self._get_comm().begin_collective("idle", timeout_seconds=timeout, busy=busy)
         return not collective.any_busy
 
     def wait(self) -> None:
-        """Waits until no save is in flight. Raises its error if no call has raised it yet."""
+        """Wait until no save is in flight. Raises its error if no call has raised it yet."""
         pending = self._pending
         if pending is not None:
             pending.wait()  # an interrupted wait leaves the save in flight, with its buffers
@@ -222,7 +222,7 @@ class Checkpointer:
         strict: bool = True,
         options: LoadOptions | None = None,
     ) -> LoadReport:
-        """Fills state of any shape in place from a checkpoint. Every rank calls.
+        """Fill state of any shape in place from a checkpoint. Every rank calls.
 
         `path`: a checkpoint in any format that `uc.open` reads; several folders of this node; or a
         view that every rank has opened, which stays open. Ranks on several nodes may have a folder
@@ -268,7 +268,7 @@ class Checkpointer:
             )
 
     def repair(self, path: Path) -> Reports:
-        """Repairs each node's folder of a checkpoint from the other nodes' folders.
+        """Repair each node's folder of a checkpoint from the other nodes' folders.
 
         Every rank calls and gets the reports of all nodes.
         """
@@ -285,7 +285,7 @@ class Checkpointer:
         *,
         lazy_optimizers: Sequence[Optimizer] | None = None,
     ) -> SaveCall:
-        """Builds the request and resolves the topology. An error in the request goes to all ranks.
+        """Build the request and resolve the topology. An error in the request goes to all ranks.
 
         `lazy_optimizers`: the optimizers whose step waits for a lazy save.
         """
@@ -334,7 +334,7 @@ class Checkpointer:
         return self._topologies[storage.root][1]
 
     def _resolve_nodes(self, title: str, timeout_seconds: float) -> list[int]:
-        """Collective at the first load. The node of each rank."""
+        """Collective at the first load. Return the node of each rank."""
         if self._nodes is None:
             comm, node = self._get_comm(), self._node or node_id()
             self._nodes = [0]
@@ -406,7 +406,7 @@ def load(
 
 # Called as uc.open; never import it bare.
 def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # noqa: A001
-    """Opens a checkpoint in any format lazily, without a process group: data is read when indexed.
+    """Open a checkpoint in any format lazily, without a process group: data is read when indexed.
 
     Raises NotFoundError, FormatError or IncompleteError.
     """
@@ -416,7 +416,7 @@ def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # 
 def verify(
     path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
-    """Checks that all files are there with the right sizes and headers; `deep` also checks digests.
+    """Check that all files are there with the right sizes and headers; `deep` also checks digests.
 
     Problems are in the report. Raises NotFoundError or FormatError if there is no checkpoint to
     check. `progress` is called with the bytes of each check.

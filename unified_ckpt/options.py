@@ -66,7 +66,7 @@ class SaveOptions(_Options):
 
 
 def with_default_if_exists(options: SaveOptions, *, if_exists: IfExists) -> SaveOptions:
-    """The options with this `if_exists` unless they set one."""
+    """Return the options with this `if_exists` unless they set one."""
     if "if_exists" in options.model_fields_set:
         return options
     return options.model_copy(update={"if_exists": if_exists})
@@ -110,7 +110,7 @@ class SourceOptions(_Options):
     @field_validator("rename", mode="before")
     @classmethod
     def _rules(cls, value: object) -> object:
-        """Parses rules as from a file, with the same FormatError."""
+        """Parse rules as from a file, with the same FormatError."""
         if value is None or isinstance(value, str | os.PathLike):
             return None if value is None else os.fspath(value)
         return check_renames({"rules": value}, file="SourceOptions(rename=...)").rules

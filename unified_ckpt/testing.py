@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 def try_ranks(
     world: int, function: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
 ) -> list[_Result | BaseException]:
-    """Calls `function` on `world` ranks, which are threads over one store.
+    """Call `function` on `world` ranks, which are threads over one store.
 
     Returns what each rank returned or raised. TimeoutError with the stacks of ranks that hang.
     """
@@ -80,7 +80,7 @@ def try_ranks(
 def run_ranks(
     world: int, function: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
 ) -> list[_Result]:
-    """Calls `function` on `world` ranks and returns their results.
+    """Call `function` on `world` ranks and return their results.
 
     Raises an ExceptionGroup of all errors, or the error itself if all ranks raise the same.
     """
@@ -101,7 +101,7 @@ def run_ranks(
 
 
 def make_checkpointer(comm: Comm) -> Checkpointer:
-    """A Checkpointer over the ranks of `comm` until it is closed.
+    """Return a Checkpointer over the ranks of `comm` until it is closed.
 
     Its tensors must be plain, because DTensors know only the ranks of torch.
     """
@@ -129,12 +129,12 @@ class FaultPoint:
         self.triggered = False
 
     def check(self) -> None:
-        """Raises SimulatedCrash once the crash has happened."""
+        """Raise SimulatedCrash once the crash has happened."""
         if self.triggered:
             raise SimulatedCrash(f"stopped at operation {self._crash_index}")
 
     def trigger(self, operation: str) -> bool:
-        """Counts an operation; True if it is the fatal one, which the storage may do in part."""
+        """Count an operation; True if it is the fatal one, which the storage may do in part."""
         with self._lock:
             self.check()
             self.triggered = len(self.operations) == self._crash_index
@@ -285,7 +285,7 @@ class DrawnLayout:
     tensors: tuple[HeldTensor, ...]
 
     def decls(self, rank: int) -> list[TensorDecl]:
-        """The declarations of a rank, sorted by key."""
+        """Return the declarations of a rank, sorted by key."""
         return sorted(
             (tensor.decl for tensor in self.tensors if rank in tensor.ranks),
             key=lambda decl: decl.key,
@@ -293,7 +293,7 @@ class DrawnLayout:
 
 
 def meshes(*, max_world: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draws meshes of up to three dims, which may have size 1; small ones as often as large."""
+    """Draw meshes of up to three dims, which may have size 1; small ones as often as large."""
     sizes = range(1, max_world + 1)
     all_meshes = [
         mesh
@@ -306,7 +306,7 @@ def meshes(*, max_world: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def specs(draw: st.DrawFn, *, max_nbytes: int) -> TensorSpec:
-    """Draws specs of every dtype that safetensors and torch share.
+    """Draw specs of every dtype that safetensors and torch share.
 
     Shapes are 0-d, empty, odd and small, and some have 64 KiB or more.
     """
@@ -338,7 +338,7 @@ def specs(draw: st.DrawFn, *, max_nbytes: int) -> TensorSpec:
 def shardings(
     draw: st.DrawFn, *, shape: tuple[int, ...], mesh: Sequence[int], ranks: tuple[int, ...]
 ) -> Sharding:
-    """Draws shardings over a row-major mesh; `ranks` as in `Sharding`.
+    """Draw shardings over a row-major mesh; `ranks` as in `Sharding`.
 
     Dims are sharded once or several times, evenly or not, in sections, or padded.
     """
@@ -370,7 +370,7 @@ def _shard_dims(draw: st.DrawFn, shape: tuple[int, ...], mesh: Sequence[int]) ->
 def drawn_layouts(
     draw: st.DrawFn, *, tensors: Sequence[tuple[Key, TensorSpec]], max_world: int, complete: bool
 ) -> DrawnLayout:
-    """Draws which ranks hold each tensor, and how.
+    """Draw which ranks hold each tensor, and how.
 
     A tensor is on all ranks, on some coordinates of mesh dims that do not shard it (pipeline
     stages, experts), or on a mesh of its own. F4 is held whole. Unless `complete`, some tensors are
@@ -401,7 +401,7 @@ def drawn_layouts(
 
 
 def _stage_ranks(draw: st.DrawFn, sharding: Sharding, mesh: Sequence[int]) -> tuple[int, ...]:
-    """The ranks at some coordinates of a mesh dim that shards nothing."""
+    """Return the ranks at some coordinates of a mesh dim that shards nothing."""
     free_dims = [
         mesh_dim
         for mesh_dim in range(len(mesh))

@@ -43,7 +43,7 @@ class Published:
 
 
 def clean_up(storage: LocalStorage, published: Published, *, fsync: bool) -> None:
-    """Moves the user's files into the committed checkpoint and deletes the one it replaced.
+    """Move the user's files into the committed checkpoint and delete the one it replaced.
 
     A failure only logs a warning that names what remains, as the checkpoint is committed.
     StorageError if the caller chose the name and the checkpoint has a different file with the name
@@ -103,7 +103,7 @@ def _delete_replaced(
     *,
     fsync: bool,
 ) -> str:
-    """Deletes the backup except `conflicts`, which are kept in the folder returned."""
+    """Delete the backup except `conflicts`, which are kept in the folder returned."""
     kept_folder = backup_name(storage, published.name, kind="folder")
     _move_entries(storage, backup, kept_folder, conflicts)
     trash = _trash_name(published)
@@ -120,7 +120,7 @@ def _trash_name(published: Published) -> str:
 
 
 def rollback(storage: LocalStorage, published: Published) -> None:
-    """Undoes a publish: what had the name gets it back; the folder is a staging folder again."""
+    """Undo a publish: what had the name gets it back; the folder is a staging folder again."""
     name, folder, backup = published.name, published.folder, published.backup
     if backup is not None and storage.exchange(backup, name):
         if backup != folder:
@@ -149,7 +149,7 @@ def user_entries(
     existing_entries: Collection[str],
     replaced: Manifest | None,
 ) -> list[str]:
-    """Paths below a folder that had the name, which are the user's and move to the new checkpoint.
+    """Return the user's paths in a folder that had the name; they move to the new checkpoint.
 
     Of a `replaced` checkpoint: what its save did not write. Of another folder: what appeared during
     the save, which was called with `existing_entries`.
@@ -172,7 +172,7 @@ def user_entries(
 
 
 def attached_files(storage: LocalStorage, folder: str, manifest: Manifest) -> list[str]:
-    """Paths below a checkpoint folder of all files that the engine did not write."""
+    """Return the paths below a checkpoint folder of all files that the engine did not write."""
 
     def walk(prefix: str) -> Iterator[str]:
         for path in (prefix + entry for entry in storage.entries(f"{folder}/{prefix}")):
@@ -185,18 +185,18 @@ def attached_files(storage: LocalStorage, folder: str, manifest: Manifest) -> li
 
 
 def engine_files(manifest: Manifest) -> set[str]:
-    """The entries of a checkpoint folder that the engine writes; others are the user's."""
+    """Return the entries of a checkpoint folder that the engine writes; others are the user's."""
     return {names.MANIFEST, names.REPLICAS, names.MARKER, *manifest.files()}
 
 
 def backup_name(storage: LocalStorage, name: str, *, kind: str) -> str:
-    """A free and visible name for what had `name`. A file keeps its suffix."""
+    """Return a free and visible name for what had `name`. A file keeps its suffix."""
     candidates = (names.backup_name(name, n, is_file=kind != "folder") for n in count(1))
     return next(candidate for candidate in candidates if storage.kind(candidate) is None)
 
 
 def remove_empty(storage: LocalStorage, folder: str) -> bool:
-    """Removes a folder that is empty but for the JIT marker; False if it has other entries."""
+    """Remove a folder that is empty but for the JIT marker; False if it has other entries."""
     entries = storage.entries(folder)
     if entries == [JIT_MARKER]:
         storage.remove_file(f"{folder}/{JIT_MARKER}")
@@ -204,7 +204,7 @@ def remove_empty(storage: LocalStorage, folder: str) -> bool:
 
 
 def delete_checkpoint(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
-    """Deletes a folder of ours, its manifest first, so that a crash leaves no valid checkpoint."""
+    """Delete a folder of ours, its manifest first, so that a crash leaves no valid checkpoint."""
     if storage.kind(f"{folder}/{names.MANIFEST}") not in (None, "folder"):
         storage.remove_file(f"{folder}/{names.MANIFEST}")
         if fsync:
@@ -213,14 +213,14 @@ def delete_checkpoint(storage: LocalStorage, folder: str, *, fsync: bool) -> Non
 
 
 def _parents(path: str) -> list[str]:
-    """The folders of a relative path, outermost first."""
+    """Return the folders of a relative path, outermost first."""
     return [path[:index] for index, character in enumerate(path) if character == "/"]
 
 
 def _move_entries(
     storage: LocalStorage, source: str, target: str, entries: Iterable[str]
 ) -> list[str]:
-    """Moves entries from one folder to another.
+    """Move entries from one folder to another.
 
     Returns, as paths below the folder, those that stay because the target has different ones.
     """

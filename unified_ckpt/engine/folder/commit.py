@@ -96,7 +96,7 @@ def read_manifest_at(path: str) -> Manifest | None:
 
 
 def read_manifest(storage: LocalStorage, name: str) -> Manifest | None:
-    """The manifest of the checkpoint `name`, None if there is no valid one.
+    """Return the manifest of the checkpoint `name`, None if there is no valid one.
 
     FormatError for an undamaged manifest that this version cannot read, StorageError for one that
     cannot be read now: both belong to a checkpoint.
@@ -115,7 +115,7 @@ def read_manifest(storage: LocalStorage, name: str) -> Manifest | None:
 
 
 def check_existing_entries(storage: LocalStorage, target: PublishTarget) -> frozenset[str]:
-    """The entries of the folder that has the target's name, before anything is written.
+    """Return the entries of the folder that has the target's name, before anything is written.
 
     StorageError if the caller chose the name and the folder is no checkpoint of ours, committed or
     unfinished; and if replacing a checkpoint would delete others inside it. An empty folder, or one
@@ -146,7 +146,7 @@ def check_existing_entries(storage: LocalStorage, target: PublishTarget) -> froz
 
 
 def is_unified_folder(storage: LocalStorage, name: str, entries: Collection[str]) -> bool:
-    """Whether a folder with these entries is ours: a committed, damaged or unfinished save."""
+    """Return whether a folder with these entries is ours, committed, damaged or unfinished."""
     return any(
         marker in entries and storage.kind(f"{name}/{marker}") == "file"
         for marker in (names.MANIFEST, names.DIGESTS, names.MARKER)
@@ -154,7 +154,7 @@ def is_unified_folder(storage: LocalStorage, name: str, entries: Collection[str]
 
 
 def latest_checkpoint(path: str) -> str:
-    """The path of the latest checkpoint in a local folder, empty if there is none.
+    """Return the path of the latest checkpoint in a local folder, empty if there is none.
 
     Ours go by the step in the manifest. If there are none, those of other engines go by name.
     """
@@ -188,7 +188,7 @@ def check_not_run_folder(storage: Reader) -> None:
 
 
 def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest | None:
-    """The manifest of the checkpoint that is kept instead of saving; None if the save may go on.
+    """Return the manifest of the checkpoint that is kept; None if the save may go on.
 
     StorageError if a checkpoint is in the way, or if an interrupted replacement left the only copy
     under another name.
@@ -230,7 +230,7 @@ def resolve_copy_if_exists(
 
 
 def _is_replaceable(storage: LocalStorage, target: PublishTarget, manifest: Manifest) -> bool:
-    """Whether the save may replace this committed checkpoint."""
+    """Return whether the save may replace this committed checkpoint."""
     if target.if_exists == "keep_complete":
         return not is_complete(storage, target.name, manifest, target.parts)
     return target.if_exists == "replace"
@@ -239,7 +239,7 @@ def _is_replaceable(storage: LocalStorage, target: PublishTarget, manifest: Mani
 def create(
     storage: LocalStorage, name: str, *, save_id: str | None, existing_entries: frozenset[str]
 ) -> StagingDir:
-    """Creates the staging folder with a marker file that holds the save id, a new id by default.
+    """Create the staging folder with a marker file that holds the save id, a new id by default.
 
     `existing_entries` are the result of `check_existing_entries`.
     """
@@ -264,7 +264,7 @@ def create_collectively(
     *,
     leader: int,
 ) -> tuple[StagingDir | None, dict[str, Any]]:
-    """Collective. The leader creates the staging folder unless `find_existing` has a result.
+    """Collective. Create the staging folder on the leader unless `find_existing` has a result.
 
     Returns the folder, or None; and the "id" and "step" of the checkpoint that is kept. The id is
     new, as an interrupted attempt may have left a folder. After an error the folder is gone.
@@ -325,7 +325,7 @@ def check_free_space(
 def publish(
     storage: LocalStorage, staging_dir: StagingDir, target: PublishTarget, *, fsync: bool
 ) -> Published:
-    """Renames the finished staging folder to its name. What had the name becomes a backup.
+    """Rename the finished staging folder to its name. What had the name becomes a backup.
 
     Nothing is deleted but an empty folder; `clean_up` deletes once the checkpoint is certain to
     stay, and `rollback` undoes the renames. StorageError if another job has meanwhile committed a
@@ -357,7 +357,7 @@ def publish(
 def _replace_name(
     storage: LocalStorage, staging_dir: StagingDir, target: PublishTarget
 ) -> tuple[str | None, Manifest | None]:
-    """Returns `Published.backup` and `Published.replaced`."""
+    """Return `Published.backup` and `Published.replaced`."""
     name, folder = staging_dir.name, staging_dir.folder
     if rename_if_free(storage, folder, name):
         return None, None
@@ -403,7 +403,7 @@ def _replace_name(
 
 
 def rename_if_free(storage: LocalStorage, folder: str, name: str) -> bool:
-    """Renames the folder to a free name or an empty folder's; False if the name is taken."""
+    """Rename the folder to a free name or an empty folder's; False if the name is taken."""
     kind = storage.kind(name)
     free = kind is None or (kind == "folder" and remove_empty(storage, name))
     if free:
@@ -412,7 +412,7 @@ def rename_if_free(storage: LocalStorage, folder: str, name: str) -> bool:
 
 
 def _swap_by_renames(storage: LocalStorage, *, new: str, name: str, backup: str) -> None:
-    """Renames `name` to `backup` and `new` to `name`; undoes the first if the second fails."""
+    """Rename `name` to `backup` and `new` to `name`; undo the first if the second fails."""
     storage.rename(name, backup)
     try:
         storage.rename(new, name)
@@ -422,7 +422,7 @@ def _swap_by_renames(storage: LocalStorage, *, new: str, name: str, backup: str)
 
 
 def abort(storage: LocalStorage, staging_dir: StagingDir) -> None:
-    """Deletes the staging folder of a failed save, as far as the storage allows."""
+    """Delete the staging folder of a failed save, as far as the storage allows."""
     storage.close()
     try:
         delete_checkpoint(storage, staging_dir.folder, fsync=False)
@@ -440,7 +440,7 @@ def abort_collectively(
     *,
     leader: int,
 ) -> None:
-    """Publishes the error; the leader deletes the staging folder once all ranks have stopped.
+    """Publish the error; the leader deletes the staging folder once all ranks have stopped.
 
     Every rank of a failed save calls it, after its last write. `staging_dir` is None on a rank that
     has not learnt of one.

@@ -35,7 +35,7 @@ class EncodedExtra:
 def write_extra(
     storage: LocalStorage, folder: str, extra: Any, non_tensor_state: NonTensorState
 ) -> EncodedExtra:
-    """Encodes the state and writes its blobs, on rank 0.
+    """Encode the state and write its blobs, on rank 0.
 
     FormatError naming the path of a value that cannot be stored.
     """

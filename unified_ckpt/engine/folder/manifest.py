@@ -12,7 +12,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fsync: bool) -> None:
-    """Writes the manifest. It lists the files present that the engine did not write.
+    """Write the manifest. It lists the files present that the engine did not write.
 
     Files that appear later are the user's and stay when the checkpoint is replaced.
     """
@@ -21,7 +21,7 @@ def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fs
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, this package, torch and safetensors."""
+    """Return the versions of Python, this package, torch and safetensors."""
     package_versions = {"python": platform.python_version()}
     for package in ("unified-ckpt", "torch", "safetensors"):
         try:

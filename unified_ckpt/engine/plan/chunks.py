@@ -13,7 +13,7 @@ BlockCrcs = list[tuple[int, digests.BlockCrc]]  # (index of the tensor in its gr
 
 
 def chunks(start: int, stop: int, *, nbytes: int = CHUNK_NBYTES) -> Iterator[tuple[int, int]]:
-    """Splits the range [start, stop) at multiples of `nbytes`."""
+    """Split the range [start, stop) at multiples of `nbytes`."""
     while start < stop:
         boundary = min((start // nbytes + 1) * nbytes, stop)
         yield start, boundary

@@ -44,7 +44,7 @@ class Membership:
 
 
 def encode_with_id(decls: Sequence[TensorDecl]) -> tuple[str, bytes]:
-    """The id of a table, which equal tables share, and its encoding."""
+    """Return the id of a table, which equal tables share, and its encoding."""
     body = encode_table(decls)
     return hashlib.sha256(body).hexdigest()[:32], body
 
@@ -52,7 +52,7 @@ def encode_with_id(decls: Sequence[TensorDecl]) -> tuple[str, bytes]:
 def gather_distinct(
     collective: Collective, key: str, body: bytes
 ) -> tuple[list[str], dict[str, bytes]]:
-    """Gathers one value per rank on rank 0; equal values are sent once.
+    """Gather one value per rank on rank 0; equal values are sent once.
 
     Returns there the digest of each rank's value, and the values by digest.
     """
@@ -69,7 +69,7 @@ def gather_distinct(
 def gather_declarations(
     collective: Collective, decls: Sequence[TensorDecl]
 ) -> tuple[str, Declarations | None]:
-    """Gathers every rank's table on rank 0.
+    """Gather every rank's table on rank 0.
 
     Returns the id of this rank's table, and on rank 0 all declarations.
     """
@@ -113,7 +113,7 @@ def check_layout_rules(
 def group_holders(
     group: HolderGroup, ranks_by_table: Mapping[str, Sequence[int]]
 ) -> tuple[int, ...]:
-    """The ranks that hold the group's tensors, ascending."""
+    """Return the ranks that hold the group's tensors, ascending."""
     return tuple(sorted(rank for table_id in group.table_ids for rank in ranks_by_table[table_id]))
 
 
@@ -123,7 +123,7 @@ def publish_groups(
     groups: Sequence[HolderGroup],
     group_infos: Sequence[Mapping[str, Any]],
 ) -> None:
-    """On rank 0: publishes the groups of each table's tensors, with one `group_info` per group."""
+    """On rank 0: publish the groups of each table's tensors, with one `group_info` per group."""
     memberships = _encode_memberships(declarations.tables, groups, group_infos)
     ranks_by_table = declarations.ranks_by_table
     _publish_memberships(collective, groups, memberships, ranks_by_table, prefix="")
@@ -132,7 +132,7 @@ def publish_groups(
 def publish_groups_by_node(
     collective: Collective, declarations: Declarations, nodes: Sequence[int]
 ) -> None:
-    """On rank 0: publishes groups of the ranks of each node, under the prefix "<node>/".
+    """On rank 0: publish groups of the ranks of each node, under the prefix "<node>/".
 
     A node reads together what its ranks want, whatever other nodes do. The groups follow from the
     tables of the node in the order of its ranks, and are computed once for nodes that are alike.
@@ -159,7 +159,7 @@ def _encode_memberships(
     groups: Sequence[HolderGroup],
     group_infos: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes]:
-    """By table, as JSON: the index of each of its groups, its tensors in the group, the info."""
+    """Encode, by table, the index of each of its groups, its tensors in it, and the info."""
     entries: dict[str, list[object]] = {table_id: [] for table_id in tables}
     index_by_decl = {
         table_id: {decl: index for index, decl in enumerate(decls)}
@@ -180,7 +180,7 @@ def _publish_memberships(
     *,
     prefix: str,
 ) -> None:
-    """Publishes the memberships of each table, after its reporter and the holders of its groups."""
+    """Publish the memberships of each table, after its reporter and the holders of its groups."""
     holders: dict[str, list[object]] = {table_id: [] for table_id in memberships}
     for group in groups:
         spans = _to_spans(group_holders(group, ranks_by_table))
@@ -192,14 +192,14 @@ def _publish_memberships(
 
 
 def _encode_line(document: object) -> bytes:
-    """JSON in one line."""
+    """Return JSON in one line."""
     return json.dumps(document, separators=(",", ":")).encode()
 
 
 def read_memberships(
     collective: Collective, table_id: str, decls: Sequence[TensorDecl], *, prefix: str = ""
 ) -> tuple[list[Membership], bool]:
-    """The groups of this rank's table as rank 0 published them, by index.
+    """Return the groups of this rank's table as rank 0 published them, by index.
 
     Also returns whether this rank is the reporter of its table. `prefix` is that of
     `publish_groups_by_node`.
@@ -220,7 +220,7 @@ def read_memberships(
 
 
 def _to_spans(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as half-open spans."""
+    """Return ascending numbers as half-open spans."""
     spans: list[tuple[int, int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number:

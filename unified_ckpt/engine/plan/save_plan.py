@@ -124,7 +124,7 @@ class SavePlan:
 def make_plan_key(
     tensors: Sequence[LocalTensor], *, rank: int, world: int, max_file_bytes: int
 ) -> PlanKey:
-    """A key that is equal for saves that can share a plan: same declarations, memory, rank."""
+    """Return a key that saves with the same declarations, memory and rank share."""
     memory_forms = tuple(
         (tensor.decl, tensor.local.dtype, tensor.local.stride(), tensor.local.device)
         for tensor in tensors
@@ -141,7 +141,7 @@ def make_plan(
     max_file_bytes: int,
     plan_key: PlanKey,
 ) -> SavePlan:
-    """Collective. Plans a save from the declarations of all ranks.
+    """Collective. Plan a save from the declarations of all ranks.
 
     LayoutError or MismatchError on every rank if the claims do not add up to whole tensors.
     """
@@ -199,7 +199,7 @@ class GroupFiles:
 def list_group_files(
     groups: Sequence[HolderGroup], declarations: Declarations, *, max_file_bytes: int
 ) -> tuple[list[GroupFiles], bytes]:
-    """Numbers the files of all groups and places their digests.
+    """Number the files of all groups and place their digests.
 
     Also returns the header of the digest file.
     """
@@ -223,7 +223,7 @@ def list_group_files(
 
 
 def checked_groups(declarations: Declarations) -> list[HolderGroup]:
-    """The holder groups. LayoutError or MismatchError if their claims do not add up."""
+    """Return the holder groups. LayoutError or MismatchError if their claims do not add up."""
     tables, ranks_by_table = declarations.tables, declarations.ranks_by_table
     check_consistent(tables, ranks_by_table)
     groups = group_tables(tables, ranks_by_table)
@@ -246,7 +246,7 @@ def _digest_header(groups: Sequence[HolderGroup]) -> bytes:
 
 
 def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> GroupPlan:
-    """One member's plan of a group. Its cost grows with the group's tensors and holders."""
+    """Return one member's plan of a group. Its cost grows with the group's tensors and holders."""
     decls, holders = membership.decls, membership.holders
     plans = plan_files(decls, holders=holders, max_file_bytes=max_file_bytes)
     files = [_plan_file(membership, plan) for plan in plans]
@@ -279,7 +279,7 @@ def _file_name(plan: FilePlan, group_info: Mapping[str, Any]) -> str:
 
 
 def _plan_file(membership: Membership, plan: FilePlan) -> PlannedFile:
-    """Encodes the header, which fixes the byte offset of every tensor in the file.
+    """Encode the header, which fixes the byte offset of every tensor in the file.
 
     This is the only place where the offset of a saved tensor is computed.
     """
@@ -303,7 +303,7 @@ def build_global_plan(
     digest_header: bytes,
     reporters: Sequence[int],
 ) -> GlobalPlan:
-    """Collects what indexes and manifest need. `records`: (bytes, header CRC) by file."""
+    """Collect what indexes and manifest need. `records`: (bytes, header CRC) by file."""
     weight_maps: dict[str, dict[str, str]] = {}
     part_nbytes: dict[str, int] = {}
     records_by_part: dict[str, dict[str, FileRecord]] = {}

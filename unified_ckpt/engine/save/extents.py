@@ -55,14 +55,14 @@ class QueuedWriter:
         *,
         exclusive_range: tuple[int, int] | None = None,
     ) -> Future[None]:
-        """Queues a write at byte `start`; the buffers must not change until the future is done.
+        """Queue a write at byte `start`; the buffers must not change until the future is done.
 
         `exclusive_range`: a byte range of the file around them that only this rank writes.
         """
         return self._queue(partial(self._write, file, start, buffers, exclusive_range))
 
     def write_all(self, writes: Sequence[ContiguousWrite]) -> Future[None]:
-        """Queues several writes as one."""
+        """Queue several writes as one."""
         return self._queue(partial(self._write_all, writes))
 
     def _queue(self, operation: Callable[[], None]) -> Future[None]:
@@ -89,21 +89,21 @@ class QueuedWriter:
             self._file_writer.start_flush(file, start, sum(len(buffer) for buffer in buffers))
 
     def drain(self) -> None:
-        """Waits until everything queued is written."""
+        """Wait until everything queued is written."""
         while self._pending:
             self._pending.pop(0).result()
 
     def resize(self, file: str, nbytes: int) -> None:
-        """Creates the file with this length."""
+        """Create the file with this length."""
         self._file_writer.resize(file, nbytes)
 
     def close(self) -> None:
-        """Stops the I/O thread."""
+        """Stop the I/O thread."""
         self._io_thread.close()
 
 
 def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
-    """Creates the files whose header this rank writes, at their full length."""
+    """Create the files whose header this rank writes, at their full length."""
     for file in group.files:
         if file.writer == rank:
             writer.resize(file.name, file.nbytes)
@@ -113,7 +113,7 @@ def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
 def write_extents(
     group: GroupPlan, tensors: Sequence[LocalTensor], writer: QueuedWriter, *, rank: int
 ) -> BlockCrcs:
-    """Writes this rank's extents of the group; `tensors` are those of `group.decls`.
+    """Write this rank's extents of the group; `tensors` are those of `group.decls`.
 
     Ranks start at different files so that few of them write to one file at a time.
     """
@@ -157,7 +157,7 @@ class BufferRing:
         self._slot = 0
 
     def stage(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
-        """Copies bytes [offset, offset + nbytes) of the tensor, counted in the stored dtype.
+        """Copy bytes [offset, offset + nbytes) of the tensor, counted in the stored dtype.
 
         Waits for the write that still uses the buffer. The next call but one reuses the view.
         """
@@ -182,5 +182,5 @@ class BufferRing:
         return as_bytes(buffer)
 
     def set_in_use(self, write: Future[None]) -> None:
-        """Reserves the buffer of the last `stage` until this write is done."""
+        """Reserve the buffer of the last `stage` until this write is done."""
         self._writes[self._slot] = write

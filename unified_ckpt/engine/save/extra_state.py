@@ -31,7 +31,7 @@ class ExtraState:
 
 
 def encode_extra(extra: Any, rank_extra: Any, *, is_first: bool, freeze: bool) -> ExtraState:
-    """Replaces objects by their states and encodes them.
+    """Replace objects by their states and encode them.
 
     FormatError naming the path of a value that cannot be stored.
 
@@ -53,7 +53,7 @@ def encode_extra(extra: Any, rank_extra: Any, *, is_first: bool, freeze: bool) -
 
 
 def encode_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
-    """The state beside tensors, which one rank reports for all ranks with the same tensors.
+    """Return the state beside tensors, which one rank reports for all ranks with the same tensors.
 
     `with_optimizer`: whether the optimizer is stored.
     """
@@ -71,7 +71,7 @@ def encode_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
 
 
 def merge_non_tensor_state(states: Sequence[bytes]) -> NonTensorState:
-    """Merges the reported states.
+    """Merge the reported states.
 
     Param groups with equal options become one; groups keep the order of their first appearance.
     """
@@ -102,7 +102,7 @@ def merge_non_tensor_state(states: Sequence[bytes]) -> NonTensorState:
 def write_rank_extra(
     collective: Collective, file_writer: FileWriter, encoded: bytes
 ) -> RankExtraFile | None:
-    """Collective. Writes each rank's `rank_extra` to its place in one file.
+    """Collective. Write each rank's `rank_extra` to its place in one file.
 
     Returns the file's record on rank 0, None if no rank has any.
     """

@@ -37,7 +37,7 @@ def write_digests(
     crcs_by_group: Sequence[BlockCrcs],
     global_plan: GlobalPlan | None,
 ) -> DigestFile | None:
-    """Collective. Each group's leader combines the CRCs of its members and writes its section.
+    """Collective. Combine the CRCs of each group on its leader, which writes its section.
 
     Returns the record of the digest file on rank 0.
     """
@@ -78,7 +78,7 @@ def write_digests(
 
 
 def _combine_blocks(group: GroupPlan, block_crcs: BlockCrcs) -> bytes:
-    """The digests of all blocks of the group's tensors, tensor by tensor.
+    """Return the digests of all blocks of the group's tensors, tensor by tensor.
 
     IntegrityError if a byte was digested twice or never.
     """
@@ -108,7 +108,7 @@ def finalize(
     digest_file: DigestFile | None,
     rank_extra: RankExtraFile | None,
 ) -> None:
-    """On rank 0: writes the attached files, indexes and manifest, all that is missing but the name.
+    """On rank 0: write the attached files, indexes and manifest, all that is missing but the name.
 
     `states` are the encoded non-tensor states of all reporters.
     """
@@ -163,7 +163,7 @@ def finalize(
 
 
 def _attach(planned: PlannedSave, folder: str, global_plan: GlobalPlan) -> None:
-    """Calls the caller's `attach`. StorageError if it changes a file of the checkpoint."""
+    """Call the caller's `attach`. StorageError if it changes a file of the checkpoint."""
     storage, attach = planned.call.storage, planned.request.attach
     if attach is None:
         return
@@ -181,7 +181,7 @@ def _attach(planned: PlannedSave, folder: str, global_plan: GlobalPlan) -> None:
 def _write_indexes(
     storage: LocalStorage, folder: str, global_plan: GlobalPlan
 ) -> dict[str, IndexFile]:
-    """Writes one index per part, also where a part is one file; returns the records by part."""
+    """Write one index per part, also where a part is one file; return the records by part."""
     records = {}
     for part, weight_map in global_plan.weight_maps.items():
         body = index.encode_index(total_size=global_plan.part_nbytes[part], weight_map=weight_map)
@@ -191,7 +191,7 @@ def _write_indexes(
 
 
 def _node_group_record(planned: PlannedSave) -> NodeGroupRecord | None:
-    """The manifest's record of this node group, None where all ranks share one folder."""
+    """Return the manifest's record of this node group, None where all ranks share one folder."""
     if planned.commit_group is None:
         return None
     node_group, cache = planned.commit_group.node_group, planned.call.cache

@@ -41,7 +41,7 @@ class SaveReport:
 
 
 def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveReport:
-    """Collective. Writes the tensors, or their snapshot, to a staging folder and publishes it."""
+    """Collective. Write the tensors, or their snapshot, to a staging folder and publish it."""
     with propagating_errors(planned.commit_group), planned.call.storage:
         return _write_and_commit(planned, snapshot)
 
@@ -75,7 +75,7 @@ def _write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRe
 
 
 def _create_staging_dir(planned: PlannedSave) -> tuple[commit.StagingDir | None, dict[str, Any]]:
-    """Collective. The staging folder, visible to every rank; None if a checkpoint is kept.
+    """Collective. Return the staging folder, visible to every rank; None if a checkpoint is kept.
 
     The second value has the "id" and "step" of the kept checkpoint.
     """
@@ -129,7 +129,7 @@ def _create_staging_dir(planned: PlannedSave) -> tuple[commit.StagingDir | None,
 
 
 def _existing_checkpoint(planned: PlannedSave) -> Manifest | None:
-    """On rank 0 of each node group: the checkpoint that is kept, which must be in every folder."""
+    """On rank 0 of each node group: return the checkpoint that is kept if all folders have it."""
     target, storage = planned.target(), planned.call.storage
     if planned.commit_group is None:
         return commit.resolve_if_exists(storage, target)
@@ -151,7 +151,7 @@ def _existing_checkpoint(planned: PlannedSave) -> Manifest | None:
 def _fill_and_publish(
     planned: PlannedSave, staging_dir: commit.StagingDir, snapshot: Snapshot | None
 ) -> None:
-    """Collective. Writes all files of the folder and publishes it."""
+    """Collective. Write all files of the folder and publish it."""
     call, collective, plan = planned.call, planned.collective, planned.plan
     fsync = planned.request.options.fsync
     with collective.step("write"):
@@ -197,7 +197,7 @@ def _fill_and_publish(
 def _write_files(
     planned: PlannedSave, staging_dir: commit.StagingDir, snapshot: Snapshot | None
 ) -> tuple[list[bytes], DigestFile | None, RankExtraFile | None]:
-    """Collective. Writes tensors, digests and rank extras.
+    """Collective. Write tensors, digests and rank extras.
 
     Returns, on rank 0, the non-tensor states of all reporters and the records of both files.
     """
@@ -222,7 +222,7 @@ def _write_files(
 def _publish_all_groups(
     planned: PlannedSave, commit_group: CommitGroup, staging_dir: commit.StagingDir
 ) -> None:
-    """Collective over all node groups. Publishes every folder once all are written, or none."""
+    """Collective over all node groups. Publish every folder once all are written, or none."""
     storage, published = planned.call.storage, None
     try:
         commit_group.barrier("written")
@@ -240,7 +240,7 @@ def _publish_all_groups(
 
 
 def _publish(planned: PlannedSave, staging_dir: commit.StagingDir) -> backup.Published:
-    """On rank 0: renames the staging folder to the checkpoint's name."""
+    """On rank 0: rename the staging folder to the checkpoint's name."""
     target = planned.target()
     if planned.commit_group is not None and target.if_exists in ("keep", "keep_complete"):
         # All node groups have agreed that the existing folder is not complete on every node.
@@ -252,7 +252,7 @@ def _publish(planned: PlannedSave, staging_dir: commit.StagingDir) -> backup.Pub
 def _abort(
     planned: PlannedSave, staging_dir: commit.StagingDir | None, error: BaseException
 ) -> None:
-    """Rank 0 removes the staging folder of a failed save once no rank writes to it.
+    """Remove the staging folder of a failed save, on rank 0, once no rank writes to it.
 
     `staging_dir` is None where this rank has not learnt of one.
     """

@@ -47,16 +47,16 @@ class CommitGroup:
     save_id: str
 
     def step(self, name: str) -> AbstractContextManager[None]:
-        """A step that all node groups complete, or that fails on all of them."""
+        """Return a step that all node groups complete, or that fails on all of them."""
         return self.collective.step(name)
 
     def barrier(self, name: str) -> None:
-        """Waits for all node groups. Raises the error of one that failed."""
+        """Wait for all node groups. Raises the error of one that failed."""
         with self.step(name):
             pass
 
     def all_gather(self, key: str, value: bytes) -> list[bytes]:
-        """The values of all node groups, by number.
+        """Return the values of all node groups, by number.
 
         One rank of each group calls, inside a step of the group.
         """
@@ -71,7 +71,7 @@ class CommitGroup:
 
 @contextmanager
 def propagating_errors(commit_group: CommitGroup | None) -> Iterator[None]:
-    """Raises an error of the block on the ranks of all node groups."""
+    """Raise an error of the block on the ranks of all node groups."""
     try:
         yield
     except BaseException as error:
@@ -83,14 +83,14 @@ def propagating_errors(commit_group: CommitGroup | None) -> Iterator[None]:
 
 
 def join_commit_group(collective: Collective, node_group: NodeGroup) -> CommitGroup:
-    """Collective over all ranks. Agrees on one save id."""
+    """Collective over all ranks. Agree on one save id."""
     new_id = secrets.token_hex(8).encode() if collective.rank == 0 else None
     save_id = collective.broadcast("save-id", new_id)
     return CommitGroup(collective, node_group, save_id.decode())
 
 
 def broadcast_extra(commit_group: CommitGroup, extra_state: ExtraState) -> ExtraState:
-    """Collective over all ranks. Gives rank 0's `extra` to the first rank of each node group.
+    """Collective over all ranks. Give rank 0's `extra` to the first rank of each node group.
 
     Every folder stores it, as any of them may be the one that survives.
     """
@@ -109,7 +109,7 @@ def check_global(
     layout: Layout | None,
     matched_rules: set[str],
 ) -> GlobalTotals:
-    """Collective over all ranks. Checks the claims of all ranks; returns the totals of the save.
+    """Collective over all ranks. Check the claims of all ranks; return the totals of the save.
 
     LayoutError or MismatchError if the claims do not add up to whole tensors.
     """
@@ -131,7 +131,7 @@ def check_global(
 def local_shardings(
     commit_group: CommitGroup, comm: Comm, tensors: Sequence[LocalTensor]
 ) -> LocalShardings:
-    """Collective over `comm`, a node group. Its shardings of tensors that it holds whole."""
+    """Collective over `comm`, a node group. Return its shardings of tensors it holds whole."""
     decls, node_group = [tensor.decl for tensor in tensors], commit_group.node_group
     collective = comm.begin_collective(
         "shardings of a node group",
@@ -159,7 +159,7 @@ def localize(
     *,
     group_rank: int,
 ) -> list[LocalTensor]:
-    """The tensors as the node group stores them: whole, or as one shard per box.
+    """Return the tensors as the node group stores them: whole, or as one shard per box.
 
     `group_rank` is this rank's index in the group.
     """

@@ -108,7 +108,7 @@ def plan_copies(
 
 
 def stored_units(global_plan: GlobalPlan) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The content id of each file that a node group stores, and the units of each content.
+    """Return the content id of each file that a node group stores, and the units of each content.
 
     A whole tensor is a unit, because groups may put the same tensors into different files. All
     shards of a file are one unit: they are many, and groups that have the same ones are alike.
@@ -142,7 +142,7 @@ def replicate(
     *,
     fsync: bool,
 ) -> None:
-    """Collective over all node groups. Copies what the plan says into the finalized staging folder.
+    """Collective over all node groups. Copy what the plan says into the finalized staging folder.
 
     `group_collective` is that of this node group, whose ranks share the files to copy; its first
     rank serves this group's folder. StorageError or IntegrityError on every rank of all groups if
@@ -219,7 +219,7 @@ class _PeerFolders:
 
 
 def check_peer_manifest(folder: Folder, *, save_id: str, number: int) -> Manifest:
-    """The folder's manifest. IntegrityError unless it is of this save and node group `number`."""
+    """Return the manifest. IntegrityError unless it is of this save and node group `number`."""
     manifest = folder.manifest
     identity = None
     if manifest is not None and manifest.node_group is not None:
@@ -238,7 +238,7 @@ def _serve(
     staging_dir: commit.StagingDir,
     copy_plan: CopyPlan,
 ) -> FolderServer:
-    """Serves this group's folder, creates the folders of its copies, and publishes the address."""
+    """Serve this group's folder, create the folders of its copies, and publish the address."""
     collective, root = commit_group.collective, storage.path(staging_dir.folder)
     manifest = commit.read_manifest(storage, staging_dir.folder)
     if manifest is None:
@@ -272,7 +272,7 @@ def _replica_folder(staging_dir: commit.StagingDir, source: int) -> str:
 
 
 def _copy_heartbeat(collective: Collective) -> Callable[[int], None]:
-    """A callback for copied bytes. It raises the error of a rank that has failed meanwhile."""
+    """Return a callback for copied bytes, which raises the error of a rank that has failed."""
     unchecked_nbytes = 0
 
     def on_bytes(nbytes: int) -> None:
@@ -287,7 +287,7 @@ def _copy_heartbeat(collective: Collective) -> Callable[[int], None]:
 
 
 def _copy_file(copier: FolderCopier, folder: Folder, file: str) -> None:
-    """Copies one file if the folder has it."""
+    """Copy one file if the folder has it."""
     manifest = _require_manifest(folder)
     for auxiliary in manifest.auxiliary_files():
         if auxiliary.file == file:
@@ -304,7 +304,7 @@ def _require_manifest(folder: Folder) -> Manifest:
 
 
 def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
-    """Bytes of these part files and of all auxiliary files."""
+    """Return the bytes of these part files and of all auxiliary files."""
     manifest = _require_manifest(folder)
     part_files = {
         name: file for part in manifest.parts.values() for name, file in part.files.items()
@@ -314,7 +314,7 @@ def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
 
 
 def subset_manifest(folder: Folder, files: Collection[str]) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest and indexes of a copy that has only these part files; all else is unchanged."""
+    """Return the manifest and indexes of a copy that has only these part files."""
     manifest, parts, indexes = _require_manifest(folder), {}, {}
     for part, record in manifest.parts.items():
         weight_map = {
@@ -345,7 +345,7 @@ def subset_manifest(folder: Folder, files: Collection[str]) -> tuple[Manifest, d
 def _finalize_copy(
     folder: Folder, files: Collection[str], storage: LocalStorage, target: str, *, fsync: bool
 ) -> None:
-    """Writes the indexes and the manifest of a copy whose files are all there."""
+    """Write the indexes and the manifest of a copy whose files are all there."""
     manifest, indexes = subset_manifest(folder, files)
     for name, body in indexes.items():
         storage.put(f"{target}/{name}", body, fsync=fsync)

@@ -36,7 +36,7 @@ class PendingSave:
         self._thread: threading.Thread | None = None
 
     def start(self, staged: StagedSave, *, lazy_optimizers: Sequence[Optimizer]) -> None:
-        """Starts the thread. Without `lazy_optimizers`, copies the remaining tensors first.
+        """Start the thread. Without `lazy_optimizers`, copies the remaining tensors first.
 
         Otherwise the thread copies them, and the next step of each optimizer waits for it. An error
         before the thread runs ends the save on every rank and is raised.
@@ -56,15 +56,15 @@ class PendingSave:
             raise
 
     def staged(self) -> bool:
-        """Whether all tensors are copied, so that they may change."""
+        """Return whether all tensors are copied, so that they may change."""
         return self._copied.is_set()
 
     def done(self) -> bool:
-        """Whether the save has ended, with or without an error. Ranks may differ for a moment."""
+        """Return whether the save has ended, with or without an error; ranks may differ briefly."""
         return self._ended.is_set()
 
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
-        """Waits for the end and returns the report.
+        """Wait for the end and return the report.
 
         Raises the save's error, the same on every rank, or TimeoutError while the save continues.
         """
@@ -80,12 +80,12 @@ class PendingSave:
         return self._report
 
     def wait(self) -> None:
-        """Waits for the end without raising the save's error."""
+        """Wait for the end without raising the save's error."""
         self._check_other_thread()
         self._ended.wait()
 
     def raise_pending(self) -> None:
-        """Waits for the end. Raises the save's error unless `result` or `start` has raised it."""
+        """Wait for the end. Raises the save's error unless `result` or `start` has raised it."""
         self.wait()
         if not self._reported:
             self.result()
@@ -97,7 +97,7 @@ class PendingSave:
             )
 
     def _run(self, staged: StagedSave, failure: BaseException | None = None) -> bool:
-        """Finishes the save; False if another call does.
+        """Finish the save; False if another call does.
 
         This frame is the only owner of `staged`, so that a kept PendingSave keeps no snapshot.
         """
@@ -140,7 +140,7 @@ class _StepBlock:
 
 
 def block_step(optimizer: Optimizer, copied: threading.Event) -> RemovableHandle:
-    """Makes the optimizer's next step wait for `copied`, before its other step pre-hooks run.
+    """Make the optimizer's next step wait for `copied`, before its other step pre-hooks run.
 
     Must not be called during a step, which iterates over the hooks. Also removes the hooks of
     earlier copies that are done.
@@ -157,7 +157,7 @@ def block_step(optimizer: Optimizer, copied: threading.Event) -> RemovableHandle
 
 
 def lazy_error(optimizers: Sequence[Optimizer]) -> LayoutError | None:
-    """Why `lazy` is impossible: each optimizer's step must be able to wait for the copy."""
+    """Return why `lazy` is impossible: each optimizer's step must be able to wait for the copy."""
     if not optimizers:
         return LayoutError(
             "lazy: got no optimizer object, whose step could wait for the copy; "

@@ -46,14 +46,14 @@ class SaveCache:
     slowest_rank: str = ""
 
     def reset_for(self, topology: Topology | None) -> None:
-        """Drops plan and tile buffers of another topology, whose ranks number exchanges anew."""
+        """Drop plan and tile buffers of another topology, whose ranks number exchanges anew."""
         if self.topology is not topology:
             self.tile_buffers.close()
             self.tile_buffers, self.topology = TileBuffers(), topology
             self.plan = self.local_shardings = self.copy_plan = None
 
     def close(self) -> None:
-        """Releases the buffers."""
+        """Release the buffers."""
         self.tile_buffers.close()
         self.load_tile_buffers.close()
         self.snapshot_memory.close()
@@ -108,27 +108,27 @@ class PlannedSave:
         return self.call.topology.transport if self.call.topology is not None else None
 
     def target(self) -> commit.PublishTarget:
-        """The name to publish under, for the rank that publishes."""
+        """Return the name to publish under, for the rank that publishes."""
         options, is_step_path = self.request.options, self.request.is_step_path
         return commit.PublishTarget(
             self.call.name, options.if_exists, self.part_names(), is_step_path
         )
 
     def part_names(self) -> set[str]:
-        """The parts of this save; complete only on the rank that has the global plan."""
+        """Return the parts of this save; complete only on the rank that has the global plan."""
         global_plan = self.plan.global_plan
         planned = global_plan.records if global_plan is not None else ()
         names = (*self.request.stored_part_names(), *planned)
         return {part.removesuffix(SHARD_SUFFIX) for part in names}
 
     def heartbeat(self) -> None:
-        """Signals progress to the ranks of this folder and of other node groups."""
+        """Signal progress to the ranks of this folder and of other node groups."""
         self.collective.heartbeat()
         if self.commit_group is not None:
             self.commit_group.collective.heartbeat()
 
     def file_writer(self, staging_dir: commit.StagingDir) -> FileWriter:
-        """The positional writer of this rank for the staged files."""
+        """Return the positional writer of this rank for the staged files."""
         storage, transport = self.call.storage, self.transport
         if transport is None:
             return FileWriter(storage, staging_dir.folder)
@@ -137,7 +137,7 @@ class PlannedSave:
         )
 
     def encode_non_tensor_state(self) -> bytes:
-        """The non-tensor state of this rank; a placeholder where another rank reports the same."""
+        """Return this rank's non-tensor state; a placeholder where another rank reports it."""
         if not self.plan.is_reporter:
             return b"."
         return encode_non_tensor_state(

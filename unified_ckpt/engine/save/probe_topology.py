@@ -44,7 +44,7 @@ class Topology:
     transport: PeerTransport | None
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         if self.node_group is not None:
             self.comm.detach()
         if self.transport is not None:
@@ -96,7 +96,7 @@ def connect_topology(comm: Comm, probe: ProbeResult, *, timeout_seconds: float) 
 def probe_topology(
     collective: Collective, storage: LocalStorage, node: str, *, block_nbytes: int | None
 ) -> ProbeResult:
-    """Collective. Finds the ranks that see this rank's folder; `node` names this rank's node.
+    """Collective. Find the ranks that see this rank's folder; `node` names this rank's node.
 
     `block_nbytes` overrides the write alignment of the file system. StorageError if ranks of one
     node see different folders, or if one node sees another's folder but not the reverse.
@@ -125,7 +125,7 @@ def probe_topology(
 def _probe_folders(
     collective: Collective, storage: LocalStorage, nodes: Sequence[int]
 ) -> list[int]:
-    """For each rank, the first node whose probe file it sees in its folder."""
+    """Return, for each rank, the first node whose probe file it sees in its folder."""
     local_node, leaders = nodes[collective.rank], first_ranks(nodes)
     is_leader = collective.rank == leaders[local_node]
     new_token = secrets.token_hex(8).encode() if collective.rank == 0 else None

@@ -54,7 +54,7 @@ def check_replicas(
 
 
 def _replica_key(group: GroupPlan, sharding: Sharding, rank: int) -> str | None:
-    """A key shared by the ranks that claim the same bytes; None if only one rank can hold them."""
+    """Return a key shared by ranks that claim the same bytes, None if only one rank can."""
     position = sharding.position(rank)
     shard_count = prod(shard_dim.size for shard_dim in sharding.shard_dims)
     if position is None or len(group.holders) == shard_count:
@@ -64,7 +64,7 @@ def _replica_key(group: GroupPlan, sharding: Sharding, rank: int) -> str | None:
 
 
 def _digest(tensor: LocalTensor) -> int:
-    """CRC of the local bytes, in the dtype they have in memory."""
+    """Return the CRC of the local bytes, in the dtype they have in memory."""
     local = as_contiguous(tensor.local)
     if local.device.type == "cpu" or tensor.casts:
         return digests.crc(as_bytes(local.cpu()))
@@ -87,7 +87,7 @@ def _conflicting_keys(summaries: Sequence[Mapping[str, int]]) -> set[str]:
 
 
 def _describe(details: Sequence[Mapping[str, Mapping[str, int]]], keys: Sequence[str]) -> str:
-    """Lists the tensors that differ, and between which ranks."""
+    """List the tensors that differ, and between which ranks."""
     lines = []
     for key in keys:
         names = next(detail[key] for detail in details if key in detail)

@@ -55,7 +55,7 @@ def check_argument_names(arguments: SaveArguments, *, function: str) -> None:
 
 
 def save_request(comm: Comm, arguments: SaveArguments, options: SaveOptions) -> SaveRequest:
-    """Flattens the state to save. FormatError or LayoutError for arguments that cannot be saved."""
+    """Flatten the state to save. FormatError or LayoutError for arguments that cannot be saved."""
     step, layout = arguments.get("step"), arguments.get("layout")
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         raise FormatError(f"step: got {step!r}, expected an int of 0 or more")
@@ -163,11 +163,11 @@ class SaveRequest:
         }
 
     def has_extra(self, rank: int) -> bool:
-        """Whether this rank stores `extra` or `rank_extra`."""
+        """Return whether this rank stores `extra` or `rank_extra`."""
         return (self.extra is not None and rank == 0) or self.rank_extra is not None
 
     def stored_tensors(self) -> list[LocalTensor]:
-        """The tensors to store, sorted by key."""
+        """Return the tensors to store, sorted by key."""
         stored = [tensor for tensor in self.state.tensors if self.stores(tensor.decl.part)]
         stored += [
             stored_without_master(tensor)
@@ -177,15 +177,15 @@ class SaveRequest:
         return sorted(stored, key=lambda tensor: tensor.decl.key)
 
     def stores(self, part: str) -> bool:
-        """Whether the options select this part."""
+        """Return whether the options select this part."""
         return self.options.parts is None or part in self.options.parts
 
     def stored_part_names(self) -> list[str]:
-        """The requested parts that the options select, sorted."""
+        """Return the requested parts that the options select, sorted."""
         return sorted(filter(self.stores, self.state.requested))
 
     def with_stored_parts(self, stored_parts: StoredParts) -> SaveRequest:
-        """This request with the selection that all ranks agreed on."""
+        """Return this request with the selection that all ranks agreed on."""
         if stored_parts.without_masters:
             aliases = self.state.aliases
             aliases[WITHOUT_MASTERS] = {

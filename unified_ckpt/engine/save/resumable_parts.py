@@ -44,7 +44,7 @@ def agree_on_parts(collective: Collective, request: SaveRequest) -> StoredParts:
 
 
 def _conflicting_names(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Tensors about which one rank alone cannot decide.
+    """Return tensors about which one rank alone cannot decide.
 
     The first list: some rank found the tensor different from its master. The second: one rank holds
     it without a master, and another with a master that it is rounded from.

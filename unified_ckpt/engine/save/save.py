@@ -40,7 +40,7 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 def save(call: SaveCall) -> SaveReport:
-    """Collective. Writes the checkpoint, or raises the same error on every rank."""
+    """Collective. Write the checkpoint, or raise the same error on every rank."""
     collective, plan_key = _begin(call, background=False)
     with collective.propagating_errors():
         planned = _plan_save(call, collective, plan_key, background=False)
@@ -48,7 +48,7 @@ def save(call: SaveCall) -> SaveReport:
 
 
 def begin_save(call: SaveCall, *, lazy: bool) -> StagedSave:
-    """Collective. Plans the save and copies tensors; `StagedSave.finish` writes it.
+    """Collective. Plan the save and copy tensors; `StagedSave.finish` writes it.
 
     With `lazy`, tensors that only an optimizer step changes are left for `StagedSave.copy`.
     """
@@ -91,11 +91,11 @@ class StagedSave:
         self._error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Makes `finish` raise this error on every rank instead of writing."""
+        """Make `finish` raise this error on every rank instead of writing."""
         self._error = self._error or error
 
     def copy(self) -> None:
-        """Copies the deferred tensors; after it they may change. `finish` raises its errors."""
+        """Copy the deferred tensors; after it they may change. `finish` raises its errors."""
         try:
             wait_events(self._events)
             copy_tensors(self._snapshot, self._deferred_keys)
@@ -103,7 +103,7 @@ class StagedSave:
             self.fail(error)
 
     def finish(self, after_commit: Callable[[SaveReport], object] | None) -> SaveReport:
-        """Collective. Writes and publishes the checkpoint, then calls `after_commit`.
+        """Collective. Write and publish the checkpoint, then call `after_commit`.
 
         An error of `after_commit` on one rank is raised on every rank.
         """
@@ -127,7 +127,7 @@ class StagedSave:
 
 
 def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
-    """Collective. Waits for every rank; returns the key under which the plan is cached."""
+    """Collective. Wait for every rank; return the key under which the plan is cached."""
     plan_key: PlanKey = ()
     cached, arguments = False, None
     request, cache, topology = call.request, call.cache, call.topology
@@ -174,7 +174,7 @@ def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
 def _plan_save(
     call: SaveCall, collective: Collective, plan_key: PlanKey, *, background: bool
 ) -> PlannedSave:
-    """Collective. Plans the save, or reuses the plan where every rank saves what it saved last.
+    """Collective. Plan the save, or reuse the plan where every rank saves what it saved last.
 
     In the `background`, nothing of the caller's but tensors is kept, and storage is not awaited.
     """
@@ -258,7 +258,7 @@ def _plan_save(
 def _to_node_local(
     call: SaveCall, commit_group: CommitGroup, request: SaveRequest, *, cached: bool
 ) -> list[LocalTensor]:
-    """Collective over all node groups. Checks all claims; returns what this rank's group stores."""
+    """Collective over all node groups. Check all claims; return what this rank's group stores."""
     cache, tensors = call.cache, request.stored_tensors()
     comm = call.topology.comm if call.topology is not None else call.comm
     if not cached or cache.local_shardings is None:
@@ -283,7 +283,7 @@ def _cached_plan(
     *,
     cached: bool,
 ) -> SavePlan:
-    """Collective. The plan of the last save, or a new one."""
+    """Collective. Return the plan of the last save, or a new one."""
     cache = call.cache
     if not cached or cache.plan is None:
         cache.plan = None
@@ -304,7 +304,7 @@ def _tensors_by_group(plan: SavePlan, tensors: Sequence[LocalTensor]) -> list[li
 
 
 def _verify_replicas(planned: PlannedSave) -> PlannedSave:
-    """Collective. Compares the bytes of replicas if the options ask for it in this save."""
+    """Collective. Compare the bytes of replicas if the options ask for it in this save."""
     mode, plan = planned.request.options.check_replicas, planned.plan
     if mode == "always" or (mode == "first" and not plan.replicas_checked):
         with planned.collective.step("verify-replicas"):

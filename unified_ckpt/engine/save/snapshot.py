@@ -53,7 +53,7 @@ class SnapshotMemory:
         return self._memory.numel()
 
     def reserve(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """At least `nbytes` of memory, uint8."""
+        """Return at least `nbytes` of memory, uint8."""
         if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
             # Free the old memory before allocating the new.
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -61,7 +61,7 @@ class SnapshotMemory:
         return self._memory
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.last_snapshot = None
 
@@ -79,7 +79,7 @@ class SlabCopy:
     data: torch.Tensor  # [slabs, *local shape from `outer_ndim` on]
 
     def slab_index(self, slab: int) -> int:
-        """The index in `data` of a slab of the tensor."""
+        """Return the index in `data` of a slab of the tensor."""
         index = bisect_right(self.spans, (slab, 1 << 62)) - 1
         return sum(count for _, count in self.spans[:index]) + slab - self.spans[index][0]
 
@@ -108,7 +108,7 @@ class Snapshot:
     copies: Sequence[GroupCopy]
 
     def extents(self, group_index: int) -> Iterator[tuple[Extent, torch.Tensor]]:
-        """Each extent of a group with its memory."""
+        """Return each extent of a group with its memory."""
         extents = self.groups[group_index].rank_io.extents
         offsets = self.copies[group_index].extent_offsets
         for extent, offset in zip(extents, offsets, strict=True):
@@ -121,7 +121,7 @@ def prepare_snapshot(
     tensors_by_group: Sequence[Sequence[LocalTensor]],
     snapshot_memory: SnapshotMemory,
 ) -> Snapshot:
-    """Allocates a snapshot without copying. StorageError if the memory does not suffice.
+    """Allocate a snapshot without copying. StorageError if the memory does not suffice.
 
     The memory must be unused: the last snapshot of this rank is written.
     """
@@ -161,7 +161,7 @@ class _SlabSpans:
 
 
 def _allocate_extents(extents: Sequence[Extent], total: int) -> tuple[list[int], int]:
-    """Byte offsets for the extents from byte `total` on, and the next free byte."""
+    """Return byte offsets for the extents from byte `total` on, and the next free byte."""
     offsets = []
     for extent in extents:
         offsets.append(total)
@@ -172,7 +172,7 @@ def _allocate_extents(extents: Sequence[Extent], total: int) -> tuple[list[int],
 def _allocate_slabs(
     group: GroupPlan, tensors: Sequence[LocalTensor], total: int, *, rank: int
 ) -> tuple[dict[int, _SlabSpans], int]:
-    """The slabs that this rank gives to tiles, by index in the group, and the next free byte."""
+    """Return the slabs that this rank gives to tiles by index in the group, and the next byte."""
     spans_by_decl: dict[int, tuple[int, list[tuple[int, int]]]] = {}
     for tile in group.rank_io.member_tiles:
         for tile_range in tile.ranges:
@@ -191,7 +191,7 @@ def _allocate_slabs(
 
 
 def _merge_spans(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sorts spans (first, count) and joins adjacent ones."""
+    """Sort spans (first, count) and join adjacent ones."""
     merged: list[tuple[int, int]] = []
     for first, count in sorted(spans):
         if merged and sum(merged[-1]) == first:
@@ -202,7 +202,7 @@ def _merge_spans(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...
 
 
 def _slab_nbytes(tensor: LocalTensor, outer_ndim: int) -> int:
-    """Bytes of one slab of this rank's tensor, in the stored dtype."""
+    """Return bytes of one slab of this rank's tensor, in the stored dtype."""
     nbytes = itemsize(tensor.decl.spec.dtype)
     for size in tensor.local.shape[outer_ndim:]:
         nbytes *= size
@@ -256,7 +256,7 @@ def _check_memory(nbytes: int) -> None:
 
 
 def record_events(snapshot: Snapshot) -> list[torch.cuda.Event]:
-    """Events after all work queued so far on the current streams of the tensors' CUDA devices."""
+    """Record events after all work queued so far on the streams of the tensors' CUDA devices."""
     devices = {
         tensor.local.device
         for tensors in snapshot.tensors_by_group
@@ -267,13 +267,13 @@ def record_events(snapshot: Snapshot) -> list[torch.cuda.Event]:
 
 
 def wait_events(events: Sequence[torch.cuda.Event]) -> None:
-    """Makes this thread's current streams wait for the events."""
+    """Make this thread's current streams wait for the events."""
     for event in events:
         torch.cuda.current_stream(event.device).wait_event(event)
 
 
 def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
-    """Copies the tensors with these keys; they may change afterwards."""
+    """Copy the tensors with these keys; they may change afterwards."""
     for group, tensors, group_copy in zip(
         snapshot.groups, snapshot.tensors_by_group, snapshot.copies, strict=True
     ):
@@ -312,7 +312,7 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
 
 
 def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
-    """The copies as local tensors, with slabs as `GroupCopy.plan` counts them.
+    """Return the copies as local tensors, with slabs as `GroupCopy.plan` counts them.
 
     A tensor that gives no slab to a tile is empty.
     """
@@ -331,7 +331,7 @@ def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
 
 
 def write_snapshot(snapshot: Snapshot, group_index: int, writer: QueuedWriter) -> BlockCrcs:
-    """Writes the copied extents of a group, in the order of the files."""
+    """Write the copied extents of a group, in the order of the files."""
     group = snapshot.groups[group_index]
 
     def file_position(item: tuple[Extent, torch.Tensor]) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def write_tiles(
     *,
     exchange: int,
 ) -> BlockCrcs:
-    """Copies this rank's bytes to every tile they belong to, and writes the tiles of this I/O rank.
+    """Copy this rank's bytes to every tile they belong to, and write the tiles of this I/O rank.
 
     `tensors` are those of `group.decls`. At most two tiles per I/O rank are in flight.
     """
@@ -96,7 +96,7 @@ def fill_tile(
     *,
     rank: int,
 ) -> None:
-    """Copies this rank's bytes to a tile.
+    """Copy this rank's bytes to a tile.
 
     `contiguous` caches row-major copies of tensors that are not, by index in the group.
     """
@@ -125,7 +125,7 @@ def fill_tile(
 
 
 def tile_spans(tile: Tile, tensors: Sequence[LocalTensor], *, rank: int) -> Iterator[TileSpan]:
-    """The byte spans of a tile that `fill_tile` fills on this rank."""
+    """Return the byte spans of a tile that `fill_tile` fills on this rank."""
     for tile_range in tile.ranges:
         if rank not in tile_range.members:
             continue
@@ -146,7 +146,7 @@ def tile_spans(tile: Tile, tensors: Sequence[LocalTensor], *, rank: int) -> Iter
 def write_tile(
     memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: QueuedWriter
 ) -> BlockCrcs:
-    """Digests a full tile and queues its writes; ranges adjacent in a file share a call."""
+    """Digest a full tile and queue its writes; ranges adjacent in a file share a call."""
     block_crcs: BlockCrcs = []
     view = as_bytes(memory)
     writes: list[ContiguousWrite] = []

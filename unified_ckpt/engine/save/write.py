@@ -15,7 +15,7 @@ from unified_ckpt.runtime.exchange.tile_buffers import exchange_number
 def write_parts(
     planned: PlannedSave, file_writer: FileWriter, snapshot: Snapshot | None
 ) -> list[BlockCrcs]:
-    """Writes this rank's share of every group, tiles first because other ranks wait for them.
+    """Write this rank's share of every group, tiles first because other ranks wait for them.
 
     Returns the CRCs of the written blocks by group.
     """
@@ -77,7 +77,7 @@ def write_parts(
 
 
 def sync_parts(planned: PlannedSave, folder: str) -> None:
-    """Syncs the part files once each, spread over the ranks of their group.
+    """Sync the part files once each, spread over the ranks of their group.
 
     Where ranks of several nodes share the folder, each rank syncs the files it has written: a node
     flushes only its own pages.

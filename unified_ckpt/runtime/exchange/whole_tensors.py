@@ -11,7 +11,7 @@ from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, LocalTensor
 
 
 def tiles_by_number(tiles: Sequence[Tile]) -> dict[int, list[Tile]]:
-    """Groups tiles by number, in their order."""
+    """Group tiles by number, in their order."""
     grouped: dict[int, list[Tile]] = {}
     for tile in tiles:
         grouped.setdefault(tile.number, []).append(tile)
@@ -32,7 +32,7 @@ class WholeTensors:
         self._start = self._stop = 0
 
     def add(self, tile_range: TileRange, tensor: LocalTensor) -> bool:
-        """Takes a range that is a whole tensor in the stored dtype; False for any other range.
+        """Take a range that is a whole tensor in the stored dtype; False for any other range.
 
         The range is copied by the next `flush` at the latest.
         """
@@ -51,7 +51,7 @@ class WholeTensors:
         return True
 
     def flush(self) -> None:
-        """Copies the collected run."""
+        """Copy the collected run."""
         if self._locals:
             self._copy(self._memory[self._start : self._stop], self._locals)
             self._locals = []

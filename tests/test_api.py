@@ -1320,6 +1320,16 @@ def test_checkpointer_after_an_error(tmp_path: Path) -> None:
         assert uc.verify(tmp_path / "b", deep=True).ok
 
 
+def test_unknown_arguments_are_refused(tmp_path: Path) -> None:
+    """As Python refuses them, before any rank waits for another."""
+    unknown: dict[str, Any] = {"modle": {}}
+    with uc.Checkpointer(tmp_path) as checkpointer:
+        for call in (uc.save, uc.save_async, checkpointer.save, checkpointer.save_async):
+            with pytest.raises(TypeError, match="unexpected keyword argument 'modle'"):
+                call(tmp_path / "c", **unknown)
+    assert not (tmp_path / "c").exists()
+
+
 def test_invalid_options() -> None:
     for wrong in (
         {"model_dtype": "int8"},

@@ -40,7 +40,6 @@ from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 if TYPE_CHECKING:
     from unified_ckpt.runtime.comm.collective import Collective
 
-MARKER = names.MARKER
 _MANIFEST_NBYTES = 16 << 10  # an upper bound for most manifests
 # Names of steps that other engines write.
 _STEP_NAME = re.compile(

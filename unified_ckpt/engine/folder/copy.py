@@ -127,7 +127,7 @@ def _copy_files(
         for file, file_record in manifest.parts[part].files.items():
             copier.copy_part_file(part, file, file_record.header_crc)
     copier.copy_extra_files("", engine_files(manifest) - {names.REPLICAS})
-    storage.remove_file(f"{target_folder}/{commit.MARKER}")
+    storage.remove_file(f"{target_folder}/{names.MARKER}")
     return copier.nbytes
 
 

@@ -16,7 +16,7 @@ from unified_ckpt.core.sharding.byte_ranges import coalesce
 from unified_ckpt.core.sharding.dtypes import itemsize, memory_shape
 from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder.commit import MARKER, check_not_run_folder
+from unified_ckpt.engine.folder.commit import check_not_run_folder
 from unified_ckpt.engine.folder.part_index import read_index
 from unified_ckpt.engine.folder.rank_table import check_table, read_uint64s
 from unified_ckpt.engine.source.box_digests import check_blocks, has_whole_blocks
@@ -423,7 +423,7 @@ def open_folder(storage: Reader) -> Folder:
         return Folder(storage, manifest, existing)
     file_names = storage.names()
     folder_name = storage.root.rstrip("/").rsplit("/", 1)[-1]
-    if names.is_staging(folder_name) or names.DIGESTS in file_names or MARKER in file_names:
+    if names.is_staging(folder_name) or names.DIGESTS in file_names or names.MARKER in file_names:
         raise FormatError(
             f"{storage.root}: is an unfinished save: it has no {names.MANIFEST}, expected a "
             "committed checkpoint"

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from unified_ckpt.core.text import MAX_SHOWN, format_ranks
-from unified_ckpt.engine.folder.commit import MARKER
 from unified_ckpt.engine.repair.expected import (
     Expected,
     FolderCopy,
@@ -133,7 +132,7 @@ def repair_folder(
     """
     target = inspect_copy(storage)
     file_names = storage.names()
-    if names.is_staging(os.path.split(storage.root)[1]) or MARKER in file_names:
+    if names.is_staging(os.path.split(storage.root)[1]) or names.MARKER in file_names:
         raise FormatError(
             f"{storage.root}: got an unfinished save, expected a committed checkpoint"
         )

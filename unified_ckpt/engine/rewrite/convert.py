@@ -41,7 +41,7 @@ from unified_ckpt.engine.rewrite.tensors import (
 from unified_ckpt.engine.rewrite.weights_check import MasterCheck
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageError
-from unified_ckpt.format import digests
+from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest import ConvertedFrom, Manifest
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.comm.call import Call
@@ -372,7 +372,7 @@ def _finalize(
         write_indexes(written, output, record.nbytes)
         output.flush()
         check_sizes(storage, folder, written.file_records)
-        storage.remove_file(f"{folder}/{commit.MARKER}")
+        storage.remove_file(f"{folder}/{names.MARKER}")
         return
     metadata = source.metadata()
     manifest_fields = write_metadata(
@@ -386,7 +386,7 @@ def _finalize(
         ),
     )
     check_sizes(storage, folder, written.file_records)
-    storage.remove_file(f"{folder}/{commit.MARKER}")
+    storage.remove_file(f"{folder}/{names.MARKER}")
     manifest = Manifest(
         save_id=rewrite.staging.save_id,
         step=metadata.step,

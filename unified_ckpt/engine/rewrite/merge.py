@@ -48,6 +48,7 @@ from unified_ckpt.engine.rewrite.tensors import (
     write_tensors,
 )
 from unified_ckpt.errors import IntegrityError, NotFoundError
+from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
@@ -275,5 +276,5 @@ def _finalize(source: ClusterSource, output: Output, written: WrittenFiles) -> N
     storage, folder = output.storage, output.folder
     manifest = write_merged_metadata(source, output, written)
     check_sizes(storage, folder, written.file_records)
-    storage.remove_file(f"{folder}/{commit.MARKER}")
+    storage.remove_file(f"{folder}/{names.MARKER}")
     write_manifest(storage, folder, manifest, fsync=output.fsync)

@@ -12,7 +12,7 @@ from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_ranks
-from unified_ckpt.engine.folder import commit, extra_state
+from unified_ckpt.engine.folder import extra_state
 from unified_ckpt.engine.folder.copy import FolderCopier
 from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.engine.rewrite.tensors import Output, WrittenFiles
@@ -42,7 +42,7 @@ def write_merged_metadata(source: ClusterSource, output: Output, written: Writte
     first_manifest = manifests[0]
     engine_files = {
         names.MANIFEST,
-        commit.MARKER,
+        names.MARKER,
         names.DIGESTS,
         names.EXTRA,
         names.RANK_EXTRA,

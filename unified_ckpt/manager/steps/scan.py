@@ -16,7 +16,6 @@ from datetime import datetime
 from typing import Literal
 
 from unified_ckpt.core.retention import SavedStep
-from unified_ckpt.engine.folder.commit import MARKER
 from unified_ckpt.engine.folder.completeness import present_parts
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
@@ -297,7 +296,7 @@ def file_sizes(folder: str) -> dict[str, int]:
 
 def has_unified_files(entries: Mapping[str, int]) -> bool:
     """Whether file names of a folder show that this library wrote it."""
-    return not entries.keys().isdisjoint({names.MANIFEST, names.DIGESTS, MARKER})
+    return not entries.keys().isdisjoint({names.MANIFEST, names.DIGESTS, names.MARKER})
 
 
 def trailing_number(name: str) -> int:

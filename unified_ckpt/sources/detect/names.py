@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder.commit import MARKER
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
 from unified_ckpt.sources.detect.paddle import is_paddle
@@ -37,7 +36,7 @@ _ACCELERATE_FILES = {
 }
 _DEEPSPEED_FILES = {"zero_to_fp32.py", "latest"}  # the Trainer keeps these next to its own files
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_UNIFIED_FILES = {names.MANIFEST, names.DIGESTS, MARKER}
+_UNIFIED_FILES = {names.MANIFEST, names.DIGESTS, names.MARKER}
 
 
 @dataclass(frozen=True, slots=True)

@@ -475,7 +475,7 @@ def test_step_left_under_its_backup_name(tmp_path: Path, caplog: pytest.LogCaptu
     with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(**QUICK)) as manager:
         assert manager.restore(model={"w": torch.zeros(3)}) is None
         assert (
-            f"{NAME}-before-1 is skipped: an interrupted replacement left the only copy of a checkpoint there"
+            f"{NAME}-before-1 is skipped: an interrupted replacement left the only copy of the checkpoint here"
             in caplog.text
         )
         manager.save(STEP, force=True, model=state(STEP)["model"])

@@ -71,40 +71,40 @@ def test_block_count(nbytes: int, count: int) -> None:
 @given(st.binary(max_size=100), st.data())
 def test_digests_do_not_depend_on_the_writers(stored: bytes, draw: st.DataObject) -> None:
     cuts = sorted(draw.draw(st.sets(st.integers(0, len(stored)))) | {0, len(stored)})
-    found = [
+    crcs = [
         piece
         for lo, hi in pairwise(cuts)
         for piece in digests.block_crcs(stored[lo:hi], start=lo, block_nbytes=BLOCK)
     ]
-    assert all(piece.start // BLOCK == (piece.stop - 1) // BLOCK == piece.block for piece in found)
-    random.Random(0).shuffle(found)
-    assert digests.combine_blocks(found, nbytes=len(stored), block_nbytes=BLOCK) == (
+    assert all(piece.start // BLOCK == (piece.stop - 1) // BLOCK == piece.block for piece in crcs)
+    random.Random(0).shuffle(crcs)
+    assert digests.combine_blocks(crcs, nbytes=len(stored), block_nbytes=BLOCK) == (
         whole(stored),
         [],
     )
-    assert digests.deserialize(digests.serialize(enumerate(found))) == list(enumerate(found))
+    assert digests.deserialize(digests.serialize(enumerate(crcs))) == list(enumerate(crcs))
 
 
 def test_partly_covered_blocks_are_named() -> None:
     stored = bytes(range(40))
-    found = [
+    crcs = [
         *digests.block_crcs(
             stored[:20], start=0, block_nbytes=BLOCK
         ),  # block 0, and bytes 16 to 20 of block 1
         *digests.block_crcs(stored[24:32], start=24, block_nbytes=BLOCK),
     ]
-    assert digests.combine_blocks(found, nbytes=40, block_nbytes=BLOCK) == (
+    assert digests.combine_blocks(crcs, nbytes=40, block_nbytes=BLOCK) == (
         {0: whole(stored)[0]},
         [1],
     )
 
 
 def test_overlaps_are_refused() -> None:
-    found = digests.block_crcs(b"abcd", start=0) + digests.block_crcs(b"d", start=3)
+    crcs = digests.block_crcs(b"abcd", start=0) + digests.block_crcs(b"d", start=3)
     with pytest.raises(
         IntegrityError, match=r"digests of block 0 overlap: got \[0, 4\) and \[3, 4\)"
     ):
-        digests.combine_blocks(found, nbytes=4)
+        digests.combine_blocks(crcs, nbytes=4)
 
 
 @pytest.mark.parametrize(

@@ -78,21 +78,21 @@ def values(folder: Path, **options: Any) -> str:
 def test_any_flipped_byte_is_refused(folder: Path, mask: int) -> None:
     file = folder / names.MANIFEST
     target, body = {"weight": torch.zeros(2, 3)}, file.read_bytes()
-    for at, byte in enumerate(body):
-        put_byte(file, at, byte ^ mask)
+    for offset, byte in enumerate(body):
+        put_byte(file, offset, byte ^ mask)
         assert outcome(lambda: uc.verify(folder, deep=True).ok) is not True, (
-            f"byte {at} of the manifest"
+            f"byte {offset} of the manifest"
         )
         assert outcome(lambda: uc.load(folder, model=target, strict=False)) is None, (
-            f"byte {at} of the manifest"
+            f"byte {offset} of the manifest"
         )
-        assert read_manifest_at(str(folder)) is None, f"byte {at} of the manifest"
-        put_byte(file, at, byte)
+        assert read_manifest_at(str(folder)) is None, f"byte {offset} of the manifest"
+        put_byte(file, offset, byte)
 
 
-def put_byte(file: Path, at: int, byte: int) -> None:
+def put_byte(file: Path, offset: int, byte: int) -> None:
     with file.open("r+b", buffering=0) as opened:
-        opened.seek(at)
+        opened.seek(offset)
         opened.write(bytes([byte]))
 
 
@@ -114,8 +114,8 @@ def test_verify_reports_a_flipped_manifest(
     with pytest.raises(uc.IntegrityError, match=FLIPPED):
         raise uc.IntegrityError(*report.problems)
     assert main(["verify", str(folder), "--json", *(["--deep"] if deep else [])]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["ok"], told["problems"]) == (False, list(report.problems))
+    manifest = json.loads(capsys.readouterr().out)
+    assert (manifest["ok"], manifest["problems"]) == (False, list(report.problems))
 
 
 def test_restore_skips_a_flipped_manifest_and_list_says_why(
@@ -129,16 +129,16 @@ def test_restore_skips_a_flipped_manifest_and_list_says_why(
             options=OPTIONS,
         )
     flip(tmp_path / "checkpoint-4", '"step": 4', '"step": 5')
-    held = {"w": torch.zeros(4)}
+    target = {"w": torch.zeros(4)}
     with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(on_preemption=False)) as manager:
-        report = manager.restore(model=held)
-        assert [one.step for one in manager.steps()] == [3]
+        report = manager.restore(model=target)
+        assert [record.step for record in manager.steps()] == [3]
     assert report is not None
-    assert (report.step, held["w"].tolist()) == (3, [3.0] * 4)
-    (line,) = [text for text in caplog.messages if "is skipped" in text]
-    assert "\n" not in line
+    assert (report.step, target["w"].tolist()) == (3, [3.0] * 4)
+    (message,) = [text for text in caplog.messages if "is skipped" in text]
+    assert "\n" not in message
     with pytest.raises(uc.IntegrityError, match=rf"checkpoint-4 is skipped: {FLIPPED}"):
-        raise uc.IntegrityError(line)
+        raise uc.IntegrityError(message)
     assert main(["list", str(tmp_path)]) == 0
     assert (
         "incomplete: unified_checkpoint.json: is not the file that was written"
@@ -192,7 +192,7 @@ def test_repair_refuses_a_flipped_manifest_of_a_copy(folder: Path, other: Path, 
     assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
 
 
-# machines
+# nodes
 
 
 WHOLE = torch.arange(64.0).reshape(8, 8)
@@ -201,9 +201,9 @@ ROWS = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
 
 def save_on_two(root: Path, *, copies: int) -> None:
     def act(comm: Comm) -> None:
-        with on_node(comm, [0, 1]) as made:
+        with on_node(comm, [0, 1]) as checkpointer:
             options = SAVE.model_copy(update={"node_copies": copies})
-            made.save(
+            checkpointer.save(
                 folder_of(root, comm.rank),
                 model={"w": WHOLE.chunk(2)[comm.rank].clone()},
                 layout=ROWS,
@@ -216,15 +216,15 @@ def save_on_two(root: Path, *, copies: int) -> None:
 
 def load_on_two(root: Path, **options: Any) -> list[uc.LoadReport | BaseException]:
     def act(comm: Comm) -> uc.LoadReport:
-        held = {"w": torch.zeros(4, 8)}
-        with on_node(comm, [0, 1]) as made:
-            report = made.load(
+        target = {"w": torch.zeros(4, 8)}
+        with on_node(comm, [0, 1]) as checkpointer:
+            report = checkpointer.load(
                 folder_of(root, comm.rank),
-                model=held,
+                model=target,
                 layout=ROWS,
                 options=LOAD.model_copy(update=options),
             )
-        assert torch.equal(held["w"], WHOLE.chunk(2)[comm.rank])
+        assert torch.equal(target["w"], WHOLE.chunk(2)[comm.rank])
         return report
 
     return try_ranks(2, act)
@@ -258,24 +258,26 @@ def test_verify_reports_a_flipped_manifest_of_a_replica(tmp_path: Path) -> None:
 # digests that cannot be compared
 
 
-def unknown_digests(told: dict[str, Any]) -> None:
-    told["digests"]["algorithm"] = "crc64nvmf"
+def unknown_digests(manifest: dict[str, Any]) -> None:
+    manifest["digests"]["algorithm"] = "crc64nvmf"
 
 
-def no_digests(told: dict[str, Any]) -> None:
-    told["digests"] = None
+def no_digests(manifest: dict[str, Any]) -> None:
+    manifest["digests"] = None
 
 
 UNKNOWN = r"digests\.safetensors: got digests 'crc64nvmf' of 1048576 bytes, expected 'crc64nvme' of 1048576"
 
 
-@pytest.mark.parametrize("how", ["read", "full"])
-def test_digests_of_an_unknown_kind_fail_a_verified_load(folder: Path, how: str) -> None:
+@pytest.mark.parametrize("verify", ["read", "full"])
+def test_digests_of_an_unknown_kind_fail_a_verified_load(folder: Path, verify: str) -> None:
     edit_manifest(folder, unknown_digests)
     model, _ = fresh()
     before = model.weight.clone()
     with pytest.raises(uc.FormatError, match=UNKNOWN):
-        uc.load(folder, model=model, parts=None, options=uc.LoadOptions(verify=how), strict=False)
+        uc.load(
+            folder, model=model, parts=None, options=uc.LoadOptions(verify=verify), strict=False
+        )
     assert torch.equal(model.weight, before)
     assert "41" in values(folder, verify="off")
 
@@ -290,8 +292,8 @@ def test_deep_verify_reports_digests_of_an_unknown_kind(folder: Path) -> None:
 
 def test_nodes_with_digests_of_an_unknown_kind(tmp_path: Path) -> None:
     save_on_two(tmp_path, copies=1)
-    for machine in (0, 1):
-        edit_manifest(folder_of(tmp_path, machine), unknown_digests)
+    for node in (0, 1):
+        edit_manifest(folder_of(tmp_path, node), unknown_digests)
     for error in load_on_two(tmp_path):
         with pytest.raises(uc.CheckpointError, match=UNKNOWN):
             raise error if isinstance(error, BaseException) else AssertionError(error)
@@ -313,14 +315,14 @@ def test_load_and_deep_verify_report_missing_digests(folder: Path) -> None:
         ("there are no digests: only sizes and headers were checked",),
     )
     assert uc.verify(folder).notes == ()
-    for how, said in (("read", True), ("full", True), ("off", False)):
+    for verify, has_note in (("read", True), ("full", True), ("off", False)):
         model, optimizer = fresh()
         notes = uc.load(
-            folder, model=model, optimizer=optimizer, options=uc.LoadOptions(verify=how)
+            folder, model=model, optimizer=optimizer, options=uc.LoadOptions(verify=verify)
         ).notes
-        assert bool(notes) is said
-        assert not said or notes == (
-            f'verify="{how}": the checkpoint has no digests; only sizes and headers were checked',
+        assert bool(notes) is has_note
+        assert not has_note or notes == (
+            f'verify="{verify}": the checkpoint has no digests; only sizes and headers were checked',
         )
 
 

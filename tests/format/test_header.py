@@ -65,7 +65,7 @@ def raw(words: object, size: int = 0) -> bytes:
     return len(body).to_bytes(8, "little") + body + bytes(size)
 
 
-def one(**changes: Any) -> dict[str, Any]:
+def tensor_header(**changes: Any) -> dict[str, Any]:
     return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
 
 
@@ -153,8 +153,12 @@ def outcome(stored: bytes) -> object:
 )
 def test_names_that_the_canonical_parser_must_refuse(names: bytes, reason: str) -> None:
     """All else in the file is valid."""
-    found = [b"__metadata__" if one == b"_"[0] else b"w" for one in names]
-    items = [b'"%b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % name for name in found]
+    damaged_names = [
+        b"__metadata__" if tensor_header == b"_"[0] else b"w" for tensor_header in names
+    ]
+    items = [
+        b'"%b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % name for name in damaged_names
+    ]
     with pytest.raises(FormatError, match=reason):
         parse(raw(b"{" + b",".join(items) + b"}"))
 
@@ -176,9 +180,9 @@ def test_both_parsers_agree(data: st.DataObject) -> None:
     head, entries = encode_header(items)
     body = bytearray(head[8:])
     for _ in range(data.draw(st.integers(0, 3))):
-        at = data.draw(st.integers(0, len(body) - 1))
-        stop = at + data.draw(st.integers(0, 2))
-        body[at:stop] = data.draw(
+        start = data.draw(st.integers(0, len(body) - 1))
+        stop = start + data.draw(st.integers(0, 2))
+        body[start:stop] = data.draw(
             st.sampled_from(
                 [
                     b"",
@@ -199,10 +203,10 @@ def test_both_parsers_agree(data: st.DataObject) -> None:
         )
     last = max((entry.stop for entry in entries.values()), default=len(head))
     stored = raw(bytes(body), last - len(head) + data.draw(st.sampled_from([0, 0, 0, 1])))
-    found = outcome(stored)
+    expected = outcome(stored)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(header, "_parse_canonical", lambda *_: None)
-        assert outcome(stored) == found
+        assert outcome(stored) == expected
 
 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt", "a": 'é"\n'}])
@@ -300,38 +304,44 @@ NOT_VALID = [
         {"w": {"dtype": "F32", "shape": [2]}},
         "'w': expected an object with dtype, shape and data_offsets",
     ),
-    (one(dtype="F33"), "'w': got unknown dtype 'F33'"),
-    (one(dtype=["F32"]), r"'w': got unknown dtype \['F32'\]"),
-    (one(shape=2), "'w': got shape 2"),
-    (one(shape=[-2]), r"'w': got shape \[-2\]"),
-    (one(shape=[2.0]), r"'w': got shape \[2.0\]"),
-    (one(shape=[True, 2]), r"'w': got shape \[True, 2\]"),
-    (one(shape=["2"]), r"'w': got shape \['2'\]"),
-    (one(shape=[0, 2**63]), "'w': got shape"),
-    (one(shape=[1] * 256), "'w': got shape"),
-    (one(data_offsets=[0]), r"'w': got data_offsets \[0\], expected two"),
-    (one(data_offsets=[0, 8, 8]), "'w': got data_offsets"),
-    (one(data_offsets=8), "'w': got data_offsets 8"),
-    (one(data_offsets=[-8, 0]), r"'w': got data_offsets \[-8, 0\]"),
-    (one(data_offsets=[0, 8.0]), "'w': got data_offsets"),
-    (one(data_offsets=[False, 8]), "'w': got data_offsets"),
-    (one(data_offsets=[0, 2**63]), "'w': got data_offsets"),
-    (one(data_offsets=[8, 0]), r"'w': got data_offsets \[8, 0\], expected start <= stop"),
-    (one(shape=[3]), r"'w': got 8 bytes from data_offsets, expected 12 for F32 of shape \(3,\)"),
-    (one(shape=[2**62, 2**62]), "'w': got shape .*a product below"),
-    (one(dtype="F4", shape=[3], data_offsets=[0, 1]), "'w': F4 tensor .* multiple of 8"),
-    (one(data_offsets=[4, 12]), "'w' leaves a gap after the header"),
+    (tensor_header(dtype="F33"), "'w': got unknown dtype 'F33'"),
+    (tensor_header(dtype=["F32"]), r"'w': got unknown dtype \['F32'\]"),
+    (tensor_header(shape=2), "'w': got shape 2"),
+    (tensor_header(shape=[-2]), r"'w': got shape \[-2\]"),
+    (tensor_header(shape=[2.0]), r"'w': got shape \[2.0\]"),
+    (tensor_header(shape=[True, 2]), r"'w': got shape \[True, 2\]"),
+    (tensor_header(shape=["2"]), r"'w': got shape \['2'\]"),
+    (tensor_header(shape=[0, 2**63]), "'w': got shape"),
+    (tensor_header(shape=[1] * 256), "'w': got shape"),
+    (tensor_header(data_offsets=[0]), r"'w': got data_offsets \[0\], expected two"),
+    (tensor_header(data_offsets=[0, 8, 8]), "'w': got data_offsets"),
+    (tensor_header(data_offsets=8), "'w': got data_offsets 8"),
+    (tensor_header(data_offsets=[-8, 0]), r"'w': got data_offsets \[-8, 0\]"),
+    (tensor_header(data_offsets=[0, 8.0]), "'w': got data_offsets"),
+    (tensor_header(data_offsets=[False, 8]), "'w': got data_offsets"),
+    (tensor_header(data_offsets=[0, 2**63]), "'w': got data_offsets"),
+    (tensor_header(data_offsets=[8, 0]), r"'w': got data_offsets \[8, 0\], expected start <= stop"),
     (
-        {**one(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}},
+        tensor_header(shape=[3]),
+        r"'w': got 8 bytes from data_offsets, expected 12 for F32 of shape \(3,\)",
+    ),
+    (tensor_header(shape=[2**62, 2**62]), "'w': got shape .*a product below"),
+    (tensor_header(dtype="F4", shape=[3], data_offsets=[0, 1]), "'w': F4 tensor .* multiple of 8"),
+    (tensor_header(data_offsets=[4, 12]), "'w' leaves a gap after the header"),
+    (
+        {**tensor_header(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}},
         "'v' overlaps tensor 'w'",
     ),
     (
-        {**one(), "v": {"dtype": "U8", "shape": [0], "data_offsets": [4, 4]}},
+        {**tensor_header(), "v": {"dtype": "U8", "shape": [0], "data_offsets": [4, 4]}},
         "'v' overlaps tensor 'w'",
     ),
-    ({**one(), "v": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "overlaps tensor"),
     (
-        {**one(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [9, 13]}},
+        {**tensor_header(), "v": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
+        "overlaps tensor",
+    ),
+    (
+        {**tensor_header(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [9, 13]}},
         "'v' leaves a gap after tensor 'w'",
     ),
 ]
@@ -347,7 +357,7 @@ def test_every_invalid_header_is_refused(header: object, reason: str) -> None:
 
 
 def test_a_truncated_file_is_an_integrity_error() -> None:
-    whole = raw(one(), 8)
+    whole = raw(tensor_header(), 8)
     with pytest.raises(
         IntegrityError,
         match=f"{FILE}: file is truncated: got {len(whole) - 3} bytes, expected {len(whole)}",
@@ -357,13 +367,13 @@ def test_a_truncated_file_is_an_integrity_error() -> None:
 
 def test_a_file_with_bytes_of_no_tensor_is_refused() -> None:
     with pytest.raises(FormatError, match="2 bytes belong to no tensor"):
-        parse(raw(one(), 10))
+        parse(raw(tensor_header(), 10))
 
 
 def test_headers_of_other_writers_are_parsed() -> None:
     header = {
         "b": {"dtype": "U8", "shape": [1], "data_offsets": [8, 9], "more": 1},
-        **one(),
+        **tensor_header(),
         "e": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]},
     }
     assert list(parse(raw(header, 9))) == ["w", "e", "b"]

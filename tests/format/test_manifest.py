@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from tests.support.manifests import sealed
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.codec import MAX_DEPTH, decode, encode
 from unified_ckpt.format.manifest import (
+    FORMAT_VERSION,
+    ConvertedFrom,
     DigestFile,
     FileRecord,
     IndexFile,
     Manifest,
     NamedFile,
+    NodeGroupRecord,
     OptimizerRecord,
     ParamGroup,
     Part,
@@ -96,11 +100,11 @@ def changed(path: str, value: Any) -> bytes:
 
 def test_round_trip() -> None:
     written = manifest()
-    found = parse_manifest(encode_manifest(written), file=FILE)
-    assert found == written
-    assert found.optimizer is not None
-    assert decode(found.optimizer.groups[0].options, {}) == {"lr": 0.1, "betas": (0.9, 0.999)}
-    assert decode(found.extra, {}) == {"best": math.inf, "milestones": {3: 1}}
+    parsed = parse_manifest(encode_manifest(written), file=FILE)
+    assert parsed == written
+    assert parsed.optimizer is not None
+    assert decode(parsed.optimizer.groups[0].options, {}) == {"lr": 0.1, "betas": (0.9, 0.999)}
+    assert decode(parsed.extra, {}) == {"best": math.inf, "milestones": {3: 1}}
 
 
 def test_the_smallest_manifest_round_trips() -> None:
@@ -113,13 +117,13 @@ def test_trees_keep_their_order_and_depth() -> None:
     deep: Any = {"b": 1, "a": "\ud800"}
     for _ in range(MAX_DEPTH - 1):
         deep = {1: deep}
-    found = decode(
+    parsed = decode(
         parse_manifest(encode_manifest(manifest(extra=encode(deep)[0])), file=FILE).extra, {}
     )
-    assert found == deep
-    while 1 in found:
-        found = found[1]
-    assert list(found) == ["b", "a"]
+    assert parsed == deep
+    while 1 in parsed:
+        parsed = parsed[1]
+    assert list(parsed) == ["b", "a"]
 
 
 def test_names_every_file_once() -> None:
@@ -142,8 +146,8 @@ def test_each_field_is_on_a_line() -> None:
 def test_unknown_fields_of_the_major_version_are_ignored(path: str) -> None:
     stored = json.loads(changed(path, {"a": 1}))
     stored["format_version"] = "1.7"
-    found = parse_manifest(sealed(stored), file=FILE)
-    assert found == manifest(format_version="1.7")
+    parsed = parse_manifest(sealed(stored), file=FILE)
+    assert parsed == manifest(format_version="1.7")
 
 
 def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
@@ -330,3 +334,12 @@ def test_does_not_import_torch_or_numpy() -> None:
         ).stdout
         == "[]\n"
     )
+
+
+def test_format_page_names_every_manifest_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    records = (Manifest, Part, FileRecord, IndexFile, DigestFile, NamedFile, RankExtraFile)
+    more = (OptimizerRecord, ParamGroup, NodeGroupRecord, ConvertedFrom)
+    fields = {field for record in (*records, *more) for field in record.model_fields}
+    assert {field for field in fields if f"`{field}`" not in page} == set()
+    assert f"version {FORMAT_VERSION}" in page

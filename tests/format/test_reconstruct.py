@@ -11,11 +11,11 @@ from unified_ckpt.format import digests
 from unified_ckpt.format.reconstruct import reconstruct
 
 
-def spoilt(body: bytes, places: list[int]) -> bytes:
-    found = bytearray(body)
+def damaged(body: bytes, places: list[int]) -> bytes:
+    result = bytearray(body)
     for place in places:
-        found[place % len(found)] ^= 5
-    return bytes(found)
+        result[place % len(result)] ^= 5
+    return bytes(result)
 
 
 @given(
@@ -25,12 +25,12 @@ def spoilt(body: bytes, places: list[int]) -> bytes:
 )
 def test_two_copies(body: bytes, first: list[int], second: list[int]) -> None:
     """Succeeds if no eight bytes are damaged in both copies."""
-    copies = [spoilt(body, first), spoilt(body, second)]
-    found = reconstruct(copies, digests.crc(body))
-    assert found in (body, None)
+    copies = [damaged(body, first), damaged(body, second)]
+    result = reconstruct(copies, digests.crc(body))
+    assert result in (body, None)
     grains = [{place % len(body) // 8 for place in places} for places in (first, second)]
     if not grains[0] & grains[1]:
-        assert found == body
+        assert result == body
 
 
 def test_pages_of_three_copies() -> None:
@@ -47,8 +47,9 @@ def test_pages_of_three_copies() -> None:
 
 def test_more_choices_than_are_tried() -> None:
     body = bytes(1 << 16)
-    copies = [spoilt(body, list(range(at, 1 << 16, 4096 * 2))) for at in (0, 4096)]
+    copies = [damaged(body, list(range(start, 1 << 16, 4096 * 2))) for start in (0, 4096)]
     copies = [
-        spoilt(one, list(range(at, 1 << 16, 128))) for at, one in zip((0, 64), copies, strict=True)
+        damaged(copy, list(range(start, 1 << 16, 128)))
+        for start, copy in zip((0, 64), copies, strict=True)
     ]
     assert reconstruct(copies, digests.crc(body)) is None

@@ -183,7 +183,7 @@ def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
             )
             if missing:
                 kind = uc.NotFoundError if len(away) == len(numbers) else uc.IncompleteError
-                same_error(found, kind, "nobody|no such|away|no machine")
+                same_error(found, kind, "no such|no node|missing")
                 assert os.listdir(target) == []
                 continue
             fine(found)

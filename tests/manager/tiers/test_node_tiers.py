@@ -408,7 +408,7 @@ def test_a_local_disk_that_is_full_on_one_machine_stops_nothing_that_is_not_due(
     job.run(range(5, 8))
     assert job.local_steps() == [[4], [4]]
     assert any(
-        "training continues without it" in text and "1000 bytes free" in text
+        "training continues without it" in text and "1000 bytes of free space" in text
         for text in warnings_of(caplog)
     )
     full.clear()

@@ -63,7 +63,7 @@ def held(folder: Path) -> float:
 # when
 
 
-def test_a_run_saves_when_it_is_time_and_at_the_end(tmp_path: Path) -> None:
+def test_run_saves_when_due_and_at_the_end(tmp_path: Path) -> None:
     with manager_of(None, tmp_path, interval_steps=3, steps={4}, on_start=True) as manager:
         assert [step for step in range(8) if manager.should_save(step)] == [0, 3, 4, 6]
         assert train(manager, range(8, 11)) == [9]
@@ -73,7 +73,7 @@ def test_a_run_saves_when_it_is_time_and_at_the_end(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [9, 10]
 
 
-def test_asked_again_it_says_the_same_again(tmp_path: Path) -> None:
+def test_should_save_is_idempotent_within_a_step(tmp_path: Path) -> None:
     with manager_of(None, tmp_path, on_start=True) as manager:
         assert manager.should_save(0)
         assert manager.should_save(0)
@@ -84,7 +84,7 @@ def test_asked_again_it_says_the_same_again(tmp_path: Path) -> None:
         assert manager.save(1, force=True, **state(1)) is not None
 
 
-def test_save_without_a_rule_says_once_that_it_never_saves(
+def test_save_without_a_trigger_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On rank 0. `finish`, a stop and `force` save, and are no rule."""
@@ -106,7 +106,7 @@ def test_save_without_a_rule_says_once_that_it_never_saves(
     "options",
     [{"interval_steps": 10}, {"steps": {9}}, {"interval_seconds": 99.0}, {"enabled": False}],
 )
-def test_save_that_is_not_due_yet_says_nothing(
+def test_save_not_due_logs_nothing(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(None, tmp_path, **options) as manager:
@@ -114,7 +114,7 @@ def test_save_that_is_not_due_yet_says_nothing(
     assert warnings_of(caplog) == []
 
 
-def test_save_without_the_best_metric_says_so_once(
+def test_save_without_the_best_metric_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(None, tmp_path, interval_steps=1, keep_best=1, best_metric="loss") as manager:
@@ -132,7 +132,7 @@ def test_on_completion_can_be_off(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == []
 
 
-def test_switched_off_it_neither_saves_nor_loads(tmp_path: Path) -> None:
+def test_disabled_manager_neither_saves_nor_loads(tmp_path: Path) -> None:
     put(tmp_path, 1)
     with manager_of(None, tmp_path, enabled=False, interval_steps=1) as manager:
         assert train(manager, range(1, 4)) == []
@@ -143,9 +143,7 @@ def test_switched_off_it_neither_saves_nor_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_on_ranks_a_time_to_save_is_a_step_on_which_they_agree(
-    tmp_path: Path, asynchronous: bool
-) -> None:
+def test_ranks_agree_on_the_step_of_a_clock_save(tmp_path: Path, asynchronous: bool) -> None:
     def act(comm: Comm) -> list[int]:
         options = {
             "interval_seconds": 0.02,
@@ -177,7 +175,7 @@ def test_continuous_saves_follow_each_other(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 2, 3, 4]
 
 
-def test_an_earlier_save_in_flight_is_waited_for_or_makes_the_later_one_be_skipped(
+def test_save_in_flight_is_awaited_or_skips_the_next(
     tmp_path: Path,
 ) -> None:
     def act(comm: Comm) -> list[int]:
@@ -198,7 +196,7 @@ def test_an_earlier_save_in_flight_is_waited_for_or_makes_the_later_one_be_skipp
 # interruption
 
 
-def test_a_stop_asked_for_on_one_rank_stops_all_after_a_common_step(tmp_path: Path) -> None:
+def test_request_stop_on_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     def act(comm: Comm) -> int:
         with manager_of(
             comm, tmp_path, on_preemption=True, notice_seconds=0.01, interval_steps=1000
@@ -222,7 +220,7 @@ def test_a_stop_asked_for_on_one_rank_stops_all_after_a_common_step(tmp_path: Pa
     assert uc.verify(tmp_path / f"checkpoint-{stopped[0]}", deep=True).ok
 
 
-def test_alone_a_stop_is_at_once_and_the_last_step_is_not_saved_twice(tmp_path: Path) -> None:
+def test_stop_of_one_process_saves_at_once_and_only_once(tmp_path: Path) -> None:
     with manager_of(None, tmp_path, on_preemption=True, asynchronous=True) as manager:
         manager.request_stop()
         report = manager.save(5, **state(5))
@@ -239,7 +237,7 @@ def test_alone_a_stop_is_at_once_and_the_last_step_is_not_saved_twice(tmp_path: 
 # restore
 
 
-def test_auto_resume_skips_an_incomplete_newest_and_says_what_is_wrong_with_it(
+def test_restore_skips_an_incomplete_latest_step_with_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 1, 2, 3, 4, 5)
@@ -270,7 +268,7 @@ def test_auto_resume_skips_an_incomplete_newest_and_says_what_is_wrong_with_it(
     )
 
 
-def test_a_flipped_bit_in_the_newest_is_found_while_reading_and_the_one_before_is_taken(
+def test_flipped_bit_falls_back_to_the_previous_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 1, 2)
@@ -292,7 +290,7 @@ def test_a_flipped_bit_in_the_newest_is_found_while_reading_and_the_one_before_i
     ]
 
 
-def test_when_the_only_one_is_found_damaged_while_reading_the_error_is_raised(
+def test_damage_of_the_only_step_raises(
     tmp_path: Path,
 ) -> None:
     put(tmp_path, 1)
@@ -301,7 +299,7 @@ def test_when_the_only_one_is_found_damaged_while_reading_the_error_is_raised(
         manager.restore(**state(0))
 
 
-def test_a_header_of_another_file_is_found_before_anything_is_read(
+def test_swapped_header_is_detected_before_reading(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 1, 2)
@@ -315,13 +313,13 @@ def test_a_header_of_another_file_is_found_before_anything_is_read(
     assert len(warnings_of(caplog)) == 1
 
 
-def test_nothing_to_load_is_a_fresh_start(tmp_path: Path) -> None:
+def test_empty_root_is_a_fresh_start(tmp_path: Path) -> None:
     with manager_of(None, tmp_path / "none") as manager:
         assert manager.restore(**state(0)) is None
         assert (manager.latest(), manager.steps()) == (None, [])
 
 
-def test_a_step_by_its_number(tmp_path: Path) -> None:
+def test_restore_by_step_number(tmp_path: Path) -> None:
     put(tmp_path, 1, 2)
     put(tmp_path, 3)
     lose(tmp_path / "checkpoint-3")
@@ -340,7 +338,7 @@ def test_a_step_by_its_number(tmp_path: Path) -> None:
             manager.restore(3, **found)
 
 
-def test_all_ranks_take_the_same_step(tmp_path: Path) -> None:
+def test_all_ranks_restore_the_same_step(tmp_path: Path) -> None:
     put(tmp_path, 1, 2)
 
     def act(comm: Comm) -> int | None:
@@ -354,7 +352,7 @@ def test_all_ranks_take_the_same_step(tmp_path: Path) -> None:
     assert run_ranks(RANKS, act) == [2] * RANKS
 
 
-def test_the_order_of_sources_is_own_step_then_the_paths_then_nothing(tmp_path: Path) -> None:
+def test_restore_prefers_own_steps_then_paths_then_nothing(tmp_path: Path) -> None:
     put(tmp_path / "other", 40, extra={"lr": 1})
     other = str(tmp_path / "other" / "checkpoint-40")
     with manager_of(None, tmp_path / "run", load_parameters_path=other) as manager:
@@ -378,7 +376,7 @@ def test_the_order_of_sources_is_own_step_then_the_paths_then_nothing(tmp_path: 
         assert report.step == 2
 
 
-def test_a_run_that_another_engine_began_goes_on_and_its_next_save_is_unified(
+def test_run_of_another_engine_continues_unified(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "run"
@@ -406,7 +404,7 @@ def test_a_run_that_another_engine_began_goes_on_and_its_next_save_is_unified(
         assert manager.restore(**found).step == 102  # type: ignore[union-attr]
 
 
-def test_a_newer_model_only_checkpoint_is_not_what_training_goes_on_from(tmp_path: Path) -> None:
+def test_newer_model_only_step_is_not_resumed(tmp_path: Path) -> None:
     put(tmp_path, 1)
     put(tmp_path, 2, full=False)
     with manager_of(None, tmp_path) as manager:
@@ -414,7 +412,7 @@ def test_a_newer_model_only_checkpoint_is_not_what_training_goes_on_from(tmp_pat
         assert manager.restore(model=state(0)["model"]).step == 2  # type: ignore[union-attr]
 
 
-def test_a_damaged_step_is_saved_again_when_the_run_comes_to_it(tmp_path: Path) -> None:
+def test_damaged_step_is_saved_again(tmp_path: Path) -> None:
     put(tmp_path, 1, 2)
     lose(tmp_path / "checkpoint-2")
     with manager_of(None, tmp_path, interval_steps=1) as manager:
@@ -423,7 +421,7 @@ def test_a_damaged_step_is_saved_again_when_the_run_comes_to_it(tmp_path: Path) 
     assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
 
 
-def test_a_published_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+def test_committed_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     put(tmp_path, 1, 2)
     stamp = (tmp_path / "checkpoint-2" / "unified_checkpoint.json").read_bytes()
     with manager_of(None, tmp_path, interval_steps=1) as manager:
@@ -439,7 +437,7 @@ def test_a_published_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_after_going_back_a_step_of_the_life_before_stays_and_that_is_told(
+def test_step_of_a_previous_run_stays_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool
 ) -> None:
     put(tmp_path, 1, 2, 3, 4)
@@ -465,7 +463,7 @@ def test_after_going_back_a_step_of_the_life_before_stays_and_that_is_told(
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_the_last_save_replaces_that_step_of_the_life_before(
+def test_last_save_replaces_a_step_of_a_previous_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
 ) -> None:
     put(tmp_path, 1, 3)
@@ -486,7 +484,7 @@ def test_the_last_save_replaces_that_step_of_the_life_before(
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_step_that_is_not_whole_does_not_pass_for_saved(
+def test_incomplete_step_does_not_count_as_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, last: bool
 ) -> None:
     put(tmp_path, 1, 2)
@@ -505,7 +503,7 @@ def test_a_step_that_is_not_whole_does_not_pass_for_saved(
         assert warnings_of(caplog) == []
 
 
-def test_what_a_restore_has_found_damaged_is_replaced_whatever_is_restored_after_it(
+def test_damage_met_by_restore_is_replaced_after_later_restores(
     tmp_path: Path,
 ) -> None:
     put(tmp_path, 1, 2)
@@ -521,9 +519,7 @@ def test_what_a_restore_has_found_damaged_is_replaced_whatever_is_restored_after
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_rotation_with_limit_1_never_deletes_the_only_good_one(
-    tmp_path: Path, asynchronous: bool
-) -> None:
+def test_rotation_with_limit_1_keeps_the_only_good_step(tmp_path: Path, asynchronous: bool) -> None:
     with manager_of(
         None, tmp_path, keep_latest=1, interval_steps=1, asynchronous=asynchronous
     ) as manager:
@@ -534,7 +530,7 @@ def test_rotation_with_limit_1_never_deletes_the_only_good_one(
     assert uc.verify(tmp_path / "checkpoint-5", deep=True).ok
 
 
-def test_rotation_does_not_go_by_mtime(tmp_path: Path) -> None:
+def test_rotation_ignores_mtime(tmp_path: Path) -> None:
     put(tmp_path, 9, 10, 11)
     for age, step in enumerate((11, 10, 9)):
         os.utime(tmp_path / f"checkpoint-{step}", (1000 * age, 1000 * age))
@@ -564,7 +560,7 @@ def test_best_without_a_metric_is_refused(tmp_path: Path) -> None:
         manager.best()
 
 
-def test_the_checkpoint_loaded_from_another_run_is_not_deleted(tmp_path: Path) -> None:
+def test_rotation_keeps_the_checkpoint_of_load_full_state_path(tmp_path: Path) -> None:
     put(tmp_path / "old", 100)
     full_state = str(tmp_path / "old" / "checkpoint-100")
     with manager_of(
@@ -576,7 +572,7 @@ def test_the_checkpoint_loaded_from_another_run_is_not_deleted(tmp_path: Path) -
     assert steps_in(tmp_path / "new") == [105]
 
 
-def test_nothing_that_is_not_ours_is_deleted(tmp_path: Path) -> None:
+def test_rotation_keeps_foreign_folders(tmp_path: Path) -> None:
     for name in ("checkpoint-1", "checkpoint-best", "notes"):  # another library's, a person's
         (tmp_path / name).mkdir()
         (tmp_path / name / "optimizer.pt").write_bytes(b"x")
@@ -593,7 +589,7 @@ def test_nothing_that_is_not_ours_is_deleted(tmp_path: Path) -> None:
     ]
 
 
-def test_files_that_the_trainer_added_go_with_their_checkpoint(tmp_path: Path) -> None:
+def test_attached_files_are_removed_with_their_checkpoint(tmp_path: Path) -> None:
     put(tmp_path, 1)
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
@@ -601,7 +597,7 @@ def test_files_that_the_trainer_added_go_with_their_checkpoint(tmp_path: Path) -
     assert folders(tmp_path) == ["checkpoint-2"]
 
 
-def test_one_that_is_being_read_stays_until_the_next_time(
+def test_checkpoint_being_read_is_removed_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 1)
@@ -617,7 +613,7 @@ def test_one_that_is_being_read_stays_until_the_next_time(
     assert steps_in(tmp_path) == [3]
 
 
-def test_after_going_back_the_new_ones_are_not_rotated_away_for_the_old_newer_ones(
+def test_saves_after_going_back_survive_older_higher_steps(
     tmp_path: Path,
 ) -> None:
     put(tmp_path, 5, 90, 100)
@@ -627,7 +623,7 @@ def test_after_going_back_the_new_ones_are_not_rotated_away_for_the_old_newer_on
         assert 8 in steps_in(tmp_path)
 
 
-def test_steps_known_to_be_damaged_do_not_push_out_the_last_good_ones(tmp_path: Path) -> None:
+def test_damaged_steps_do_not_displace_good_ones(tmp_path: Path) -> None:
     put(tmp_path, 20, 40)
     blank(tmp_path / "checkpoint-40" / "optimizer.safetensors")
     with manager_of(None, tmp_path, keep_latest=1, keep_latest_model_only=1) as manager:
@@ -668,7 +664,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_disk_full_while_saving_is_survived_and_older_checkpoints_stay(
+def test_disk_full_keeps_older_checkpoints(
     tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = Failing(6)
@@ -699,7 +695,7 @@ def test_disk_full_while_saving_is_survived_and_older_checkpoints_stay(
     assert "No space left" in texts[-1]
 
 
-def test_a_failed_save_is_tried_again(tmp_path: Path) -> None:
+def test_failed_save_is_retried(tmp_path: Path) -> None:
     failing = Failing(2)
     with manager_of(None, tmp_path, interval_steps=1, retries=2) as manager:
         assert manager.save(1, **state(1), attach=failing) is not None
@@ -707,7 +703,7 @@ def test_a_failed_save_is_tried_again(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["checkpoint-1"]
 
 
-def test_after_some_failures_in_a_row_the_error_is_raised_on_all_ranks(tmp_path: Path) -> None:
+def test_consecutive_failures_raise_on_all_ranks(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with manager_of(comm, tmp_path, interval_steps=1, retries=0, raise_after=3) as manager:
             for step in range(1, 9):
@@ -720,7 +716,7 @@ def test_after_some_failures_in_a_row_the_error_is_raised_on_all_ranks(tmp_path:
     assert folders(tmp_path) == []
 
 
-def test_the_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
+def test_failed_last_save_raises(tmp_path: Path) -> None:
     with (
         manager_of(None, tmp_path, retries=1) as manager,
         pytest.raises(OSError, match="No space left"),
@@ -734,7 +730,7 @@ def test_the_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_the_last_save_is_tried_though_the_error_of_an_earlier_one_is_due(
+def test_last_save_is_attempted_despite_an_earlier_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
 ) -> None:
     full = [True]
@@ -760,7 +756,7 @@ def test_the_last_save_is_tried_though_the_error_of_an_earlier_one_is_due(
     assert "No space left" in text
 
 
-def test_a_wait_that_a_signal_ends_forgets_no_save_in_flight(
+def test_interrupted_wait_keeps_the_save_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
@@ -778,7 +774,7 @@ def test_a_wait_that_a_signal_ends_forgets_no_save_in_flight(
         assert manager.finish(1, **state(1)) is None, "its end is counted: the step is saved"
 
 
-def test_what_the_caller_passed_wrong_is_raised_at_once(tmp_path: Path) -> None:
+def test_wrong_arguments_raise_at_once(tmp_path: Path) -> None:
     with (
         manager_of(None, tmp_path, interval_steps=1, retries=5) as manager,
         pytest.raises(uc.FormatError, match="extra"),
@@ -793,7 +789,7 @@ def test_what_the_caller_passed_wrong_is_raised_at_once(tmp_path: Path) -> None:
     [float("nan"), float("inf"), None, "much", torch.zeros(2)],
     ids=["nan", "inf", "none", "word", "tensor"],
 )
-def test_a_metric_that_is_no_finite_number_is_left_out_and_the_step_is_saved(
+def test_non_finite_metric_is_left_out(
     tmp_path: Path, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(
@@ -830,7 +826,7 @@ def test_metrics_are_those_of_rank_0(
     assert len(warnings_of(caplog)) == 1
 
 
-def test_the_error_of_a_background_save_comes_with_wait(tmp_path: Path) -> None:
+def test_wait_raises_the_error_of_a_background_save(tmp_path: Path) -> None:
     manager = manager_of(None, tmp_path, interval_steps=1, asynchronous=True)
     manager.save(1, **state(1), attach=Failing(9))
     with pytest.raises(OSError, match="No space left"):
@@ -840,7 +836,7 @@ def test_the_error_of_a_background_save_comes_with_wait(tmp_path: Path) -> None:
     assert folders(tmp_path) == []
 
 
-def test_a_background_save_that_failed_is_tried_again_with_the_state_of_then(
+def test_failed_background_save_is_retried_with_current_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = Failing(1)
@@ -861,7 +857,7 @@ def test_a_background_save_that_failed_is_tried_again_with_the_state_of_then(
     )
 
 
-def test_background_failures_in_a_row_are_raised_on_all_ranks_in_the_same_call(
+def test_consecutive_background_failures_raise_on_all_ranks(
     tmp_path: Path,
 ) -> None:
     def act(comm: Comm) -> int:
@@ -878,7 +874,7 @@ def test_background_failures_in_a_row_are_raised_on_all_ranks_in_the_same_call(
     assert run_ranks(2, act) == [2, 2]
 
 
-def test_retention_that_fails_is_no_failure_of_the_save(
+def test_failed_retention_does_not_fail_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, 1)
@@ -896,7 +892,7 @@ def test_retention_that_fails_is_no_failure_of_the_save(
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_two_background_checkpoints_differ_and_each_is_of_its_own_step(tmp_path: Path) -> None:
+def test_background_checkpoints_hold_the_state_of_their_step(tmp_path: Path) -> None:
     """Tensors that change right after `save` returns."""
     held = state(0)
     with manager_of(None, tmp_path, interval_steps=1, asynchronous=True) as manager:
@@ -911,7 +907,7 @@ def test_two_background_checkpoints_differ_and_each_is_of_its_own_step(tmp_path:
         check_state(found, step)
 
 
-def test_a_signal_while_close_waits_does_not_cut_off_the_save_in_flight(tmp_path: Path) -> None:
+def test_signal_during_close_does_not_interrupt_the_save(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, threading
 from tests.support.managers import manager_of, state
@@ -946,7 +942,7 @@ print("goes on")
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
 
-def test_leaving_by_an_error_tells_that_error(tmp_path: Path) -> None:
+def test_exit_by_an_error_raises_that_error(tmp_path: Path) -> None:
     def fail() -> None:
         with manager_of(None, tmp_path, interval_steps=1, asynchronous=True) as manager:
             manager.save(1, **state(1), attach=Failing(9))

@@ -27,7 +27,7 @@ def weights(value: float) -> dict[str, Any]:
     }
 
 
-def test_a_run_that_saves_master_weights_in_place_of_the_model_is_found_again(
+def test_restore_of_a_run_that_saves_only_master_weights(
     tmp_path: Path,
 ) -> None:
     named = from_paddle("async_save skip_save_model_weight master_weight_compatible")
@@ -50,9 +50,7 @@ def test_a_run_that_saves_master_weights_in_place_of_the_model_is_found_again(
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_run_that_skips_the_model_without_masters_is_refused(
-    tmp_path: Path, asynchronous: bool
-) -> None:
+def test_saving_no_model_without_masters_is_refused(tmp_path: Path, asynchronous: bool) -> None:
     """At once, not after some failures in a row: trying again does not help."""
     named = from_paddle(f"skip_save_model_weight {'async_save' if asynchronous else ''}")
     with manager_of(
@@ -66,7 +64,7 @@ def test_a_run_that_skips_the_model_without_masters_is_refused(
     assert os.listdir(tmp_path) == ["checkpoint-20"]
 
 
-def test_parts_that_the_options_leave_out_are_not_asked_for(tmp_path: Path) -> None:
+def test_parts_left_out_by_load_options_are_not_required(tmp_path: Path) -> None:
     put(tmp_path, 10)
     put(tmp_path, 20, full=False)
     with manager_of(None, tmp_path) as manager:
@@ -76,7 +74,7 @@ def test_parts_that_the_options_leave_out_are_not_asked_for(tmp_path: Path) -> N
         assert manager.restore(options=uc.LoadOptions(parts=("optimizer",)), **found).step == 10  # type: ignore[union-attr]
 
 
-def test_not_strict_takes_what_there_is_where_no_step_has_it_all(
+def test_not_strict_loads_the_latest_step_with_some_parts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 10, 20, full=False)
@@ -95,7 +93,7 @@ def test_not_strict_takes_what_there_is_where_no_step_has_it_all(
         assert manager.restore(strict=False, **found).step == 5  # type: ignore[union-attr]
 
 
-def test_whole_steps_that_lack_a_part_are_no_fresh_start(
+def test_complete_steps_without_a_required_part_raise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 10, 20, full=False)
@@ -116,7 +114,7 @@ def test_whole_steps_that_lack_a_part_are_no_fresh_start(
     assert "checkpoint-20 is skipped: it has no optimizer" in caplog.text
 
 
-def test_what_targets_need() -> None:
+def test_required_parts() -> None:
     either, optimizer, ema = (
         frozenset({"model", "master_weights"}),
         frozenset({"optimizer"}),
@@ -142,9 +140,7 @@ def test_what_targets_need() -> None:
 
 @pytest.mark.parametrize("stored", ["masters", "model"])
 @pytest.mark.parametrize("holder", ["optimizer", "dict", "lazy"])
-def test_masters_of_a_run_that_starts_from_weights(
-    tmp_path: Path, stored: str, holder: str
-) -> None:
+def test_load_parameters_path_fills_masters(tmp_path: Path, stored: str, holder: str) -> None:
     """Masters that stayed at random values: the next step overwrote the weights with them."""
     model, masters = torch.nn.Linear(4, 3).bfloat16(), torch.nn.Linear(4, 3)
     masters.load_state_dict(
@@ -179,7 +175,7 @@ def test_masters_of_a_run_that_starts_from_weights(
     assert torch.equal(found, masters.weight if stored == "masters" else model.weight.float())
 
 
-def test_further_parts_of_a_run_that_starts_from_weights(tmp_path: Path) -> None:
+def test_load_parameters_path_fills_further_parts(tmp_path: Path) -> None:
     """Adapters and averages: nothing was read, and the restore reported success."""
     saved, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     uc.save(tmp_path / "weights", parts={"adapter_model": saved})

@@ -39,7 +39,7 @@ def garble(file: Path) -> None:
 @pytest.mark.parametrize(
     "file", ["digests.safetensors", "extra.safetensors", "rank_extra.safetensors"]
 )
-def test_zeros_in_a_small_file_of_the_newest_do_not_end_the_restore(
+def test_zeroed_small_file_falls_back(
     tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 1, 2, extra={"seen": torch.arange(9)}, rank_extra={"seed": torch.arange(9)})
@@ -58,9 +58,7 @@ def test_zeros_in_a_small_file_of_the_newest_do_not_end_the_restore(
     assert file in warned
 
 
-def test_an_entry_of_this_rank_that_is_garbage_is_found_while_loading(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_garbage_in_rank_extra_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, 1, 2, rank_extra={"seed": torch.arange(9)})
     file = tmp_path / "checkpoint-2" / "rank_extra.safetensors"
     body = file.read_bytes()
@@ -69,9 +67,7 @@ def test_an_entry_of_this_rank_that_is_garbage_is_found_while_loading(
     assert len(warnings_of(caplog)) == 1
 
 
-def test_a_bad_sector_in_the_middle_of_the_newest_does_not_end_the_restore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_sector_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1, 2)
     preadv, bad = os.preadv, (tmp_path / "checkpoint-2" / "optimizer.safetensors").stat()
 
@@ -95,7 +91,7 @@ def test_a_bad_sector_in_the_middle_of_the_newest_does_not_end_the_restore(
         manager.restore(2, **state(0))
 
 
-def test_a_folder_that_cannot_be_listed_does_not_end_the_restore(
+def test_unlistable_folder_falls_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 1, 2)
@@ -123,7 +119,7 @@ def test_a_folder_that_cannot_be_listed_does_not_end_the_restore(
     [(restore, "diagnose"), (locks, "_lock")],
     ids=["before it is opened", "before it is locked"],
 )
-def test_a_step_that_is_removed_while_it_is_chosen_does_not_end_the_restore(
+def test_step_removed_during_selection_falls_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, call: str
 ) -> None:
     put(tmp_path, 1, 2)
@@ -140,7 +136,7 @@ def test_a_step_that_is_removed_while_it_is_chosen_does_not_end_the_restore(
     assert steps_in(tmp_path) == [1]
 
 
-def test_of_two_copies_of_a_step_the_one_whose_digests_are_damaged_is_not_taken(
+def test_copy_with_damaged_digests_is_not_loaded(
     tmp_path: Path,
 ) -> None:
     root, local = tmp_path / "root", tmp_path / "local"
@@ -158,7 +154,7 @@ def test_of_two_copies_of_a_step_the_one_whose_digests_are_damaged_is_not_taken(
     check_state(found, 1)
 
 
-def test_a_newer_step_that_is_a_link_is_not_passed_over_without_a_word(
+def test_newer_link_is_skipped_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path / "run", 1, 2)
@@ -177,7 +173,7 @@ def test_a_newer_step_that_is_a_link_is_not_passed_over_without_a_word(
     assert uc.verify(tmp_path / "big", deep=True).ok, "what a link leads to is not removed"
 
 
-def test_a_newer_step_that_lies_under_another_name_is_not_passed_over_without_a_word(
+def test_newer_backup_is_skipped_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 1, 2, 3)

@@ -31,12 +31,12 @@ from unified_ckpt.options import ManagerOptions
         ({"interval_steps": 5, "enabled": False}, 10, ()),
     ],
 )
-def test_due_by_the_step(options: dict[str, Any], step: int, why: tuple[str, ...]) -> None:
+def test_due_reasons_by_step(options: dict[str, Any], step: int, why: tuple[str, ...]) -> None:
     assert due_reasons(ManagerOptions(**options), step, last_step=None, first=False) == why
     assert due_reasons(ManagerOptions(**options), step, last_step=step, first=False) == ()
 
 
-def test_due_at_the_start_of_a_fresh_run_only() -> None:
+def test_due_reasons_at_the_start_of_a_fresh_run() -> None:
     options = ManagerOptions(on_start=True)
     assert due_reasons(options, 0, last_step=None, first=True) == ("start",)
     assert due_reasons(options, 1, last_step=None, first=False) == ()
@@ -60,7 +60,7 @@ def test_due_at_the_start_of_a_fresh_run_only() -> None:
         ({"retries": 2, "retry_seconds": 4}, 99.0, False, 3, None),
     ],
 )
-def test_due_by_the_clock(
+def test_clock_reason(
     options: dict[str, Any], seconds: float, in_flight: bool, failed: int, why: str | None
 ) -> None:
     assert (
@@ -74,7 +74,7 @@ def test_due_by_the_clock(
     )
 
 
-def test_the_clock_is_asked_only_where_it_can_want_something() -> None:
+def test_uses_clock() -> None:
     assert not uses_clock(ManagerOptions(asynchronous=False))
     assert not uses_clock(ManagerOptions(retries=0))
     assert not uses_clock(ManagerOptions(enabled=False, continuous=True))
@@ -82,7 +82,7 @@ def test_the_clock_is_asked_only_where_it_can_want_something() -> None:
     assert uses_clock(ManagerOptions(asynchronous=False, interval_seconds=1))
 
 
-def test_pauses_double() -> None:
+def test_backoff_doubles() -> None:
     assert [
         backoff_seconds(ManagerOptions(retry_seconds=1.5), attempt) for attempt in (1, 2, 3)
     ] == [
@@ -92,7 +92,7 @@ def test_pauses_double() -> None:
     ]
 
 
-def test_rules_of_the_options() -> None:
+def test_retention_rules() -> None:
     assert retention_rules(ManagerOptions()) == Rules((), ())
     assert retention_rules(ManagerOptions(best_metric="loss")) == Rules((), ()), (
         "a metric alone limits nothing"
@@ -117,7 +117,7 @@ def test_rules_of_the_options() -> None:
     ) == Rules((best,), (best,))
 
 
-def test_failures_are_counted_and_raised() -> None:
+def test_failure_count() -> None:
     failures = FailureCount()
 
     def fail(*, retried: bool = False, attempts: int = 1) -> bool:
@@ -130,7 +130,7 @@ def test_failures_are_counted_and_raised() -> None:
     assert [fail(), fail(), fail()] == [False, False, True], "retries that never came"
 
 
-def test_what_may_pass() -> None:
+def test_is_transient() -> None:
     assert all(
         is_transient(error) for error in (uc.StorageError("x"), uc.RankError("x"), OSError(5, "x"))
     )

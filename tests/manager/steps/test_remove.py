@@ -29,7 +29,7 @@ def id_of(root: Path, name: str) -> str:
     }[name]
 
 
-def test_it_goes_whole(tmp_path: Path) -> None:
+def test_remove_deletes_the_folder(tmp_path: Path) -> None:
     put(tmp_path, 1, 2)
     assert remove(
         LocalStorage(str(tmp_path)), "checkpoint-1", save_id=id_of(tmp_path, "checkpoint-1")
@@ -40,7 +40,7 @@ def test_it_goes_whole(tmp_path: Path) -> None:
     )
 
 
-def test_not_while_it_is_read(tmp_path: Path) -> None:
+def test_remove_waits_for_a_reader(tmp_path: Path) -> None:
     put(tmp_path, 1)
     storage, save_id = LocalStorage(str(tmp_path)), id_of(tmp_path, "checkpoint-1")
     with shared_lock(str(tmp_path / "checkpoint-1")), shared_lock(str(tmp_path / "checkpoint-1")):
@@ -57,7 +57,7 @@ def _read_until_told(
         end.wait(60)
 
 
-def test_not_while_another_process_reads_it(tmp_path: Path) -> None:
+def test_remove_waits_for_a_reader_in_another_process(tmp_path: Path) -> None:
     put(tmp_path, 1)
     spawn = multiprocessing.get_context("fork")
     ready, end = spawn.Event(), spawn.Event()
@@ -76,7 +76,7 @@ def test_not_while_another_process_reads_it(tmp_path: Path) -> None:
     )
 
 
-def test_not_one_that_has_taken_its_place(tmp_path: Path) -> None:
+def test_remove_keeps_another_save_of_the_name(tmp_path: Path) -> None:
     put(tmp_path, 1)
     old = id_of(tmp_path, "checkpoint-1")
     uc.save(
@@ -86,7 +86,7 @@ def test_not_one_that_has_taken_its_place(tmp_path: Path) -> None:
     assert uc.verify(tmp_path / "checkpoint-1").ok
 
 
-def test_a_folder_without_manifest_is_not_touched(tmp_path: Path) -> None:
+def test_remove_keeps_a_folder_without_manifest(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "optimizer.pt").write_bytes(b"x")
     assert not remove(LocalStorage(str(tmp_path)), "checkpoint-1", save_id="x")
@@ -95,9 +95,7 @@ def test_a_folder_without_manifest_is_not_touched(tmp_path: Path) -> None:
         pass
 
 
-def test_a_reader_that_comes_too_late_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_after_removal_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1)
     manifest, kept = tmp_path / "checkpoint-1" / names.MANIFEST, tmp_path / "kept"
     real = os.open
@@ -116,7 +114,7 @@ def test_a_reader_that_comes_too_late_is_told(
         pass
 
 
-def test_stopped_at_any_moment_there_is_a_whole_one_or_none(tmp_path: Path) -> None:
+def test_remove_stopped_at_any_operation_leaves_all_or_nothing(tmp_path: Path) -> None:
     put(tmp_path / "source", 1, 2)
     fuse = FaultPoint()
     storage = FaultyStorage(str(copy(tmp_path / "source", tmp_path / "counted")), fuse)
@@ -140,7 +138,7 @@ def test_stopped_at_any_moment_there_is_a_whole_one_or_none(tmp_path: Path) -> N
             assert len(found.stale_folders) == 1
 
 
-def test_several_with_the_reason_for_those_that_stay(tmp_path: Path) -> None:
+def test_remove_all_returns_reasons(tmp_path: Path) -> None:
     put(tmp_path, 1, 2, 3)
     storage = LocalStorage(str(tmp_path))
     with shared_lock(str(tmp_path / "checkpoint-2")):
@@ -151,7 +149,7 @@ def test_several_with_the_reason_for_those_that_stay(tmp_path: Path) -> None:
     assert "read" in stayed["checkpoint-2"]
 
 
-def test_clearing_a_folder_takes_its_manifest_first(tmp_path: Path) -> None:
+def test_remove_folder_deletes_the_manifest_first(tmp_path: Path) -> None:
     put(tmp_path, 1)
     fuse = FaultPoint()
     remove_folder(FaultyStorage(str(tmp_path), fuse), "checkpoint-1")
@@ -163,7 +161,7 @@ def test_clearing_a_folder_takes_its_manifest_first(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_broken_one_is_moved_aside_before_it_goes(tmp_path: Path) -> None:
+def test_remove_broken_renames_first(tmp_path: Path) -> None:
     put(tmp_path / "source", 1, 2)
     lose(tmp_path / "source" / "checkpoint-1")
     fuse = FaultPoint()
@@ -182,7 +180,7 @@ def test_a_broken_one_is_moved_aside_before_it_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_a_broken_one_that_a_run_has_replaced_meanwhile_stays(
+def test_remove_broken_keeps_a_replaced_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: bool
 ) -> None:
     storage = LocalStorage(str(tmp_path))
@@ -206,7 +204,7 @@ def test_a_broken_one_that_a_run_has_replaced_meanwhile_stays(
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
 
-def test_a_broken_one_that_is_read_stays(tmp_path: Path) -> None:
+def test_remove_broken_keeps_a_folder_being_read(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     put(tmp_path, 1)
     lose(tmp_path / "checkpoint-1")
@@ -217,7 +215,7 @@ def test_a_broken_one_that_is_read_stays(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
 
 
-def test_what_is_left_of_a_removal_that_failed_half_way_goes_after_the_next_save(
+def test_partly_removed_checkpoint_is_removed_after_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path, 1)

@@ -22,7 +22,7 @@ def scanned(root: Path, prefix: str = "checkpoint-") -> Scan:
     return scan(LocalStorage(str(root)), prefix)
 
 
-def test_a_record_says_what_the_manifest_says(tmp_path: Path) -> None:
+def test_record_matches_the_manifest(tmp_path: Path) -> None:
     uc.save(
         tmp_path / "checkpoint-12", step=12, metrics={"loss": 0.5}, rank_extra=(1, 2), **state(12)
     )
@@ -78,7 +78,7 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_incomplete_one_says_why(tmp_path: Path, damage: object, why: str) -> None:
+def test_incomplete_record_has_a_problem(tmp_path: Path, damage: object, why: str) -> None:
     put(tmp_path, 1, 2)
     damage(tmp_path / "checkpoint-2")  # type: ignore[operator]
     found = scanned(tmp_path)
@@ -88,7 +88,7 @@ def test_an_incomplete_one_says_why(tmp_path: Path, damage: object, why: str) ->
     assert bad.problem.startswith(why)
 
 
-def test_a_name_that_says_another_step_than_the_manifest_is_told(tmp_path: Path) -> None:
+def test_misnamed_record(tmp_path: Path) -> None:
     put(tmp_path, 5)
     copy(tmp_path / "checkpoint-5", tmp_path / "checkpoint-7")
     uc.save(tmp_path / "checkpoint-8", **state(8))
@@ -101,7 +101,7 @@ def test_a_name_that_says_another_step_than_the_manifest_is_told(tmp_path: Path)
     assert [one.name for one in scanned(tmp_path).complete] == ["checkpoint-5"]
 
 
-def test_a_part_that_was_deleted_is_no_damage(tmp_path: Path) -> None:
+def test_deleted_part_is_not_damage(tmp_path: Path) -> None:
     put(tmp_path, 1)
     for file in ("optimizer.safetensors", "optimizer.safetensors.index.json"):
         lose(tmp_path / "checkpoint-1", file)
@@ -112,12 +112,12 @@ def test_a_part_that_was_deleted_is_no_damage(tmp_path: Path) -> None:
     assert scanned(tmp_path).steps[0].problem == "all of its parts were deleted"
 
 
-def test_an_optimizer_without_state_makes_a_full_checkpoint_too(tmp_path: Path) -> None:
+def test_optimizer_without_state_is_full(tmp_path: Path) -> None:
     uc.save(tmp_path / "checkpoint-1", step=1, model=state(1)["model"], optimizer={})
     assert scanned(tmp_path).complete[0].full
 
 
-def test_others_folders_are_seen_and_are_not_ours(tmp_path: Path) -> None:
+def test_foreign_folders_are_not_unified(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"x")
     (tmp_path / "checkpoint-3b").mkdir()
@@ -132,7 +132,7 @@ def test_others_folders_are_seen_and_are_not_ours(tmp_path: Path) -> None:
     )
 
 
-def test_leftovers_are_apart(tmp_path: Path) -> None:
+def test_stale_folders(tmp_path: Path) -> None:
     put(tmp_path, 1, 2)
     (tmp_path / "checkpoint-1").rename(tmp_path / ".replaced-abc-checkpoint-1")  # the only copy
     copy(tmp_path / "checkpoint-2", tmp_path / ".replaced-abc-checkpoint-2")
@@ -157,7 +157,7 @@ def test_another_prefix(tmp_path: Path) -> None:
     assert [one.step for one in scanned(tmp_path, "step_").complete] == [3]
 
 
-def test_a_scan_starts_without_torch(tmp_path: Path) -> None:
+def test_scan_imports_no_torch(tmp_path: Path) -> None:
     put(tmp_path, 1)
     program = (
         "import sys; from unified_ckpt.manager.steps.scan import scan; from unified_ckpt.runtime.storage.storage import LocalStorage; "

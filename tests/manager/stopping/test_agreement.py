@@ -58,12 +58,12 @@ def agreements(
     ]
 
 
-def test_without_a_notice_nothing_happens() -> None:
+def test_no_request_no_action() -> None:
     ranks = agreements(3)
     assert [[one.poll(step) for one in ranks] for step in range(5)] == [[None] * 3] * 5
 
 
-def test_all_act_at_the_highest_step_and_a_margin() -> None:
+def test_all_act_at_the_highest_step_plus_margin() -> None:
     first, second, third = agreements(3)
     first.notify("because")
     assert (first.poll(10), second.poll(11), third.poll(9)) == (None, None, None)
@@ -74,7 +74,7 @@ def test_all_act_at_the_highest_step_and_a_margin() -> None:
     assert not any(one.pending for one in (first, second, third))
 
 
-def test_it_can_be_raised_again_and_by_several_at_once() -> None:
+def test_requests_repeat_and_overlap() -> None:
     ranks = agreements(2)
     acted = []
     for step in range(30):
@@ -87,14 +87,14 @@ def test_it_can_be_raised_again_and_by_several_at_once() -> None:
     assert acted == [5, 14]
 
 
-def test_alone_it_is_at_once() -> None:
+def test_one_rank_acts_at_once() -> None:
     (one,) = agreements(1)
     one.notify("now")
     assert one.poll(7) == "now"
     assert one.poll(8) is None
 
 
-def test_a_rank_that_is_past_the_agreed_step_says_so_at_once_and_tells_the_others() -> None:
+def test_rank_past_the_agreed_step_raises_on_all() -> None:
     late, other = agreements(2, margin=1)
     late.notify("x")
     late.poll(1)
@@ -108,13 +108,13 @@ def test_a_rank_that_is_past_the_agreed_step_says_so_at_once_and_tells_the_other
         late.poll(2)
 
 
-def test_a_rank_that_has_ended_leaves_the_others_training() -> None:
+def test_rank_that_ended_stops_no_other() -> None:
     one, _gone, other = agreements(3)
     one.notify("x")
     assert [(one.poll(step), other.poll(step)) for step in range(50)] == [(None, None)] * 50
 
 
-def test_ranks_look_at_most_once_in_a_while() -> None:
+def test_ranks_poll_at_intervals() -> None:
     now = [0.0]
     store = Counted(dist.HashStore())
     one = StepConsensus(
@@ -126,7 +126,7 @@ def test_ranks_look_at_most_once_in_a_while() -> None:
     assert 9 <= store.looks <= 11
 
 
-def test_in_a_large_world_they_look_less_often() -> None:
+def test_large_worlds_poll_less_often() -> None:
     assert (
         StepConsensus(
             dist.HashStore(), rank=0, ranks=range(50_000), margin_steps=2, poll_seconds=1.0
@@ -187,7 +187,7 @@ def test_threads_that_drift_by_a_step_agree(seed: int) -> None:
 # signals
 
 
-def test_a_signal_is_a_flag_and_what_stood_there_comes_back() -> None:
+def test_signal_sets_the_flag_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with SignalFlag() as interruption:
         assert interruption.received is None
@@ -197,7 +197,7 @@ def test_a_signal_is_a_flag_and_what_stood_there_comes_back() -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_the_second_interrupt_goes_through() -> None:
+def test_second_sigint_is_forwarded() -> None:
     before = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a shell's job in the background ignores it
@@ -211,7 +211,7 @@ def test_the_second_interrupt_goes_through() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_what_stood_there_before_is_called_too() -> None:
+def test_previous_handler_is_called() -> None:
     called: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
     try:
@@ -222,7 +222,7 @@ def test_what_stood_there_before_is_called_too() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_whoever_came_after_us_stays() -> None:
+def test_later_handler_stays() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def theirs(number: int, frame: object) -> None: ...
@@ -235,7 +235,7 @@ def test_whoever_came_after_us_stays() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_outside_of_the_main_thread_it_does_nothing() -> None:
+def test_other_threads_install_nothing() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def act() -> None:
@@ -262,7 +262,7 @@ def received() -> Iterator[list[int]]:
         signal.signal(number, one)
 
 
-def test_closed_in_the_order_in_which_they_were_made_nobody_swallows_signals(
+def test_flags_stopped_in_order_of_start_forward_signals(
     received: list[int],
 ) -> None:
     own = signal.getsignal(signal.SIGTERM)
@@ -278,7 +278,7 @@ def test_closed_in_the_order_in_which_they_were_made_nobody_swallows_signals(
     assert received == [signal.SIGTERM, signal.SIGINT]
 
 
-def test_closed_in_another_thread_it_passes_signals_on(received: list[int]) -> None:
+def test_flag_stopped_in_another_thread_forwards_signals(received: list[int]) -> None:
     interruption = SignalFlag()
     interruption.start()
     thread = threading.Thread(target=interruption.stop)
@@ -289,7 +289,7 @@ def test_closed_in_another_thread_it_passes_signals_on(received: list[int]) -> N
     assert (interruption.received, received) == (None, [signal.SIGTERM, signal.SIGINT])
 
 
-def test_a_program_ends_by_a_signal_after_its_managers_were_closed_in_another_thread() -> None:
+def test_program_ends_by_a_signal_after_stop_in_another_thread() -> None:
     program = (
         "import signal, threading\n"
         "from unified_ckpt.manager.stopping.signals import SignalFlag\n"
@@ -306,7 +306,7 @@ def test_a_program_ends_by_a_signal_after_its_managers_were_closed_in_another_th
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
 
 
-def test_one_that_is_closed_beneath_somebody_elses_does_not_end_the_program(
+def test_flag_stopped_below_another_handler_ends_nothing(
     received: list[int],
 ) -> None:
     beneath, above = SignalFlag(), SignalFlag()
@@ -322,7 +322,7 @@ def test_one_that_is_closed_beneath_somebody_elses_does_not_end_the_program(
     above.stop()
 
 
-def test_what_comes_while_it_ends_is_sent_again_when_it_has_ended() -> None:
+def test_deferred_signal_is_raised_after_stop() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         interruption = SignalFlag()
@@ -342,7 +342,7 @@ def test_what_comes_while_it_ends_is_sent_again_when_it_has_ended() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_what_came_before_it_ends_is_not_sent_again(received: list[int]) -> None:
+def test_signal_before_defer_is_not_raised_again(received: list[int]) -> None:
     interruption = SignalFlag()
     interruption.start()
     signal.raise_signal(signal.SIGINT)

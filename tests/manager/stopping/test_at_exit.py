@@ -30,23 +30,23 @@ def _run(more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_process_ends_after_what_it_owes_which_may_start_threads() -> None:
+def test_callback_runs_before_the_process_ends_and_may_start_threads() -> None:
     done = _run("")
     assert (done.returncode, done.stdout) == (0, "main ends\na thread of its own\n"), done.stderr
 
 
-def test_what_other_threads_still_do_comes_first() -> None:
+def test_callback_runs_after_other_threads() -> None:
     done = _run("threading.Timer(1, print, ('a save ends',)).start(); ExitHook(lambda: None)")
     assert (done.returncode, done.stdout) == (0, "main ends\na save ends\na thread of its own\n"), (
         done.stderr
     )
 
 
-def test_nothing_is_owed_after_cancel() -> None:
+def test_cancel() -> None:
     done = _run("waits.cancel()")
     assert (done.returncode, done.stdout) == (0, "main ends\n"), done.stderr
 
 
-def test_a_main_that_fails_owes_it_too() -> None:
+def test_callback_runs_after_a_failing_main() -> None:
     done = _run("raise SystemExit(3)")
     assert (done.returncode, done.stdout) == (3, "a thread of its own\n"), done.stderr

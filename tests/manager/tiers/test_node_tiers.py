@@ -177,7 +177,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_frequent_ones_stay_on_the_machines_and_due_ones_are_merged(
+def test_frequent_saves_stay_on_nodes_and_due_ones_are_merged(
     tmp_path: Path, copies: int, asynchronous: bool
 ) -> None:
     job = Job(tmp_path, copies=copies)
@@ -196,7 +196,7 @@ def test_frequent_ones_stay_on_the_machines_and_due_ones_are_merged(
     assert all((disk / MARKER).exists() for disk in job.disks)
 
 
-def test_the_last_save_is_in_the_root_when_it_returns(tmp_path: Path) -> None:
+def test_last_save_is_in_the_root_on_return(tmp_path: Path) -> None:
     job = Job(tmp_path)
 
     def act(comm: Comm) -> list[int]:
@@ -208,7 +208,7 @@ def test_the_last_save_is_in_the_root_when_it_returns(tmp_path: Path) -> None:
     assert run_ranks(4, act) == [[4]] * 4
 
 
-def test_training_does_not_wait_for_a_slow_root_and_the_newest_one_that_waits_is_next(
+def test_slow_root_merges_the_latest_waiting_save_next(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path)
@@ -253,7 +253,7 @@ def test_retention_in_both_tiers(tmp_path: Path) -> None:
 # where a run starts from
 
 
-def test_a_lost_machine_takes_the_root_unless_the_others_have_all(tmp_path: Path) -> None:
+def test_lost_node_restores_from_the_root_or_other_nodes(tmp_path: Path) -> None:
     for copies, expected in ((1, 10), (2, 13)):
         job = Job(tmp_path / str(copies), copies=copies)
         job.run(range(1, 14))
@@ -264,7 +264,7 @@ def test_a_lost_machine_takes_the_root_unless_the_others_have_all(tmp_path: Path
         assert job.local_steps() == [[20], [20]] or copies == 1
 
 
-def test_half_of_a_later_save_does_not_push_out_what_was_saved_since(tmp_path: Path) -> None:
+def test_half_of_a_later_save_does_not_displace_new_saves(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
     shutil.rmtree(job.disks[1])
@@ -275,7 +275,7 @@ def test_half_of_a_later_save_does_not_push_out_what_was_saved_since(tmp_path: P
     assert job.local_steps() == [[14], [14]]
 
 
-def test_machines_that_have_changed_places_and_one_that_is_new(tmp_path: Path) -> None:
+def test_reordered_nodes_and_a_new_node(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
     assert Job(tmp_path, disks=job.disks[::-1]).restored() == 13
@@ -285,7 +285,7 @@ def test_machines_that_have_changed_places_and_one_that_is_new(tmp_path: Path) -
     assert more.root_steps() == [10, 20]
 
 
-def test_fewer_machines_and_one_machine(tmp_path: Path) -> None:
+def test_fewer_nodes_and_one_node(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
     assert Job(tmp_path, (0, 0)).restored() == 10, "half of step 13 is on no machine here"
@@ -308,7 +308,7 @@ def test_fewer_machines_and_one_machine(tmp_path: Path) -> None:
     )
 
 
-def test_damage_on_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_on_one_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
     for file in (job.disks[1] / "checkpoint-13").glob("*_shards*.safetensors"):
@@ -326,7 +326,7 @@ def test_damage_on_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     same_error(try_ranks(4, act), uc.NotFoundError, "checkpoint-12: does not exist")
 
 
-def test_a_stale_directory_of_another_run_on_one_machine(
+def test_directory_of_another_run_on_one_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = Job(tmp_path / "other", (0, 0))
@@ -341,7 +341,7 @@ def test_a_stale_directory_of_another_run_on_one_machine(
     assert stale.restored() == 20
 
 
-def test_before_the_first_one_in_the_root_local_ones_count_and_an_emptied_root_is_a_new_run(
+def test_local_steps_count_before_the_first_root_step(
     tmp_path: Path,
 ) -> None:
     job = Job(tmp_path)
@@ -355,7 +355,7 @@ def test_before_the_first_one_in_the_root_local_ones_count_and_an_emptied_root_i
     assert job.restored() == 11
 
 
-def test_a_directory_without_its_mark_counts_where_another_machine_knows_the_save(
+def test_directory_without_marker_counts_by_another_node(
     tmp_path: Path,
 ) -> None:
     job = Job(tmp_path)
@@ -367,7 +367,7 @@ def test_a_directory_without_its_mark_counts_where_another_machine_knows_the_sav
 # failures
 
 
-def test_a_root_that_fails_is_tried_again_and_told(
+def test_failing_root_is_retried_with_warnings(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path)
@@ -393,7 +393,7 @@ def test_a_root_that_fails_is_tried_again_and_told(
 
 
 @pytest.mark.parametrize("machine", [0, 1])
-def test_a_local_disk_that_is_full_on_one_machine_stops_nothing_that_is_not_due(
+def test_full_local_disk_on_one_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, machine: int
 ) -> None:
     job, full = Job(tmp_path), threading.Event()
@@ -408,7 +408,7 @@ def test_a_local_disk_that_is_full_on_one_machine_stops_nothing_that_is_not_due(
     job.run(range(5, 8))
     assert job.local_steps() == [[4], [4]]
     assert any(
-        "training continues without it" in text and "1000 bytes of free space" in text
+        "training continues without it" in text and "got 1000 bytes of free space" in text
         for text in warnings_of(caplog)
     )
     full.clear()
@@ -417,7 +417,7 @@ def test_a_local_disk_that_is_full_on_one_machine_stops_nothing_that_is_not_due(
     assert job.local_steps() == [[11], [11]]
 
 
-def test_a_local_directory_that_cannot_be_made_on_one_machine(
+def test_local_directory_that_cannot_be_created_on_one_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path)
@@ -430,7 +430,7 @@ def test_a_local_directory_that_cannot_be_made_on_one_machine(
     assert job.root_steps() == [10]
 
 
-def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(
+def test_damage_met_in_a_merge_is_not_committed(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path)
@@ -459,7 +459,7 @@ def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(
 
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
-def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(
+def test_merge_stopped_at_any_operation_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
@@ -510,7 +510,7 @@ def ended_or_blown(self: merge_queue.MergeQueue, fuse: FaultPoint) -> None:
         time.sleep(0.01)
 
 
-def test_stopped_is_no_exception() -> None:
+def test_simulated_crash_is_not_an_exception() -> None:
     """The threads of merges do not answer it, as a process that is killed does not."""
     assert not issubclass(SimulatedCrash, Exception)
 
@@ -525,7 +525,7 @@ def record_of(step: int, save_id: str | None, *parts: str) -> StepRecord:
     )
 
 
-def test_folders_of_one_save_are_one_step() -> None:
+def test_merge_scans_joins_folders_of_one_save() -> None:
     first = [record_of(3, "a", "model", "model_shards"), record_of(4, "b", "model")]
     second = [
         record_of(3, "a", "model_shards", "optimizer_shards"),
@@ -543,13 +543,13 @@ def test_folders_of_one_save_are_one_step() -> None:
     assert {os.path.dirname(one.path) for one in found.steps} == {"/here"}
 
 
-def test_a_save_counts_where_any_machine_counts_it() -> None:
+def test_merge_scans_counts_a_save_that_any_node_counts() -> None:
     records = [record_of(3, "a", "model")]
     assert merge_scans([(records, ["a"]), (records, [])], "/here")[1] == frozenset()
     assert merge_scans([(records, ["a"]), (records, ["a"]), ([], [])], "/here")[1] == {"a"}
 
 
-def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_something(
+def test_emptied_root_is_a_new_run_if_any_node_knows(
     tmp_path: Path,
 ) -> None:
     job = Job(tmp_path)
@@ -573,7 +573,7 @@ def with_own_root(job: Job, comm: Comm, machine: int, **more: Any) -> uc.Checkpo
     return made
 
 
-def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -> None:
+def test_roots_per_node_are_rotated_and_restored_together(tmp_path: Path) -> None:
     job = Job(tmp_path)
 
     def life(steps: range, places: Sequence[int], **more: Any) -> int | None:
@@ -598,7 +598,7 @@ def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -
     assert job.local_steps()[0] == [1, 2]
 
 
-def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path: Path) -> None:
+def test_common_steps_are_those_that_restore_could_load(tmp_path: Path) -> None:
     """One machine alone sees too many, or too few."""
     job = Job(tmp_path)
     metrics = {"best_metric": "loss", "keep_latest": 9}
@@ -630,7 +630,7 @@ def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path:
 
 
 @pytest.mark.parametrize("machines", [NODES, (0, 0, 0, 0)])
-def test_the_steps_of_two_tiers_are_the_same_on_all_ranks(
+def test_common_steps_of_two_tiers_equal_on_all_ranks(
     tmp_path: Path, machines: Sequence[int]
 ) -> None:
     job = Job(tmp_path, machines, disks=[tmp_path / "here", tmp_path / "there"])

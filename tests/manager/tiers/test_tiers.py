@@ -91,7 +91,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_frequent_ones_stay_local_and_due_ones_reach_the_root(
+def test_frequent_saves_stay_local_and_due_ones_reach_the_root(
     tmp_path: Path, ranks: int, asynchronous: bool
 ) -> None:
     def act(comm: Comm) -> None:
@@ -123,7 +123,7 @@ def test_the_copy_is_the_same_save_with_what_was_attached(tmp_path: Path) -> Non
     assert (both[0] / "config.json").exists()
 
 
-def test_finish_and_a_last_save_are_in_the_root_when_they_return(tmp_path: Path) -> None:
+def test_last_save_is_in_the_root_on_return(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 14))
         assert manager.finish(13, **state(13)) is not None, "it was local only"
@@ -140,7 +140,7 @@ def test_finish_and_a_last_save_are_in_the_root_when_they_return(tmp_path: Path)
         assert steps_in(tmp_path / "c" / ROOT) == [5]
 
 
-def test_finish_saves_itself_what_could_not_be_copied(tmp_path: Path, gate: Gate) -> None:
+def test_finish_saves_to_the_root_after_a_failed_copy(tmp_path: Path, gate: Gate) -> None:
     gate.failures = 99
     with tiers_of(None, tmp_path, retries=0) as manager:
         manager.save(10, **state(10))
@@ -148,7 +148,7 @@ def test_finish_saves_itself_what_could_not_be_copied(tmp_path: Path, gate: Gate
         assert steps_in(tmp_path / ROOT) == [10]
 
 
-def test_the_last_save_is_made_though_copies_have_failed_in_a_row(
+def test_last_save_is_attempted_despite_failed_copies(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tiers_of(None, tmp_path, retries=0, raise_after=1) as manager:
@@ -163,7 +163,7 @@ def test_the_last_save_is_made_though_copies_have_failed_in_a_row(
     assert any("the copy of step 10 " in text for text in warnings_of(caplog))
 
 
-def test_force_has_a_local_step_copied(tmp_path: Path) -> None:
+def test_force_copies_a_local_step(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         manager.save(3, **state(3))
         assert manager.save(3, force=True, **state(3)) is not None
@@ -171,7 +171,7 @@ def test_force_has_a_local_step_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_the_root_itself_is_refused_as_local_directory(tmp_path: Path, linked: bool) -> None:
+def test_root_as_local_directory_is_refused(tmp_path: Path, linked: bool) -> None:
     put(tmp_path / ROOT, 10)
     (tmp_path / "link").symlink_to(tmp_path / ROOT)
     with pytest.raises(
@@ -211,7 +211,7 @@ def test_training_does_not_wait_for_a_slow_root(
     assert [text.split(" ")[0].rpartition("-")[2] for text in given_way] == ["20", "30"]
 
 
-def test_a_copy_that_fails_is_tried_again(
+def test_failed_copy_is_retried(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate.failures = 2
@@ -222,7 +222,7 @@ def test_a_copy_that_fails_is_tried_again(
     assert sum("copy attempt" in text for text in warnings_of(caplog)) == 2
 
 
-def test_copies_that_fail_in_a_row_are_raised_on_all_ranks_in_the_same_call(
+def test_consecutive_failed_copies_raise_on_all_ranks(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate.failures = 99
@@ -248,7 +248,7 @@ def test_copies_that_fail_in_a_row_are_raised_on_all_ranks_in_the_same_call(
     assert [name for name in os.listdir(tmp_path / ROOT) if name.startswith(".unified")] == []
 
 
-def test_the_error_of_a_copy_comes_with_wait_and_once(tmp_path: Path, gate: Gate) -> None:
+def test_wait_raises_the_error_of_a_copy_once(tmp_path: Path, gate: Gate) -> None:
     def act(comm: Comm) -> None:
         manager = tiers_of(comm, tmp_path, retries=0)
         train(manager, range(1, 11))
@@ -261,9 +261,7 @@ def test_the_error_of_a_copy_comes_with_wait_and_once(tmp_path: Path, gate: Gate
     run_ranks(2, act)
 
 
-def test_a_copy_that_hangs_stops_nobody_and_is_reported_by_close(
-    tmp_path: Path, gate: Gate
-) -> None:
+def test_hanging_copy_is_reported_by_close(tmp_path: Path, gate: Gate) -> None:
     def act(comm: Comm) -> float:
         manager = tiers_of(
             comm, tmp_path, asynchronous=True, save_options=uc.SaveOptions(timeout_seconds=1.5)
@@ -291,7 +289,7 @@ def test_a_copy_that_hangs_stops_nobody_and_is_reported_by_close(
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_save_that_failed_does_not_make_close_give_up_the_copy_of_a_good_one(
+def test_close_after_a_failed_save_still_copies_a_good_one(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture, broken: bool
 ) -> None:
     def attach(folder: str) -> None:
@@ -310,7 +308,7 @@ def test_a_save_that_failed_does_not_make_close_give_up_the_copy_of_a_good_one(
     assert any("the copy of step 10 to " in text for text in warnings_of(caplog)) == broken
 
 
-def test_leaving_by_an_error_waits_for_no_other_rank(tmp_path: Path) -> None:
+def test_exit_by_an_error_waits_for_no_other_rank(tmp_path: Path) -> None:
     def act(comm: Comm) -> str:
         manager = tiers_of(comm, tmp_path)
         train(manager, range(1, 11))
@@ -330,7 +328,7 @@ def test_leaving_by_an_error_waits_for_no_other_rank(tmp_path: Path) -> None:
 # crashes and damage
 
 
-def test_stopped_in_a_copy_at_any_operation_the_next_life_goes_on(
+def test_copy_stopped_at_any_operation_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 40
@@ -384,7 +382,7 @@ def swallowing(
     return swallow
 
 
-def test_a_damaged_local_one_is_never_copied_as_good_and_the_next_goes_straight_to_the_root(
+def test_damaged_local_step_is_not_copied_and_the_next_is_direct(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tiers_of(None, tmp_path) as manager:
@@ -403,7 +401,7 @@ def test_a_damaged_local_one_is_never_copied_as_good_and_the_next_goes_straight_
     )
 
 
-def test_a_copy_that_is_not_made_for_a_step_of_the_life_before_is_told(
+def test_copy_onto_a_step_of_a_previous_run_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(tmp_path / ROOT, 10, 20, 30)
@@ -425,7 +423,7 @@ def test_a_copy_that_is_not_made_for_a_step_of_the_life_before_is_told(
         assert len(warnings_of(caplog)) == 1
 
 
-def test_a_run_that_had_ended_ends_again_without_a_save(
+def test_finished_run_finishes_again_without_a_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tiers_of(None, tmp_path) as manager:
@@ -436,7 +434,7 @@ def test_a_run_that_had_ended_ends_again_without_a_save(
     assert warnings_of(caplog) == []
 
 
-def test_restore_takes_the_newest_of_either_tier(tmp_path: Path) -> None:
+def test_restore_loads_the_latest_of_both_tiers(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 13))
     assert restored(tmp_path) == (12, LOCAL)
@@ -451,7 +449,7 @@ def test_restore_takes_the_newest_of_either_tier(tmp_path: Path) -> None:
     assert restored(tmp_path) == (10, ROOT), "the local disk is lost"
 
 
-def test_of_the_same_step_the_local_one_is_read_and_the_root_when_that_is_damaged(
+def test_same_step_is_read_locally_or_from_the_root_if_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tiers_of(None, tmp_path) as manager:
@@ -471,7 +469,7 @@ def test_of_the_same_step_the_local_one_is_read_and_the_root_when_that_is_damage
     assert restored(tmp_path) == (10, ROOT)
 
 
-def test_a_damaged_later_one_does_not_push_out_what_was_saved_since(tmp_path: Path) -> None:
+def test_damaged_later_local_step_does_not_displace_new_saves(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 24))
     flip(tmp_path / LOCAL / "checkpoint-23")
@@ -485,7 +483,7 @@ def test_a_damaged_later_one_does_not_push_out_what_was_saved_since(tmp_path: Pa
     assert restored(tmp_path)[0] == 22
 
 
-def test_a_newer_local_one_that_is_cut_off_is_told_and_the_root_is_read(
+def test_truncated_local_step_falls_back_to_the_root(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tiers_of(None, tmp_path) as manager:
@@ -506,7 +504,7 @@ def test_a_newer_local_one_that_is_cut_off_is_told_and_the_root_is_read(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_local_disk_that_is_full_sends_what_is_due_to_the_root(
+def test_full_local_disk_saves_due_steps_to_the_root(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -552,7 +550,7 @@ def test_a_local_disk_that_is_full_sends_what_is_due_to_the_root(
     assert [name for name in os.listdir(tmp_path / LOCAL) if name.startswith(".unified-")] == []
 
 
-def test_a_local_directory_that_cannot_be_made(
+def test_local_directory_that_cannot_be_created(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / LOCAL).write_text("a file")
@@ -563,7 +561,7 @@ def test_a_local_directory_that_cannot_be_made(
     assert any("the local directory cannot be used" in text for text in warnings_of(caplog))
 
 
-def test_a_local_directory_that_vanishes_is_made_anew(tmp_path: Path) -> None:
+def test_local_directory_that_vanishes_is_created_again(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 12))
         manager.wait()
@@ -590,7 +588,7 @@ def test_retention_in_both_tiers(tmp_path: Path) -> None:
     assert steps_in(tmp_path / ROOT) == [30, 40], "rotated when something is committed there"
 
 
-def test_damaged_steps_in_the_root_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
+def test_damaged_root_steps_do_not_displace_the_last_good_one(tmp_path: Path) -> None:
     put(tmp_path / ROOT, 10, 20, 30)
     for step in (20, 30):
         blank(tmp_path / ROOT / f"checkpoint-{step}" / "optimizer.safetensors")
@@ -601,7 +599,7 @@ def test_damaged_steps_in_the_root_do_not_push_out_the_last_good_one(tmp_path: P
         assert steps_in(tmp_path / ROOT) == [10, 15, 20, 30]
 
 
-def test_a_damaged_step_in_the_local_directory_goes_when_the_run_has_passed_it(
+def test_damaged_local_step_is_removed_after_the_run_passed_it(
     tmp_path: Path,
 ) -> None:
     with tiers_of(None, tmp_path, local_interval_steps=5) as manager:
@@ -615,7 +613,7 @@ def test_a_damaged_step_in_the_local_directory_goes_when_the_run_has_passed_it(
     assert steps_in(tmp_path / LOCAL) == [16]
 
 
-def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(
+def test_copy_ending_during_a_commit_leaves_no_old_step(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotate, committed, keep_local = (
@@ -661,7 +659,7 @@ def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(
     assert steps_in(tmp_path / LOCAL) == [11]
 
 
-def test_a_copy_that_ends_beside_a_commit_keeps_the_new_step_where_a_later_one_is_damaged(
+def test_copy_ending_during_a_commit_keeps_the_new_step(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     committed, keep_local, kept = (
@@ -699,9 +697,7 @@ def test_a_copy_that_ends_beside_a_commit_keeps_the_new_step_where_a_later_one_i
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_slow_copy_that_ends_after_the_last_save_does_not_remove_it(
-    tmp_path: Path, gate: Gate, damaged: bool
-) -> None:
+def test_slow_copy_does_not_remove_the_last_save(tmp_path: Path, gate: Gate, damaged: bool) -> None:
     put(tmp_path / ROOT, 10, 50)
     if damaged:
         flip(tmp_path / ROOT / "checkpoint-50")
@@ -719,7 +715,7 @@ def test_a_slow_copy_that_ends_after_the_last_save_does_not_remove_it(
     assert uc.verify(tmp_path / ROOT / "checkpoint-30", deep=True).ok
 
 
-def test_a_save_straight_to_the_root_stays_until_a_later_one_is_there() -> None:
+def test_direct_save_stays_until_a_later_one_is_committed() -> None:
     newest = ProtectedSteps()
     newest.on_begin(30, scheduled=2)
     newest.on_upload(2)
@@ -736,7 +732,7 @@ def test_a_save_straight_to_the_root_stays_until_a_later_one_is_there() -> None:
 # other runs
 
 
-def test_a_stale_local_directory_of_another_run_is_not_mixed_in(
+def test_local_directory_of_another_run_is_excluded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(
@@ -769,7 +765,7 @@ def test_a_stale_local_directory_of_another_run_is_not_mixed_in(
     assert restored(tmp_path) == (11, LOCAL)
 
 
-def test_the_same_root_emptied_is_a_new_run(tmp_path: Path) -> None:
+def test_emptied_root_is_a_new_run(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 13))
     shutil.rmtree(tmp_path / ROOT)
@@ -778,13 +774,13 @@ def test_the_same_root_emptied_is_a_new_run(tmp_path: Path) -> None:
     assert restored(tmp_path) == (5, ROOT)
 
 
-def test_before_the_first_one_in_the_root_local_ones_count(tmp_path: Path) -> None:
+def test_local_steps_count_before_the_first_root_step(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 5))
     assert restored(tmp_path) == (4, LOCAL)
 
 
-def test_of_the_same_step_a_newer_save_in_the_root_is_better(tmp_path: Path) -> None:
+def test_newer_root_save_of_the_same_step_is_preferred(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 11))
         manager.wait()
@@ -825,12 +821,12 @@ def test_foreign_saves() -> None:
     "body",
     [b"", b"[]", b'{"root": 1}', b"\xff", b'{"root": "/", "root_saves": 3, "foreign_saves": []}'],
 )
-def test_a_marker_that_cannot_be_read_says_nothing(tmp_path: Path, body: bytes) -> None:
+def test_unreadable_marker_is_ignored(tmp_path: Path, body: bytes) -> None:
     (tmp_path / MARKER).write_bytes(body)
     assert read(str(tmp_path)) is None
 
 
-def test_what_interrupted_saves_of_this_run_left_in_the_local_directory_goes(
+def test_stale_local_folders_of_this_run_are_removed(
     tmp_path: Path,
 ) -> None:
     with tiers_of(None, tmp_path) as manager:
@@ -846,9 +842,7 @@ def test_what_interrupted_saves_of_this_run_left_in_the_local_directory_goes(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_process_that_ends_without_closing_ends_its_copies(
-    tmp_path: Path, asynchronous: bool
-) -> None:
+def test_process_exit_without_close_finishes_copies(tmp_path: Path, asynchronous: bool) -> None:
     program = f"""
 import torch, unified_ckpt as uc
 tier = {{"local_directory": {str(tmp_path / LOCAL)!r}, "local_interval_steps": 1}}
@@ -861,7 +855,7 @@ manager.save(1, model={{"w": torch.ones(2_000_000)}})
     assert uc.verify(tmp_path / ROOT / "checkpoint-1", deep=True).ok
 
 
-def test_a_real_memory_disk_that_is_too_small(tmp_path: Path) -> None:
+def test_full_tmpfs(tmp_path: Path) -> None:
     local = tmp_path / LOCAL
     local.mkdir()
     program = f"""

@@ -14,15 +14,15 @@ import pytest
 
 import unified_ckpt as uc
 from tests.support.managers import (
-    blank,
-    copy,
-    cut_off,
+    copy_folder,
+    delete_file,
+    delete_manifest,
     folders,
-    lose,
     manager_of,
-    put,
+    save_steps,
     state,
     steps_in,
+    zero_file,
 )
 from tests.support.manifests import edit_manifest
 from unified_ckpt.cli import prune
@@ -58,23 +58,23 @@ def run(tmp_path: Path) -> Path:
             metrics={"loss": loss},
             **state(step, full=step != 20),
         )
-    copy(root / "checkpoint-10", root / "checkpoint-40")
-    copy(root / "checkpoint-10", root / "checkpoint-50")
-    cut_off(root / "checkpoint-50")
+    copy_folder(root / "checkpoint-10", root / "checkpoint-40")
+    copy_folder(root / "checkpoint-10", root / "checkpoint-50")
+    delete_manifest(root / "checkpoint-50")
     (root / "checkpoint-60").mkdir()
     (root / "checkpoint-60" / "optimizer.pt").write_bytes(b"x")
     (root / ".unified-ab-checkpoint-70").mkdir()
-    copy(root / "checkpoint-10", root / ".replaced-ab-checkpoint-5")
+    copy_folder(root / "checkpoint-10", root / ".replaced-ab-checkpoint-5")
     return root
 
 
 def test_prune_ignores_damaged_newer_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(tmp_path, 5, 10, 20)
-    put(tmp_path, 25, full=False)
-    put(tmp_path, 30)
-    blank(tmp_path / "checkpoint-20" / "optimizer.safetensors")
+    save_steps(tmp_path, 5, 10, 20)
+    save_steps(tmp_path, 25, full=False)
+    save_steps(tmp_path, 30)
+    zero_file(tmp_path / "checkpoint-20" / "optimizer.safetensors")
     flip_header(tmp_path / "checkpoint-30" / "model.safetensors")
     text = shown(capsys, "prune", tmp_path, "--keep-latest", 1)
     assert steps_in(tmp_path) == [10, 20, 25, 30]
@@ -194,8 +194,8 @@ def test_list_and_inspect_name_omitted_parts(
 def test_list_several_runs_under_one_root(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(tmp_path / "a", 1, 2)
-    put(tmp_path / "b" / "checkpoints", 3)
+    save_steps(tmp_path / "a", 1, 2)
+    save_steps(tmp_path / "b" / "checkpoints", 3)
     (tmp_path / "notes").mkdir()
     text = shown(capsys, "list", tmp_path)
     assert [line for line in text.splitlines() if line.startswith(str(tmp_path))] == [
@@ -210,7 +210,7 @@ def test_list_several_runs_under_one_root(
 def tiers(tmp_path: Path) -> tuple[Path, Path]:
     """A run of two tiers, whose local directory has one of another run too."""
     root, local = tmp_path / "run", tmp_path / "local"
-    put(local, 90)
+    save_steps(local, 90)
     with manager_of(
         None, root, interval_steps=10, local_interval_steps=1, local_directory=str(local)
     ) as manager:
@@ -218,7 +218,7 @@ def tiers(tmp_path: Path) -> tuple[Path, Path]:
             manager.save(step, **state(step))
             if step == 10:
                 manager.wait()
-    copy(root / "checkpoint-10", local / "checkpoint-10")
+    copy_folder(root / "checkpoint-10", local / "checkpoint-10")
     return root, local
 
 
@@ -258,7 +258,7 @@ def test_prune_only_touches_its_root(
     tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, local = tiers
-    put(root, 20)
+    save_steps(root, 20)
     before = folders(local)
     shown(capsys, "prune", root, "--keep-latest", 1)
     assert (steps_in(root), folders(local)) == ([20], before)
@@ -275,7 +275,7 @@ def test_list_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_list_skips_unreadable_folders_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(tmp_path / "run", 1)
+    save_steps(tmp_path / "run", 1)
     (tmp_path / "lost+found").mkdir()
 
     def refused(path: str) -> Any:
@@ -335,8 +335,8 @@ def test_prune_keep_latest_1_and_the_best(
 def test_prune_counts_model_only_separately(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(tmp_path, 1, 8)
-    put(tmp_path, 2, 3, 4, 5, 6, full=False)
+    save_steps(tmp_path, 1, 8)
+    save_steps(tmp_path, 2, 3, 4, 5, 6, full=False)
     shown(capsys, "prune", tmp_path, "--keep-every-steps-model-only", 2)
     assert steps_in(tmp_path) == [1, 2, 4, 6, 8]
 
@@ -345,7 +345,7 @@ def test_prune_counts_model_only_separately(
 def test_empty_root_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     monkeypatch.chdir(tmp_path)
     assert main([verb, "", "--keep-latest", "1"]) == 2
     assert (
@@ -382,7 +382,7 @@ def test_prune_removes_only_old_unified_folders(
 def test_prune_keeps_manifests_it_cannot_read_but_are_undamaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object], problem: str
 ) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     edit_manifest(tmp_path / "checkpoint-2", lambda manifest: manifest.update(fields))
     age(tmp_path / "checkpoint-2")
     assert (
@@ -395,9 +395,9 @@ def test_prune_keeps_manifests_it_cannot_read_but_are_undamaged(
 def test_prune_never_removes_the_last_complete_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(tmp_path, 1, 2, 3)
-    lose(tmp_path / "checkpoint-3")
-    lose(tmp_path / "checkpoint-2")
+    save_steps(tmp_path, 1, 2, 3)
+    delete_file(tmp_path / "checkpoint-3")
+    delete_file(tmp_path / "checkpoint-2")
     shown(capsys, "prune", tmp_path, "--keep-latest", 1)
     assert steps_in(tmp_path) == [1, 2, 3]
 
@@ -405,7 +405,7 @@ def test_prune_never_removes_the_last_complete_one(
 def test_prune_keeps_checkpoints_that_are_being_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     with shared_lock(str(tmp_path / "checkpoint-1")):
         assert "kept checkpoint-1: it is being read" in shown(
             capsys, "prune", tmp_path, "--keep-latest", 1, code=1
@@ -416,7 +416,7 @@ def test_prune_keeps_checkpoints_that_are_being_read(
 def test_prune_without_rules_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(tmp_path / "a", 1)
+    save_steps(tmp_path / "a", 1)
     assert main(["prune", str(tmp_path / "a")]) == 2
     assert "pass a rule such as --keep-latest" in capsys.readouterr().err
     assert main(["prune", str(tmp_path / "a"), "--keep-best", "2"]) == 2
@@ -433,7 +433,7 @@ def test_prune_without_rules_is_a_usage_error(
 
 @pytest.mark.parametrize("verb", [["list"], ["list", "--json"], ["prune", "--keep-latest", "1"]])
 def test_list_and_prune_do_not_import_torch(tmp_path: Path, verb: list[str]) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     program = "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); sys.exit(code or 3 * ('torch' in sys.modules))"
     command = [sys.executable, "-c", program, verb[0], str(tmp_path), *verb[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -444,7 +444,7 @@ def test_list_and_prune_do_not_import_torch(tmp_path: Path, verb: list[str]) -> 
 def test_prune_keeps_checkpoints_with_unreadable_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     age(tmp_path / "checkpoint-2")
 
     def stale(self: LocalStorage, name: str) -> bytes:
@@ -464,14 +464,14 @@ def test_prune_keeps_checkpoints_with_unreadable_manifest(
 def test_prune_keeps_a_step_that_was_replaced_meanwhile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(tmp_path, 1)
-    lose(tmp_path / "checkpoint-1")
+    save_steps(tmp_path, 1)
+    delete_file(tmp_path / "checkpoint-1")
     age(tmp_path / "checkpoint-1")
     age_of = prune._age_seconds
 
     def slow(storage: LocalStorage, one: StepRecord) -> float:
         found = age_of(storage, one)
-        put(tmp_path, 1, options=uc.SaveOptions(if_exists="replace"))
+        save_steps(tmp_path, 1, options=uc.SaveOptions(if_exists="replace"))
         return found
 
     monkeypatch.setattr(prune, "_age_seconds", slow)

@@ -1,6 +1,4 @@
-"""The manager over a run's life: what users of other libraries have lost checkpoints to, each as a
-test.
-"""
+"""The manager over the life of a run: ways in which users of other libraries lost checkpoints."""
 
 from __future__ import annotations
 
@@ -21,17 +19,17 @@ import torch.distributed.checkpoint as dcp
 
 import unified_ckpt as uc
 from tests.support.managers import (
-    blank,
     check_state,
-    cut_off,
-    flip,
+    delete_file,
+    delete_manifest,
+    flip_last_byte,
     folders,
-    lose,
     manager_of,
-    put,
+    save_steps,
     state,
     steps_in,
     warnings_of,
+    zero_file,
 )
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.locks import shared_lock
@@ -42,7 +40,7 @@ RANKS = 3
 
 
 def train(manager: uc.CheckpointManager, steps: range, **more: Any) -> list[int]:
-    """Steps at which a save was begun or done."""
+    """Return the steps at which a save was begun or done."""
     saved = []
     for step in steps:
         report = manager.save(step, **state(step), **more)
@@ -54,7 +52,7 @@ def train(manager: uc.CheckpointManager, steps: range, **more: Any) -> list[int]
 
 
 def held(folder: Path) -> float:
-    """The step that the values of a checkpoint tell."""
+    """Return the step that the values of a checkpoint encode."""
     found = state(0)
     uc.load(folder, **found)
     return float(found["model"]["w"][0, 0])
@@ -133,7 +131,7 @@ def test_on_completion_can_be_off(tmp_path: Path) -> None:
 
 
 def test_disabled_manager_neither_saves_nor_loads(tmp_path: Path) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     with manager_of(None, tmp_path, enabled=False, interval_steps=1) as manager:
         assert train(manager, range(1, 4)) == []
         assert manager.save(4, force=True, **state(4)) is None
@@ -240,9 +238,9 @@ def test_stop_of_one_process_saves_at_once_and_only_once(tmp_path: Path) -> None
 def test_restore_skips_an_incomplete_latest_step_with_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 1, 2, 3, 4, 5)
-    cut_off(tmp_path / "checkpoint-5")
-    lose(tmp_path / "checkpoint-4")
+    save_steps(tmp_path, 1, 2, 3, 4, 5)
+    delete_manifest(tmp_path / "checkpoint-5")
+    delete_file(tmp_path / "checkpoint-4")
     os.truncate(tmp_path / "checkpoint-3" / "model.safetensors", 100)
     before = {path: sorted(os.listdir(path)) for path in tmp_path.iterdir()}
     with manager_of(None, tmp_path) as manager:
@@ -271,8 +269,8 @@ def test_restore_skips_an_incomplete_latest_step_with_reason(
 def test_flipped_bit_falls_back_to_the_previous_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 1, 2)
-    flip(tmp_path / "checkpoint-2")
+    save_steps(tmp_path, 1, 2)
+    flip_last_byte(tmp_path / "checkpoint-2")
 
     def act(comm: Comm) -> None:
         with manager_of(comm, tmp_path) as manager:
@@ -293,8 +291,8 @@ def test_flipped_bit_falls_back_to_the_previous_step(
 def test_damage_of_the_only_step_raises(
     tmp_path: Path,
 ) -> None:
-    put(tmp_path, 1)
-    flip(tmp_path / "checkpoint-1")
+    save_steps(tmp_path, 1)
+    flip_last_byte(tmp_path / "checkpoint-1")
     with manager_of(None, tmp_path) as manager, pytest.raises(uc.IntegrityError, match="target"):
         manager.restore(**state(0))
 
@@ -302,7 +300,7 @@ def test_damage_of_the_only_step_raises(
 def test_swapped_header_is_detected_before_reading(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     body = bytearray((tmp_path / "checkpoint-2" / "model.safetensors").read_bytes())
     body[20] ^= 1
     (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(body)
@@ -320,9 +318,9 @@ def test_empty_root_is_a_fresh_start(tmp_path: Path) -> None:
 
 
 def test_restore_by_step_number(tmp_path: Path) -> None:
-    put(tmp_path, 1, 2)
-    put(tmp_path, 3)
-    lose(tmp_path / "checkpoint-3")
+    save_steps(tmp_path, 1, 2)
+    save_steps(tmp_path, 3)
+    delete_file(tmp_path / "checkpoint-3")
     with manager_of(None, tmp_path) as manager:
         found = state(0)
         assert manager.restore(1, **found).step == 1  # type: ignore[union-attr]
@@ -339,7 +337,7 @@ def test_restore_by_step_number(tmp_path: Path) -> None:
 
 
 def test_all_ranks_restore_the_same_step(tmp_path: Path) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
 
     def act(comm: Comm) -> int | None:
         manager = manager_of(comm, tmp_path)
@@ -353,7 +351,7 @@ def test_all_ranks_restore_the_same_step(tmp_path: Path) -> None:
 
 
 def test_restore_prefers_own_steps_then_paths_then_nothing(tmp_path: Path) -> None:
-    put(tmp_path / "other", 40, extra={"lr": 1})
+    save_steps(tmp_path / "other", 40, extra={"lr": 1})
     other = str(tmp_path / "other" / "checkpoint-40")
     with manager_of(None, tmp_path / "run", load_parameters_path=other) as manager:
         found = state(7)
@@ -369,7 +367,7 @@ def test_restore_prefers_own_steps_then_paths_then_nothing(tmp_path: Path) -> No
         assert report is not None
         assert (report.step, report.extra) == (40, {"lr": 1})
         check_state(found, 40)
-    put(tmp_path / "run", 2)
+    save_steps(tmp_path / "run", 2)
     with manager_of(None, tmp_path / "run", load_full_state_path=other) as manager:
         report = manager.restore(**found)
         assert report is not None
@@ -405,16 +403,16 @@ def test_run_of_another_engine_continues_unified(
 
 
 def test_newer_model_only_step_is_not_resumed(tmp_path: Path) -> None:
-    put(tmp_path, 1)
-    put(tmp_path, 2, full=False)
+    save_steps(tmp_path, 1)
+    save_steps(tmp_path, 2, full=False)
     with manager_of(None, tmp_path) as manager:
         assert manager.restore(**state(0)).step == 1  # type: ignore[union-attr]
         assert manager.restore(model=state(0)["model"]).step == 2  # type: ignore[union-attr]
 
 
 def test_damaged_step_is_saved_again(tmp_path: Path) -> None:
-    put(tmp_path, 1, 2)
-    lose(tmp_path / "checkpoint-2")
+    save_steps(tmp_path, 1, 2)
+    delete_file(tmp_path / "checkpoint-2")
     with manager_of(None, tmp_path, interval_steps=1) as manager:
         manager.restore(**state(0))
         assert manager.save(2, **state(2)) is not None
@@ -422,7 +420,7 @@ def test_damaged_step_is_saved_again(tmp_path: Path) -> None:
 
 
 def test_committed_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     stamp = (tmp_path / "checkpoint-2" / "unified_checkpoint.json").read_bytes()
     with manager_of(None, tmp_path, interval_steps=1) as manager:
         manager.restore(1, **state(0))
@@ -440,7 +438,7 @@ def test_committed_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
 def test_step_of_a_previous_run_stays_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool
 ) -> None:
-    put(tmp_path, 1, 2, 3, 4)
+    save_steps(tmp_path, 1, 2, 3, 4)
 
     def act(comm: Comm) -> None:
         with manager_of(
@@ -466,7 +464,7 @@ def test_step_of_a_previous_run_stays_with_a_warning(
 def test_last_save_replaces_a_step_of_a_previous_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
 ) -> None:
-    put(tmp_path, 1, 3)
+    save_steps(tmp_path, 1, 3)
     with manager_of(None, tmp_path, interval_steps=1, on_preemption=True) as manager:
         manager.restore(1, **state(0))
         if stopped:
@@ -477,7 +475,7 @@ def test_last_save_replaces_a_step_of_a_previous_run(
     (text,) = warnings_of(caplog)
     assert f"{tmp_path}/checkpoint-3: save " in text
     assert text.endswith("of a previous run is replaced by the last save of this run")
-    put(tmp_path, 4)
+    save_steps(tmp_path, 4)
     with manager_of(None, tmp_path, save_options=uc.SaveOptions(if_exists="keep")) as manager:
         assert manager.finish(4, **state(99)) is None, "as it was asked for"
     assert held(tmp_path / "checkpoint-4") == 4
@@ -487,9 +485,9 @@ def test_last_save_replaces_a_step_of_a_previous_run(
 def test_incomplete_step_does_not_count_as_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, last: bool
 ) -> None:
-    put(tmp_path, 1, 2)
-    lose(tmp_path / "checkpoint-2")
-    put(tmp_path, 3, full=False)
+    save_steps(tmp_path, 1, 2)
+    delete_file(tmp_path / "checkpoint-2")
+    save_steps(tmp_path, 3, full=False)
     with manager_of(None, tmp_path, interval_steps=1) as manager:
         for step in (2, 3):
             report = (
@@ -506,8 +504,8 @@ def test_incomplete_step_does_not_count_as_saved(
 def test_damage_met_by_restore_is_replaced_after_later_restores(
     tmp_path: Path,
 ) -> None:
-    put(tmp_path, 1, 2)
-    blank(tmp_path / "checkpoint-2" / "optimizer.safetensors")
+    save_steps(tmp_path, 1, 2)
+    zero_file(tmp_path / "checkpoint-2" / "optimizer.safetensors")
     with manager_of(None, tmp_path, interval_steps=1) as manager:
         manager.restore(**state(0))
         manager.restore(1, **state(0))
@@ -531,7 +529,7 @@ def test_rotation_with_limit_1_keeps_the_only_good_step(tmp_path: Path, asynchro
 
 
 def test_rotation_ignores_mtime(tmp_path: Path) -> None:
-    put(tmp_path, 9, 10, 11)
+    save_steps(tmp_path, 9, 10, 11)
     for age, step in enumerate((11, 10, 9)):
         os.utime(tmp_path / f"checkpoint-{step}", (1000 * age, 1000 * age))
     with manager_of(None, tmp_path, keep_latest=2) as manager:
@@ -561,7 +559,7 @@ def test_best_without_a_metric_is_refused(tmp_path: Path) -> None:
 
 
 def test_rotation_keeps_the_checkpoint_of_load_full_state_path(tmp_path: Path) -> None:
-    put(tmp_path / "old", 100)
+    save_steps(tmp_path / "old", 100)
     full_state = str(tmp_path / "old" / "checkpoint-100")
     with manager_of(
         None, tmp_path / "new", keep_latest=1, interval_steps=1, load_full_state_path=full_state
@@ -576,7 +574,7 @@ def test_rotation_keeps_foreign_folders(tmp_path: Path) -> None:
     for name in ("checkpoint-1", "checkpoint-best", "notes"):  # another library's, a person's
         (tmp_path / name).mkdir()
         (tmp_path / name / "optimizer.pt").write_bytes(b"x")
-    put(tmp_path, 2, 3)
+    save_steps(tmp_path, 2, 3)
     (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint-300")  # misnamed by hand
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
         train(manager, range(4, 7))
@@ -590,7 +588,7 @@ def test_rotation_keeps_foreign_folders(tmp_path: Path) -> None:
 
 
 def test_attached_files_are_removed_with_their_checkpoint(tmp_path: Path) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
         manager.save(2, **state(2))
@@ -600,7 +598,7 @@ def test_attached_files_are_removed_with_their_checkpoint(tmp_path: Path) -> Non
 def test_checkpoint_being_read_is_removed_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
         with shared_lock(str(tmp_path / "checkpoint-1")):
             manager.save(2, **state(2))
@@ -616,7 +614,7 @@ def test_checkpoint_being_read_is_removed_later(
 def test_saves_after_going_back_survive_older_higher_steps(
     tmp_path: Path,
 ) -> None:
-    put(tmp_path, 5, 90, 100)
+    save_steps(tmp_path, 5, 90, 100)
     with manager_of(None, tmp_path, keep_latest=2, interval_steps=1) as manager:
         manager.restore(5, **state(0))
         train(manager, range(6, 9))
@@ -624,8 +622,8 @@ def test_saves_after_going_back_survive_older_higher_steps(
 
 
 def test_damaged_steps_do_not_displace_good_ones(tmp_path: Path) -> None:
-    put(tmp_path, 20, 40)
-    blank(tmp_path / "checkpoint-40" / "optimizer.safetensors")
+    save_steps(tmp_path, 20, 40)
+    zero_file(tmp_path / "checkpoint-40" / "optimizer.safetensors")
     with manager_of(None, tmp_path, keep_latest=1, keep_latest_model_only=1) as manager:
         assert manager.restore(**state(0)).step == 20  # type: ignore[union-attr]
         manager.save(22, force=True, **state(22, full=False))
@@ -651,7 +649,7 @@ def test_separate_limits_for_model_only_and_full(tmp_path: Path) -> None:
 
 
 class Failing:
-    """`attach` that fails some times, as a disk does that is full."""
+    """An `attach` that fails a number of times, as on a full disk."""
 
     def __init__(self, times: int, number: int = errno.ENOSPC) -> None:
         self.left, self.calls, self.number = times, 0, number
@@ -877,7 +875,7 @@ def test_consecutive_background_failures_raise_on_all_ranks(
 def test_failed_retention_does_not_fail_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
 
     def refuse(storage: LocalStorage, name: str, *, save_id: str) -> bool:
         raise uc.StorageError(f"{name}: read-only")

@@ -1,6 +1,4 @@
-"""Which step a run starts from: what it must have, what stands in for what, and what is said of
-those that are passed over.
-"""
+"""Selection of a restore point: required parts, substitutes, and warnings for skipped steps."""
 
 from __future__ import annotations
 
@@ -13,7 +11,14 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.managers import check_state, flip, manager_of, put, state, warnings_of
+from tests.support.managers import (
+    check_state,
+    flip_last_byte,
+    manager_of,
+    save_steps,
+    state,
+    warnings_of,
+)
 from tests.support.optimizers import FusedAdam
 from unified_ckpt.manager.option_aliases import from_paddle
 from unified_ckpt.manager.restore import required_parts
@@ -65,8 +70,8 @@ def test_saving_no_model_without_masters_is_refused(tmp_path: Path, asynchronous
 
 
 def test_parts_left_out_by_load_options_are_not_required(tmp_path: Path) -> None:
-    put(tmp_path, 10)
-    put(tmp_path, 20, full=False)
+    save_steps(tmp_path, 10)
+    save_steps(tmp_path, 20, full=False)
     with manager_of(None, tmp_path) as manager:
         found = state(0)
         assert manager.restore(options=uc.LoadOptions(parts=("model",)), **found).step == 20  # type: ignore[union-attr]
@@ -77,8 +82,8 @@ def test_parts_left_out_by_load_options_are_not_required(tmp_path: Path) -> None
 def test_not_strict_loads_the_latest_step_with_some_parts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 10, 20, full=False)
-    flip(tmp_path / "checkpoint-20")
+    save_steps(tmp_path, 10, 20, full=False)
+    flip_last_byte(tmp_path / "checkpoint-20")
     found = state(0)
     with manager_of(None, tmp_path) as manager:
         report = manager.restore(strict=False, **found)
@@ -89,14 +94,14 @@ def test_not_strict_loads_the_latest_step_with_some_parts(
             f"{tmp_path}/checkpoint-10 is loaded without optimizer (strict=False): no step has all parts"
             in caplog.text
         )
-        put(tmp_path, 5)
+        save_steps(tmp_path, 5)
         assert manager.restore(strict=False, **found).step == 5  # type: ignore[union-attr]
 
 
 def test_complete_steps_without_a_required_part_raise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 10, 20, full=False)
+    save_steps(tmp_path, 10, 20, full=False)
     with manager_of(None, tmp_path) as manager:
         with pytest.raises(
             uc.IncompleteError,
@@ -106,7 +111,7 @@ def test_complete_steps_without_a_required_part_raise(
         assert manager.restore(allow_fresh=True, **state(0)) is None
         (text,) = warnings_of(caplog)
         assert "checkpoint-10: it has no optimizer" in text
-        put(tmp_path, 5)
+        save_steps(tmp_path, 5)
         caplog.clear()
         with caplog.at_level(logging.INFO, "unified_ckpt"):
             assert manager.restore(**state(0)).step == 5  # type: ignore[union-attr]

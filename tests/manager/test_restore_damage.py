@@ -1,6 +1,4 @@
-"""A newest step that is damaged, cannot be read, or goes while it is looked at: the step before is
-taken, never a dead job.
-"""
+"""A latest step that is damaged, unreadable or removed meanwhile: the previous step is restored."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.managers import check_state, manager_of, put, state, steps_in, warnings_of
+from tests.support.managers import check_state, manager_of, save_steps, state, steps_in, warnings_of
 from unified_ckpt.manager import restore
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage import locks
@@ -42,7 +40,9 @@ def garble(file: Path) -> None:
 def test_zeroed_small_file_falls_back(
     tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 1, 2, extra={"seen": torch.arange(9)}, rank_extra={"seed": torch.arange(9)})
+    save_steps(
+        tmp_path, 1, 2, extra={"seen": torch.arange(9)}, rank_extra={"seed": torch.arange(9)}
+    )
     garble(tmp_path / "checkpoint-2" / file)
     assert not uc.verify(tmp_path / "checkpoint-2").ok
     assert uc.verify(tmp_path / "checkpoint-1").ok
@@ -59,7 +59,7 @@ def test_zeroed_small_file_falls_back(
 
 
 def test_garbage_in_rank_extra_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    put(tmp_path, 1, 2, rank_extra={"seed": torch.arange(9)})
+    save_steps(tmp_path, 1, 2, rank_extra={"seed": torch.arange(9)})
     file = tmp_path / "checkpoint-2" / "rank_extra.safetensors"
     body = file.read_bytes()
     file.write_bytes(body[:-40] + bytes(40))
@@ -68,7 +68,7 @@ def test_garbage_in_rank_extra_falls_back(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_bad_sector_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     preadv, bad = os.preadv, (tmp_path / "checkpoint-2" / "optimizer.safetensors").stat()
 
     def fail(fd: int, buffers: Any, start: int, *rest: int) -> int:
@@ -94,7 +94,7 @@ def test_bad_sector_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_unlistable_folder_falls_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
 
     def refused(call: Any) -> Any:
         def act(path: Any = ".") -> Any:
@@ -122,7 +122,7 @@ def test_unlistable_folder_falls_back(
 def test_step_removed_during_selection_falls_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, call: str
 ) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     first, going = getattr(module, call), tmp_path / "checkpoint-2"
 
     def act(*values: Any) -> Any:
@@ -157,7 +157,7 @@ def test_copy_with_damaged_digests_is_not_loaded(
 def test_newer_link_is_skipped_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path / "run", 1, 2)
+    save_steps(tmp_path / "run", 1, 2)
     shutil.move(tmp_path / "run" / "checkpoint-2", tmp_path / "big")
     (tmp_path / "run" / "checkpoint-2").symlink_to(tmp_path / "big")
     assert restored(tmp_path / "run") == 1
@@ -176,7 +176,7 @@ def test_newer_link_is_skipped_with_a_warning(
 def test_newer_backup_is_skipped_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 1, 2, 3)
+    save_steps(tmp_path, 1, 2, 3)
     for step in (1, 3):
         (tmp_path / f"checkpoint-{step}").rename(
             tmp_path / f".replaced-abc-checkpoint-{step}"

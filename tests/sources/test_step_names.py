@@ -25,7 +25,14 @@ from accelerate.utils import ProjectConfiguration
 
 import unified_ckpt as uc
 from tests.support.lightnings import fit
-from tests.support.managers import blank, cut_off, lose, manager_of, put, state
+from tests.support.managers import (
+    delete_file,
+    delete_manifest,
+    manager_of,
+    save_steps,
+    state,
+    zero_file,
+)
 from tests.support.megatron_models import drawn
 from tests.support.megatrons import Job
 from tests.support.megatrons import write as megatron_root
@@ -151,7 +158,7 @@ def test_list_steps_excludes_logs_configs_and_weights(tmp_path: Path) -> None:
 
 
 def test_list_steps_includes_unified_and_broken_steps(tmp_path: Path) -> None:
-    put(tmp_path, 7)
+    save_steps(tmp_path, 7)
     (tmp_path / "checkpoint-7").rename(tmp_path / "step-7")
     (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "checkpoint-8" / "rng_state.pth").touch()
@@ -320,7 +327,7 @@ def test_list_shows_foreign_steps_and_prune_keeps_them(
 ) -> None:
     older, newer = (put_step(tmp_path, kind, whole_of(kind), step) for step in (8, 9))
     cut(older)
-    put(tmp_path, 3, 4)
+    save_steps(tmp_path, 3, 4)
     capsys.readouterr()  # of the engine
     assert main(["list", str(tmp_path), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
@@ -393,8 +400,8 @@ def test_restore_opens_unified_steps_under_other_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after a change of `step_prefix`, or of the root."""
-    put(tmp_path / "checkpoints", 7)
-    put(tmp_path, 8)
+    save_steps(tmp_path / "checkpoints", 7)
+    save_steps(tmp_path, 8)
     (tmp_path / "checkpoint-8").rename(tmp_path / "step-8")
     with manager_of(None, tmp_path, step_prefix="ours-") as manager:
         assert manager.restore(**state(0)).step == 8  # type: ignore[union-attr]
@@ -439,10 +446,10 @@ def test_restore_ignores_folders_that_are_no_step(
         ".unified-0123-checkpoint-7/model.safetensors",
     ):
         (root / name).touch()
-    put(root, 3)
+    save_steps(root, 3)
     (root / "checkpoint-3").rename(root / ".replaced-0123-checkpoint-3")
-    put(local, 9, 10)
-    blank(local / "checkpoint-10" / "unified_checkpoint.json")
+    save_steps(local, 9, 10)
+    zero_file(local / "checkpoint-10" / "unified_checkpoint.json")
     with manager_of(None, root, local_directory=str(local), local_interval_steps=1) as manager:
         assert manager.restore(**state(0)) is None
     assert "none can be used" not in caplog.text
@@ -451,9 +458,9 @@ def test_restore_ignores_folders_that_are_no_step(
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (cut_off, "it has no unified_checkpoint.json"),
-        (lose, "optimizer.safetensors is missing"),
-        (lambda folder: blank(folder / "unified_checkpoint.json"), "unified_checkpoint.json"),
+        (delete_manifest, "it has no unified_checkpoint.json"),
+        (delete_file, "optimizer.safetensors is missing"),
+        (lambda folder: zero_file(folder / "unified_checkpoint.json"), "unified_checkpoint.json"),
         (
             lambda folder: folder.rename(folder.with_name("checkpoint-9")),
             "its manifest has step 8",
@@ -463,8 +470,8 @@ def test_restore_ignores_folders_that_are_no_step(
 def test_restore_raises_if_unified_steps_are_unusable(
     tmp_path: Path, damage: Callable[[Path], object], why: str
 ) -> None:
-    put(tmp_path / "run", 8)
-    put(tmp_path / "other", 5)
+    save_steps(tmp_path / "run", 8)
+    save_steps(tmp_path / "other", 5)
     damage(tmp_path / "run" / "checkpoint-8")
 
     def act(comm: Comm) -> object:

@@ -1,4 +1,4 @@
-"""TODO: what tests of adapters share."""
+"""Models with PEFT adapters."""
 
 from __future__ import annotations
 

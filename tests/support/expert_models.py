@@ -1,4 +1,4 @@
-"""TODO: what tests of experts share."""
+"""Models with stacked experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manager for a rank that is a thread, and a state whose every element tells its step."""
+"""Managers for ranks that are threads, and a state whose every element encodes its step."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def manager_of(
     node: str | None = None,
     **options: Any,
 ) -> uc.CheckpointManager:
-    """`options`: of `ManagerOptions`; saves in the foreground and no pauses, unless they say
-    otherwise.
+    """A manager with foreground saves and without pauses, unless `options` of `ManagerOptions`
+    differ.
     """
     save_options = save_options or uc.SaveOptions(timeout_seconds=30)
-    made = uc.CheckpointManager(
+    manager = uc.CheckpointManager(
         root,
         options=uc.ManagerOptions(**{**QUICK, **options}),
         save_options=save_options,
         node=node,
     )
     if comm is not None:
-        made._checkpointer._comm = make_checkpointer(comm)._comm
-    return made
+        manager._checkpointer._comm = make_checkpointer(comm)._comm
+    return manager
 
 
 def state(step: int, *, full: bool = True) -> dict[str, Any]:
@@ -54,18 +54,18 @@ def state(step: int, *, full: bool = True) -> dict[str, Any]:
     )
 
 
-def check_state(found: dict[str, Any], step: int) -> None:
-    for kind, wanted in state(step, full="optimizer" in found).items():
-        for name, tensor in wanted.items():
-            assert torch.equal(found[kind][name], tensor), (
+def check_state(targets: dict[str, Any], step: int) -> None:
+    for kind, expected in state(step, full="optimizer" in targets).items():
+        for name, tensor in expected.items():
+            assert torch.equal(targets[kind][name], tensor), (
                 f"{kind}:{name} is not that of step {step}"
             )
 
 
-def put(root: Path, *steps: int, full: bool = True, **more: Any) -> None:
-    """Checkpoints as a run leaves them."""
+def save_steps(root: Path, *steps: int, full: bool = True, **arguments: Any) -> None:
+    """Save steps as a run does."""
     for step in steps:
-        uc.save(root / f"checkpoint-{step}", step=step, **state(step, full=full), **more)
+        uc.save(root / f"checkpoint-{step}", step=step, **state(step, full=full), **arguments)
 
 
 def folders(root: Path) -> list[str]:
@@ -76,27 +76,27 @@ def steps_in(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("checkpoint-")) for path in root.glob("checkpoint-*"))
 
 
-def cut_off(folder: Path) -> None:
-    """As after a crash of another library's save: the newest folder is there, and is not whole."""
+def delete_manifest(folder: Path) -> None:
+    """Make a checkpoint incomplete, as after the crash of another library's save."""
     (folder / "unified_checkpoint.json").unlink()
 
 
-def lose(folder: Path, file: str = "optimizer.safetensors") -> None:
+def delete_file(folder: Path, file: str = "optimizer.safetensors") -> None:
     (folder / file).unlink()
 
 
-def flip(folder: Path, file: str = "model.safetensors") -> None:
+def flip_last_byte(folder: Path, file: str = "model.safetensors") -> None:
     body = bytearray((folder / file).read_bytes())
     body[-1] ^= 1
     (folder / file).write_bytes(body)
 
 
-def blank(file: Path) -> None:
-    """Zeros, as after a power cut: only the size is right."""
+def zero_file(file: Path) -> None:
+    """Overwrite a file with zeros of the same size, as after a power cut."""
     file.write_bytes(bytes(file.stat().st_size))
 
 
-def copy(source: Path, target: Path) -> Path:
+def copy_folder(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target))
 
 
@@ -105,9 +105,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Gate:
-    """The root's storage as a module's copies or merges see it: writes wait while it is shut, fail
-    while it is broken.
-    """
+    """The storage of the root: writes wait while it is closed, and fail while `failures` remain."""
 
     def __init__(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""TODO: what tests of arguments share."""
+"""Trainers for tests of training arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEST = {
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
-    """The state file, without what names the run's folder or its speed."""
+    """Return the state file without the run's folder and speed."""
     found: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
     found["best_model_checkpoint"] = Path(found["best_model_checkpoint"] or "").name
     for entry in found["log_history"]:

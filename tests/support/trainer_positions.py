@@ -1,4 +1,4 @@
-"""TODO: what tests of data_position share."""
+"""Data and trainers for tests of data positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 48
 
 
 class Numbered(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Each sample begins with its number."""
+    """Samples that begin with their number."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -30,7 +30,7 @@ class Numbered(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Seen(Trainer):
-    """Remembers the samples that it has trained on."""
+    """Records the samples that it trained on."""
 
     taken: list[int]
 

@@ -1,4 +1,4 @@
-"""TODO: what tests of callback share."""
+"""Models and Trainers for tests of the callback."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.managers import check_state, flip, lose, state
+from tests.support.managers import check_state, delete_file, flip_last_byte, state
 from unified_ckpt.engine.folder.copy import CopyResult, copy_checkpoint
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.locks import exclusive_lock
@@ -189,7 +189,7 @@ def same_json(damaged: bytes, whole: bytes) -> bool:
 
 
 def test_flipped_bit_is_reported_with_its_block(source: Path, tmp_path: Path) -> None:
-    flip(source, "optimizer.safetensors")
+    flip_last_byte(source, "optimizer.safetensors")
     with pytest.raises(
         uc.IntegrityError,
         match=r"optimizer.safetensors: block 0 of optimizer:w/exp_avg has CRC .* it is not copied",
@@ -198,7 +198,7 @@ def test_flipped_bit_is_reported_with_its_block(source: Path, tmp_path: Path) ->
 
 
 def test_a_part_that_was_deleted_stays_away(source: Path, tmp_path: Path) -> None:
-    lose(source)
+    delete_file(source)
     (source / "optimizer.safetensors.index.json").unlink()
     copy(source, there(tmp_path))
     assert not (tmp_path / "root" / NAME / "optimizer.safetensors").exists()
@@ -206,7 +206,7 @@ def test_a_part_that_was_deleted_stays_away(source: Path, tmp_path: Path) -> Non
 
 
 def test_a_file_that_is_missing(source: Path, tmp_path: Path) -> None:
-    lose(source)
+    delete_file(source)
     with pytest.raises(uc.CheckpointError, match="optimizer"):
         copy(source, there(tmp_path))
     assert os.listdir(tmp_path / "root") == []

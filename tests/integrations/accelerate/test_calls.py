@@ -1,5 +1,5 @@
-"""Accelerate through the engine, in one process: stopped and resumed, names, hooks, and errors that
-users make.
+"""`save_state` and `load_state` in one process: resuming, names, hooks, and errors for wrong
+use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sequences(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Count:
-    """An object to register."""
+    """A registered object that counts."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -61,7 +61,7 @@ def llama() -> LlamaForCausalLM:
 
 
 class Job:
-    """A training script: everything prepared, ready to run, to save and to go on."""
+    """A training script with everything prepared, that can run, save and resume."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def same(one: Job, other: Job) -> bool:
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Accelerate keeps its state for the process; each test starts without."""
+    """Reset Accelerate, which keeps state per process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a tiny model
     yield
@@ -155,14 +155,14 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def straight() -> Job:
-    """Three epochs of six steps, uninterrupted."""
+    """Three uninterrupted epochs of six steps."""
     return Job().run(3)
 
 
 @pytest.mark.parametrize(
     "stop", [4, 6, 10], ids=["midway", "at the last batch", "midway in the second"]
 )
-def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, straight: Job, stop: int) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, straight: Job, stop: int) -> None:
     stopped = Job().run(3, stop=stop)
     report = save_state(stopped.accelerator, tmp_path / "c", step=stop, options=FAST)
     assert report.step == stop
@@ -179,7 +179,7 @@ def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, straight: Job, sto
     assert same(resumed, straight)
 
 
-def test_a_loop_that_skips_the_first_batches_goes_on_as_it_was(tmp_path: Path) -> None:
+def test_resume_with_skip_first_batches(tmp_path: Path) -> None:
     """Accelerate's way without a stateful dataloader; the order of the epochs after it is right,
     too.
     """
@@ -195,7 +195,7 @@ def test_a_loop_that_skips_the_first_batches_goes_on_as_it_was(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_save_before_the_first_batch_keeps_the_position(tmp_path: Path, workers: int) -> None:
+def test_save_before_the_first_batch_keeps_the_position(tmp_path: Path, workers: int) -> None:
     stopped = Job(workers=workers).run(1, stop=2)
     save_state(stopped.accelerator, tmp_path / "c", options=FAST)
     for name, before in (("d", "c"), ("e", "d")):
@@ -210,7 +210,7 @@ def test_a_save_before_the_first_batch_keeps_the_position(tmp_path: Path, worker
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_another_batch_size_finds_its_place_by_samples(
+def test_position_is_converted_to_another_batch_size(
     tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With 24 samples, 4 a step: after 3 steps, 2 steps of 6 and no sample twice; of 8, the last 4
@@ -255,8 +255,8 @@ def test_the_folder_opens_in_stock_transformers(tmp_path: Path) -> None:
 def two_models(
     seed: int, steps: int, swapped: bool = False
 ) -> tuple[Accelerator, list[nn.Module], list[Any], nn.Module]:
-    """A generator and a critic with an optimizer each, one optimizer over both, and an average that
-    is registered.
+    """A generator and a critic with one optimizer each, one optimizer over both, and a registered
+    average.
     """
     torch.manual_seed(seed)
     accelerator = Accelerator(cpu=True)
@@ -301,7 +301,7 @@ def test_several_models_and_optimizers_and_a_registered_module(tmp_path: Path) -
         )
 
 
-def test_another_optimizer_class_is_an_error_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_another_optimizer_class_raises_and_changes_nothing(tmp_path: Path) -> None:
     accelerator, *_ = two_models(0, steps=1)
     save_state(accelerator, tmp_path / "c", options=FAST)
     again, others, _, _ = two_models(1, steps=0, swapped=True)
@@ -339,7 +339,7 @@ def test_automatic_names_and_total_limit(tmp_path: Path) -> None:
         save_state(fresh.accelerator, step=3)
 
 
-def test_what_is_not_whole_is_passed_over_and_never_counted(
+def test_incomplete_checkpoints_are_skipped_and_not_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Symptom: auto-resume dies on an incomplete newest checkpoint; rotation deletes the good one
@@ -365,7 +365,7 @@ def test_what_is_not_whole_is_passed_over_and_never_counted(
     )
 
 
-def test_a_save_that_fails_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: the old checkpoint is deleted before the new one is there."""
     from unified_ckpt.engine.folder import commit
 
@@ -384,7 +384,7 @@ def test_a_save_that_fails_deletes_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert names(tmp_path) == ["checkpoint_1"]
 
 
-def test_async_saves_are_the_same(tmp_path: Path) -> None:
+def test_save_state_async(tmp_path: Path) -> None:
     job = Job(project=tmp_path, total_limit=1)
     first = save_state_async(job.accelerator, options=FAST)
     job.run(1, stop=4)
@@ -399,7 +399,7 @@ def test_async_saves_are_the_same(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
-def test_attached_the_script_needs_no_change(tmp_path: Path) -> None:
+def test_attach_replaces_save_and_load(tmp_path: Path) -> None:
     stock = Job().run(1, stop=2)
     stock.accelerator.save_state(str(tmp_path / "stock"))
     stopped = Job()
@@ -424,7 +424,7 @@ def test_attached_the_script_needs_no_change(tmp_path: Path) -> None:
         load_state(resumed.accelerator, tmp_path / "stock")
 
 
-def test_attached_the_automatic_names_are_those_of_accelerate(tmp_path: Path) -> None:
+def test_attach_keeps_automatic_names(tmp_path: Path) -> None:
     stock = Job(project=tmp_path).run(1, stop=2)
     stock.accelerator.save_state()
     job = Job(seed=7, project=tmp_path)
@@ -451,7 +451,7 @@ def test_attached_the_automatic_names_are_those_of_accelerate(tmp_path: Path) ->
     assert again.accelerator.save_iteration == 2
 
 
-def test_hooks_write_into_the_checkpoint_and_read_from_it(tmp_path: Path) -> None:
+def test_hooks_read_and_write_checkpoint_files(tmp_path: Path) -> None:
     job = Job()
     told: list[object] = []
 
@@ -478,7 +478,7 @@ def test_hooks_write_into_the_checkpoint_and_read_from_it(tmp_path: Path) -> Non
     ), "whatever the hooks take out"
 
 
-def test_errors_that_users_make(tmp_path: Path) -> None:
+def test_wrong_paths_raise(tmp_path: Path) -> None:
     job = Job()
     save_state(job.accelerator, tmp_path / "run" / "checkpoint_0", step=0, options=FAST)
     whole = tmp_path / "run" / "checkpoint_0"
@@ -521,7 +521,7 @@ def test_errors_that_users_make(tmp_path: Path) -> None:
         load_state(Job(project=tmp_path / "fresh").accelerator)
 
 
-def test_what_the_accelerator_has_and_the_checkpoint_lacks_is_an_error(
+def test_objects_missing_from_the_checkpoint_raise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job()
@@ -556,14 +556,12 @@ def test_what_the_accelerator_has_and_the_checkpoint_lacks_is_an_error(
         load_state(wide, tmp_path / "c")
 
 
-def test_gradients_that_are_being_accumulated_are_not_saved_unsaid(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_accumulated_gradients_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_state(Job().run(1, stop=3).accelerator, tmp_path / "c", options=FAST)
     assert "accumulated gradients are not saved" in caplog.text
 
 
-def test_an_order_that_cannot_be_had_again_is_said(
+def test_order_that_cannot_be_reproduced_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator = Accelerator(cpu=True)
@@ -584,7 +582,7 @@ def test_an_order_that_cannot_be_had_again_is_said(
         (DistributedType.FSDP, "got FSDP1, which flattens parameters; use FSDP2"),
     ],
 )
-def test_what_is_not_saved_is_refused_by_name(
+def test_unsupported_types_are_refused_by_name(
     tmp_path: Path, kind: DistributedType, said: str
 ) -> None:
     accelerator = Accelerator(cpu=True)

@@ -1,5 +1,5 @@
-"""Lightning's Trainer with the callback, beside the stock one: what ModelCheckpoint does, hooks,
-removal, and errors that users make.
+"""Lightning's Trainer with and without the callback: ModelCheckpoint, hooks, removal, and errors
+for wrong use.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
     return fit(out, checkpoints=EVERY), out
 
 
-def test_it_trains_as_the_stock_one_and_every_checkpoint_is_whole(
-    tmp_path: Path, whole: tuple[Net, Path]
-) -> None:
+def test_trains_and_saves_like_stock_lightning(tmp_path: Path, whole: tuple[Net, Path]) -> None:
     run, folder = whole
     check_same(run, fit(tmp_path, stock=True, checkpoints=EVERY))
     assert names(folder) == names(tmp_path) == [f"step={step}.ckpt" for step in range(1, 9)]
@@ -67,7 +65,7 @@ def test_it_trains_as_the_stock_one_and_every_checkpoint_is_whole(
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
-def test_resumed_in_the_middle_of_an_epoch_is_uninterrupted(
+def test_resume_within_an_epoch_equals_uninterrupted_run(
     tmp_path: Path, whole: tuple[Net, Path], step: int
 ) -> None:
     resumed = fit(tmp_path, ckpt_path=whole[1] / f"step={step}.ckpt", seed=5)
@@ -75,7 +73,7 @@ def test_resumed_in_the_middle_of_an_epoch_is_uninterrupted(
     check_same(resumed, whole[0])
 
 
-def test_a_checkpoint_of_stock_lightning_is_resumed_by_it(tmp_path: Path) -> None:
+def test_stock_checkpoint_is_resumed_by_stock_lightning(tmp_path: Path) -> None:
     checkpoints = {"save_last": True}
     fit(tmp_path, stock=True, checkpoints=checkpoints, max_epochs=1)
     assert (tmp_path / "last.ckpt").is_file()
@@ -88,7 +86,7 @@ def test_a_checkpoint_of_stock_lightning_is_resumed_by_it(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("save_last", [True, "link"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_is_in_the_way_of_the_last_is_kept(
+def test_entry_with_the_name_of_the_last_is_kept(
     tmp_path: Path, save_last: bool | str, kind: str
 ) -> None:
     """A file of stock Lightning, or a folder of another strategy's."""
@@ -106,7 +104,7 @@ def test_what_is_in_the_way_of_the_last_is_kept(
     assert kept.read_bytes() == b"mine"
 
 
-def test_the_best_the_last_and_the_others(tmp_path: Path) -> None:
+def test_save_top_k_and_last(tmp_path: Path) -> None:
     made = trainer(
         tmp_path, checkpoints={"monitor": "val", "save_top_k": 2, "save_last": True}, max_epochs=4
     )
@@ -126,7 +124,7 @@ def test_the_best_the_last_and_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, -1])
-def test_a_link_to_the_last_never_leads_nowhere(
+def test_link_to_the_last_never_dangles(
     tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from unified_ckpt.integrations.lightning import strategy
@@ -147,7 +145,7 @@ def test_a_link_to_the_last_never_leads_nowhere(
     check_same(fit(tmp_path, ckpt_path="last", checkpoints=checkpoints), run)
 
 
-def test_a_last_checkpoint_replaces_a_link_to_the_last(tmp_path: Path) -> None:
+def test_last_checkpoint_replaces_a_link(tmp_path: Path) -> None:
     fit(tmp_path, checkpoints={"save_last": "link"}, max_epochs=1)
     resumed = fit(
         tmp_path, ckpt_path="last", checkpoints={"save_last": True, "enable_version_counter": False}
@@ -159,7 +157,7 @@ def test_a_last_checkpoint_replaces_a_link_to_the_last(tmp_path: Path) -> None:
         assert source.step == 8
 
 
-def test_weights_only_and_a_resume_without_an_optimizer(tmp_path: Path) -> None:
+def test_resume_from_save_weights_only_raises(tmp_path: Path) -> None:
     run = fit(tmp_path, checkpoints={"save_weights_only": True, "every_n_train_steps": 8})
     folder = tmp_path / "step=8.ckpt"
     assert not any("optimizer" in name for name in names(folder))
@@ -212,7 +210,7 @@ def test_other_models_and_optimizers_are_refused(whole: tuple[Net, Path], tmp_pa
         trainer(tmp_path).fit(renamed, ckpt_path=folder)
 
 
-def test_paths_that_are_no_checkpoint(whole: tuple[Net, Path], tmp_path: Path) -> None:
+def test_wrong_paths_raise(whole: tuple[Net, Path], tmp_path: Path) -> None:
     folder = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
     shutil.copytree(whole[1] / "step=3.ckpt", folder / "step=3.ckpt")
     shutil.copytree(whole[1] / "step=4.ckpt", folder / "step=4.ckpt")
@@ -252,7 +250,7 @@ def test_paths_that_are_no_checkpoint(whole: tuple[Net, Path], tmp_path: Path) -
         refused(tmp_path / "plain")
 
 
-def test_what_cannot_be_stored_is_named_by_its_key(tmp_path: Path) -> None:
+def test_unstorable_value_is_named_by_its_key(tmp_path: Path) -> None:
     class Careless(Net):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["mine"] = {"function": len}
@@ -263,7 +261,7 @@ def test_what_cannot_be_stored_is_named_by_its_key(tmp_path: Path) -> None:
             self.save_hyperparameters({"activation": torch.nn.functional.relu})
 
     made = trainer(tmp_path, checkpoints={})
-    with pytest.raises(uc.FormatError, match=r"extra\.lightning\.mine\.function: found"):
+    with pytest.raises(uc.FormatError, match=r"extra\.lightning\.mine\.function: got"):
         made.fit(Careless())
     with pytest.raises(
         uc.FormatError, match=r"extra\.lightning\.hyper_parameters\.activation: found"
@@ -274,7 +272,7 @@ def test_what_cannot_be_stored_is_named_by_its_key(tmp_path: Path) -> None:
 
 
 class Hooks(Net):
-    """Keeps a thing of its own, and gives a tensor another name."""
+    """Saves an extra object, and renames a tensor."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = {"a": (1, 2), "shadow": {"up": self.up.weight.detach().clone()}}
@@ -287,7 +285,7 @@ class Hooks(Net):
         state["down.weight"] = state.pop("lower.weight")
 
 
-def test_hooks_that_rename_tensors_and_keep_things(tmp_path: Path) -> None:
+def test_hooks_rename_tensors_and_add_state(tmp_path: Path) -> None:
     module = Hooks()
     trainer(tmp_path, checkpoints=EVERY).fit(module)
     resumed = Hooks()
@@ -301,7 +299,7 @@ def test_hooks_that_rename_tensors_and_keep_things(tmp_path: Path) -> None:
 
 
 class Adversaries(Net):
-    """Two optimizers, as of a generator and a discriminator."""
+    """Two optimizers, as for a generator and a discriminator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +332,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
     check_same(resumed, module)
 
 
-def test_an_average_of_the_weights_comes_back(tmp_path: Path) -> None:
+def test_weight_averaging_is_restored(tmp_path: Path) -> None:
     averages: list[dict[str, torch.Tensor]] = []
 
     class Average(EMAWeightAveraging):
@@ -362,7 +360,7 @@ def test_an_average_of_the_weights_comes_back(tmp_path: Path) -> None:
         assert set(source.parts) == {"model", "optimizer", "current_model_state"}
 
 
-def test_checkpoints_for_a_moment_go_and_others_stay(
+def test_only_unified_checkpoints_are_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """L#16426: only checkpoints of this library are removed."""
@@ -381,13 +379,11 @@ def test_checkpoints_for_a_moment_go_and_others_stay(
             made.strategy.remove_checkpoint(tmp_path / name)
     assert names(tmp_path) == ["file.ckpt", "foreign.ckpt", "last.ckpt", "step=8.ckpt"]
     assert "foreign.ckpt is not removed: it is not a unified checkpoint" in caplog.text
-    assert "file.ckpt stays" in caplog.text
+    assert "file.ckpt is not removed" in caplog.text
     assert "last.ckpt is not removed: it is the latest" in caplog.text
 
 
-def test_an_exception_leaves_a_checkpoint_from_which_training_goes_on(
-    tmp_path: Path, whole: tuple[Net, Path]
-) -> None:
+def test_exception_leaves_a_resumable_checkpoint(tmp_path: Path, whole: tuple[Net, Path]) -> None:
     class Broken(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, number: int) -> None:
             if self.global_step == 3:
@@ -399,18 +395,18 @@ def test_an_exception_leaves_a_checkpoint_from_which_training_goes_on(
     check_same(fit(tmp_path, ckpt_path=tmp_path / "on_exception.ckpt"), whole[0])
 
 
-def test_a_requeued_job_passes_over_a_save_that_was_cut_short(
+def test_requeued_job_skips_an_interrupted_save(
     tmp_path: Path, whole: tuple[Net, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(whole[1] / "step=3.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
     (tmp_path / ".unified-0123-hpc_ckpt_2.ckpt").mkdir()
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         resumed = fit(tmp_path, ckpt_path="hpc")
-    assert "hpc_ckpt_2.ckpt is passed over" in caplog.text
+    assert "hpc_ckpt_2.ckpt does not exist" in caplog.text
     check_same(resumed, whole[0])
 
 
-def test_a_save_that_is_cut_short_leaves_the_older_one(
+def test_interrupted_save_leaves_the_older_checkpoint(
     tmp_path: Path, whole: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """L#688: a job that dies while it saves."""
@@ -488,7 +484,7 @@ def test_resume_and_module_from_a_save_without_the_model(tmp_path: Path) -> None
         )
 
 
-def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[Net, Path]) -> None:
+def test_load_from_checkpoint(tmp_path: Path, whole: tuple[Net, Path]) -> None:
     made = trainer(tmp_path)
     run = Net(width=24)
     made.fit(run)
@@ -506,7 +502,7 @@ def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[
         load_from_checkpoint(Net, tmp_path / "plain")
 
 
-def test_save_checkpoint_over_a_folder_that_the_caller_names(tmp_path: Path) -> None:
+def test_save_checkpoint_over_a_folder_of_the_caller(tmp_path: Path) -> None:
     """A name that no callback chose: the folder of a project, or of the run itself, stays where it
     is.
     """
@@ -538,7 +534,7 @@ class Shards(pl.LightningDataModule):
         self.shard = 10 * state_dict["shard"]
 
 
-def test_datamodules_and_other_callbacks_come_back(tmp_path: Path) -> None:
+def test_datamodules_and_callbacks_are_restored(tmp_path: Path) -> None:
     def run(out: Path, **more: Any) -> tuple[Shards, EarlyStopping]:
         module, data, stopping = (
             Net(),
@@ -558,7 +554,7 @@ def test_datamodules_and_other_callbacks_come_back(tmp_path: Path) -> None:
     assert after.state_dict() == before.state_dict()
 
 
-def test_a_resume_that_failed_leaves_nothing_to_the_next_run(
+def test_failed_resume_leaves_nothing_to_the_next_run(
     whole: tuple[Net, Path], tmp_path: Path
 ) -> None:
     class Fails(Net):
@@ -597,7 +593,7 @@ def test_tied_weights_and_compiled_modules(tmp_path: Path) -> None:
         assert "again.weight" not in set(source["model"])
 
 
-def test_the_other_package_of_lightning(tmp_path: Path) -> None:
+def test_pytorch_lightning_package(tmp_path: Path) -> None:
     import pytorch_lightning
 
     class Module(pytorch_lightning.LightningModule):

@@ -1,6 +1,4 @@
-"""Where a run of Lightning goes on: from each of its checkpoints, whatever wrote it and whatever
-gives the data, as if never stopped.
-"""
+"""A Lightning run resumed from each of its checkpoints equals the run that never stopped."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ SLOW: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_it_goes_on_as_if_never_stopped(tmp_path: Path, case: str) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, case: str) -> None:
     """L#19764, L#18780, L#12285: data that come twice after a resume in mid-epoch."""
     checkpoints, loader, arguments = (CASES | SLOW)[case]
     whole = fit(tmp_path / "whole", checkpoints=checkpoints, net={"loader": loader}, **arguments)

@@ -1,4 +1,4 @@
-"""Adapters (PEFT) through Hugging Face's Trainer: beside the stock one, stopped and resumed, opened
+"""PEFT adapters with Hugging Face's Trainer: compared with the stock Trainer, resumed, and opened
 by stock PEFT.
 """
 
@@ -59,7 +59,7 @@ def two() -> nn.Module:
 
 
 def freed() -> nn.Module:
-    """A layer of the base that is trained by hand: PEFT does not store it."""
+    """A layer of the base made trainable by hand, which PEFT does not store."""
     made = lora()
     made.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
     return made
@@ -114,7 +114,7 @@ def weights(of: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stopped_and_resumed_is_the_stock_trainer_uninterrupted(
+def test_resumed_run_equals_uninterrupted_stock_run(
     tmp_path: Path, kind: Callable[[], nn.Module]
 ) -> None:
     straight = trainer(tmp_path / "stock", kind(), stock=True)
@@ -132,7 +132,7 @@ def test_stopped_and_resumed_is_the_stock_trainer_uninterrupted(
     ] == []
 
 
-def test_stock_peft_opens_the_folder_and_the_base_is_not_in_it(tmp_path: Path) -> None:
+def test_stock_peft_opens_the_folder_without_base_weights(tmp_path: Path) -> None:
     made = trainer(tmp_path, two(), save_steps=STEPS)
     made.train()
     folder = tmp_path / f"checkpoint-{STEPS}"
@@ -159,7 +159,7 @@ def test_stock_peft_opens_the_folder_and_the_base_is_not_in_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", [lora_and_head, prompt])
-def test_stock_peft_computes_the_same(tmp_path: Path, kind: Callable[[], nn.Module]) -> None:
+def test_stock_peft_computes_equal_outputs(tmp_path: Path, kind: Callable[[], nn.Module]) -> None:
     made = trainer(tmp_path, kind(), save_steps=STEPS)
     made.train()
     found = PeftModel.from_pretrained(model(), tmp_path / f"checkpoint-{STEPS}").eval()
@@ -168,7 +168,7 @@ def test_stock_peft_computes_the_same(tmp_path: Path, kind: Callable[[], nn.Modu
         assert torch.equal(found(input_ids=ids).logits, made.model.eval()(input_ids=ids).logits)
 
 
-def test_an_auto_class_finds_the_base_and_the_stock_trainer_goes_on(tmp_path: Path) -> None:
+def test_auto_class_and_stock_trainer_resume(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path / "base")
 
     def of_base() -> nn.Module:
@@ -218,7 +218,7 @@ def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
     ] == []
 
 
-def test_a_checkpoint_of_other_adapters_is_refused_and_the_model_stays(tmp_path: Path) -> None:
+def test_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, lora(), StopAt(2)).train()
     other = trainer(tmp_path, freed())
     before = weights(other.model)
@@ -230,7 +230,7 @@ def test_a_checkpoint_of_other_adapters_is_refused_and_the_model_stays(tmp_path:
         full.train(resume_from_checkpoint=True)
 
 
-def test_adapters_whose_parts_would_be_called_alike_are_refused() -> None:
+def test_adapters_with_equal_part_names_are_refused() -> None:
     made = lora()
     for name in ("a b", "a-b"):
         made.add_adapter(name, LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))  # type: ignore[operator]
@@ -241,7 +241,7 @@ def test_adapters_whose_parts_would_be_called_alike_are_refused() -> None:
         adapter_parts(made)
 
 
-def test_optimizer_state_of_adapters_has_the_names_of_the_saved_groups(tmp_path: Path) -> None:
+def test_optimizer_state_has_the_names_of_saved_groups(tmp_path: Path) -> None:
     """By which a scheduler's rates follow the parameters."""
     made = trainer(tmp_path, two(), StopAt(2))
     made.train()

@@ -1,5 +1,5 @@
-"""Training arguments that touch checkpoints, beside the stock Trainer: the same checkpoints, the
-same best one, the same state file.
+"""Training arguments that affect checkpoints: same checkpoints, best checkpoint and state file as
+the stock Trainer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Counter(TrainerCallback, ExportableState):
     ],
     ids=["epoch", "best", "only_model", "accumulation"],
 )
-def test_the_same_checkpoints_as_the_stock_one(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_checkpoints_equal_those_of_the_stock_trainer(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
     stock = trainer(tmp_path / "stock", Counter(), stock=True, **arguments)
     stock.train()
     ours = trainer(tmp_path / "ours", Counter(), **arguments)  # its construction sets the seed
@@ -79,7 +81,7 @@ def test_the_same_checkpoints_as_the_stock_one(tmp_path: Path, arguments: dict[s
     )
 
 
-def test_states_of_callbacks_come_back(tmp_path: Path) -> None:
+def test_callback_states_are_restored(tmp_path: Path) -> None:
     arguments = {
         **BEST,
         "restore_callback_states_from_checkpoint": True,
@@ -97,7 +99,7 @@ def test_states_of_callbacks_come_back(tmp_path: Path) -> None:
     assert resumed.state.global_step == 6
 
 
-def test_a_gradient_scaler_comes_back(tmp_path: Path) -> None:
+def test_gradient_scaler_is_restored(tmp_path: Path) -> None:
     def scaled(name: str, *callbacks: TrainerCallback) -> Trainer:
         made = trainer(tmp_path / name, *callbacks)
         made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=3)
@@ -114,7 +116,7 @@ def test_a_gradient_scaler_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_resumes_and_its_names_are_the_models(tmp_path: Path) -> None:
+def test_compiled_model_resumes_with_model_names(tmp_path: Path) -> None:
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     straight = trainer(tmp_path / "stock", stock=True, **compiled)
     straight.train()
@@ -127,7 +129,7 @@ def test_a_compiled_model_resumes_and_its_names_are_the_models(tmp_path: Path) -
 
 
 class Small(Trainer):
-    """Has memory for batches of 2."""
+    """Runs out of memory for batches above 2."""
 
     def training_step(
         self, model: Any, inputs: dict[str, torch.Tensor], *more: Any
@@ -138,7 +140,7 @@ class Small(Trainer):
 
 
 @pytest.mark.slow  # it collects garbage again and again
-def test_a_batch_size_that_is_found_stays_at_a_resume(tmp_path: Path) -> None:
+def test_auto_batch_size_survives_a_resume(tmp_path: Path) -> None:
     def small(out: Path, *callbacks: TrainerCallback) -> Trainer:
         told = trainer(
             out, stock=True, auto_find_batch_size=True, per_device_train_batch_size=8
@@ -162,7 +164,7 @@ class Terminated(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_saves_at_the_step_and_training_goes_on_from_there(tmp_path: Path) -> None:
+def test_sigterm_saves_and_the_run_resumes(tmp_path: Path) -> None:
     def jit(*callbacks: TrainerCallback) -> Trainer:
         made = trainer(tmp_path, *callbacks, enable_jit_checkpoint=True, save_strategy="no")
         (found,) = [one for one in made.callback_handler.callbacks if hasattr(one, "jit_manager")]
@@ -186,7 +188,7 @@ def test_sigterm_saves_at_the_step_and_training_goes_on_from_there(tmp_path: Pat
         signal.signal(signal.SIGTERM, before)
 
 
-def test_save_model_and_push_to_hub_of_the_user_write_weights(tmp_path: Path) -> None:
+def test_save_model_and_push_to_hub_write_weights(tmp_path: Path) -> None:
     """`Trainer.push_to_hub` calls `save_model` as the Trainer itself does within a checkpoint."""
     made = trainer(tmp_path)
     made.save_model(str(tmp_path / "mine"))
@@ -200,9 +202,7 @@ class Saves(Trainer):
         super()._save(output_dir, state_dict)
 
 
-def test_an_own_way_to_write_weights_is_told_to_be_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_overridden_save_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         Saves(
             model=model(),

@@ -1,6 +1,4 @@
-"""`async_save`: what a thread writes while the Trainer goes on is the state of the step, and
-nothing is counted on before it is there.
-"""
+"""`async_save`: a background save holds the state of its step, and counts only after its commit."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def trainer(
 
 
 class Gate:
-    """Holds up every commit until it is opened."""
+    """Blocks every commit until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._open, publish = threading.Event(), commit.publish
@@ -60,7 +58,7 @@ class At(TrainerCallback):
             self._function()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_that_of_its_step(
+def test_background_checkpoint_has_the_state_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = plain_trainer(tmp_path / "stock", stock=True)
@@ -88,9 +86,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_that_of_its_st
 
 
 class Writes(TrainerCallback):
-    """Writes a file into each checkpoint's folder as soon as it is saved, as far as the Trainer
-    knows.
-    """
+    """Writes a file into each checkpoint folder in `on_save`."""
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
@@ -99,7 +95,7 @@ class Writes(TrainerCallback):
             file.write(str(state.global_step))
 
 
-def test_files_of_callbacks_are_carried_into_checkpoints(
+def test_files_of_callbacks_are_moved_into_checkpoints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They come while the checkpoint is being written. What the stock Trainer has left there half
@@ -121,7 +117,7 @@ def test_files_of_callbacks_are_carried_into_checkpoints(
     assert "checkpoint-4-before-1" in caplog.text
 
 
-def test_a_save_that_fails_in_the_thread_ends_the_training_at_the_next_one(
+def test_failed_background_save_raises_at_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = trainer(tmp_path, StopAt(2))
@@ -139,7 +135,7 @@ def test_a_save_that_fails_in_the_thread_ends_the_training_at_the_next_one(
     assert os.listdir(tmp_path) == ["checkpoint-2"], "the last good one stays, and nothing else"
 
 
-def test_the_older_checkpoint_stays_until_the_newer_is_there(
+def test_older_checkpoint_stays_until_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer(tmp_path, StopAt(2), save_total_limit=1).train()
@@ -154,7 +150,7 @@ def test_the_older_checkpoint_stays_until_the_newer_is_there(
     assert os.listdir(tmp_path) == ["checkpoint-6"]
 
 
-def test_the_best_is_waited_for_before_it_is_loaded(
+def test_best_checkpoint_is_awaited_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = {**BEST, "save_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
@@ -167,7 +163,7 @@ def test_the_best_is_waited_for_before_it_is_loaded(
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-def test_adapters_too(tmp_path: Path) -> None:
+def test_adapters(tmp_path: Path) -> None:
     made = trainer(tmp_path, of=lora())
     made.train()
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {
@@ -176,7 +172,7 @@ def test_adapters_too(tmp_path: Path) -> None:
     assert uc.verify(tmp_path / "checkpoint-6", deep=True).ok
 
 
-def test_pushing_what_is_still_written_is_refused(tmp_path: Path) -> None:
+def test_push_to_hub_is_refused(tmp_path: Path) -> None:
     made = plain_trainer(tmp_path, stock=True)
     made.model = model()
     made.args.push_to_hub = True

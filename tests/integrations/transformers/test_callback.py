@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer with the callback, beside the stock one: losses and weights, stopped and
-resumed, and errors that users make.
+"""Hugging Face's Trainer with and without the callback: losses, weights, resuming, and errors for
+wrong use.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """The stock Trainer, uninterrupted."""
+    """An uninterrupted run of the stock Trainer."""
     made = trainer(tmp_path_factory.mktemp("stock"), stock=True)
     made.train()
     return made
 
 
-def test_it_trains_as_the_stock_one_and_the_folder_opens_in_stock_transformers(
-    tmp_path: Path, whole: Trainer
-) -> None:
+def test_trains_and_saves_like_the_stock_trainer(tmp_path: Path, whole: Trainer) -> None:
     made = trainer(tmp_path)
     made.train()
     check_same(made, whole)
@@ -51,9 +49,7 @@ def test_it_trains_as_the_stock_one_and_the_folder_opens_in_stock_transformers(
     assert all(torch.equal(found[name], tensor) for name, tensor in made.model.state_dict().items())
 
 
-def test_config_says_the_dtype_of_the_weights_as_the_stock_one(
-    tmp_path: Path, whole: Trainer
-) -> None:
+def test_config_has_the_dtype_of_the_weights(tmp_path: Path, whole: Trainer) -> None:
     made = trainer(tmp_path)
     made.train()
     stock = Path(whole.args.output_dir) / "checkpoint-6" / "config.json"
@@ -70,7 +66,7 @@ def test_config_says_the_dtype_of_the_weights_as_the_stock_one(
 @pytest.mark.parametrize(
     "arguments", [{}, {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}]
 )
-def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, arguments: dict[str, Any]) -> None:
     straight = trainer(tmp_path / "straight", **arguments)
     straight.train()
     trainer(tmp_path / "run", StopAt(4), **arguments).train()
@@ -79,9 +75,7 @@ def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, arguments: dict[st
     check_same(resumed, straight)
 
 
-def test_a_path_may_be_given_and_an_attached_callback_does_the_same(
-    tmp_path: Path, whole: Trainer
-) -> None:
+def test_resume_from_a_path_with_an_attached_callback(tmp_path: Path, whole: Trainer) -> None:
     trainer(tmp_path, StopAt(4)).train()
     resumed = trainer(tmp_path, stock=True)
     UnifiedCheckpointCallback().attach(resumed)
@@ -89,7 +83,7 @@ def test_a_path_may_be_given_and_an_attached_callback_does_the_same(
     check_same(resumed, whole)
 
 
-def test_auto_resume_passes_over_what_is_not_whole(
+def test_auto_resume_skips_incomplete_checkpoints(
     tmp_path: Path, whole: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer(tmp_path).train()
@@ -98,12 +92,12 @@ def test_auto_resume_passes_over_what_is_not_whole(
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         resumed = trainer(tmp_path)
         resumed.train(resume_from_checkpoint=True)
-    assert "checkpoint-6 is passed over" in caplog.text
-    assert "checkpoint-4 is passed over" in caplog.text
+    assert "checkpoint-6 is skipped" in caplog.text
+    assert "checkpoint-4 is skipped" in caplog.text
     check_same(resumed, whole)
 
 
-def test_auto_resume_with_nothing_whole_raises(tmp_path: Path) -> None:
+def test_auto_resume_without_a_complete_checkpoint_raises(tmp_path: Path) -> None:
     """The stock Trainer would go on from the weights of what is left, with a fresh optimizer."""
     trainer(tmp_path, max_steps=4).train()
     (tmp_path / "checkpoint-2" / "unified_checkpoint.json").unlink()
@@ -117,7 +111,7 @@ def test_auto_resume_with_nothing_whole_raises(tmp_path: Path) -> None:
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_a_checkpoint_of_the_stock_trainer_is_resumed_by_it(tmp_path: Path, whole: Trainer) -> None:
+def test_stock_checkpoint_is_resumed_by_the_stock_trainer(tmp_path: Path, whole: Trainer) -> None:
     trainer(tmp_path, StopAt(4), stock=True).train()
     resumed = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=True)
@@ -131,7 +125,7 @@ def test_save_total_limit(tmp_path: Path, limit: int, left: list[int]) -> None:
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
 
 
-def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_and_loaded(tmp_path: Path) -> None:
     made = trainer(
         tmp_path,
         save_total_limit=1,
@@ -149,14 +143,14 @@ def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
     assert "checkpoint-6" in os.listdir(tmp_path)
 
 
-def test_save_only_model_has_no_optimizer_and_resuming_says_so(tmp_path: Path) -> None:
+def test_resume_from_save_only_model_raises(tmp_path: Path) -> None:
     trainer(tmp_path, save_only_model=True).train()
     assert not any("optimizer" in name for name in os.listdir(tmp_path / "checkpoint-6"))
     with pytest.raises(uc.MismatchError, match="optimizer"):
         trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=True)
 
 
-def test_errors_that_users_make(tmp_path: Path) -> None:
+def test_wrong_paths_raise(tmp_path: Path) -> None:
     trainer(tmp_path / "run", StopAt(2)).train()
     made, folder = trainer(tmp_path / "run"), tmp_path / "run" / "checkpoint-2"
     with pytest.raises(
@@ -178,7 +172,7 @@ def test_errors_that_users_make(tmp_path: Path) -> None:
         made.train(resume_from_checkpoint=True)
 
 
-def test_a_save_that_is_cut_short_leaves_nothing_that_a_resume_would_take(
+def test_interrupted_save_leaves_nothing_to_resume(
     tmp_path: Path, whole: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from unified_ckpt.engine.folder import commit
@@ -200,7 +194,7 @@ def test_a_save_that_is_cut_short_leaves_nothing_that_a_resume_would_take(
     check_same(resumed, whole)
 
 
-def test_what_was_in_the_way_outlives_the_best_checkpoint(tmp_path: Path) -> None:
+def test_backup_survives_the_removal_of_other_checkpoints(tmp_path: Path) -> None:
     """The stock Trainer removes all but the best checkpoint at its end, and takes every name like a
     step's for one.
     """
@@ -218,7 +212,7 @@ def test_what_was_in_the_way_outlives_the_best_checkpoint(tmp_path: Path) -> Non
 
 
 class LossNet(Net):
-    """`Net` as the Trainer trains it; its buffers change in every forward pass."""
+    """`Net` with a loss; its buffers change in every forward pass."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.second(self.first(self.embed(input_ids % 6))) * self.norm.to(

@@ -1,5 +1,5 @@
-"""Resuming from what is not what the Trainer needs: each error says what is there and what to do,
-and nothing is loaded.
+"""Resuming from unusable checkpoints: each error says what was found and what to do, and nothing is
+loaded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped after two steps."""
+    """A run that stopped after two steps."""
     path = tmp_path_factory.mktemp("run")
     trainer(path, StopAt(2)).train()
     return path
 
 
 def check_refused(made: Trainer, path: Path, error: type[Exception], match: str) -> None:
-    """The error comes, and the model is as it was."""
+    """Check that the error is raised and the model is unchanged."""
     before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
     with pytest.raises(error, match=match):
         made.train(resume_from_checkpoint=str(path))
@@ -36,9 +36,7 @@ def check_refused(made: Trainer, path: Path, error: type[Exception], match: str)
     )
 
 
-def test_another_model_is_told_by_what_differs_in_its_configuration(
-    run: Path, tmp_path: Path
-) -> None:
+def test_another_model_is_explained_by_its_configuration(run: Path, tmp_path: Path) -> None:
     wide = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=100,
@@ -53,7 +51,7 @@ def test_another_model_is_told_by_what_differs_in_its_configuration(
     check_refused(trainer(tmp_path, net=wide), run / "checkpoint-2", uc.MismatchError, match)
 
 
-def test_another_optimizer_is_refused_not_started_afresh(run: Path, tmp_path: Path) -> None:
+def test_another_optimizer_is_refused(run: Path, tmp_path: Path) -> None:
     made = trainer(tmp_path, optim="sgd")
     with pytest.raises(
         uc.MismatchError,
@@ -62,9 +60,7 @@ def test_another_optimizer_is_refused_not_started_afresh(run: Path, tmp_path: Pa
         made.train(resume_from_checkpoint=str(run / "checkpoint-2"))
 
 
-def test_an_optimizer_that_was_deleted_is_named_and_the_way_on_works(
-    run: Path, tmp_path: Path
-) -> None:
+def test_deleted_optimizer_raises_with_a_remedy(run: Path, tmp_path: Path) -> None:
     """transformers goes on with an empty optimizer, without a word."""
     folder = tmp_path / "run" / "checkpoint-2"
     shutil.copytree(run, tmp_path / "run")
@@ -86,7 +82,7 @@ def test_an_optimizer_that_was_deleted_is_named_and_the_way_on_works(
         (
             lambda folder: (folder / "pytorch_model_fsdp_0").mkdir(),
             uc.IncompleteError,
-            "has no .metadata, which is written last",
+            "no .metadata, which is written last",
         ),
     ],
     ids=["DeepSpeed", "Accelerate's FSDP, not whole"],
@@ -101,9 +97,7 @@ def test_other_formats_are_refused(
     check_refused(trainer(tmp_path), folder, error, match)
 
 
-def test_the_callback_chooses_the_model_alone_where_the_trainer_may_not(
-    run: Path, tmp_path: Path
-) -> None:
+def test_save_only_model_of_the_callback_overrides(run: Path, tmp_path: Path) -> None:
     """Argument `save_only_model`, both ways."""
     for told, chosen, has in [(False, True, False), (True, False, True), (True, None, False)]:
         made = trainer(tmp_path / f"{told}-{chosen}", stock=True, max_steps=2, save_only_model=told)

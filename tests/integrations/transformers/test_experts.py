@@ -1,4 +1,4 @@
-"""The Trainer with a model whose experts are stacked in memory and apart on the hub."""
+"""The Trainer with a model whose experts are stacked in memory and separate on the hub."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from unified_ckpt.integrations.transformers import open_hub_names
 
 
 class Held(TrainerCallback):
-    """Keeps the weights with which training begins."""
+    """Records the weights with which training begins."""
 
     def on_train_begin(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("stopped_by_stock", [False, True])
-def test_experts_are_not_left_at_random_values_by_a_resume(
-    tmp_path: Path, stopped_by_stock: bool
-) -> None:
+def test_resume_restores_stacked_experts(tmp_path: Path, stopped_by_stock: bool) -> None:
     """transformers issue 48805: `train(resume_from_checkpoint=...)` warns, and trains on with
     random experts.
     """

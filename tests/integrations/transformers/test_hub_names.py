@@ -1,6 +1,4 @@
-"""The hub's names of models whose experts are stacked in memory: beside what save_pretrained
-writes.
-"""
+"""Hub names of models with stacked experts, compared with `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def check_same(found: dict[str, torch.Tensor], needed: dict[str, torch.Tensor]) 
 
 @MODELS
 @pytest.mark.parametrize("from_config", [False, True])
-def test_a_checkpoint_in_the_hubs_names_is_what_save_pretrained_writes(
+def test_hub_names_equal_those_of_save_pretrained(
     tmp_path: Path, make: Any, from_config: bool
 ) -> None:
     model = make()
@@ -87,16 +85,14 @@ def test_a_checkpoint_in_the_hubs_names_is_what_save_pretrained_writes(
 
 
 def attach(model: Any) -> Any:
-    """The configuration as a Trainer leaves it: with the name of the model's class."""
+    """Write the configuration as a Trainer does, with the name of the model class."""
     model.config.architectures = [type(model).__name__]
     return model.config.save_pretrained
 
 
 @MODELS
 @pytest.mark.parametrize("max_shard_size", ["50GB", "10KB"], ids=["one file", "many files"])
-def test_a_folder_of_the_hub_loads_into_the_model_in_memory(
-    tmp_path: Path, make: Any, max_shard_size: str
-) -> None:
+def test_hub_folder_loads_into_the_model(tmp_path: Path, make: Any, max_shard_size: str) -> None:
     model = make()
     model.save_pretrained(tmp_path / "hub", max_shard_size=max_shard_size)
     other = make(seed=1)
@@ -106,7 +102,7 @@ def test_a_folder_of_the_hub_loads_into_the_model_in_memory(
     assert report.bytes_read == sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def test_a_folder_in_the_models_own_names_passes_as_it_is(tmp_path: Path) -> None:
+def test_folder_with_model_names_is_unchanged(tmp_path: Path) -> None:
     model, other = mixtral(), mixtral(seed=1)
     uc.save(tmp_path / "ours", model=model, options=QUICK)
     with open_model_names(tmp_path / "ours", model=other) as source:
@@ -115,7 +111,7 @@ def test_a_folder_in_the_models_own_names_passes_as_it_is(tmp_path: Path) -> Non
     assert report.verified_bytes == report.bytes_read, "its digests are those of the folder"
 
 
-def test_the_view_written_out_opens_as_the_hubs_and_says_the_same(tmp_path: Path) -> None:
+def test_saved_view_opens_with_hub_names(tmp_path: Path) -> None:
     model = mixtral()
     uc.save(tmp_path / "ours", model=model, attach=attach(model), options=QUICK)
     loaded = MixtralForCausalLM.from_pretrained(tmp_path / "ours")
@@ -127,7 +123,7 @@ def test_the_view_written_out_opens_as_the_hubs_and_says_the_same(tmp_path: Path
     check_same(found.state_dict(), model.state_dict())
 
 
-def test_master_weights_have_the_hubs_names_too(tmp_path: Path) -> None:
+def test_master_weights_have_hub_names(tmp_path: Path) -> None:
     model = mixtral()
     model.save_pretrained(tmp_path / "hub")
     uc.save(
@@ -143,7 +139,7 @@ def test_master_weights_have_the_hubs_names_too(tmp_path: Path) -> None:
         check_same(masters, {name: needed[name] for name in masters})
 
 
-def test_an_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_expert_is_named(tmp_path: Path) -> None:
     model, other = mixtral(), mixtral(seed=1)
     model.save_pretrained(tmp_path / "hub")
     file = tmp_path / "hub" / "model.safetensors"
@@ -160,7 +156,7 @@ def test_an_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
     check_same(other.state_dict(), before)
 
 
-def test_a_model_that_has_the_hubs_names_in_memory_is_as_it_is(tmp_path: Path) -> None:
+def test_model_with_hub_names_in_memory_is_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24, tie_word_embeddings=True))
     uc.save(tmp_path / "ours", model=model, attach=attach(model), options=QUICK)
@@ -171,18 +167,18 @@ def test_a_model_that_has_the_hubs_names_in_memory_is_as_it_is(tmp_path: Path) -
         assert torch.equal(source["model"]["lm_head.weight"][...], model.lm_head.weight)
 
 
-def test_what_says_no_model_is_refused(tmp_path: Path) -> None:
+def test_folder_without_config_is_refused(tmp_path: Path) -> None:
     uc.save(tmp_path / "ours", model=mixtral(), options=QUICK)
     with pytest.raises(
         uc.NotFoundError,
-        match=r"has no config.json, which says what model it is; needed model=\.\.\.",
+        match=r"no config.json that names the model; pass model=\.\.\.",
     ):
         open_hub_names(tmp_path / "ours")
     with pytest.raises(uc.NotFoundError, match="there is no such folder"):
         open_model_names(tmp_path / "nothing", model=mixtral())
 
 
-def test_what_the_hub_has_fused_and_memory_apart_is_refused_by_name(tmp_path: Path) -> None:
+def test_fused_hub_tensors_are_refused_by_name(tmp_path: Path) -> None:
     sizes = {
         "vocab_size": 64,
         "hidden_size": 16,

@@ -1,6 +1,4 @@
-"""The mixin: a Trainer class that saves and resumes through the engine, and what it does with a
-callback beside it.
-"""
+"""The mixin, alone and together with a callback."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, Un
 
 
 class Own(UnifiedCheckpointMixin, Trainer):
-    """With a way of its own to save, which calls ours."""
+    """Overrides the save of the mixin and calls it."""
 
     saved: int = 0
 
@@ -48,7 +46,7 @@ def own(out: Path, *callbacks: TrainerCallback) -> Own:
     )
 
 
-def test_a_class_with_the_mixin_resumes_as_the_stock_one_goes_on(tmp_path: Path) -> None:
+def test_mixin_resumes_like_the_stock_trainer(tmp_path: Path) -> None:
     straight = trainer(tmp_path / "stock", stock=True)
     straight.train()
     stopped = own(tmp_path / "run", StopAt(4))
@@ -60,14 +58,14 @@ def test_a_class_with_the_mixin_resumes_as_the_stock_one_goes_on(tmp_path: Path)
     check_same(resumed, straight)
 
 
-def test_a_mixin_and_a_callback_are_one_too_many(tmp_path: Path) -> None:
+def test_mixin_with_callback_is_refused(tmp_path: Path) -> None:
     with pytest.raises(uc.CheckpointError, match="the Trainer already has one"):
         own(tmp_path, UnifiedCheckpointCallback())
     with pytest.raises(uc.CheckpointError, match="the Trainer already has one"):
         trainer(tmp_path, UnifiedCheckpointCallback())
 
 
-def test_a_mixin_in_the_wrong_place_says_so() -> None:
+def test_mixin_after_trainer_raises() -> None:
     with pytest.raises(
         TypeError, match="Late: got UnifiedCheckpointMixin after Trainer; write class Late"
     ):

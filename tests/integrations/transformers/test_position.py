@@ -1,6 +1,4 @@
-"""The place in the data of Hugging Face's Trainer when the total batch size changes: every sample
-of an epoch once.
-"""
+"""The data position when the total batch size changes: every sample of an epoch comes once."""
 
 from __future__ import annotations
 
@@ -46,14 +44,14 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, order: list[int]) -> Path:
-    """A run that stopped at step 15, which is sample 60, with the callback."""
+    """A run with the callback that stopped at step 15, which is sample 60."""
     root = tmp_path_factory.mktemp("stopped")
     assert train(seen(root, StopAt(15), batch=4)) == order[:60]
     return root
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 3), (12, 1)])
-def test_no_sample_is_taken_twice_or_never(
+def test_every_sample_comes_once(
     stopped: Path, order: list[int], batch: int, accumulation: int
 ) -> None:
     made = seen(stopped, batch=batch, gradient_accumulation_steps=accumulation, save_strategy="no")
@@ -61,7 +59,7 @@ def test_no_sample_is_taken_twice_or_never(
     assert made.state.global_step == made.state.max_steps == 15 + 84 // (batch * accumulation)
 
 
-def test_after_a_change_steps_are_no_measure_any_more(
+def test_position_survives_two_changes_of_batch_size(
     tmp_path: Path, stopped: Path, order: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(stopped, tmp_path / "run")
@@ -78,7 +76,7 @@ def test_max_steps_are_steps(stopped: Path, order: list[int]) -> None:
     assert made.state.global_step == 22
 
 
-def test_samples_that_fill_no_step_are_taken_again_and_the_log_says_so(
+def test_samples_of_a_partial_step_are_repeated_with_a_warning(
     stopped: Path, order: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
@@ -87,7 +85,7 @@ def test_samples_that_fill_no_step_are_taken_again_and_the_log_says_so(
     assert "4 samples of the epoch are repeated: 12 were seen, and a step now has 8" in caplog.text
 
 
-def test_a_stream_goes_on_at_the_sample(tmp_path: Path) -> None:
+def test_stream_resumes_at_the_sample(tmp_path: Path) -> None:
     taken = train(seen(tmp_path, StopAt(15), batch=4, data=Stream(), max_steps=20))
     made = seen(tmp_path, batch=6, data=Stream(), max_steps=25, save_strategy="no")
     assert taken + train(made, resume=True) == [*range(LENGTH)] * 2 + [*range(24)]
@@ -110,7 +108,7 @@ def test_a_stream_goes_on_at_the_sample(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_order_that_is_another_is_told(
+def test_changed_order_warns(
     stopped: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], said: str
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
@@ -118,14 +116,14 @@ def test_an_order_that_is_another_is_told(
     assert said in caplog.text
 
 
-def test_ignore_data_skip_begins_the_epoch_again(stopped: Path, order: list[int]) -> None:
+def test_ignore_data_skip_restarts_the_epoch(stopped: Path, order: list[int]) -> None:
     rest = train(
         seen(stopped, StopAt(17), batch=12, save_strategy="no", ignore_data_skip=True), resume=True
     )
     assert rest == order[48:72]
 
 
-def test_places() -> None:
+def test_position_at() -> None:
     pace = BatchGeometry(8, 2, "shuffled", 1, 100)
     assert position_at(0.0, rounds_in_epoch=13, geometry=pace) == DataPosition(0, 0, 0)
     assert position_at(2 + 6 / 13, rounds_in_epoch=13, geometry=pace) == DataPosition(2, 48, 6)

@@ -61,7 +61,7 @@ def sequence(of: torch.optim.Optimizer) -> LRScheduler:
 @pytest.mark.parametrize(
     ("before", "after"), [("ab|c", "a|c|b"), ("c|a|b", "ab|c"), ("ab|c", "c|ab|")]
 )
-def test_each_parameter_goes_on_with_its_own_rate(
+def test_each_parameter_keeps_its_rate(
     make: Callable[[Any], LRScheduler], before: str, after: str
 ) -> None:
     one, _, groups = optimizer(*before.split("|"))
@@ -93,7 +93,7 @@ def test_each_parameter_goes_on_with_its_own_rate(
         assert found == pytest.approx(needed)
 
 
-def test_a_list_that_is_not_of_groups_stays() -> None:
+def test_list_not_per_group_is_unchanged() -> None:
     """Two milestones, two groups."""
     one, _, groups = optimizer("ab", "c")
     state = sequence(one).state_dict()
@@ -103,7 +103,7 @@ def test_a_list_that_is_not_of_groups_stays() -> None:
     assert found["_schedulers"][2]["base_lrs"] == [0.3, 0.1]
 
 
-def test_the_same_groups_are_left_as_they_are() -> None:
+def test_same_groups_are_unchanged() -> None:
     one, names, groups = optimizer("ab", "c")
     state = ReduceLROnPlateau(one).state_dict()
     assert regroup_state(state, one, names, groups) == state

@@ -1,5 +1,5 @@
-"""TRL's trainers with the callback: what they override is still called, and a resume is the stock
-trainer's uninterrupted run.
+"""TRL's trainers with the callback: their overrides are still called, and a resume equals the
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def ours() -> UnifiedCheckpointCallback:
 
 
 @pytest.mark.parametrize("make", [sft, sft_lora, dpo, reward])
-def test_resumed_is_the_stock_trainer_uninterrupted(
+def test_resumed_run_equals_uninterrupted_stock_run(
     tmp_path: Path, make: Callable[..., Trainer]
 ) -> None:
     disable_progress_bars()

@@ -1,4 +1,4 @@
-"""When to save, what a failure means, and how options become rules: tables."""
+"""When to save, what a failure means, and how options become rules."""
 
 from __future__ import annotations
 

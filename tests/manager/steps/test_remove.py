@@ -1,6 +1,4 @@
-"""Removing a checkpoint: not while it is read, not another one's, and never half of one that still
-counts.
-"""
+"""Removing a checkpoint: never while it is read, never another save, never half of a valid one."""
 
 from __future__ import annotations
 
@@ -13,7 +11,15 @@ from typing import Any
 import pytest
 
 import unified_ckpt as uc
-from tests.support.managers import copy, cut_off, lose, manager_of, put, state, warnings_of
+from tests.support.managers import (
+    copy_folder,
+    delete_file,
+    delete_manifest,
+    manager_of,
+    save_steps,
+    state,
+    warnings_of,
+)
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps import remove as removal
 from unified_ckpt.manager.steps.remove import remove, remove_all, remove_broken, remove_folder
@@ -30,7 +36,7 @@ def id_of(root: Path, name: str) -> str:
 
 
 def test_remove_deletes_the_folder(tmp_path: Path) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     assert remove(
         LocalStorage(str(tmp_path)), "checkpoint-1", save_id=id_of(tmp_path, "checkpoint-1")
     )
@@ -41,7 +47,7 @@ def test_remove_deletes_the_folder(tmp_path: Path) -> None:
 
 
 def test_remove_waits_for_a_reader(tmp_path: Path) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     storage, save_id = LocalStorage(str(tmp_path)), id_of(tmp_path, "checkpoint-1")
     with shared_lock(str(tmp_path / "checkpoint-1")), shared_lock(str(tmp_path / "checkpoint-1")):
         assert not remove(storage, "checkpoint-1", save_id=save_id)
@@ -58,7 +64,7 @@ def _read_until_told(
 
 
 def test_remove_waits_for_a_reader_in_another_process(tmp_path: Path) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     spawn = multiprocessing.get_context("fork")
     ready, end = spawn.Event(), spawn.Event()
     reader = spawn.Process(
@@ -77,7 +83,7 @@ def test_remove_waits_for_a_reader_in_another_process(tmp_path: Path) -> None:
 
 
 def test_remove_keeps_another_save_of_the_name(tmp_path: Path) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     old = id_of(tmp_path, "checkpoint-1")
     uc.save(
         tmp_path / "checkpoint-1", model={}, step=1, options=uc.SaveOptions(if_exists="replace")
@@ -96,7 +102,7 @@ def test_remove_keeps_a_folder_without_manifest(tmp_path: Path) -> None:
 
 
 def test_open_after_removal_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     manifest, kept = tmp_path / "checkpoint-1" / names.MANIFEST, tmp_path / "kept"
     real = os.open
 
@@ -115,14 +121,14 @@ def test_open_after_removal_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_remove_stopped_at_any_operation_leaves_all_or_nothing(tmp_path: Path) -> None:
-    put(tmp_path / "source", 1, 2)
+    save_steps(tmp_path / "source", 1, 2)
     fuse = FaultPoint()
-    storage = FaultyStorage(str(copy(tmp_path / "source", tmp_path / "counted")), fuse)
+    storage = FaultyStorage(str(copy_folder(tmp_path / "source", tmp_path / "counted")), fuse)
     assert remove(storage, "checkpoint-1", save_id=id_of(tmp_path / "source", "checkpoint-1"))
     order = [operation.split()[0] for operation in fuse.operations]
     assert order == ["rename", "sync_folder", "remove_file", "sync_folder", "remove_folder"]
     for at in range(len(fuse.operations)):
-        root = copy(tmp_path / "source", tmp_path / f"at-{at}")
+        root = copy_folder(tmp_path / "source", tmp_path / f"at-{at}")
         with pytest.raises(SimulatedCrash, match="stopped at operation"):
             remove(
                 FaultyStorage(str(root), FaultPoint(at)),
@@ -139,7 +145,7 @@ def test_remove_stopped_at_any_operation_leaves_all_or_nothing(tmp_path: Path) -
 
 
 def test_remove_all_returns_reasons(tmp_path: Path) -> None:
-    put(tmp_path, 1, 2, 3)
+    save_steps(tmp_path, 1, 2, 3)
     storage = LocalStorage(str(tmp_path))
     with shared_lock(str(tmp_path / "checkpoint-2")):
         gone, stayed = remove_all(
@@ -150,7 +156,7 @@ def test_remove_all_returns_reasons(tmp_path: Path) -> None:
 
 
 def test_remove_folder_deletes_the_manifest_first(tmp_path: Path) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     fuse = FaultPoint()
     remove_folder(FaultyStorage(str(tmp_path), fuse), "checkpoint-1")
     assert [operation.split()[0] for operation in fuse.operations] == [
@@ -162,10 +168,10 @@ def test_remove_folder_deletes_the_manifest_first(tmp_path: Path) -> None:
 
 
 def test_remove_broken_renames_first(tmp_path: Path) -> None:
-    put(tmp_path / "source", 1, 2)
-    lose(tmp_path / "source" / "checkpoint-1")
+    save_steps(tmp_path / "source", 1, 2)
+    delete_file(tmp_path / "source" / "checkpoint-1")
     fuse = FaultPoint()
-    storage = FaultyStorage(str(copy(tmp_path / "source", tmp_path / "counted")), fuse)
+    storage = FaultyStorage(str(copy_folder(tmp_path / "source", tmp_path / "counted")), fuse)
     assert remove_broken(
         storage, read_step_record(storage, "checkpoint-1", "checkpoint-"), "checkpoint-"
     )
@@ -184,20 +190,20 @@ def test_remove_broken_keeps_a_replaced_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: bool
 ) -> None:
     storage = LocalStorage(str(tmp_path))
-    put(tmp_path, 1)
-    (lose if manifest else cut_off)(tmp_path / "checkpoint-1")
+    save_steps(tmp_path, 1)
+    (delete_file if manifest else delete_manifest)(tmp_path / "checkpoint-1")
     seen = read_step_record(storage, "checkpoint-1", "checkpoint-")
     replaces = uc.SaveOptions(if_exists="replace")
-    put(tmp_path, 1, options=replaces)
+    save_steps(tmp_path, 1, options=replaces)
     assert not remove_broken(storage, seen, "checkpoint-")
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
     def late(*arguments: Any) -> Any:  # the save comes after the last look
         found = read_step_record(*arguments)
-        put(tmp_path, 1, options=replaces)
+        save_steps(tmp_path, 1, options=replaces)
         return found
 
-    (lose if manifest else cut_off)(tmp_path / "checkpoint-1")
+    (delete_file if manifest else delete_manifest)(tmp_path / "checkpoint-1")
     seen = read_step_record(storage, "checkpoint-1", "checkpoint-")
     monkeypatch.setattr(removal, "read_step_record", late)
     assert not remove_broken(storage, seen, "checkpoint-")
@@ -206,8 +212,8 @@ def test_remove_broken_keeps_a_replaced_folder(
 
 def test_remove_broken_keeps_a_folder_being_read(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
-    put(tmp_path, 1)
-    lose(tmp_path / "checkpoint-1")
+    save_steps(tmp_path, 1)
+    delete_file(tmp_path / "checkpoint-1")
     with shared_lock(str(tmp_path / "checkpoint-1")):
         assert not remove_broken(
             storage, read_step_record(storage, "checkpoint-1", "checkpoint-"), "checkpoint-"
@@ -218,7 +224,7 @@ def test_remove_broken_keeps_a_folder_being_read(tmp_path: Path) -> None:
 def test_partly_removed_checkpoint_is_removed_after_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     (tmp_path / ".unified-ab-checkpoint-9").mkdir()  # a save may be at work there
 
     def busy(self: LocalStorage, name: str) -> None:

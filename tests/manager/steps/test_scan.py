@@ -1,4 +1,6 @@
-"""What lies under a root: good, bad and left over; by manifests, never by names or times."""
+"""Scans of a root: complete, incomplete and stale folders, by manifest and never by name or
+time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import unified_ckpt as uc
-from tests.support.managers import copy, cut_off, lose, put, state
+from tests.support.managers import copy_folder, delete_file, delete_manifest, save_steps, state
 from tests.support.manifests import sealed
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps.scan import Scan, scan
@@ -48,7 +50,7 @@ def test_record_matches_the_manifest(tmp_path: Path) -> None:
 
 
 def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
-    put(tmp_path, 9, 10, 100)
+    save_steps(tmp_path, 9, 10, 100)
     assert [one.step for one in scanned(tmp_path).complete] == [9, 10, 100]
     assert scanned(tmp_path / "none") == Scan((), ())
 
@@ -56,11 +58,11 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (cut_off, "it has no unified_checkpoint.json"),
-        (lose, "optimizer.safetensors is missing"),
-        (lambda f: lose(f, "digests.safetensors"), "digests.safetensors is missing"),
+        (delete_manifest, "it has no unified_checkpoint.json"),
+        (delete_file, "optimizer.safetensors is missing"),
+        (lambda f: delete_file(f, "digests.safetensors"), "digests.safetensors is missing"),
         (
-            lambda f: lose(f, "model.safetensors.index.json"),
+            lambda f: delete_file(f, "model.safetensors.index.json"),
             "model.safetensors.index.json is missing",
         ),
         (
@@ -68,7 +70,7 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
             "model.safetensors has 9 bytes; the manifest says ",
         ),
         (
-            lambda f: (lose(f), lose(f, "model.safetensors")),
+            lambda f: (delete_file(f), delete_file(f, "model.safetensors")),
             "model.safetensors is missing (and 1 more)",
         ),
         (lambda f: (f / names.MANIFEST).write_text("{"), "unified_checkpoint.json: not valid JSON"),
@@ -79,7 +81,7 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
     ],
 )
 def test_incomplete_record_has_a_problem(tmp_path: Path, damage: object, why: str) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     damage(tmp_path / "checkpoint-2")  # type: ignore[operator]
     found = scanned(tmp_path)
     assert [one.step for one in found.complete] == [1]
@@ -89,8 +91,8 @@ def test_incomplete_record_has_a_problem(tmp_path: Path, damage: object, why: st
 
 
 def test_misnamed_record(tmp_path: Path) -> None:
-    put(tmp_path, 5)
-    copy(tmp_path / "checkpoint-5", tmp_path / "checkpoint-7")
+    save_steps(tmp_path, 5)
+    copy_folder(tmp_path / "checkpoint-5", tmp_path / "checkpoint-7")
     uc.save(tmp_path / "checkpoint-8", **state(8))
     found = {one.name: one for one in scanned(tmp_path).steps}
     assert (found["checkpoint-7"].status, found["checkpoint-7"].step) == ("misnamed", 5)
@@ -102,13 +104,13 @@ def test_misnamed_record(tmp_path: Path) -> None:
 
 
 def test_deleted_part_is_not_damage(tmp_path: Path) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     for file in ("optimizer.safetensors", "optimizer.safetensors.index.json"):
-        lose(tmp_path / "checkpoint-1", file)
+        delete_file(tmp_path / "checkpoint-1", file)
     (one,) = scanned(tmp_path).complete
     assert (one.parts, one.full) == (("model",), False)
     for file in ("model.safetensors", "model.safetensors.index.json"):
-        lose(tmp_path / "checkpoint-1", file)
+        delete_file(tmp_path / "checkpoint-1", file)
     assert scanned(tmp_path).steps[0].problem == "all of its parts were deleted"
 
 
@@ -133,9 +135,9 @@ def test_foreign_folders_are_not_unified(tmp_path: Path) -> None:
 
 
 def test_stale_folders(tmp_path: Path) -> None:
-    put(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     (tmp_path / "checkpoint-1").rename(tmp_path / ".replaced-abc-checkpoint-1")  # the only copy
-    copy(tmp_path / "checkpoint-2", tmp_path / ".replaced-abc-checkpoint-2")
+    copy_folder(tmp_path / "checkpoint-2", tmp_path / ".replaced-abc-checkpoint-2")
     (tmp_path / ".replaced-abc-checkpoint-9").mkdir()  # moved aside, not ours
     (tmp_path / ".unified-abc-checkpoint-3" / "sub").mkdir(parents=True)
     (tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors").write_bytes(b"123")
@@ -158,7 +160,7 @@ def test_another_prefix(tmp_path: Path) -> None:
 
 
 def test_scan_imports_no_torch(tmp_path: Path) -> None:
-    put(tmp_path, 1)
+    save_steps(tmp_path, 1)
     program = (
         "import sys; from unified_ckpt.manager.steps.scan import scan; from unified_ckpt.runtime.storage.storage import LocalStorage; "
         "from unified_ckpt.manager.steps import remove as removal, rotate as rotation; from unified_ckpt.manager.rules import when as policies; "

@@ -1,5 +1,5 @@
-"""A step on which ranks agree without waiting: ranks as threads that drift apart, and every order
-of events by hand.
+"""Agreement on a step without waiting: ranks as threads that drift, and every order of events by
+hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unified_ckpt.testing import run_ranks
 
 
 class Counted:
-    """A store that counts how often it is asked."""
+    """A store that counts polls."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self.looks = store, 0
@@ -42,7 +42,7 @@ class Counted:
 def agreements(
     world: int, *, margin: int = 2, look: float = 0.0, clock: Callable[[], float] | None = None
 ) -> list[StepConsensus]:
-    """By a clock that goes on by a second whenever somebody looks at it, where none is given."""
+    """Consensuses of all ranks. Without `clock`, time advances by a second per poll."""
     store = dist.HashStore()
     clock = clock or itertools.count().__next__
     return [
@@ -251,7 +251,7 @@ def test_other_threads_install_nothing() -> None:
 
 @pytest.fixture
 def received() -> Iterator[list[int]]:
-    """What a program's own callables for both signals get."""
+    """Signals that the program's own handlers received."""
     found: list[int] = []
     before = [
         (number, signal.signal(number, lambda got, _: found.append(got)))

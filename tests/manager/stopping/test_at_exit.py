@@ -1,4 +1,4 @@
-"""What a process does before it ends."""
+"""Callbacks before a process ends."""
 
 from __future__ import annotations
 

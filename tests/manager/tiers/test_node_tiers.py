@@ -1,5 +1,5 @@
-"""Two tiers over several machines: each saves to its own disk, what is due is merged to the root;
-the newest complete one is found.
+"""Two tiers over several nodes: local saves per node, merges into the root, and restores from
+both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.managers import QUICK, Gate, flip, steps_in, warnings_of
+from tests.support.managers import QUICK, Gate, flip_last_byte, steps_in, warnings_of
 from tests.support.refusals import same_error
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import merge_queue
@@ -47,42 +47,42 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_queue, "_POLL_SECONDS", 0.02)
 
 
-def local_of(top: Path, machine: int) -> Path:
-    return top / f"local-{machine}"
+def local_directory_of(top: Path, node: int) -> Path:
+    return top / f"local-{node}"
 
 
 class Job:
-    """One life of a run: its machines, and how many copies of the state they hold. `disks`: where
-    machine i's local directory is.
+    """A run: its nodes, and the number of copies of its state. `disks`: the local directory of each
+    node.
     """
 
     def __init__(
         self,
         top: Path,
-        machines: Sequence[int] = NODES,
+        nodes: Sequence[int] = NODES,
         *,
         copies: int = 1,
         disks: Sequence[Path] = (),
         save: uc.SaveOptions = SAVE,
     ) -> None:
-        self.top, self.machines, self.copies, self.save = top, tuple(machines), copies, save
-        self.disks = disks or [local_of(top, machine) for machine in range(max(machines) + 1)]
+        self.top, self.nodes, self.copies, self.save = top, tuple(nodes), copies, save
+        self.disks = disks or [local_directory_of(top, node) for node in range(max(nodes) + 1)]
 
     def manager(self, comm: Comm, **options: Any) -> uc.CheckpointManager:
-        machine = self.machines[comm.rank]
+        node = self.nodes[comm.rank]
         defaults = {
             "interval_steps": 10,
             "local_interval_steps": 1,
-            "local_directory": str(self.disks[machine]),
+            "local_directory": str(self.disks[node]),
         }
-        made = uc.CheckpointManager(
+        manager = uc.CheckpointManager(
             self.top / ROOT,
             options=uc.ManagerOptions(**{**QUICK, **defaults, **options}),
             save_options=self.save,
-            node=f"machine {machine}",
+            node=f"node {node}",
         )
-        made._checkpointer._comm = make_checkpointer(comm)._comm
-        return made
+        manager._checkpointer._comm = make_checkpointer(comm)._comm
+        return manager
 
     def layout(self, world: int) -> uc.Layout:
         rules = {"*w*": {"dp": 0}, "v": {"dp": 1}}
@@ -94,9 +94,9 @@ class Job:
 
     def state(self, comm: Comm, step: int) -> dict[str, Any]:
         size = comm.world // self.copies
-        at = comm.rank % size
+        shard = comm.rank % size
         model = {
-            name: torch.full(shape, float(step)).chunk(size, int(name == "v"))[at].clone()
+            name: torch.full(shape, float(step)).chunk(size, int(name == "v"))[shard].clone()
             for name, shape in SHAPES.items()
         }
         optimizer = {"w/exp_avg": -model["w"]}
@@ -107,62 +107,64 @@ class Job:
         }
 
     def restore(
-        self, comm: Comm, manager: uc.CheckpointManager, step: int | None = None, **more: Any
+        self, comm: Comm, manager: uc.CheckpointManager, step: int | None = None, **arguments: Any
     ) -> int | None:
-        """The step that is restored; every element is that of the step."""
-        found = self.state(comm, -7)
-        report = manager.restore(step, **found, **more)
+        """Restore and check every element; return the step."""
+        targets = self.state(comm, -7)
+        report = manager.restore(step, **targets, **arguments)
         if report is None:
             return None
         assert report.step is not None
         for kind in ("model", "optimizer"):
             for name, tensor in self.state(comm, report.step)[kind].items():
-                assert torch.equal(found[kind][name], tensor), (
+                assert torch.equal(targets[kind][name], tensor), (
                     f"{kind}:{name} is not that of step {report.step}"
                 )
         return report.step
 
-    def train(self, comm: Comm, manager: uc.CheckpointManager, steps: range, **more: Any) -> None:
+    def train(
+        self, comm: Comm, manager: uc.CheckpointManager, steps: range, **arguments: Any
+    ) -> None:
         for step in steps:
-            manager.save(step, **self.state(comm, step), **more)
+            manager.save(step, **self.state(comm, step), **arguments)
 
     def run(self, steps: range, **options: Any) -> None:
-        """A life from a restore on, through these steps, to a close."""
+        """Restore, train these steps and close."""
 
         def act(comm: Comm) -> None:
             with self.manager(comm, **options) as manager:
                 self.restore(comm, manager)
                 self.train(comm, manager, steps)
 
-        run_ranks(len(self.machines), act)
+        run_ranks(len(self.nodes), act)
 
-    def restored(self, step: int | None = None, **more: Any) -> int | None:
-        """The step that a new life goes on from."""
+    def restored(self, step: int | None = None, **arguments: Any) -> int | None:
+        """Return the step that a new run of the job restores."""
 
         def act(comm: Comm) -> int | None:
             with self.manager(comm) as manager:
-                return self.restore(comm, manager, step, **more)
+                return self.restore(comm, manager, step, **arguments)
 
-        (found,) = set(run_ranks(len(self.machines), act))
-        return found
+        (step_of_all,) = set(run_ranks(len(self.nodes), act))
+        return step_of_all
 
     def local_steps(self) -> list[list[int]]:
         return [steps_in(disk) for disk in self.disks]
 
     def root_steps(self) -> list[int]:
-        """All of them whole and right."""
-        found = steps_in(self.top / ROOT)
-        for step in found:
+        """Return the steps in the root; check each of them."""
+        steps = steps_in(self.top / ROOT)
+        for step in steps:
             path = self.top / ROOT / f"checkpoint-{step}"
             assert uc.verify(path, deep=True).problems == ()
-            with uc.open(path) as opened:
-                assert list(opened.parts) == ["model", "optimizer"]
-                assert torch.equal(opened["model"]["w"][:], torch.full(SHAPES["w"], float(step)))
-                assert torch.equal(opened["model"]["v"][:], torch.full(SHAPES["v"], float(step)))
+            with uc.open(path) as source:
+                assert list(source.parts) == ["model", "optimizer"]
+                assert torch.equal(source["model"]["w"][:], torch.full(SHAPES["w"], float(step)))
+                assert torch.equal(source["model"]["v"][:], torch.full(SHAPES["v"], float(step)))
                 assert torch.equal(
-                    opened["optimizer"]["w/exp_avg"][:], torch.full(SHAPES["w"], -float(step))
+                    source["optimizer"]["w/exp_avg"][:], torch.full(SHAPES["w"], -float(step))
                 )
-        return found
+        return steps
 
 
 @pytest.fixture
@@ -225,7 +227,7 @@ def test_slow_root_merges_the_latest_waiting_save_next(
             everybody.wait(30)
             job.train(comm, manager, range(11, 36))
             everybody.wait(30)
-            assert job.local_steps() == [[10, 30, 35]] * 2, "what is owed stays, on every machine"
+            assert job.local_steps() == [[10, 30, 35]] * 2, "what is owed stays, on every node"
             everybody.wait(30)
             gate.open.set()
 
@@ -288,7 +290,7 @@ def test_reordered_nodes_and_a_new_node(tmp_path: Path) -> None:
 def test_fewer_nodes_and_one_node(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
-    assert Job(tmp_path, (0, 0)).restored() == 10, "half of step 13 is on no machine here"
+    assert Job(tmp_path, (0, 0)).restored() == 10, "half of step 13 is on no node here"
     shutil.rmtree(tmp_path / ROOT)
     for disk in job.disks:
         (disk / MARKER).write_text(
@@ -312,7 +314,7 @@ def test_damage_on_one_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     job = Job(tmp_path)
     job.run(range(1, 14))
     for file in (job.disks[1] / "checkpoint-13").glob("*_shards*.safetensors"):
-        flip(file.parent, file.name)
+        flip_last_byte(file.parent, file.name)
     assert job.restored() == 10
     (job.disks[1] / "checkpoint-13" / "unified_checkpoint.json").unlink()
     assert job.restored() == 10
@@ -334,7 +336,7 @@ def test_directory_of_another_run_on_one_node(
     job = Job(tmp_path)
     job.run(range(1, 14))
     stale = Job(tmp_path, disks=[job.disks[0], other.disks[0]])
-    assert stale.restored() == 10, "machine 1 was replaced by one that another run has used"
+    assert stale.restored() == 10, "node 1 was replaced by one that another run has used"
     stale.run(range(11, 21))
     assert stale.root_steps() == [10, 20]
     assert any("checkpoints of another run are not used" in text for text in warnings_of(caplog))
@@ -392,16 +394,16 @@ def test_failing_root_is_retried_with_warnings(
     assert job.root_steps() == [10]
 
 
-@pytest.mark.parametrize("machine", [0, 1])
+@pytest.mark.parametrize("node", [0, 1])
 def test_full_local_disk_on_one_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, machine: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, node: int
 ) -> None:
     job, full = Job(tmp_path), threading.Event()
     real = LocalStorage.free_nbytes
     monkeypatch.setattr(
         LocalStorage,
         "free_nbytes",
-        lambda self: 1000 if full.is_set() and self.root == str(job.disks[machine]) else real(self),
+        lambda self: 1000 if full.is_set() and self.root == str(job.disks[node]) else real(self),
     )
     job.run(range(1, 5))
     full.set()
@@ -445,7 +447,7 @@ def test_damage_met_in_a_merge_is_not_committed(
             everybody.wait(30)
             if comm.rank == 0:
                 for file in (job.disks[1] / "checkpoint-10").glob("*.safetensors"):
-                    flip(file.parent, file.name)
+                    flip_last_byte(file.parent, file.name)
                 gate.open.set()
                 while manager._tiers._upload_queue.pending_steps():  # type: ignore[union-attr]
                     time.sleep(0.02)
@@ -515,7 +517,7 @@ def test_simulated_crash_is_not_an_exception() -> None:
     assert not issubclass(SimulatedCrash, Exception)
 
 
-# what all machines have, as one
+# what all nodes have, as one
 
 
 def record_of(step: int, save_id: str | None, *parts: str) -> StepRecord:
@@ -561,13 +563,13 @@ def test_emptied_root_is_a_new_run_if_any_node_knows(
     assert job.restored() is None
 
 
-# one tier: a root of each machine's own
+# one tier: a root of each node's own
 
 
-def with_own_root(job: Job, comm: Comm, machine: int, **more: Any) -> uc.CheckpointManager:
+def with_own_root(job: Job, comm: Comm, node: int, **more: Any) -> uc.CheckpointManager:
     options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2, **more})
     made = uc.CheckpointManager(
-        job.disks[machine], options=options, save_options=SAVE, node=f"machine {machine}"
+        job.disks[node], options=options, save_options=SAVE, node=f"node {node}"
     )
     made._checkpointer._comm = make_checkpointer(comm)._comm
     return made
@@ -588,7 +590,7 @@ def test_roots_per_node_are_rotated_and_restored_together(tmp_path: Path) -> Non
 
     assert life(range(1, 6), NODES) is None
     assert job.local_steps() == [[4, 5], [4, 5]]
-    assert life(range(0), (1, 1, 0, 0)) == 5, "the machines have changed places"
+    assert life(range(0), (1, 1, 0, 0)) == 5, "the nodes have changed places"
     (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
     assert life(range(0), NODES) == 4
     shutil.rmtree(job.disks[0])
@@ -599,7 +601,7 @@ def test_roots_per_node_are_rotated_and_restored_together(tmp_path: Path) -> Non
 
 
 def test_common_steps_are_those_that_restore_could_load(tmp_path: Path) -> None:
-    """One machine alone sees too many, or too few."""
+    """One node alone sees too many, or too few."""
     job = Job(tmp_path)
     metrics = {"best_metric": "loss", "keep_latest": 9}
 
@@ -615,12 +617,12 @@ def test_common_steps_are_those_that_restore_could_load(tmp_path: Path) -> None:
     lose.unlink()
 
     def look(comm: Comm) -> tuple[list[int | None], int | None, list[int | None]]:
-        machine = NODES[comm.rank]
-        with with_own_root(job, comm, machine, **metrics) as made:
+        node = NODES[comm.rank]
+        with with_own_root(job, comm, node, **metrics) as made:
             found = made.common_steps()
             best = made.best(found)
             assert best is not None
-            assert {Path(one.path).parent for one in found} == {job.disks[machine]}
+            assert {Path(one.path).parent for one in found} == {job.disks[node]}
             assert found == made.common_steps(), "asked again"
             return [one.step for one in found], best.step, [one.step for one in made.steps()]
 
@@ -629,11 +631,9 @@ def test_common_steps_are_those_that_restore_could_load(tmp_path: Path) -> None:
     assert [here for _, _, here in told] == [[2, 3, 4, 5]] * 2 + [[1, 2, 4]] * 2
 
 
-@pytest.mark.parametrize("machines", [NODES, (0, 0, 0, 0)])
-def test_common_steps_of_two_tiers_equal_on_all_ranks(
-    tmp_path: Path, machines: Sequence[int]
-) -> None:
-    job = Job(tmp_path, machines, disks=[tmp_path / "here", tmp_path / "there"])
+@pytest.mark.parametrize("nodes", [NODES, (0, 0, 0, 0)])
+def test_common_steps_of_two_tiers_equal_on_all_ranks(tmp_path: Path, nodes: Sequence[int]) -> None:
+    job = Job(tmp_path, nodes, disks=[tmp_path / "here", tmp_path / "there"])
     job.run(range(1, 24), on_completion=False)
     assert job.root_steps() == [10, 20]
 
@@ -642,7 +642,7 @@ def test_common_steps_of_two_tiers_equal_on_all_ranks(
             return [(one.step, one.path) for one in made.common_steps()]
 
     for rank, found in enumerate(run_ranks(4, look)):
-        own = job.disks[job.machines[rank]]
+        own = job.disks[job.nodes[rank]]
         assert found == [
             (10, str(tmp_path / ROOT / "checkpoint-10")),
             (20, str(tmp_path / ROOT / "checkpoint-20")),

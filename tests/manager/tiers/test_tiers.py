@@ -1,6 +1,4 @@
-"""Two tiers: saves to a local directory, copied to the root beside the training; whatever is lost,
-the newest good one is found.
-"""
+"""Two tiers: saves to a local directory, copies to the root, and restores after any loss."""
 
 from __future__ import annotations
 
@@ -21,16 +19,16 @@ import pytest
 import unified_ckpt as uc
 from tests.support.managers import (
     Gate,
-    blank,
     check_state,
-    cut_off,
-    flip,
-    lose,
+    delete_file,
+    delete_manifest,
+    flip_last_byte,
     manager_of,
-    put,
+    save_steps,
     state,
     steps_in,
     warnings_of,
+    zero_file,
 )
 from tests.support.manifests import edit_manifest
 from unified_ckpt.manager.steps import rotate as rotation
@@ -50,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiers_of(comm: Comm | None, top: Path, **options: Any) -> uc.CheckpointManager:
-    """Every step to the local directory, every tenth to the root, unless they say otherwise."""
+    """A manager that saves every step locally and every tenth to the root by default."""
     options = {
         "interval_steps": 10,
         "local_interval_steps": 1,
@@ -66,7 +64,7 @@ def train(manager: uc.CheckpointManager, steps: range, **more: Any) -> None:
 
 
 def restored(top: Path, **options: Any) -> tuple[int | None, str]:
-    """The step that a new life of the run goes on from, and the tier."""
+    """Return the step that a new run restores, and its tier."""
     with tiers_of(None, top, **options) as manager:
         found = state(0)
         report = manager.restore(**found)
@@ -172,7 +170,7 @@ def test_force_copies_a_local_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("linked", [False, True])
 def test_root_as_local_directory_is_refused(tmp_path: Path, linked: bool) -> None:
-    put(tmp_path / ROOT, 10)
+    save_steps(tmp_path / ROOT, 10)
     (tmp_path / "link").symlink_to(tmp_path / ROOT)
     with pytest.raises(
         uc.FormatError,
@@ -371,7 +369,7 @@ def test_copy_stopped_at_any_operation_can_be_resumed(
 def swallowing(
     run: Callable[[upload_queue.UploadQueue], None],
 ) -> Callable[[upload_queue.UploadQueue], None]:
-    """The process is gone, and its threads with it."""
+    """Ignore the crash of a thread: its process is gone."""
 
     def swallow(self: upload_queue.UploadQueue) -> None:
         try:
@@ -389,7 +387,7 @@ def test_damaged_local_step_is_not_copied_and_the_next_is_direct(
         gate.open.clear()
         train(manager, range(1, 11))
         assert gate.reached.wait(30)  # the index and digests are read, the optimizer is not yet
-        flip(tmp_path / LOCAL / "checkpoint-10", "optimizer.safetensors")
+        flip_last_byte(tmp_path / LOCAL / "checkpoint-10", "optimizer.safetensors")
         gate.open.set()
         manager._tiers._upload_queue.wait()  # type: ignore[union-attr]
         assert steps_in(tmp_path / ROOT) == []
@@ -404,9 +402,9 @@ def test_damaged_local_step_is_not_copied_and_the_next_is_direct(
 def test_copy_onto_a_step_of_a_previous_run_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(tmp_path / ROOT, 10, 20, 30)
+    save_steps(tmp_path / ROOT, 10, 20, 30)
     stays = (tmp_path / ROOT / "checkpoint-20" / "unified_checkpoint.json").read_bytes()
-    lose(tmp_path / ROOT / "checkpoint-30")
+    delete_file(tmp_path / ROOT / "checkpoint-30")
     with tiers_of(None, tmp_path) as manager:
         manager.restore(10, **state(0))
         manager.save(20, **state(20))
@@ -455,7 +453,7 @@ def test_same_step_is_read_locally_or_from_the_root_if_damaged(
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 11))
     assert restored(tmp_path) == (10, LOCAL)
-    flip(tmp_path / LOCAL / "checkpoint-10")
+    flip_last_byte(tmp_path / LOCAL / "checkpoint-10")
     with tiers_of(None, tmp_path) as manager:
         found = state(0)
         assert manager.restore(**found).step == 10  # type: ignore[union-attr]
@@ -463,16 +461,16 @@ def test_same_step_is_read_locally_or_from_the_root_if_damaged(
         assert manager.restore(10, **state(0)).step == 10  # type: ignore[union-attr]
     assert all(f"{LOCAL}/checkpoint-10 is skipped: " in text for text in warnings_of(caplog))
     assert len(warnings_of(caplog)) == 2
-    lose(tmp_path / LOCAL / "checkpoint-10")
+    delete_file(tmp_path / LOCAL / "checkpoint-10")
     assert restored(tmp_path) == (10, ROOT)
-    cut_off(tmp_path / LOCAL / "checkpoint-10")
+    delete_manifest(tmp_path / LOCAL / "checkpoint-10")
     assert restored(tmp_path) == (10, ROOT)
 
 
 def test_damaged_later_local_step_does_not_displace_new_saves(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 24))
-    flip(tmp_path / LOCAL / "checkpoint-23")
+    flip_last_byte(tmp_path / LOCAL / "checkpoint-23")
     with tiers_of(None, tmp_path) as manager:
         assert manager.restore(**state(0)).step == 20  # type: ignore[union-attr]
         train(manager, range(21, 23))
@@ -488,7 +486,7 @@ def test_truncated_local_step_falls_back_to_the_root(
 ) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 13))
-    cut_off(tmp_path / LOCAL / "checkpoint-12")
+    delete_manifest(tmp_path / LOCAL / "checkpoint-12")
     with tiers_of(None, tmp_path) as manager:
         assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
         assert len(warnings_of(caplog)) == 1
@@ -589,9 +587,9 @@ def test_retention_in_both_tiers(tmp_path: Path) -> None:
 
 
 def test_damaged_root_steps_do_not_displace_the_last_good_one(tmp_path: Path) -> None:
-    put(tmp_path / ROOT, 10, 20, 30)
+    save_steps(tmp_path / ROOT, 10, 20, 30)
     for step in (20, 30):
-        blank(tmp_path / ROOT / f"checkpoint-{step}" / "optimizer.safetensors")
+        zero_file(tmp_path / ROOT / f"checkpoint-{step}" / "optimizer.safetensors")
     with tiers_of(None, tmp_path, keep_latest=2) as manager:
         assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
         manager.save(15, force=True, **state(15))
@@ -604,7 +602,7 @@ def test_damaged_local_step_is_removed_after_the_run_passed_it(
 ) -> None:
     with tiers_of(None, tmp_path, local_interval_steps=5) as manager:
         train(manager, range(1, 16))
-    blank(tmp_path / LOCAL / "checkpoint-15" / "optimizer.safetensors")
+    zero_file(tmp_path / LOCAL / "checkpoint-15" / "optimizer.safetensors")
     with tiers_of(None, tmp_path, local_interval_steps=2) as manager:
         assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
         train(manager, range(11, 15))
@@ -683,7 +681,7 @@ def test_copy_ending_during_a_commit_keeps_the_new_step(
 
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 20))
-    flip(tmp_path / LOCAL / "checkpoint-19")
+    flip_last_byte(tmp_path / LOCAL / "checkpoint-19")
     monkeypatch.setattr(tiers.TieredStorage, "_apply_local_retention", keep)
     monkeypatch.setattr(tiers.TieredStorage, "on_commit", committed_after_the_copy)
     with tiers_of(None, tmp_path) as manager:
@@ -698,9 +696,9 @@ def test_copy_ending_during_a_commit_keeps_the_new_step(
 
 @pytest.mark.parametrize("damaged", [True, False])
 def test_slow_copy_does_not_remove_the_last_save(tmp_path: Path, gate: Gate, damaged: bool) -> None:
-    put(tmp_path / ROOT, 10, 50)
+    save_steps(tmp_path / ROOT, 10, 50)
     if damaged:
-        flip(tmp_path / ROOT / "checkpoint-50")
+        flip_last_byte(tmp_path / ROOT / "checkpoint-50")
     with tiers_of(None, tmp_path, keep_latest=1) as manager:
         assert manager.restore(None if damaged else 10, **state(0)).step == 10  # type: ignore[union-attr]
         gate.open.clear()
@@ -770,7 +768,7 @@ def test_emptied_root_is_a_new_run(tmp_path: Path) -> None:
         train(manager, range(1, 13))
     shutil.rmtree(tmp_path / ROOT)
     assert restored(tmp_path) == (None, "")
-    put(tmp_path / ROOT, 5)
+    save_steps(tmp_path / ROOT, 5)
     assert restored(tmp_path) == (5, ROOT)
 
 
@@ -785,7 +783,7 @@ def test_newer_root_save_of_the_same_step_is_preferred(tmp_path: Path) -> None:
         train(manager, range(1, 11))
         manager.wait()
         manager.save(11, **state(11))
-    put(tmp_path / ROOT, 11)
+    save_steps(tmp_path / ROOT, 11)
     local = tmp_path / LOCAL / "checkpoint-11"
     for created, tier in (
         ("2020-01-01T00:00:00+00:00", ROOT),

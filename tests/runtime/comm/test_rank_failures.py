@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.managers import flip
+from tests.support.managers import flip_last_byte
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_node
 from unified_ckpt.errors import StorageError
@@ -196,7 +196,7 @@ class Call:
 
         run_ranks(WORLD, act)
         for file in self.place(root, WORLD - 1).glob("model*.safetensors") if self.damaged else ():
-            flip(file.parent, file.name)
+            flip_last_byte(file.parent, file.name)
 
 
 SEPARATE = {"nodes": (0, 0, 1, 1), "separate": True}

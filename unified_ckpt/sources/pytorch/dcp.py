@@ -316,7 +316,7 @@ def _map_file(root: str, name: str, entry_ends: Mapping[str, int]) -> MappedFile
     missing = sorted(key for key, stop in entry_ends.items() if stop > nbytes)
     if missing:
         problem = "is truncated" if os.path.isfile(path) else "is missing"
-        raise IncompleteError(format_list(f"{path}: {problem}; affected entries:", missing))
+        raise IncompleteError(format_list(f"{path}: {problem}; affected entries", missing))
     return MappedFile(path)
 
 

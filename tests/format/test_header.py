@@ -153,12 +153,8 @@ def outcome(stored: bytes) -> object:
 )
 def test_names_that_the_canonical_parser_must_refuse(names: bytes, reason: str) -> None:
     """All else in the file is valid."""
-    damaged_names = [
-        b"__metadata__" if tensor_header == b"_"[0] else b"w" for tensor_header in names
-    ]
-    items = [
-        b'"%b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % name for name in damaged_names
-    ]
+    keys = [b"__metadata__" if char == b"_"[0] else b"w" for char in names]
+    items = [b'"%b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % key for key in keys]
     with pytest.raises(FormatError, match=reason):
         parse(raw(b"{" + b",".join(items) + b"}"))
 

@@ -543,7 +543,8 @@ def test_any_bytes_are_unpacked_or_refused(rest: bytes) -> None:
 
 
 def test_needs_neither_torch_nor_numpy() -> None:
-    script = "import sys; from unified_ckpt.format import codec; codec.unpack(codec.pack({1: (b'x' * 2000, 2.5)}));"
+    script = "import sys; from unified_ckpt.format import codec; "
+    script += "codec.unpack(codec.pack({1: (b'x' * 2000, 2.5)}));"
     script += " print(sorted({'torch', 'numpy', 'pickle'} & set(sys.modules)))"
     assert (
         subprocess.run(

@@ -23,7 +23,10 @@ from unified_ckpt.testing import run_ranks, try_ranks
 NAME = "checkpoint-41"
 MASKS = (0x01, 0x10, 0x80)
 OPTIONS = uc.SaveOptions(fsync=False)
-FLIPPED = r"unified_checkpoint\.json: is not the file that was written: got CRC [0-9a-f]{16}, expected [0-9a-f]{16}"
+CRC = "[0-9a-f]{16}"
+FLIPPED = (
+    rf"unified_checkpoint\.json: is not the file that was written: got CRC {CRC}, expected {CRC}"
+)
 
 
 def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -266,7 +269,10 @@ def no_digests(manifest: dict[str, Any]) -> None:
     manifest["digests"] = None
 
 
-UNKNOWN = r"digests\.safetensors: got digests 'crc64nvmf' of 1048576 bytes, expected 'crc64nvme' of 1048576"
+UNKNOWN = (
+    r"digests\.safetensors: got digests 'crc64nvmf' of 1048576 bytes, "
+    r"expected 'crc64nvme' of 1048576"
+)
 
 
 @pytest.mark.parametrize("verify", ["read", "full"])
@@ -322,7 +328,8 @@ def test_load_and_deep_verify_report_missing_digests(folder: Path) -> None:
         ).notes
         assert bool(notes) is has_note
         assert not has_note or notes == (
-            f'verify="{verify}": the checkpoint has no digests; only sizes and headers were checked',
+            f'verify="{verify}": the checkpoint has no digests; '
+            "only sizes and headers were checked",
         )
 
 

@@ -153,7 +153,8 @@ def test_unknown_fields_of_the_major_version_are_ignored(path: str) -> None:
 def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
     with pytest.raises(
         FormatError,
-        match=rf"{FILE}: got format version 2\.0, expected 1\.x; install unified_ckpt 1\.2\.3, which wrote it",
+        match=rf"{FILE}: got format version 2\.0, expected 1\.x; "
+        r"install unified_ckpt 1\.2\.3, which wrote it",
     ):
         parse_manifest(changed("format_version", "2.0"), file=FILE)
     with pytest.raises(FormatError, match="install the unified_ckpt that wrote it"):
@@ -327,7 +328,8 @@ def test_trees_that_are_not_json_are_refused(tree: Any) -> None:
 
 
 def test_does_not_import_torch_or_numpy() -> None:
-    script = "import sys, unified_ckpt.format.manifest; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    script = "import sys, unified_ckpt.format.manifest; "
+    script += "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert (
         subprocess.run(
             [sys.executable, "-c", script], check=True, capture_output=True, text=True

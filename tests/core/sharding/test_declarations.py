@@ -164,7 +164,8 @@ def test_differing_shardings_are_refused() -> None:
     tables = {"x": [make_decl((4, 2), TP, fqn="a")], "y": [make_decl((4, 2), fqn="a")]}
     with pytest.raises(
         LayoutError,
-        match=r"disagree on shardings.*\n  model:a: got a whole copy on each rank on rank 0 and dim 0 over 2 \(tp",
+        match=r"disagree on shardings.*\n  model:a: got a whole copy on each rank on rank 0 "
+        r"and dim 0 over 2 \(tp",
     ):
         check_consistent(tables, {"x": [4, 5], "y": [0]})
 
@@ -208,7 +209,8 @@ def test_a_missing_shard_is_refused() -> None:
     rows = [make_decl((4, 4), ShardDim(0, 2, 1, name="tp"), fqn="a"), make_decl((4,), fqn="b")]
     with pytest.raises(
         LayoutError,
-        match=r"missing shards \(1\):\n  model:a: no rank holds the shard at \(1,\) of \(tp of 2\); ranks 0, 2 declare",
+        match=r"missing shards \(1\):\n  model:a: no rank holds the shard at \(1,\) "
+        r"of \(tp of 2\); ranks 0, 2 declare",
     ):
         complete(rows, [0, 2])
 
@@ -249,6 +251,6 @@ def test_describe_sharding() -> None:
         ).sharding
     )
     assert (
-        text
-        == "dim 0 over 2 (tp, stride 1, sections (3, 1)); dim 1 over 3 (mesh dim, stride 2, padded to 2) on ranks 0-5"
+        text == "dim 0 over 2 (tp, stride 1, sections (3, 1)); "
+        "dim 1 over 3 (mesh dim, stride 2, padded to 2) on ranks 0-5"
     )

@@ -354,7 +354,7 @@ def run_demo(demo: Demo) -> dict[str, Any]:
         "baseline", dp=1, tp=1, until=UNTIL_1_RANK, save_every=0, resume=None
     )
     demo.print_line(
-        COLUMNS.format("step", "layout", "loss", "1 process, uninterrupted", "difference")
+        COLUMNS.format("step", "layout", "loss", "baseline", "difference")
     )
     # Let the baseline run ahead: waiting for it would delay the kill.
     demo.baseline_loss(KILL_AFTER + SAVE_EVERY)

@@ -27,8 +27,10 @@ SMALL = uc.SaveOptions(max_file_bytes=4096)
 
 
 def model_of(layers: int = LAYERS) -> dict[str, torch.Tensor]:
-    made = {f"model.layers.{i}.mlp.up.weight": torch.full((8, 16), float(i)) for i in range(layers)}
-    return {"model.embed.weight": torch.arange(64.0).reshape(4, 16), **made}
+    tensors = {
+        f"model.layers.{i}.mlp.up.weight": torch.full((8, 16), float(i)) for i in range(layers)
+    }
+    return {"model.embed.weight": torch.arange(64.0).reshape(4, 16), **tensors}
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +90,14 @@ def hugging_face(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+def run_verb(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
     assert main([str(a) for a in arguments]) == code
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def run_failing_verb(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert main([str(a) for a in arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -103,9 +105,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_inspect_prints_the_manifest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "inspect", folder)
+    text = run_verb(capsys, "inspect", folder)
     manifest = json.loads((folder / "unified_checkpoint.json").read_bytes())
-    for found in (
+    for text_part in (
         str(folder),
         manifest["save_id"],
         manifest["created"],
@@ -113,7 +115,7 @@ def test_inspect_prints_the_manifest(folder: Path, capsys: pytest.CaptureFixture
         "1 rank\n",
         "unified checkpoint 1.0",
     ):
-        assert found in text
+        assert text_part in text
     assert "step           7\n" in text
     assert (
         "epoch=3, loss=float(nan), seen=Counter(1), w=torch.Tensor(float32, [3]), shape=(1, 2), device=torch.device(cpu)"
@@ -127,7 +129,7 @@ def test_inspect_prints_the_manifest(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_inspect_folds_layers_and_states(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, "inspect", folder).splitlines()
+    lines = run_verb(capsys, "inspect", folder).splitlines()
     assert "│  └─ layers.{0..11}.mlp.up.weight  F32 [8, 16]  512 B each" in lines
     assert "└─ lm_head.weight                   = model.embed.weight" in lines
     assert any(
@@ -143,35 +145,40 @@ def test_inspect_folds_layers_and_states(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_inspect_all_and_match(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "inspect", folder, "--all", "--match", "*.layers.1*.weight")
+    text = run_verb(capsys, "inspect", folder, "--all", "--match", "*.layers.1*.weight")
     assert "ema  3 of 13 tensors, 1.5 KiB" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("  model.")]
     assert [row[0] for row in rows] == [f"model.layers.{i}.mlp.up.weight" for i in (1, 10, 11)]
     index = json.loads((folder / "ema.safetensors.index.json").read_bytes())["weight_map"]
     assert [row[-1] for row in rows] == [index[row[0]] for row in rows]
     assert "optimizer" not in text
-    assert "\nema" not in shown(capsys, "inspect", folder, "--match", "optimizer:*")
-    assert "no tensor matches q" in shown(capsys, "inspect", folder, "--match", "q")
+    assert "\nema" not in run_verb(capsys, "inspect", folder, "--match", "optimizer:*")
+    assert "no tensor matches q" in run_verb(capsys, "inspect", folder, "--match", "q")
 
 
 def test_inspect_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(shown(capsys, "inspect", folder, "--json"))
-    assert (told["step"], told["world_size"], told["rank_extra"], told["extra"]["epoch"]) == (
+    result = json.loads(run_verb(capsys, "inspect", folder, "--json"))
+    assert (
+        result["step"],
+        result["world_size"],
+        result["rank_extra"],
+        result["extra"]["epoch"],
+    ) == (
         7,
         1,
         1,
         3,
     )
-    assert [group["names"] for group in told["param_groups"]] == [["embed"], ["norm"]]
+    assert [group["names"] for group in result["param_groups"]] == [["embed"], ["norm"]]
     with uc.open(folder) as source:
-        for part, one in told["parts"].items():
-            assert {n: t["shape"] for n, t in one["tensors"].items()} == {
+        for part, part_json in result["parts"].items():
+            assert {n: t["shape"] for n, t in part_json["tensors"].items()} == {
                 n: list(source[part][n].shape) for n in source[part]
             }
-    assert told["parts"]["ema"]["aliases"] == {"lm_head.weight": "model.embed.weight"}
-    assert {file: (folder / file).stat().st_size for file in told["parts"]["ema"]["files"]} == told[
-        "parts"
-    ]["ema"]["files"]
+    assert result["parts"]["ema"]["aliases"] == {"lm_head.weight": "model.embed.weight"}
+    assert {
+        file: (folder / file).stat().st_size for file in result["parts"]["ema"]["files"]
+    } == result["parts"]["ema"]["files"]
 
 
 def test_inspect_reads_hugging_face_folders_and_urls(
@@ -179,16 +186,16 @@ def test_inspect_reads_hugging_face_folders_and_urls(
 ) -> None:
     import fsspec
 
-    assert "layers.{0..11}.mlp.up.weight  F32 [8, 16]  512 B each" in shown(
+    assert "layers.{0..11}.mlp.up.weight  F32 [8, 16]  512 B each" in run_verb(
         capsys, "inspect", hugging_face
     )
     files = fsspec.filesystem("memory")
     files.put(str(hugging_face), "/test_cli/hf", recursive=True)
-    by_url = json.loads(shown(capsys, "inspect", "memory://test_cli/hf", "--json"))
+    by_url = json.loads(run_verb(capsys, "inspect", "memory://test_cli/hf", "--json"))
     assert by_url["format"] == "huggingface"
     assert (
         by_url["parts"]
-        == json.loads(shown(capsys, "inspect", f"file://{hugging_face}", "--json"))["parts"]
+        == json.loads(run_verb(capsys, "inspect", f"file://{hugging_face}", "--json"))["parts"]
     )
 
 
@@ -211,7 +218,7 @@ def test_terminal_escapes_in_names_are_escaped(
     (tmp_path / "hf").mkdir()
     save_file({"a.\x1b[31m": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
     for extra in ([], ["--all"], ["--json"]):
-        assert "\x1b" not in shown(capsys, "inspect", tmp_path / "hf", *extra)
+        assert "\x1b" not in run_verb(capsys, "inspect", tmp_path / "hf", *extra)
 
 
 def test_collapse_does_not_fold_different_patterns(
@@ -230,7 +237,7 @@ def test_collapse_does_not_fold_different_patterns(
     )
     labels = [
         line.rpartition("─ ")[2].split("  ")[0]
-        for line in shown(capsys, "inspect", tmp_path / "hf").splitlines()
+        for line in run_verb(capsys, "inspect", tmp_path / "hf").splitlines()
         if "─" in line
     ]
     assert labels == [
@@ -246,11 +253,17 @@ def test_collapse_does_not_fold_different_patterns(
 def test_verify_of_a_good_folder(
     folder: Path, hugging_face: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "sizes and headers match (21 tensors, 7.2 KiB" in shown(capsys, "verify", folder)
-    assert "all digests match (21 tensors" in shown(capsys, "verify", "--deep", folder)
-    assert "no digests to check bytes against" in shown(capsys, "verify", "--deep", hugging_face)
-    told = json.loads(shown(capsys, "verify", "--deep", "--json", folder))
-    assert (told["ok"], told["digests"], told["problems"], told["tensors"], told["nbytes"]) == (
+    assert "sizes and headers match (21 tensors, 7.2 KiB" in run_verb(capsys, "verify", folder)
+    assert "all digests match (21 tensors" in run_verb(capsys, "verify", "--deep", folder)
+    assert "no digests to check bytes against" in run_verb(capsys, "verify", "--deep", hugging_face)
+    result = json.loads(run_verb(capsys, "verify", "--deep", "--json", folder))
+    assert (
+        result["ok"],
+        result["digests"],
+        result["problems"],
+        result["tensors"],
+        result["nbytes"],
+    ) == (
         True,
         True,
         [],
@@ -266,14 +279,14 @@ def test_verify_deep_names_the_damaged_tensor(
     body = bytearray(file.read_bytes())
     body[-1] ^= 1
     file.write_bytes(body)
-    shown(capsys, "verify", folder)
-    text = shown(capsys, "verify", folder, "--deep", code=1)
+    run_verb(capsys, "verify", folder)
+    text = run_verb(capsys, "verify", folder, "--deep", code=1)
     assert (
         "damaged, 1 problem\n  ema:model.layers.9.mlp.up.weight: block 0 (from byte 0 of the tensor, in ema-00002"
         in text
     )
-    told = json.loads(shown(capsys, "verify", folder, "--deep", "--json", code=1))
-    assert (told["ok"], len(told["problems"])) == (False, 1)
+    result = json.loads(run_verb(capsys, "verify", folder, "--deep", "--json", code=1))
+    assert (result["ok"], len(result["problems"])) == (False, 1)
 
 
 def test_verify_truncated_and_missing_files(
@@ -281,37 +294,37 @@ def test_verify_truncated_and_missing_files(
 ) -> None:
     os.truncate(folder / "ema-00002-of-00002.safetensors", 700)
     (folder / "model.safetensors").unlink()
-    lost = [
+    problems = [
         n
         for n, f in json.loads((folder / "ema.safetensors.index.json").read_bytes())[
             "weight_map"
         ].items()
         if "-00002-" in f
     ]
-    text = shown(capsys, "verify", folder, code=1)
-    assert lost
-    for name in [*(f"ema:{name}" for name in lost), "model:embed", "model:norm"]:
+    text = run_verb(capsys, "verify", folder, code=1)
+    assert problems
+    for name in [*(f"ema:{name}" for name in problems), "model:embed", "model:norm"]:
         assert f"\n  {name}: cannot be read: " in text
-    assert f"damaged, {len(lost) + 2} problems" in text
-    assert "model.safetensors with 2 tensor" in refused(capsys, "inspect", folder)
-    shown(
+    assert f"damaged, {len(problems) + 2} problems" in text
+    assert "model.safetensors with 2 tensor" in run_failing_verb(capsys, "inspect", folder)
+    run_verb(
         capsys, "inspect", folder, "--match", "optimizer:*"
     )  # reads only the headers that it needs
 
 
 def test_verify_damaged_index_and_digests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(folder / "digests.safetensors", 100)
-    text = shown(capsys, "verify", "--deep", folder, code=1)
+    text = run_verb(capsys, "verify", "--deep", folder, code=1)
     assert text.count("digests.safetensors: has 100 bytes") == 1
     edit_index(folder, "ema", lambda index: index["weight_map"].pop("model.embed.weight"))
-    text = shown(capsys, "verify", "--deep", folder, code=1)
+    text = run_verb(capsys, "verify", "--deep", folder, code=1)
     assert (
         "ema-00001-of-00002.safetensors: only its header lists 'model.embed.weight', expected the same tensors in both"
         in text
     )
     assert "ema:lm_head.weight: is tied to model.embed.weight" in text
     os.truncate(folder / "ema.safetensors.index.json", 20)
-    text = shown(capsys, "verify", folder, code=1)
+    text = run_verb(capsys, "verify", folder, code=1)
     assert "ema.safetensors.index.json: has CRC " in text
     assert "`unified-ckpt verify --repair` rebuilds it" in text
 
@@ -321,17 +334,17 @@ def test_paths_without_a_checkpoint_are_errors(
 ) -> None:
     (folder / "unified_checkpoint.json").unlink()
     for verb in ("inspect", "verify"):
-        assert f"unified-ckpt {verb}: {folder}: is an unfinished save" in refused(
+        assert f"unified-ckpt {verb}: {folder}: is an unfinished save" in run_failing_verb(
             capsys, verb, folder
         )
-        assert "there is no such folder" in refused(capsys, verb, tmp_path / "nothing")
-        assert "is a file" in refused(capsys, verb, folder / "model.safetensors")
-        assert f"did you mean {folder}?" in refused(capsys, verb, folder.parent)
-        assert "Protocol not known: nowhere" in refused(capsys, verb, "nowhere://a/b")
+        assert "there is no such folder" in run_failing_verb(capsys, verb, tmp_path / "nothing")
+        assert "is a file" in run_failing_verb(capsys, verb, folder / "model.safetensors")
+        assert f"did you mean {folder}?" in run_failing_verb(capsys, verb, folder.parent)
+        assert "Protocol not known: nowhere" in run_failing_verb(capsys, verb, "nowhere://a/b")
     folder.rename(tmp_path / f".replaced-0a-{folder.name}")
     assert (
         f"an interrupted replacement left a copy at {tmp_path}/.replaced-0a-checkpoint-7"
-        in refused(capsys, "inspect", folder)
+        in run_failing_verb(capsys, "inspect", folder)
     )
 
 
@@ -368,11 +381,11 @@ def test_closed_pipe_and_ascii_terminal(folder: Path) -> None:
     command_line = [sys.executable, "-m", "unified_ckpt", "inspect", str(folder)]
     read, write = os.pipe()
     os.close(read)
-    left = subprocess.run(
+    process = subprocess.run(
         command_line, stdout=write, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(write)
-    assert (left.returncode, left.stderr) == (1, "")
+    assert (process.returncode, process.stderr) == (1, "")
     poor = subprocess.run(
         command_line,
         capture_output=True,

@@ -33,7 +33,7 @@ from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+def run_verb(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
     assert main([str(a) for a in arguments]) == code
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -76,7 +76,7 @@ def test_prune_ignores_damaged_newer_checkpoints(
     save_steps(tmp_path, 30)
     zero_file(tmp_path / "checkpoint-20" / "optimizer.safetensors")
     flip_header(tmp_path / "checkpoint-30" / "model.safetensors")
-    text = shown(capsys, "prune", tmp_path, "--keep-latest", 1)
+    text = run_verb(capsys, "prune", tmp_path, "--keep-latest", 1)
     assert steps_in(tmp_path) == [10, 20, 25, 30]
     assert "kept checkpoint-20: damaged, and ignored by the rules: optimizer.safetensors: " in text
     assert (
@@ -96,7 +96,7 @@ def flip_header(file: Path) -> None:
 def test_list_shows_step_size_status_and_rules(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = shown(capsys, "list", run, "--keep-latest", 1, "--metric", "loss").splitlines()
+    lines = run_verb(capsys, "list", run, "--keep-latest", 1, "--metric", "loss").splitlines()
     assert lines[0] == str(run)
     assert lines[1].split() == [
         "step",
@@ -122,8 +122,8 @@ def test_list_shows_step_size_status_and_rules(
     assert "incomplete: it has no unified_checkpoint.json" in rows["checkpoint-50"]
     assert "Hugging Face Trainer: checkpoint-60" in rows["60"]
     assert "incomplete: trainer_state.json, which is written last, is missing" in rows["60"]
-    assert "  6 checkpoints, " in shown(capsys, "list", run)
-    assert ", 3 not complete" in shown(capsys, "list", run)
+    assert "  6 checkpoints, " in run_verb(capsys, "list", run)
+    assert ", 3 not complete" in run_verb(capsys, "list", run)
     after = lines[lines.index("  stale folders of interrupted saves:") + 1 :]
     assert after[0].startswith("    .replaced-ab-checkpoint-5  ")
     assert after[0].endswith("it is the only copy of a checkpoint: rename it back")
@@ -133,24 +133,26 @@ def test_list_shows_step_size_status_and_rules(
 
 
 def test_list_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(shown(capsys, "list", run, "--json"))
-    (one,) = told["runs"]
-    assert one["path"] == str(run)
-    by_name = {record["name"]: record for record in one["steps"]}
+    result = json.loads(run_verb(capsys, "list", run, "--json"))
+    (run_json,) = result["runs"]
+    assert run_json["path"] == str(run)
+    by_name = {record["name"]: record for record in run_json["steps"]}
     manifest = json.loads((run / "checkpoint-30" / "unified_checkpoint.json").read_bytes())
-    found = by_name["checkpoint-30"]
-    assert (found["step"], found["status"], found["kept_by"]) == (
+    stored_record = by_name["checkpoint-30"]
+    assert (stored_record["step"], stored_record["status"], stored_record["kept_by"]) == (
         30,
         "complete",
         ["latest", "latest full", "no rule"],
     )
-    assert (found["created"], found["seconds"], found["metrics"]) == (
+    assert (stored_record["created"], stored_record["seconds"], stored_record["metrics"]) == (
         manifest["created"],
         manifest["seconds"],
         {"loss": 0.75},
     )
-    assert found["nbytes"] == sum(file.stat().st_size for file in (run / "checkpoint-30").iterdir())
-    assert [left["kind"] for left in one["stale"]] == ["backup", "staging"]
+    assert stored_record["nbytes"] == sum(
+        file.stat().st_size for file in (run / "checkpoint-30").iterdir()
+    )
+    assert [stale["kind"] for stale in run_json["stale"]] == ["backup", "staging"]
 
 
 @pytest.mark.parametrize(
@@ -174,19 +176,21 @@ def test_list_and_inspect_name_omitted_parts(
             name: tensor.double() for name, tensor in weights["model"].items()
         }
     uc.save(tmp_path / "checkpoint-3", step=3, **weights, options=uc.SaveOptions(parts=parts))
-    assert f"  {kind}  complete" in shown(capsys, "list", tmp_path)
+    assert f"  {kind}  complete" in run_verb(capsys, "list", tmp_path)
     assert (
-        json.loads(shown(capsys, "list", tmp_path, "--json"))["runs"][0]["steps"][0][
+        json.loads(run_verb(capsys, "list", tmp_path, "--json"))["runs"][0]["steps"][0][
             "omitted_parts"
         ]
         == omitted
     )
-    text = shown(capsys, "inspect", tmp_path / "checkpoint-3")
+    text = run_verb(capsys, "inspect", tmp_path / "checkpoint-3")
     assert [line.split() for line in text.splitlines() if "omitted" in line] == (
         [["omitted", *omitted]] if omitted else []
     )
     assert (
-        json.loads(shown(capsys, "inspect", tmp_path / "checkpoint-3", "--json"))["omitted_parts"]
+        json.loads(run_verb(capsys, "inspect", tmp_path / "checkpoint-3", "--json"))[
+            "omitted_parts"
+        ]
         == omitted
     )
 
@@ -197,13 +201,13 @@ def test_list_several_runs_under_one_root(
     save_steps(tmp_path / "a", 1, 2)
     save_steps(tmp_path / "b" / "checkpoints", 3)
     (tmp_path / "notes").mkdir()
-    text = shown(capsys, "list", tmp_path)
+    text = run_verb(capsys, "list", tmp_path)
     assert [line for line in text.splitlines() if line.startswith(str(tmp_path))] == [
         f"{tmp_path}/a",
         f"{tmp_path}/b/checkpoints",
     ]
     assert "\n2 runs: 3 checkpoints, " in text
-    assert "no checkpoints named checkpoint-<step>" in shown(capsys, "list", tmp_path / "notes")
+    assert "no checkpoints named checkpoint-<step>" in run_verb(capsys, "list", tmp_path / "notes")
 
 
 @pytest.fixture
@@ -224,7 +228,7 @@ def tiers(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_list_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     root, local = tiers
-    lines = shown(capsys, "list", root, "--local", local).splitlines()
+    lines = run_verb(capsys, "list", root, "--local", local).splitlines()
     assert lines[0] == f"{root} and {local}"
     assert lines[1].split()[:3] == ["step", "tier", "size"]
     assert [line.split()[:2] for line in lines[2:-1]] == [
@@ -237,13 +241,13 @@ def test_list_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[
     assert lines[3].endswith("latest, latest full, no rule")
     assert lines[4].endswith("latest, latest full, latest 1")
     assert lines[5].endswith("complete, of another run")
-    (one,) = json.loads(
-        shown(capsys, "list", root, "--local", local, "--keep-latest-local", 2, "--json")
+    (run_json,) = json.loads(
+        run_verb(capsys, "list", root, "--local", local, "--keep-latest-local", 2, "--json")
     )["runs"]
-    assert one["local"] == str(local)
+    assert run_json["local"] == str(local)
     assert [
-        (found["step"], found["tier"], found["of_this_run"], bool(found["kept_by"]))
-        for found in one["steps"]
+        (record["step"], record["tier"], record["of_this_run"], bool(record["kept_by"]))
+        for record in run_json["steps"]
     ] == [
         (10, "root", True, True),
         (10, "local", True, True),
@@ -260,9 +264,9 @@ def test_prune_only_touches_its_root(
     root, local = tiers
     save_steps(root, 20)
     before = folders(local)
-    shown(capsys, "prune", root, "--keep-latest", 1)
+    run_verb(capsys, "prune", root, "--keep-latest", 1)
     assert (steps_in(root), folders(local)) == ([20], before)
-    shown(capsys, "prune", local, "--keep-latest", 1)
+    run_verb(capsys, "prune", local, "--keep-latest", 1)
     assert steps_in(local) == [90]
     assert ".unified_tier.json" in folders(local)
 
@@ -298,14 +302,14 @@ def test_prune_by_rules_removes_complete_checkpoints_only(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folders(run)
-    text = shown(capsys, "prune", run, "--keep-latest", 1, "--dry-run")
+    text = run_verb(capsys, "prune", run, "--keep-latest", 1, "--dry-run")
     assert "would remove checkpoint-10  " in text
     assert "no rule keeps it" in text
     assert folders(run) == before
-    text = shown(capsys, "prune", run, "--keep-latest", 1)
+    text = run_verb(capsys, "prune", run, "--keep-latest", 1)
     assert f"{run}: removed 1 folder, " in text
     assert set(before) - set(folders(run)) == {"checkpoint-10"}
-    assert "removed 0 folders" in shown(capsys, "prune", run, "--keep-latest", 1)
+    assert "removed 0 folders" in run_verb(capsys, "prune", run, "--keep-latest", 1)
 
 
 def test_prune_keep_latest_1_and_the_best(
@@ -313,8 +317,8 @@ def test_prune_keep_latest_1_and_the_best(
 ) -> None:
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.7), (4, 0.6)):
         uc.save(tmp_path / f"checkpoint-{step}", step=step, metrics={"loss": loss}, **state(step))
-    told = json.loads(
-        shown(
+    result = json.loads(
+        run_verb(
             capsys,
             "prune",
             tmp_path,
@@ -327,8 +331,8 @@ def test_prune_keep_latest_1_and_the_best(
             "--json",
         )
     )
-    assert list(told["removed"]) == ["checkpoint-1", "checkpoint-3"]
-    assert (told["dry_run"], told["kept"]) == (False, {})
+    assert list(result["removed"]) == ["checkpoint-1", "checkpoint-3"]
+    assert (result["dry_run"], result["kept"]) == (False, {})
     assert steps_in(tmp_path) == [2, 4]
 
 
@@ -337,7 +341,7 @@ def test_prune_counts_model_only_separately(
 ) -> None:
     save_steps(tmp_path, 1, 8)
     save_steps(tmp_path, 2, 3, 4, 5, 6, full=False)
-    shown(capsys, "prune", tmp_path, "--keep-every-steps-model-only", 2)
+    run_verb(capsys, "prune", tmp_path, "--keep-every-steps-model-only", 2)
     assert steps_in(tmp_path) == [1, 2, 4, 6, 8]
 
 
@@ -359,7 +363,7 @@ def test_prune_removes_only_old_unified_folders(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = folders(run)
-    text = shown(capsys, "prune", run, "--incomplete", "--stale")
+    text = run_verb(capsys, "prune", run, "--incomplete", "--stale")
     assert (
         "kept checkpoint-50: incomplete: it has no unified_checkpoint.json; changed 0.0 h ago"
         in text
@@ -369,7 +373,7 @@ def test_prune_removes_only_old_unified_folders(
     assert folders(run) == before
     for folder in run.iterdir():
         age(folder)
-    text = shown(capsys, "prune", run, "--incomplete", "--stale")
+    text = run_verb(capsys, "prune", run, "--incomplete", "--stale")
     assert set(before) - set(folders(run)) == {"checkpoint-50", ".unified-ab-checkpoint-70"}
     assert "kept .replaced-ab-checkpoint-5: " in text
     assert "only copy" in text
@@ -387,7 +391,7 @@ def test_prune_keeps_manifests_it_cannot_read_but_are_undamaged(
     age(tmp_path / "checkpoint-2")
     assert (
         f"kept checkpoint-2: it may be a checkpoint: unified_checkpoint.json: {problem}"
-        in shown(capsys, "prune", tmp_path, "--incomplete")
+        in run_verb(capsys, "prune", tmp_path, "--incomplete")
     )
     assert steps_in(tmp_path) == [1, 2]
 
@@ -398,7 +402,7 @@ def test_prune_never_removes_the_last_complete_one(
     save_steps(tmp_path, 1, 2, 3)
     delete_file(tmp_path / "checkpoint-3")
     delete_file(tmp_path / "checkpoint-2")
-    shown(capsys, "prune", tmp_path, "--keep-latest", 1)
+    run_verb(capsys, "prune", tmp_path, "--keep-latest", 1)
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
@@ -407,10 +411,10 @@ def test_prune_keeps_checkpoints_that_are_being_read(
 ) -> None:
     save_steps(tmp_path, 1, 2)
     with shared_lock(str(tmp_path / "checkpoint-1")):
-        assert "kept checkpoint-1: it is being read" in shown(
+        assert "kept checkpoint-1: it is being read" in run_verb(
             capsys, "prune", tmp_path, "--keep-latest", 1, code=1
         )
-    assert "removed checkpoint-1" in shown(capsys, "prune", tmp_path, "--keep-latest", 1)
+    assert "removed checkpoint-1" in run_verb(capsys, "prune", tmp_path, "--keep-latest", 1)
 
 
 def test_prune_without_rules_is_a_usage_error(
@@ -454,7 +458,7 @@ def test_prune_keeps_checkpoints_with_unreadable_manifest(
 
     read = LocalStorage.read
     monkeypatch.setattr(LocalStorage, "read", stale)
-    text = shown(capsys, "prune", tmp_path, "--incomplete")
+    text = run_verb(capsys, "prune", tmp_path, "--incomplete")
     assert "kept checkpoint-2: it may be a checkpoint: " in text
     assert "read failed: Stale file handle" in text
     monkeypatch.undo()
@@ -475,7 +479,7 @@ def test_prune_keeps_a_step_that_was_replaced_meanwhile(
         return found
 
     monkeypatch.setattr(prune, "_age_seconds", slow)
-    assert "kept checkpoint-1: it has changed" in shown(
+    assert "kept checkpoint-1: it has changed" in run_verb(
         capsys, "prune", tmp_path, "--incomplete", code=1
     )
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok

@@ -85,11 +85,11 @@ def mark(root: Path, kind: str, step: int) -> Path:
 @pytest.mark.parametrize("kind", MARKS)
 def test_list_steps_of_each_framework(tmp_path: Path, kind: str) -> None:
     paths = {step: mark(tmp_path, kind, step) for step in (8, 10, 9)}
-    found = list_steps(str(tmp_path))
-    assert [(one.number, one.path, one.format) for one in found] == [
+    entries = list_steps(str(tmp_path))
+    assert [(entry.number, entry.path, entry.format) for entry in entries] == [
         (step, str(paths[step]), kind) for step in (8, 9, 10)
     ]
-    assert [str(tmp_path / one.name) for one in found] == [one.path for one in found]
+    assert [str(tmp_path / entry.name) for entry in entries] == [entry.path for entry in entries]
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_list_steps_ends_with_the_pointed_step(
     for step in (7, 8, 9):
         mark(tmp_path, kind, step)
     (tmp_path / pointer).write_text(text)
-    assert [(one.number, one.pointer) for one in list_steps(str(tmp_path))] == [
+    assert [(entry.number, entry.pointer) for entry in list_steps(str(tmp_path))] == [
         (7, ""),
         (9, ""),
         (8, pointer),
     ]
     shutil.rmtree(mark(tmp_path, kind, 8))
-    assert [(one.number, one.format) for one in list_steps(str(tmp_path))] == [
+    assert [(entry.number, entry.format) for entry in list_steps(str(tmp_path))] == [
         (7, kind),
         (9, kind),
         (8, ""),
@@ -124,7 +124,7 @@ def test_list_steps_includes_a_tag_named_by_latest(tmp_path: Path) -> None:
     (tmp_path / "best" / "mp_rank_00_model_states.pt").touch()
     assert list_steps(str(tmp_path)) == []
     (tmp_path / "latest").write_text("best")
-    assert [(one.name, one.number, one.format) for one in list_steps(str(tmp_path))] == [
+    assert [(entry.name, entry.number, entry.format) for entry in list_steps(str(tmp_path))] == [
         ("best", None, "deepspeed")
     ]
 
@@ -164,7 +164,7 @@ def test_list_steps_includes_unified_and_broken_steps(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-8" / "rng_state.pth").touch()
     (tmp_path / "9").mkdir()
     (tmp_path / "9" / "__0_0.distcp").touch()
-    assert [(one.name, one.format) for one in list_steps(str(tmp_path))] == [
+    assert [(entry.name, entry.format) for entry in list_steps(str(tmp_path))] == [
         ("step-7", "unified"),
         ("checkpoint-8", ""),
         ("9", ""),

@@ -64,11 +64,11 @@ def write(jobs: Sequence[Mapping[str, Any]], scratch: Path, *, processes: int = 
         for place in places
     ]
     try:
-        said = [one.communicate(timeout=300)[0] for one in running]
+        outputs = [process.communicate(timeout=300)[0] for process in running]
     finally:
-        for one in running:
-            one.kill()
-    assert [one.returncode for one in running] == [0] * processes, "\n".join(said)
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * processes, "\n".join(outputs)
 
 
 def as_numpy(tensor: torch.Tensor) -> Any:

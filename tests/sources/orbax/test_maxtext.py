@@ -79,18 +79,18 @@ def opened(path: Path, made: Made) -> Any:
 def test_model_and_moments_are_bitwise_equal(
     models: dict[str, Made], written: Path, kind: str, form: str
 ) -> None:
-    made = models[kind]
-    with opened(written / f"{kind}-{form}-training", made) as source:
-        assert set(source["model"].keys()) == set(made.state)
-        for name, tensor in made.state.items():
+    fixture = models[kind]
+    with opened(written / f"{kind}-{form}-training", fixture) as source:
+        assert set(source["model"].keys()) == set(fixture.state)
+        for name, tensor in fixture.state.items():
             assert torch.equal(source["model"][name][...], tensor), name
-        steps = {f"{name}/step" for name in made.state}
-        assert set(source["optimizer"].keys()) == set(made.moments) | steps
-        for name, tensor in made.moments.items():
+        steps = {f"{name}/step" for name in fixture.state}
+        assert set(source["optimizer"].keys()) == set(fixture.moments) | steps
+        for name, tensor in fixture.moments.items():
             assert torch.equal(source["optimizer"][name][...], tensor), name
         assert all(source["optimizer"][name][...] == 7 for name in steps)
         name = "model.layers.1.self_attn.q_proj.weight"
-        assert torch.equal(source["model"][name][5:37, 3:50], made.state[name][5:37, 3:50])
+        assert torch.equal(source["model"][name][5:37, 3:50], fixture.state[name][5:37, 3:50])
         assert source.step == 7
     assert "jax" not in sys.modules
 
@@ -111,21 +111,21 @@ def test_tensors_in_many_pieces(
     monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.READ_NBYTES", 3000)
     monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.MAX_READ_NBYTES", 3000)
     monkeypatch.setattr("unified_ckpt.sources.orbax.maxtext.CACHE_NBYTES", kept)
-    made = models[kind]
-    with opened(written / f"{kind}-{form}-training", made) as source:
-        for name, tensor in made.state.items():
+    fixture = models[kind]
+    with opened(written / f"{kind}-{form}-training", fixture) as source:
+        for name, tensor in fixture.state.items():
             assert torch.equal(source["model"][name][...], tensor), name
-        for name, tensor in made.moments.items():
+        for name, tensor in fixture.moments.items():
             assert torch.equal(source["optimizer"][name][...], tensor), name
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_params_only_checkpoint(models: dict[str, Made], written: Path, form: str) -> None:
-    made = models["llama3"]
-    with opened(written / f"llama3-{form}-inference", made) as source:
+    fixture = models["llama3"]
+    with opened(written / f"llama3-{form}-inference", fixture) as source:
         assert source.parts == ("model",)
         assert source.step == 7  # of the folder: the tree has none
-        for name, tensor in made.state.items():
+        for name, tensor in fixture.state.items():
             assert torch.equal(source["model"][name][...], tensor), name
 
 
@@ -133,21 +133,21 @@ def test_params_only_checkpoint(models: dict[str, Made], written: Path, form: st
 def test_view_as_maxtext_restores_the_stored_bytes(
     models: dict[str, Made], written: Path, kind: str
 ) -> None:
-    path, made = written / f"{kind}-stacked-training", models[kind]
-    ours = open_source(str(path), SourceOptions(config=str(made.folder)))
+    path, fixture = written / f"{kind}-stacked-training", models[kind]
+    ours = open_source(str(path), SourceOptions(config=str(fixture.folder)))
     with (
-        uc.open(path, options=SourceOptions(names="own")) as own,
-        SourceView(maxtext_view(ours, made.model.config.to_dict())) as view,
+        uc.open(path, options=SourceOptions(names="own")) as native,
+        SourceView(maxtext_view(ours, fixture.model.config.to_dict())) as view,
     ):
-        assert view.parts == own.parts
-        for part in own.parts:
-            assert set(view[part]) == set(own[part])
-            for name in own[part]:
-                found, stored = view[part][name][...], own[part][name][...]
+        assert view.parts == native.parts
+        for part in native.parts:
+            assert set(view[part]) == set(native[part])
+            for name in native[part]:
+                viewed, stored = view[part][name][...], native[part][name][...]
                 rows = tuple(
-                    slice(size) for size in found.shape
+                    slice(size) for size in viewed.shape
                 )  # without the padding of the vocabulary
-                assert torch.equal(found, stored[rows]), name
+                assert torch.equal(viewed, stored[rows]), name
 
 
 IDS = torch.arange(24).reshape(2, 12) % 100
@@ -157,8 +157,8 @@ IDS = torch.arange(24).reshape(2, 12) % 100
 def test_from_pretrained_computes_the_same_logits(
     models: dict[str, Made], written: Path, tmp_path: Path, kind: str
 ) -> None:
-    made = models[kind]
-    with opened(written / f"{kind}-stacked-training", made) as source:
+    fixture = models[kind]
+    with opened(written / f"{kind}-stacked-training", fixture) as source:
         save_file(
             {name: source["model"][name][...] for name in source["model"]},
             tmp_path / "model.safetensors",
@@ -166,16 +166,16 @@ def test_from_pretrained_computes_the_same_logits(
         )
         assert source.source.aliases("model") == (
             {"lm_head.weight": "model.embed_tokens.weight"}
-            if made.model.config.tie_word_embeddings
+            if fixture.model.config.tie_word_embeddings
             else {}
         )
-    shutil.copy(made.folder / "config.json", tmp_path)
-    one, other = (
+    shutil.copy(fixture.folder / "config.json", tmp_path)
+    actual_logits, other = (
         transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-        for path in (made.folder, tmp_path)
+        for path in (fixture.folder, tmp_path)
     )
     with torch.no_grad():
-        assert torch.equal(other(IDS).logits, one(IDS).logits)
+        assert torch.equal(other(IDS).logits, actual_logits(IDS).logits)
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
@@ -195,22 +195,22 @@ def test_training_resumes_from_maxtext(
     models: dict[str, Made], written: Path, tmp_path: Path, kind: str
 ) -> None:
     """As from the same state in torch."""
-    made = models[kind]
-    expected = transformers.AutoModelForCausalLM.from_pretrained(made.folder)
-    one = torch.optim.AdamW(expected.parameters(), lr=1e-3)
+    fixture = models[kind]
+    expected = transformers.AutoModelForCausalLM.from_pretrained(fixture.folder)
+    expected_optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-3)
     for name, parameter in expected.named_parameters():
         moments = {
-            state: made.moments[f"{name}/{state}"].clone() for state in ("exp_avg", "exp_avg_sq")
+            state: fixture.moments[f"{name}/{state}"].clone() for state in ("exp_avg", "exp_avg_sq")
         }
-        one.state[parameter] = {"step": torch.tensor(7.0), **moments}
+        expected_optimizer.state[parameter] = {"step": torch.tensor(7.0), **moments}
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = LoadOptions(source=SourceOptions(config=str(made.folder / "config.json")))
+    options = LoadOptions(source=SourceOptions(config=str(fixture.folder / "config.json")))
     report = uc.load(
         written / f"{kind}-stacked-training", model=model, optimizer=optimizer, options=options
     )
     assert report.step == 7
-    assert train(model, optimizer, 3) == train(expected, one, 3)
+    assert train(model, optimizer, 3) == train(expected, expected_optimizer, 3)
     uc.save(tmp_path / "ours", model=model, optimizer=optimizer, step=10)
     assert uc.verify(tmp_path / "ours", deep=True).ok
 
@@ -219,26 +219,26 @@ def test_training_resumes_from_maxtext(
 def test_convert_gives_a_model_folder(
     models: dict[str, Made], written: Path, tmp_path: Path, kind: str
 ) -> None:
-    made = models[kind]
+    fixture = models[kind]
     report = uc.convert(
         written / f"{kind}-stacked-training",
         tmp_path / "new",
-        source=SourceOptions(config=str(made.folder)),
+        source=SourceOptions(config=str(fixture.folder)),
     )
     assert report.format == "orbax"
-    assert report.tensors == {"model": len(made.state), "optimizer": 3 * len(made.state)}
+    assert report.tensors == {"model": len(fixture.state), "optimizer": 3 * len(fixture.state)}
     assert uc.verify(tmp_path / "new", deep=True).ok
     with uc.open(tmp_path / "new") as source:
         assert all(
             torch.equal(source["optimizer"][name][...], tensor)
-            for name, tensor in made.moments.items()
+            for name, tensor in fixture.moments.items()
         )
-    one, other = (
+    actual_logits, other = (
         transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-        for path in (made.folder, tmp_path / "new")
+        for path in (fixture.folder, tmp_path / "new")
     )
     with torch.no_grad():
-        assert torch.equal(other(IDS).logits, one(IDS).logits)
+        assert torch.equal(other(IDS).logits, actual_logits(IDS).logits)
 
 
 # ---- which model it is
@@ -276,8 +276,8 @@ def test_ambiguous_names_are_kept_with_a_warning(
 
 
 def test_own_names_are_kept(models: dict[str, Made], written: Path) -> None:
-    made = models["llama3"]
-    expected = MaxText(made.model.config, mapped(made.state, as_numpy)).tree(
+    fixture = models["llama3"]
+    expected = MaxText(fixture.model.config, mapped(fixture.state, as_numpy)).tree(
         stacked=True, vocab=128
     )
     with uc.open(written / "llama3-stacked-training", options=SourceOptions(names="own")) as source:
@@ -296,14 +296,14 @@ def test_names_that_identify_the_model(
     models: dict[str, Made], written: Path, kind: str, form: str
 ) -> None:
     """But not how much of the vocabulary is padding."""
-    made = models[kind]
+    fixture = models[kind]
     with uc.open(written / f"{kind}-{form}-training") as source:
-        assert set(source["model"].keys()) == set(made.state)
-        for name, tensor in made.state.items():
-            found = source["model"][name][...]
-            assert torch.equal(found[: len(tensor)], tensor), name
-            assert found.shape == tensor.shape or (
-                name in ("lm_head.weight", "model.embed_tokens.weight") and len(found) == 128
+        assert set(source["model"].keys()) == set(fixture.state)
+        for name, tensor in fixture.state.items():
+            values = source["model"][name][...]
+            assert torch.equal(values[: len(tensor)], tensor), name
+            assert values.shape == tensor.shape or (
+                name in ("lm_head.weight", "model.embed_tokens.weight") and len(values) == 128
             )
 
 

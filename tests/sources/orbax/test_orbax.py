@@ -139,7 +139,9 @@ def test_arrays_are_bitwise_equal(written: Path, name: str) -> None:
         assert equal(source["model"]["half"][2:5, 3:11], WEIGHTS["half"][2:5, 3:11])
         owners = ("layer_0.kernel", "layer_0.bias")
         assert set(source["optimizer"]) == {
-            f"{fqn}/{one}" for fqn in owners for one in ("exp_avg", "exp_avg_sq", "step")
+            f"{fqn}/{state_name}"
+            for fqn in owners
+            for state_name in ("exp_avg", "exp_avg_sq", "step")
         }
         assert equal(source["optimizer"]["layer_0.kernel/exp_avg_sq"][...], MOMENTS["kernel"])
         assert equal(source["optimizer"]["layer_0.bias/step"][...], np.float32(3))
@@ -250,9 +252,9 @@ def test_root_skips_an_incomplete_latest_step(written: Path, tmp_path: Path) -> 
     shutil.copytree(root / "9", root / "11")
     (root / "11" / "commit_success.txt").unlink()
     shutil.copytree(root / "9", root / "12")
-    told = json.loads((root / "12" / "_CHECKPOINT_METADATA").read_text())
+    metadata = json.loads((root / "12" / "_CHECKPOINT_METADATA").read_text())
     (root / "12" / "_CHECKPOINT_METADATA").write_text(
-        json.dumps({**told, "commit_timestamp_nsecs": None})
+        json.dumps({**metadata, "commit_timestamp_nsecs": None})
     )
     shutil.copytree(root / "9", root / "13")
     shutil.rmtree(root / "13" / "items")
@@ -414,9 +416,9 @@ def test_chunk_deleted_after_opening_is_an_error(written: Path, tmp_path: Path) 
 def test_omitted_zero_chunks_of_older_versions(written: Path, tmp_path: Path) -> None:
     shutil.copytree(written / "files-zarr3", tmp_path / "c")
     items = tmp_path / "c" / "3" / "items"
-    told = json.loads((items / "_METADATA").read_text())
+    metadata = json.loads((items / "_METADATA").read_text())
     (items / "_METADATA").write_text(
-        json.dumps({**told, "store_array_data_equal_to_fill_value": False})
+        json.dumps({**metadata, "store_array_data_equal_to_fill_value": False})
     )
     shutil.rmtree(items / "params.layer_0.bias" / "c")
     with uc.open(tmp_path / "c") as source:
@@ -435,13 +437,13 @@ def test_damaged_tree_names_the_file(folder: Path, body: bytes) -> None:
 
 def test_names_outside_the_folder_are_rejected(folder: Path) -> None:
     path = folder / "items" / "_METADATA"
-    told = json.loads(path.read_text())
+    metadata = json.loads(path.read_text())
     leaf = {"value_type": "jax.Array", "skip_deserialize": False}
-    told["tree_metadata"]["__import__('os').abort()"] = {
+    metadata["tree_metadata"]["__import__('os').abort()"] = {
         "key_metadata": [{"key": "../../x", "key_type": 2}],
         "value_metadata": leaf,
     }
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(metadata))
     with pytest.raises(uc.FormatError, match=r"point outside the folder(.|\n)*\.\./\.\./x"):
         uc.open(folder)
 
@@ -535,6 +537,6 @@ def test_moments_of_other_shapes_are_not_adam() -> None:
         ("opt_state", "count"): (),
     }
     shapes |= {("opt_state", "mu", "a"): (3,), ("opt_state", "nu", "a"): (3,)}
-    found = classify_leaves(shapes)
-    assert found.tensors["opt_state", "mu", "a"] == ("opt_state", "mu.a")
-    assert found.scalars == (("opt_state", "count"),)
+    roles = classify_leaves(shapes)
+    assert roles.tensors["opt_state", "mu", "a"] == ("opt_state", "mu.a")
+    assert roles.scalars == (("opt_state", "count"),)

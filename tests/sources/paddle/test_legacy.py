@@ -27,8 +27,8 @@ def unpickled(path: Path) -> Any:
 
 def tensor(array: Any) -> torch.Tensor:
     array = array[1] if isinstance(array, tuple) else array
-    found = torch.from_numpy(array.copy())
-    return found.view(torch.bfloat16) if found.dtype == torch.uint16 else found
+    values = torch.from_numpy(array.copy())
+    return values.view(torch.bfloat16) if values.dtype == torch.uint16 else values
 
 
 def everything(path: Path) -> dict[tuple[str, str], torch.Tensor]:
@@ -45,21 +45,22 @@ def test_bfloat16_with_master_weights() -> None:
         unpickled(folder / "optimizer.pdopt"),
     )
     statics = weights.pop("StructuredToParameterName@@")
-    found = everything(folder)
+    tensors = everything(folder)
     for name, array in weights.items():
-        assert same(found["model", torch_name(name)], as_torch(name, tensor(array)))
-        assert found["model", torch_name(name)].dtype == torch.bfloat16
+        assert same(tensors["model", torch_name(name)], as_torch(name, tensor(array)))
+        assert tensors["model", torch_name(name)].dtype == torch.bfloat16
         assert same(
-            found["master_weights", torch_name(name)],
+            tensors["master_weights", torch_name(name)],
             as_torch(name, tensor(state["master_weights"][statics[name]])),
         )
         for theirs, ours in (("moment1_0", "exp_avg"), ("moment2_0", "exp_avg_sq")):
             key = f"{statics[name]}_fp32_master_0_{theirs}"
             assert same(
-                found["optimizer", f"{torch_name(name)}/{ours}"], as_torch(name, tensor(state[key]))
+                tensors["optimizer", f"{torch_name(name)}/{ours}"],
+                as_torch(name, tensor(state[key])),
             )
-        assert found["optimizer", f"{torch_name(name)}/step"] == 2  # beta1 ** 3 is stored
-    assert len(found) == 5 * len(weights)
+        assert tensors["optimizer", f"{torch_name(name)}/step"] == 2  # beta1 ** 3 is stored
+    assert len(tensors) == 5 * len(weights)
 
 
 def test_layers_of_an_unknown_model() -> None:
@@ -70,11 +71,11 @@ def test_layers_of_an_unknown_model() -> None:
         unpickled(folder / "optimizer.tp00_pp00.pdopt"),
     )
     statics = weights.pop("StructuredToParameterName@@")
-    found = everything(folder)
+    tensors = everything(folder)
     for name, array in weights.items():
-        assert same(found["model", name], tensor(array).t())
+        assert same(tensors["model", name], tensor(array).t())
         assert same(
-            found["optimizer", f"{name}/exp_avg"], tensor(state[f"{statics[name]}_moment1_0"]).t()
+            tensors["optimizer", f"{name}/exp_avg"], tensor(state[f"{statics[name]}_moment1_0"]).t()
         )
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 6), "b": torch.nn.Linear(6, 2)})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -87,9 +88,9 @@ def test_slices_and_old_protocols_give_the_same_model(name: str) -> None:
     """The fixtures are one model: as a Unified Checkpoint, pickled by two tensor parallel ranks,
     pickled in protocol 2.
     """
-    whole, found = everything(FIXTURES / "fused"), everything(FIXTURES / name)
-    assert found.keys() == {key for key in whole if name == "fused_tp2" or key[0] == "model"}
-    assert all(same(tensor, whole[key]) for key, tensor in found.items())
+    expected, state = everything(FIXTURES / "fused"), everything(FIXTURES / name)
+    assert state.keys() == {key for key in expected if name == "fused_tp2" or key[0] == "model"}
+    assert all(same(tensor, expected[key]) for key, tensor in state.items())
 
 
 @pytest.mark.parametrize("name", ["fused", "fused_tp2"])
@@ -129,9 +130,9 @@ def test_files_of_any_mesh_are_joined(tmp_path: Path) -> None:
     half of the layers' names, each rank of the sharding half of the state.
     """
     meshed(tmp_path / "c")
-    whole, found = everything(FIXTURES / "fused"), everything(tmp_path / "c")
-    assert found.keys() == whole.keys()
-    assert all(same(tensor, whole[key]) for key, tensor in found.items())
+    expected, state = everything(FIXTURES / "fused"), everything(tmp_path / "c")
+    assert state.keys() == expected.keys()
+    assert all(same(tensor, expected[key]) for key, tensor in state.items())
 
 
 def meshed(folder: Path) -> None:
@@ -229,17 +230,17 @@ def test_replicated_key_heads_are_not_joined(tmp_path: Path) -> None:
             folder / f"model_state.tp0{tp}.pdparams",
             {f"llama.layers.0.self_attn.{n}.weight": a for n, a in arrays.items()},
         )
-    found = everything(folder)
+    state = everything(folder)
     prefix = "model.layers.0.self_attn"
     assert same(
-        found["model", f"{prefix}.k_proj.weight"], torch.from_numpy(slices[0]["k_proj"]).t()
+        state["model", f"{prefix}.k_proj.weight"], torch.from_numpy(slices[0]["k_proj"]).t()
     )
     assert same(
-        found["model", f"{prefix}.q_proj.weight"],
+        state["model", f"{prefix}.q_proj.weight"],
         torch.from_numpy(np.concatenate([s["q_proj"] for s in slices], 1)).t(),
     )
     assert same(
-        found["model", f"{prefix}.o_proj.weight"],
+        state["model", f"{prefix}.o_proj.weight"],
         torch.from_numpy(np.concatenate([s["o_proj"] for s in slices], 0)).t(),
     )
     slices[1]["k_proj"] = slices[0]["k_proj"] + 1
@@ -278,17 +279,17 @@ def test_arrays_are_read_from_the_file(tmp_path: Path, protocol: int, order: Any
     if protocol > 2:
         arrays = {name: np.asarray(array, order=order) for name, array in arrays.items()}
     dump(tmp_path / "x.pdparams", {**arrays, "nested": ("name", arrays["floats"])}, protocol)
-    told = load_arrays(str(tmp_path / "x.pdparams"))
-    assert isinstance(told["floats"].raw, FileBytes)  # was not read
-    held = map_arrays(str(tmp_path / "x.pdparams"), told)
+    content = load_arrays(str(tmp_path / "x.pdparams"))
+    assert isinstance(content["floats"].raw, FileBytes)  # was not read
+    tensors = map_arrays(str(tmp_path / "x.pdparams"), content)
     from unified_ckpt.core.sharding.boxes import Box, full_box
 
     for name, array in {**arrays, "nested": arrays["floats"]}.items():
         assert same(
-            held[name].load(full_box(held[name].shape)),
+            tensors[name].load(full_box(tensors[name].shape)),
             tensor(np.ascontiguousarray(array).reshape(array.shape)),
         )
-    assert same(held["floats"].load(Box((3, 5), (2, 9))), tensor(arrays["floats"])[3:5, 5:14])
+    assert same(tensors["floats"].load(Box((3, 5), (2, 9))), tensor(arrays["floats"])[3:5, 5:14])
 
 
 def test_array_split_by_an_old_protocol(tmp_path: Path) -> None:
@@ -297,19 +298,19 @@ def test_array_split_by_an_old_protocol(tmp_path: Path) -> None:
     """
     array = np.arange(120, dtype="f4").reshape(10, 12)
     parts = {f"w@@.{i}": array.reshape(-1)[i * 50 : (i + 1) * 50] for i in range(3)}
-    told = {
+    content = {
         **parts,
         "UnpackBigParamInfor@@": {"w": {"OriginShape": (10, 12), "slices": list(parts)}},
     }
     path = tmp_path / "x.pdparams"
-    dump(path, told, 2)
-    held = map_arrays(str(path), load_arrays(str(path)))
+    dump(path, content, 2)
+    tensors = map_arrays(str(path), load_arrays(str(path)))
     from unified_ckpt.core.sharding.boxes import Box
 
-    assert list(held) == ["w"]
-    assert same(held["w"].load(Box((3, 2), (5, 7))), torch.from_numpy(array[3:8, 2:9]))
-    del told["w@@.1"]
-    dump(path, told, 2)
+    assert list(tensors) == ["w"]
+    assert same(tensors["w"].load(Box((3, 2), (5, 7))), torch.from_numpy(array[3:8, 2:9]))
+    del content["w@@.1"]
+    dump(path, content, 2)
     with pytest.raises(uc.IncompleteError, match="w: got 2 of 3 parts"):
         map_arrays(str(path), load_arrays(str(path)))
 

@@ -93,8 +93,8 @@ def test_quantized_moments_equal_paddles(
             if "moment" in one
         ):
             owner, _, kind = key.partition("/")
-            found = source["optimizer"][f"{torch_name(owner)}/{STATES[kind]}"][...]
-            digest.update(key.encode() + as_torch(key, found).contiguous().numpy().tobytes())
+            moment = source["optimizer"][f"{torch_name(owner)}/{STATES[kind]}"][...]
+            digest.update(key.encode() + as_torch(key, moment).contiguous().numpy().tobytes())
         if name == "tp2_O1_rm":
             assert "master_weights" not in source.parts  # `remove_master_weight`
             check_weights(source, "model", stored(FIXTURES / "single_bf16", "model-"))
@@ -203,9 +203,9 @@ def test_peft_loads_the_lora_adapter(tmp_path: Path) -> None:
         model = get_peft_model(
             llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
         )
-    found = set_peft_model_state_dict(model, load_file(tmp_path / "c" / "model.safetensors"))
-    assert not found.unexpected_keys
-    assert not [name for name in found.missing_keys if "lora" in name]
+    result = set_peft_model_state_dict(model, load_file(tmp_path / "c" / "model.safetensors"))
+    assert not result.unexpected_keys
+    assert not [name for name in result.missing_keys if "lora" in name]
 
 
 def test_training_resumes_in_torch() -> None:
@@ -359,9 +359,9 @@ def cut(path: Path) -> None:
 
 def flip(path: Path) -> None:
     """Turns a bit in the header's first name."""
-    held = bytearray(path.read_bytes())
-    held[20] ^= 1
-    path.write_bytes(held)
+    content = bytearray(path.read_bytes())
+    content[20] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(

@@ -114,14 +114,14 @@ def test_raw_pickle_of_allowed_globals(tmp_path: Path, protocol: int) -> None:
 def test_torch_file_is_mapped(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(8.0), "n": np.arange(3), "step": 3}, path)
-    found = load_torch(str(path))
-    assert found["step"] == 3
-    assert np.array_equal(found["n"], np.arange(3))
+    value = load_torch(str(path))
+    assert value["step"] == 3
+    assert np.array_equal(value["n"], np.arange(3))
     with path.open("r+b") as file:  # what is in the file now is what the tensor has
         body = path.read_bytes()
         file.seek(body.index(torch.arange(8.0).numpy().tobytes()))
         file.write(np.float32(7).tobytes())
-    assert found["w"][0] == 7
+    assert value["w"][0] == 7
 
 
 def packed(path: Path) -> bytes:
@@ -190,14 +190,14 @@ def test_archive_without_checksums_is_mapped(tmp_path: Path) -> None:
 
 def test_bytearray_bomb_is_rejected(tmp_path: Path) -> None:
     """Symptom: a file of 360 bytes takes 4 GiB and 20 s."""
-    held = (
+    pickled = (
         b"\x80\x02}(X\x01\x00\x00\x00ac__builtin__\nbytearray\n\x8a\x05"
         + (1 << 20).to_bytes(5, "little")
         + b"\x85Ru."
     )
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
-        for name, body in (("data.pkl", held), ("byteorder", b"little"), ("version", b"3\n")):
+        for name, body in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
             archive.writestr(f"x/{name}", body)
     with pytest.raises(
         FormatError,
@@ -215,9 +215,9 @@ def test_archive_with_damaged_end_names_the_file(tmp_path: Path) -> None:
     """Symptom: a raw zipfile.BadZipFile."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(80.0)}, path)
-    held = bytearray(path.read_bytes())
-    held[held.rindex(b"PK\x06\x07") + 16] ^= 2  # on how many disks it is
-    path.write_bytes(held)
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\x06\x07") + 16] ^= 2  # on how many disks it is
+    path.write_bytes(content)
     with pytest.raises(FormatError, match=r"x\.pt: is damaged, .* multiple disks"):
         load_torch(str(path))
 
@@ -233,9 +233,9 @@ def test_placeholders_replace_named_classes(tmp_path: Path) -> None:
     torch.save({"args": argparse.Namespace(tp=2)}, path)
     with pytest.raises(FormatError, match=r"argparse\.Namespace"):
         load_torch(str(path))
-    found = load_torch(str(path), placeholders=["argparse.Namespace"])["args"]
-    assert isinstance(found, Placeholder)
-    assert found.state == {"tp": 2}
+    placeholder = load_torch(str(path), placeholders=["argparse.Namespace"])["args"]
+    assert isinstance(placeholder, Placeholder)
+    assert placeholder.state == {"tp": 2}
 
 
 @pytest.mark.parametrize("cut", [0, 10, 100, -10])

@@ -1,4 +1,4 @@
-"""The command line, on checkpoints that `uc.save` and the safetensors library have written."""
+"""Run the command line on checkpoints written by `uc.save` and the safetensors library."""
 
 from __future__ import annotations
 

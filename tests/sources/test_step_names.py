@@ -1,6 +1,4 @@
-"""Steps that other engines have written into a run's folder: found in each engine's own naming,
-restored, listed, and never removed.
-"""
+"""Steps of other frameworks in a run's folder are found by name, restored, listed, never removed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""MaxText's checkpoints, written by Orbax from trees of its form: read bitwise as the Hugging Face
-models that they were made from.
-"""
+"""MaxText checkpoints, written by Orbax, equal the Hugging Face models that they come from."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Pytrees that Orbax wrote, of any model: read bitwise through tensorstore, found in every kind of
-folder, refused where damaged.
-"""
+"""Orbax pytrees of any model are read bitwise from every kind of folder; damage is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam's steps from powers of its betas: exact where float32 tells, refused where it does not."""
+"""Adam's steps follow exactly from the powers of its betas, or are rejected."""
 
 from __future__ import annotations
 

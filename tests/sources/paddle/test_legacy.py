@@ -1,5 +1,6 @@
-"""PaddleNLP's folders of .pdparams and .pdopt: read lazily, joined over ranks; hostile and damaged
-pickles refused, not run.
+"""Folders of .pdparams and .pdopt are read lazily and joined over ranks.
+
+Hostile and damaged pickles are rejected, not executed.
 """
 
 from __future__ import annotations

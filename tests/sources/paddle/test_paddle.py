@@ -1,5 +1,6 @@
-"""PaddleNLP's Unified Checkpoints: every kind read bit for bit, in torch's names and orientation;
-damaged and doubtful ones refused.
+"""PaddleNLP Unified Checkpoints are read bit for bit in torch's names and layout.
+
+Damaged and ambiguous ones are rejected.
 """
 
 from __future__ import annotations

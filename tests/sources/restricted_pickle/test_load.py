@@ -1,6 +1,4 @@
-"""Pickles of strangers: read where they hold what formats hold, refused with what they asked for
-where not; nothing of them is ever run.
-"""
+"""Foreign pickles are read if they hold only allowed classes, else rejected; never executed."""
 
 from __future__ import annotations
 

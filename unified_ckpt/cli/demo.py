@@ -353,9 +353,7 @@ def run_demo(demo: Demo) -> dict[str, Any]:
     demo.baseline = demo.launch(
         "baseline", dp=1, tp=1, until=UNTIL_1_RANK, save_every=0, resume=None
     )
-    demo.print_line(
-        COLUMNS.format("step", "layout", "loss", "baseline", "difference")
-    )
+    demo.print_line(COLUMNS.format("step", "layout", "loss", "baseline", "difference"))
     # Let the baseline run ahead: waiting for it would delay the kill.
     demo.baseline_loss(KILL_AFTER + SAVE_EVERY)
     resume: Path | None = None

@@ -1,4 +1,4 @@
-"""TODO: what tests of async share."""
+"""Storages that stop at a gate, and models for tests of background saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO: what tests of repair share."""
+"""A good checkpoint, and readers of its files for tests of repair."""
 
 from __future__ import annotations
 

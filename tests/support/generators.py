@@ -1,4 +1,4 @@
-"""TODO: what tests of rng share."""
+"""Random numbers drawn from every generator of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO: what tests of maxtext share."""
+"""Trees of tensors as MaxText has them, made from Hugging Face models."""
 
 from __future__ import annotations
 

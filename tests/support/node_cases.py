@@ -1,4 +1,4 @@
-"""TODO: what tests of nodes share."""
+"""Drawn layouts over simulated nodes, and the tensors that each node holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO: what tests of node_commit share."""
+"""Saves of two simulated nodes on storages that fail, and what they leave."""
 
 from __future__ import annotations
 

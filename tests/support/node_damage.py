@@ -1,4 +1,4 @@
-"""TODO: what tests of damage share."""
+"""Damages folders of simulated nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO: what tests of coverage share."""
+"""Inventories of folders that exist only as declarations."""
 
 from __future__ import annotations
 

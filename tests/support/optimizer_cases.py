@@ -1,4 +1,4 @@
-"""TODO: what tests of optimizers share."""
+"""Optimizers of torch with a model, steps and comparisons."""
 
 from __future__ import annotations
 

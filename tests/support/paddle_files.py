@@ -1,4 +1,4 @@
-"""TODO: what tests of paddle share."""
+"""Rewrites and compares folders of PaddleNLP."""
 
 from __future__ import annotations
 

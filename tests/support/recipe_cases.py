@@ -1,4 +1,4 @@
-"""TODO: what tests of recipes share."""
+"""Draws recipes, with the same calls of numpy as oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO: what tests of reshard share."""
+"""Draws a state with a layout to save and layouts to load, and checks the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO: what tests of sigkill share."""
+"""Real processes that save in a loop and are killed, and checks of what they leave."""
 
 from __future__ import annotations
 

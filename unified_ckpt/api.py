@@ -337,11 +337,10 @@ class Checkpointer:
         """Collective at the first load. Return the node of each rank."""
         if self._nodes is None:
             comm, node = self._get_comm(), self._node or node_id()
-            self._nodes = [0]
+            nodes = [0]
             if comm.world > 1:
-                self._nodes = gather_node_numbers(
-                    comm, title, node, timeout_seconds=timeout_seconds
-                )
+                nodes = gather_node_numbers(comm, title, node, timeout_seconds=timeout_seconds)
+            self._nodes = nodes  # only once all ranks know them: a failed call gathers again
         return self._nodes
 
     def _get_comm(self) -> comms.Comm:

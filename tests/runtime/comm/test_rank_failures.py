@@ -68,18 +68,18 @@ class Moments:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def arm(self, moment: tuple[int, int]) -> None:
-        self.at, self.failed, self.seen = moment, "", {}
+        self.moment, self.failed, self.seen = moment, "", {}
 
     def disarm(self) -> None:
-        self.at = None
+        self.moment = None
 
     def pass_by(self, what: str) -> None:
         rank = getattr(threading.current_thread(), "of_rank", None)
-        if rank is None or self.at is None:
+        if rank is None or self.moment is None:
             return
         with self._lock:
             number = self.seen[rank] = self.seen.get(rank, 0) + 1
-            hit = self.at == (rank, number)
+            hit = self.moment == (rank, number)
         if hit:
             self.failed = what
             raise StorageError("made to fail")

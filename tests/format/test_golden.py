@@ -1,0 +1,106 @@
+"""Checkpoints that an earlier commit wrote are read by this one, value by value.
+
+How a change could break the format: it reads its own folders, for it writes them in the new way.
+These folders were written once. Expected values follow from names and shapes, not from our reader.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import unified_ckpt as uc
+from tests.support import golden
+
+NODE_FOLDERS = [f"nodes/node-{node}/checkpoint-7" for node in range(golden.NODES)]
+FOLDERS = ["everything", "several-files", "without-model", "adapter", *NODE_FOLDERS]
+
+
+def blank(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Targets of the same shapes and dtypes; what is tied stays tied."""
+    targets: dict[int, torch.Tensor] = {}
+    return {
+        name: targets.setdefault(id(value), torch.zeros_like(value))
+        for name, value in tensors.items()
+    }
+
+
+def check(targets: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert targets.keys() == expected.keys()
+    for name, value in expected.items():
+        assert targets[name].dtype == value.dtype, name
+        assert torch.equal(targets[name], value), name
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_golden_folder_verifies(folder: str) -> None:
+    report = uc.verify(golden.GOLDEN / folder, deep=True)
+    assert report.ok, report.problems
+    assert json.loads((golden.GOLDEN / folder / "unified_checkpoint.json").read_text())[
+        "format_version"
+    ].startswith("1.")
+
+
+def test_golden_state_loads() -> None:
+    """Every part, and what is no tensor."""
+    targets: dict[str, Any] = {
+        "model": blank(golden.model()),
+        "master_weights": blank(golden.master_weights()),
+        "optimizer": blank(golden.optimizer()),
+        "parts": {"ema": blank(golden.ema())},
+    }
+    options = uc.LoadOptions(verify="full")
+    report = uc.load(golden.GOLDEN / "everything", **targets, options=options)
+    check(targets["model"], golden.model())
+    check(targets["master_weights"], golden.master_weights())
+    check(targets["optimizer"], golden.optimizer())
+    check(targets["parts"]["ema"], golden.ema())
+    extra = dict(report.extra)
+    assert np.array_equal(extra.pop("table"), golden.EXTRA["table"])
+    assert extra == {name: golden.EXTRA[name] for name in ("epoch", "names", "day")}
+    assert (report.step, report.rank_extra) == (7, {"rank": 0})
+
+
+def test_golden_files_open_in_safetensors() -> None:
+    """Plain files with an index, tied tensors stored once."""
+    folder = golden.GOLDEN / "several-files"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    stored = {name: load_file(folder / file)[name] for name, file in index.items()}
+    expected = {name: value for name, value in golden.model().items() if name != "head.weight"}
+    check(stored, expected)
+    assert len(set(index.values())) > 1
+
+
+def test_golden_model_without_file_loads() -> None:
+    tensors, _ = golden.bfloat16_model()
+    targets = blank(tensors)
+    uc.load(golden.GOLDEN / "without-model", model=targets)
+    check(targets, tensors)
+
+
+def test_golden_adapter_loads() -> None:
+    targets = blank(golden.adapter())
+    uc.load(golden.GOLDEN / "adapter", parts={"adapter_model": targets})
+    check(targets, golden.adapter())
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_golden_nodes_load(tmp_path: Path, lost: int | None) -> None:
+    """Together, and with either node lost: the copy on the other one has its shards."""
+    paths = [
+        Path(shutil.copytree(golden.GOLDEN / folder, tmp_path / str(node)))
+        for node, folder in enumerate(NODE_FOLDERS)
+        if node != lost
+    ]
+    expected = {name: golden.model()[name] for name in ("embed.weight", "scalar")}
+    targets = blank(expected)
+    uc.load(paths, model=targets)
+    check(targets, expected)

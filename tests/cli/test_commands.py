@@ -118,8 +118,8 @@ def test_inspect_prints_the_manifest(folder: Path, capsys: pytest.CaptureFixture
         assert text_part in text
     assert "step           7\n" in text
     assert (
-        "epoch=3, loss=float(nan), seen=Counter(1), w=torch.Tensor(float32, [3]), shape=(1, 2), device=torch.device(cpu)"
-        in text
+        "epoch=3, loss=float(nan), seen=Counter(1), w=torch.Tensor(float32, [3]), shape=(1, 2), "
+        "device=torch.device(cpu)" in text
     )
     assert (
         "param group 0  1 parameter: lr=0.5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01"
@@ -201,7 +201,10 @@ def test_inspect_reads_hugging_face_folders_and_urls(
 
 @pytest.mark.parametrize("extra", [[], ["--all", "--match", "*embed*"], ["--json"]])
 def test_inspect_does_not_import_torch(folder: Path, extra: list[str]) -> None:
-    program = "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); sys.exit(code or 3 * ('torch' in sys.modules))"
+    program = (
+        "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 3 * ('torch' in sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, "inspect", str(folder), *extra],
         capture_output=True,
@@ -282,8 +285,8 @@ def test_verify_deep_names_the_damaged_tensor(
     run_verb(capsys, "verify", folder)
     text = run_verb(capsys, "verify", folder, "--deep", code=1)
     assert (
-        "damaged, 1 problem\n  ema:model.layers.9.mlp.up.weight: block 0 (from byte 0 of the tensor, in ema-00002"
-        in text
+        "damaged, 1 problem\n  ema:model.layers.9.mlp.up.weight: block 0 (from byte 0 of the "
+        "tensor, in ema-00002" in text
     )
     result = json.loads(run_verb(capsys, "verify", folder, "--deep", "--json", code=1))
     assert (result["ok"], len(result["problems"])) == (False, 1)
@@ -319,8 +322,8 @@ def test_verify_damaged_index_and_digests(folder: Path, capsys: pytest.CaptureFi
     edit_index(folder, "ema", lambda index: index["weight_map"].pop("model.embed.weight"))
     text = run_verb(capsys, "verify", "--deep", folder, code=1)
     assert (
-        "ema-00001-of-00002.safetensors: only its header lists 'model.embed.weight', expected the same tensors in both"
-        in text
+        "ema-00001-of-00002.safetensors: only its header lists 'model.embed.weight', expected the "
+        "same tensors in both" in text
     )
     assert "ema:lm_head.weight: is tied to model.embed.weight" in text
     os.truncate(folder / "ema.safetensors.index.json", 20)

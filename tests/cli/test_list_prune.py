@@ -1,4 +1,4 @@
-"""`unified-ckpt list` and `prune`: what lies under a root, and what goes by which rule."""
+"""`unified-ckpt list` shows what is under a root; `prune` removes what no rule keeps."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_prune_ignores_damaged_newer_checkpoints(
     assert steps_in(tmp_path) == [10, 20, 25, 30]
     assert "kept checkpoint-20: damaged, and ignored by the rules: optimizer.safetensors: " in text
     assert (
-        "kept checkpoint-30: damaged, and ignored by the rules: model.safetensors: its header has CRC "
-        in text
+        "kept checkpoint-30: damaged, and ignored by the rules: model.safetensors: "
+        "its header has CRC " in text
     )
     with manager_of(None, tmp_path) as manager:
         assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
@@ -294,7 +294,8 @@ def test_list_skips_unreadable_folders_with_a_warning(
     assert "1 checkpoint" in captured.out
     assert (
         captured.err
-        == f"unified-ckpt list: skipping {tmp_path / 'lost+found'}, which cannot be read: Permission denied\n"
+        == f"unified-ckpt list: skipping {tmp_path / 'lost+found'}, which cannot be read: "
+        "Permission denied\n"
     )
 
 
@@ -438,7 +439,10 @@ def test_prune_without_rules_is_a_usage_error(
 @pytest.mark.parametrize("verb", [["list"], ["list", "--json"], ["prune", "--keep-latest", "1"]])
 def test_list_and_prune_do_not_import_torch(tmp_path: Path, verb: list[str]) -> None:
     save_steps(tmp_path, 1, 2)
-    program = "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); sys.exit(code or 3 * ('torch' in sys.modules))"
+    program = (
+        "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 3 * ('torch' in sys.modules))"
+    )
     command = [sys.executable, "-c", program, verb[0], str(tmp_path), *verb[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

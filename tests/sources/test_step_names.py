@@ -1,4 +1,4 @@
-"""Steps of other frameworks in a run's folder are found by name, restored, listed, never removed."""
+"""Steps of other frameworks are found by name, restored, listed, and never removed."""
 
 from __future__ import annotations
 
@@ -171,7 +171,10 @@ def test_list_steps_includes_unified_and_broken_steps(tmp_path: Path) -> None:
 
 def test_list_steps_does_not_import_torch(tmp_path: Path) -> None:
     mark(tmp_path, "trainer", 8)
-    code = f"import sys, json; from unified_ckpt.sources.step_names import list_steps; found = list_steps({str(tmp_path)!r})"
+    code = (
+        "import sys, json; from unified_ckpt.sources.step_names import list_steps; "
+        f"found = list_steps({str(tmp_path)!r})"
+    )
     script = f"{code}; print(json.dumps([len(found), 'torch' in sys.modules]))"
     assert json.loads(
         subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout
@@ -384,8 +387,8 @@ def test_restore_prefers_the_pointed_step(
     with manager_of(None, tmp_path) as manager:
         assert manager.restore(**targets) is not None
         assert (
-            f"{newer} is skipped: {pointer} names {named.name}, which is loaded; restore(9) loads this one"
-            in caplog.text
+            f"{newer} is skipped: {pointer} names {named.name}, which is loaded; "
+            "restore(9) loads this one" in caplog.text
         )
         shutil.rmtree(named)
         caplog.clear()

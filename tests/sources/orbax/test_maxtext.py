@@ -57,7 +57,8 @@ def written(models: dict[str, Made], tmp_path_factory: pytest.TempPathFactory) -
             if (kind, "stacked" if stacked else "unstacked") not in PAIRS:
                 continue
             for trained in (True, False) if kind == "llama3" else (True,):
-                name = f"{kind}-{'stacked' if stacked else 'unstacked'}-{'training' if trained else 'inference'}"
+                layers = "stacked" if stacked else "unstacked"
+                name = f"{kind}-{layers}-{'training' if trained else 'inference'}"
                 jobs.append(
                     job(
                         root / name,

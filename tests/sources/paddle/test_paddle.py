@@ -278,7 +278,7 @@ def model_only(tmp_path: Path, name: str = "single_bf16") -> Path:
 
 
 def test_folder_with_hugging_face_names_is_paddle(tmp_path: Path) -> None:
-    """Symptom elsewhere: bfloat16 is read as integers (U16), and weights are turned the wrong way."""
+    """Symptom elsewhere: bfloat16 is read as integers (U16), and weights are transposed."""
     folder = model_only(tmp_path)
     with uc.open(folder) as source:
         assert source.format == "paddle"

@@ -199,7 +199,7 @@ def test_bytearray_bomb_is_rejected(tmp_path: Path) -> None:
             archive.writestr(f"x/{name}", body)
     with pytest.raises(
         FormatError,
-        match=r"x\.pt: asks for classes that are not loaded from files \(1\):\n  builtins\.bytearray",
+        match=r"x\.pt: asks for classes .* not loaded from files \(1\):\n  builtins\.bytearray",
     ):
         load_torch(str(path))
     torch.save(

@@ -264,7 +264,7 @@ def test_unstorable_value_is_named_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(uc.FormatError, match=r"extra\.lightning\.mine\.function: got"):
         made.fit(Careless())
     with pytest.raises(
-        uc.FormatError, match=r"extra\.lightning\.hyper_parameters\.activation: found"
+        uc.FormatError, match=r"extra\.lightning\.hyper_parameters\.activation: got"
     ) as caught:
         trainer(tmp_path, checkpoints={}).fit(Lambda())
     assert "save_hyperparameters(ignore" in caught.value.__notes__[0]

@@ -367,6 +367,7 @@ def describe_meshes(resolver: ShardingResolver) -> Mapping[str, object]:
 
 
 def make_resolver(comm: Comm, layout: Layout | None) -> ShardingResolver:
+    """Return a resolver for this rank. LayoutError where the layout's mesh is not the world."""
     if layout is not None:
         layout.check_world(comm.world)
     return ShardingResolver(comm.rank, comm.ranks, layout)

@@ -117,7 +117,7 @@ class SlowUnified:
 
 
 def owned(state: State, kind: str) -> list[torch.Tensor]:
-    """The bytes that this rank writes: its own, or its even share of what all hold; uint8, views."""
+    """The bytes that this rank writes: its own, or its even share of what all hold; uint8, views."""  # noqa: E501
     views = [local.view(-1).view(torch.uint8) for local in locals_of(state.tensors()).values()]
     if kind != "replica":
         return views

@@ -2,7 +2,7 @@
 well does it run beside one?
 
 python benchmarks/bench_async.py --size 1GiB --ranks 1,2 --kind dim0,inner,replica --out results/async.jsonl
-"""
+"""  # noqa: E501
 
 import os
 import statistics

@@ -134,8 +134,8 @@ def inventory_of(
             f"{part}{SHARD_SUFFIX}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
         ] + [f"{part}.safetensors.index.json"]
     return Inventory(
-        root="/local/run/checkpoint-1000", node=node, folder_id="", save_id="0" * 16, created="2026-01-01T00:00:00+00:00",
-        group_count=nodes, group_number=node, ranks=tuple(range(node * TP, (node + 1) * TP)), files=tuple(files), tensor_list=listing,
+        root="/local/run/checkpoint-1000", node=node, folder_id="", save_id="0" * 16, created="2026-01-01T00:00:00+00:00",  # noqa: E501
+        group_count=nodes, group_number=node, ranks=tuple(range(node * TP, (node + 1) * TP)), files=tuple(files), tensor_list=listing,  # noqa: E501
         spans=spans, problems=(), world_size=nodes * TP, totals=totals, rank_extras=nodes * TP,
     )  # fmt: skip
 
@@ -265,7 +265,7 @@ def headers_of(node: int, rows: Sequence[TensorDecl]) -> list[tuple[bytes, int]]
 
 
 def open_one(joint: ClusterSource, number: int, headers: Sequence[tuple[bytes, int]]) -> None:
-    """What a rank does before it reads from one more folder, once it has the bytes of its headers."""
+    """What a rank does before it reads from one more folder, once it has the bytes of its headers."""  # noqa: E501
     for head, size in headers:
         parse_header(head, file_size=size, file="bench")
     joint._index.keys_in_folder(number)

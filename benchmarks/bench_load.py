@@ -2,7 +2,7 @@
 number of ranks.
 
 python benchmarks/bench_load.py --size 1GiB --ranks 1,2,4 --kind dim0,inner --scenario same,reshard,world --out results/load.jsonl
-"""
+"""  # noqa: E501
 
 import os
 import shutil

@@ -3,7 +3,7 @@
 a row for each rank; the files have holes in place of bytes.
 
 python benchmarks/bench_open_dcp.py --ranks 64,1024,16384 --shards 300000 --out benchmarks/results/open-dcp.jsonl
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ STATES = (
 def forget() -> None:
     """Empties the planner's caches: each run is a first save."""
     for function in (
-        slabs.choose_grain, slabs.own_runs_only, slabs.segments, slabs.segments_nbytes, slabs.slab_boxes, shardings._intervals, shardings._positions,
+        slabs.choose_grain, slabs.own_runs_only, slabs.segments, slabs.segments_nbytes, slabs.slab_boxes, shardings._intervals, shardings._positions,  # noqa: E501
         exchange._ranks_along,
     ):  # fmt: skip
         function.cache_clear()

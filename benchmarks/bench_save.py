@@ -2,7 +2,7 @@
 run, on the same bytes.
 
 python benchmarks/bench_save.py --size 1GiB --ranks 1,2,4 --kind dim0,inner --repeats 5 --out results/save.jsonl
-"""
+"""  # noqa: E501
 
 import os
 import sys
@@ -57,7 +57,8 @@ def check_save(check: Check, folder: Path, durable: bool) -> Mapping[str, object
     }
     if durable and dirty:
         raise RuntimeError(
-            f"{folder}: claims to be durable, but there were bytes not yet on disk when it returned: {dirty}"
+            f"{folder}: claims to be durable, but there were bytes not yet on disk when it "
+            f"returned: {dirty}"
         )
     check()
     return {
@@ -220,7 +221,7 @@ def hf_contests(scratch: Path, state: State, options: Namespace) -> Contests:
 
 
 def first_row(trial: Trial, same: Mapping[str, object]) -> dict[str, object]:
-    """The first save in the life of the process: planning, buffers never touched, nothing cached."""
+    """The first save in the life of the process: planning, buffers never touched, nothing cached."""  # noqa: E501
     return {
         **same,
         "case": f"{trial.case.name}_first",

@@ -87,7 +87,8 @@ def dirty_bytes(path: Path) -> int:
     try:
         if CDLL(None).syscall(CACHESTAT, descriptor, byref(span), byref(found), 0):
             raise OSError(
-                f"{path}: cachestat failed; a kernel of 6.5 or later is needed to see whether a save is durable"
+                f"{path}: cachestat failed; a kernel of 6.5 or later is needed to see whether a "
+                f"save is durable"
             )
     finally:
         os.close(descriptor)
@@ -95,7 +96,7 @@ def dirty_bytes(path: Path) -> int:
 
 
 def timed(run: Callable[[], object]) -> Sample:
-    """Collective. All ranks start together; the clock is one for all, for they are on one machine."""
+    """Collective. All ranks start together; the clock is one for all, for they are on one machine."""  # noqa: E501
     gc.collect()
     Path("/proc/self/clear_refs").write_text(
         "5"

@@ -263,14 +263,16 @@ def check_merged(folder: Path, state: State, kind: str, *, files: int) -> None:
         )
     if len(set(mapped.values())) != files:
         raise RuntimeError(
-            f"{where}: {len(set(mapped.values()))} files, raw wrote {files}; set --max-file-bytes to compare the same work"
+            f"{where}: {len(set(mapped.values()))} files, raw wrote {files}; set "
+            f"--max-file-bytes to compare the same work"
         )
     for file in set(mapped.values()):
         with safe_open(folder / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118, not a dict
                 if opened.get_slice(name).get_shape() != list(tensors[name].shape):
                     raise RuntimeError(
-                        f"{where}: {name} has shape {opened.get_slice(name).get_shape()}, needed {tensors[name].shape}"
+                        f"{where}: {name} has shape {opened.get_slice(name).get_shape()}, "
+                        f"needed {tensors[name].shape}"
                     )
     read_slices(
         folder,

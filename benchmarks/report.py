@@ -355,10 +355,16 @@ COLUMNS = {
 
 
 def title(row: Row) -> str:
-    where = f"{row['bench']}: {row['size']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}, {row['kind']}"
+    where = (
+        f"{row['bench']}: {row['size']}, {row['ranks']} "
+        f"rank{'s' if row['ranks'] > 1 else ''}, {row['kind']}"
+    )
     if row["bench"] != "load":
         return f"{where}, {row['ops']} steps" if "ops" in row else where
-    return f"{where}, {row['scenario']} (saved as {row['saved_kind']} by {row['saved_ranks']}), {row['cache']}"
+    return (
+        f"{where}, {row['scenario']} (saved as {row['saved_kind']} by {row['saved_ranks']}), "
+        f"{row['cache']}"
+    )
 
 
 def verdict(finding: Finding) -> list[str]:

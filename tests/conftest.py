@@ -1,4 +1,4 @@
-"""Settings for every test: hypothesis without deadlines (machines are shared), and who runs which
+"""Settings for every test: hypothesis without deadlines (nodes are shared), and who runs which
 tests where several processes do.
 """
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "shared-machine", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "shared-node", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("shared-machine")
+settings.load_profile("shared-node")
 
 
 @pytest.hookimpl(optionalhook=True)  # without `-n` there is nobody who asks

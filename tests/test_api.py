@@ -35,7 +35,7 @@ from unified_ckpt.testing import make_checkpointer, run_ranks
 
 
 class Net(nn.Module):
-    """An embedding, a block and a head, tied on demand; a buffer that is kept and one that is not."""
+    """An embedding, a block and a head, tied on demand; a buffer that is kept and one that is not."""  # noqa: E501
 
     def __init__(self, *, tied: bool = False, seed: int = 0) -> None:
         super().__init__()
@@ -459,7 +459,8 @@ def test_only_the_model_is_saved(tmp_path: Path) -> None:
     other = Net(seed=1)
     with pytest.raises(
         uc.MismatchError,
-        match=r"model:embed\.weight: checkpoint has dtype BF16, target has F32; pass LoadOptions\(cast=True\) to cast",
+        match=r"model:embed\.weight: checkpoint has dtype BF16, target has F32; pass "
+        r"LoadOptions\(cast=True\) to cast",
     ):
         uc.load(tmp_path / "c", model=other)
     assert same_state(other, Net(seed=1))
@@ -1065,7 +1066,8 @@ def test_save_checks_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: used)
     with pytest.raises(
         uc.StorageError,
-        match=r"of free space, expected 41\d+: 400\d+ of tensors and digests, \d+ of indexes and the manifest",
+        match=r"of free space, expected 41\d+: 400\d+ of tensors and digests, \d+ of indexes "
+        r"and the manifest",
     ):
         uc.save(tmp_path / "d", model=model)
     assert os.listdir(tmp_path) == ["c"]

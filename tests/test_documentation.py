@@ -47,10 +47,13 @@ SECONDS = 600.0  # for one program, which takes ten on a machine that does nothi
 
 # First line of a block -> why it is not run.
 NOT_RUN = {
-    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt '.[demo]' && .venv/bin/unified-ckpt demo": "a test runs it",
-    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]' && .venv/bin/python -m pytest -q -n 2": "CI does",
+    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt '.[demo]' && "
+    ".venv/bin/unified-ckpt demo": "a test runs it",
+    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]' && "
+    ".venv/bin/python -m pytest -q -n 2": "CI does",
     "new: from dcp, step 7, 2.73 MiB in 0.1 s": "output of the command above it",
-    'model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=2, fsdp_size=4))': (
+    'model = AutoModelForCausalLM.from_pretrained(name, '
+    'distributed_config=DistributedConfig(tp_size=2, fsdp_size=4))': (
         "needs 8 processes; docs/examples/hf_trainer_sharded.py runs the same with 2"
     ),
 }  # fmt: skip
@@ -394,7 +397,7 @@ NAMES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_of_a_page_is_run(page: Path) -> None:
-    """No block is passed over: each is of a kind that a test below runs, or is listed in NOT_RUN."""
+    """No block is passed over: each is of a kind that a test below runs, or is listed in NOT_RUN."""  # noqa: E501
     ran = {
         word
         for command in page_commands(page)
@@ -424,7 +427,8 @@ def test_every_block_of_a_page_is_run(page: Path) -> None:
                 program, *arguments = shlex.split(command, comments=True)
                 runs = program == "unified-ckpt" or (program in LAUNCH and arguments)
                 assert runs, (
-                    f"{block.where}: {command!r} is no command, and not after `$ `: label Python as such, or list it{advice}"
+                    f"{block.where}: {command!r} is no command, and not after `$ `: label "
+                    f"Python as such, or list it{advice}"
                 )
 
 
@@ -626,7 +630,8 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
     code = command_line.main(arguments)
     expected = int(shlex.join(words) in EXIT_1 or command in EXIT_1)
     assert code == expected, (
-        f"{where}: {command}: exit code {code}; needed {expected} (EXIT_1), on files that `FILES` or programs make"
+        f"{where}: {command}: exit code {code}; needed {expected} (EXIT_1), on files that "
+        f"`FILES` or programs make"
     )
 
 

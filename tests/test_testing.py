@@ -79,7 +79,8 @@ def test_a_rank_that_hangs_is_shown_where_it_hangs() -> None:
 
     with pytest.raises(
         TimeoutError,
-        match=r"(?s)rank\(s\) 1 did not end within 0\.2 s; they are at\nrank 1:.*in wait_for_what_never_comes",
+        match=r"(?s)rank\(s\) 1 did not end within 0\.2 s; they are at\nrank 1:.*in "
+        r"wait_for_what_never_comes",
     ):
         run_ranks(2, act, timeout_seconds=0.2)
     over.set()

@@ -4,7 +4,7 @@ with DDP or FSDP2.
 python accelerate_train.py run --steps 8         # stops after 8 steps
 torchrun --nproc-per-node 2 accelerate_train.py run --steps 16
 python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('run/checkpoints/checkpoint_3')"
-"""
+"""  # noqa: E501
 
 import argparse
 from pathlib import Path

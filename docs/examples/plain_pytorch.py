@@ -110,7 +110,8 @@ def main(arguments=None):
                 if world > 1:
                     dist.all_reduce(mean)
                 print(
-                    f"step {step} rank {rank} loss {float(mean) / world!r} samples {indices.tolist()}",
+                    f"step {step} rank {rank} loss {float(mean) / world!r} samples "
+                    f"{indices.tolist()}",
                     flush=True,
                 )
                 manager.save(step, **state)  # when it is time to

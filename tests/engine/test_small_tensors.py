@@ -1,5 +1,5 @@
 """Very many small tensors: the work for each stays what it is, however many there are; counted, for
-clocks tell of the machine.
+clocks tell of the node.
 
 Calls of Python are counted with a profiler hook, and objects of the plan by their number;
 `benchmarks/bench_small_tensors.py` measures.

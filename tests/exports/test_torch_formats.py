@@ -260,7 +260,7 @@ import unified_ckpt.exports.formats
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], source=uc.SourceOptions(rename=sys.argv[4] if len(sys.argv) > 4 else None), fsync=False)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -95,8 +95,8 @@ def test_save_without_a_trigger_warns_once(
     run_ranks(2, act)
     (text,) = warnings_of(caplog)
     assert (
-        "no option triggers saves, so only finish, a stop and save(force=True) save; set interval_steps"
-        in text
+        "no option triggers saves, so only finish, a stop and save(force=True) save; set "
+        "interval_steps" in text
     )
 
 

@@ -91,8 +91,8 @@ def test_not_strict_loads_the_latest_step_with_some_parts(
         assert (report.step, report.missing) == (10, ("optimizer:w/exp_avg",))
         check_state({"model": found["model"]}, 10)
         assert (
-            f"{tmp_path}/checkpoint-10 is loaded without optimizer (strict=False): no step has all parts"
-            in caplog.text
+            f"{tmp_path}/checkpoint-10 is loaded without optimizer (strict=False): no step has "
+            f"all parts" in caplog.text
         )
         save_steps(tmp_path, 5)
         assert manager.restore(strict=False, **found).step == 5  # type: ignore[union-attr]
@@ -105,7 +105,8 @@ def test_complete_steps_without_a_required_part_raise(
     with manager_of(None, tmp_path) as manager:
         with pytest.raises(
             uc.IncompleteError,
-            match=r"none of its steps can be loaded \(2\):\n  checkpoint-20: it has no optimizer; leave",
+            match=r"none of its steps can be loaded \(2\):\n  checkpoint-20: it has no "
+            r"optimizer; leave",
         ):
             manager.restore(**state(0))
         assert manager.restore(allow_fresh=True, **state(0)) is None

@@ -53,7 +53,10 @@ def test_a_rank_of_four_dies_in_a_background_save(tmp_path: Path, spawn: Spawn, 
     told = re.findall(
         r"^unified_ckpt\.errors\.(\w+: .*)", scene.log_text(), re.MULTILINE
     )  # the agreed error of each rank, and its own before
-    timed_out = r"RankError: (.*rank\(s\) [\d, -]+ did not|rank \d waited 4 s for|rank \d \(process|the store of the ranks)"
+    timed_out = (
+        r"RankError: (.*rank\(s\) [\d, -]+ did not|rank \d waited 4 s for|rank \d "
+        r"\(process|the store of the ranks)"
+    )
     assert len(told) >= 3, scene.log_text()
     assert all(re.match(timed_out, error) for error in told), told
     # A rank that waits for one value names the value; all such values but the dead one's own are

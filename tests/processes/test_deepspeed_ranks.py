@@ -150,8 +150,8 @@ def test_restore_uses_latest(two: Path, folder: Path, caplog: pytest.LogCaptureF
             torch.equal(tensor, truth[key]) for key, tensor in restored.items() if key in truth
         )
         assert (
-            f"{folder}/global_step6 is skipped: latest names global_step3, which is loaded; restore(6) loads this one"
-            in caplog.text
+            f"{folder}/global_step6 is skipped: latest names global_step3, which is loaded; "
+            f"restore(6) loads this one" in caplog.text
         )
         assert manager.restore(6, **targets).step == 6  # type: ignore[union-attr]
         os.truncate(folder / "global_step3" / MODEL, 1000)

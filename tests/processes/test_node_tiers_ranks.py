@@ -1,4 +1,4 @@
-"""Real processes on two machines with two tiers, killed at random moments, or ended without a word:
+"""Real processes on two nodes with two tiers, killed at random moments, or ended without a word:
 what was saved is there.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import unified_ckpt as uc
 from tests.support.processes.killed import Spawn, check_whole, spawn
 from tests.support.processes.launch import HERE, environment
-from tests.support.processes.tiers_worker import MACHINES, WORLD, serve
+from tests.support.processes.tiers_worker import NODES, WORLD, serve
 
 assert spawn, "the fixture"
 
@@ -39,8 +39,8 @@ class Run:
         }
 
     def newest(self) -> int:
-        """The newest step that is on all machines, or in the root."""
-        local = set.intersection(*(self.steps(f"local-{machine}") for machine in range(MACHINES)))
+        """The newest step that is on all nodes, or in the root."""
+        local = set.intersection(*(self.steps(f"local-{node}") for node in range(NODES)))
         return max(local | self.steps("root"), default=0)
 
     def resumed(self) -> list[int]:
@@ -97,12 +97,12 @@ def test_all_are_killed_at_some_moments_and_go_on_from_the_newest_step(
         before = run.newest()
         resumed = run.live(random.Random(moment))
         assert before <= resumed <= before + 1, (
-            "one more where the kill came between the renames of two machines"
+            "one more where the kill came between the renames of two nodes"
         )
         run.check()
     assert run.steps("root")
     shutil.rmtree(tmp_path / "local-1")
-    assert run.end(last_step=0) == max(run.steps("root")), "a machine is lost"
+    assert run.end(last_step=0) == max(run.steps("root")), "a node is lost"
 
 
 def test_processes_that_end_without_closing_end_their_merges(tmp_path: Path, spawn: Spawn) -> None:

@@ -1,4 +1,4 @@
-"""Machines as separate folders under torchrun, and as network namespaces: real FSDP2 and TP, saved
+"""Nodes as separate folders under torchrun, and as network namespaces: real FSDP2 and TP, saved
 here and loaded there.
 """
 
@@ -25,17 +25,17 @@ CHECKPOINT = "checkpoint-1"
 
 
 def run(
-    root: Path, what: str, world: int, per_machine: int, folders: Sequence[str], **options: object
+    root: Path, what: str, world: int, per_node: int, folders: Sequence[str], **options: object
 ) -> None:
-    tag = f"{what}-{world}-{per_machine}-{random.randrange(1 << 30)}"
+    tag = f"{what}-{world}-{per_node}-{random.randrange(1 << 30)}"
     more = [item for name, value in options.items() for item in told(f"--{name}", value)]
     arguments = [
         what,
         root,
         "--tag",
         tag,
-        "--per-machine",
-        per_machine,
+        "--per-node",
+        per_node,
         "--folders",
         ",".join(folders),
         *more,
@@ -52,7 +52,7 @@ def told(name: str, value: object) -> list[object]:
 
 
 def places(root: Path, count: int) -> list[str]:
-    return [str(root / f"machine-{machine}" / CHECKPOINT) for machine in range(count)]
+    return [str(root / f"node-{node}" / CHECKPOINT) for node in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def places(root: Path, count: int) -> list[str]:
         pytest.param("fsdp_tp", True, marks=pytest.mark.slow),
     ],
 )
-def test_two_machines_of_two_ranks(tmp_path: Path, layout: str, background: bool) -> None:
+def test_two_nodes_of_two_ranks(tmp_path: Path, layout: str, background: bool) -> None:
     """Saved twice; loaded where it was, with the folders swapped, by fewer ranks, by one with a
-    list, by more machines than there were.
+    list, by more nodes than there were.
     """
     one, two = places(tmp_path, 2)
     run(tmp_path, "save", 4, 2, [one, two], layout=layout, background=background, steps=[6, 7])
-    assert sorted(path.name for path in tmp_path.glob("machine-*/*")) == [CHECKPOINT] * 2
+    assert sorted(path.name for path in tmp_path.glob("node-*/*")) == [CHECKPOINT] * 2
     assert any(Path(one).glob("*_shards*.safetensors")), "nothing is split over nodes"
     run(tmp_path, "load", 1, 1, [f"{two}:{one}"], layout=layout, steps=[7])
     run(tmp_path, "load", 4, 2, [two, one], layout=layout, steps=[7])
@@ -88,10 +88,10 @@ def test_two_machines_of_two_ranks(tmp_path: Path, layout: str, background: bool
 
 
 @pytest.mark.parametrize(("layout", "background"), [("fsdp_tp", True), ("fsdp", False)])
-def test_two_machines_of_two_ranks_and_one_folder(
+def test_two_nodes_of_two_ranks_and_one_folder(
     tmp_path: Path, layout: str, background: bool
 ) -> None:
-    """One merged checkpoint, as from one machine; loaded by two machines, and by one process."""
+    """One merged checkpoint, as from one node; loaded by two nodes, and by one process."""
     folder = str(tmp_path / "shared" / CHECKPOINT)
     run(
         tmp_path,
@@ -111,19 +111,19 @@ def test_two_machines_of_two_ranks_and_one_folder(
     run(tmp_path, "load", 4, 2, [folder, folder], layout=layout, steps=[7])
 
 
-# a machine is killed
+# a node is killed
 
 
 def agent(
     root: Path,
-    machine: int,
+    node: int,
     port: int,
     folders: Sequence[str],
     host: str = "127.0.0.1",
     prefix: Sequence[str] = (),
     **options: object,
 ) -> subprocess.Popen[str]:
-    """torchrun of one of two machines of two ranks."""
+    """torchrun of one of two nodes of two ranks."""
     what, tag = options.pop("what"), options.pop("tag", "agent")
     more = [str(item) for name, value in options.items() for item in told(f"--{name}", value)]
     command = [
@@ -137,7 +137,7 @@ def agent(
             "--nproc-per-node",
             "2",
             "--node-rank",
-            str(machine),
+            str(node),
             "--master-addr",
             host,
             "--master-port",
@@ -149,14 +149,14 @@ def agent(
             str(root),
             "--tag",
             str(tag),
-            "--per-machine",
+            "--per-node",
             "2",
             "--folders",
             ",".join(folders),
             *more,
         ),
     ]
-    output = (root / f"{tag}-{machine}.txt").open("w")
+    output = (root / f"{tag}-{node}.txt").open("w")
     with output:
         return subprocess.Popen(
             command,
@@ -210,13 +210,13 @@ SEEDS = [
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_machine_is_killed_while_all_save(tmp_path: Path, seed: int) -> None:
+def test_a_node_is_killed_while_all_save(tmp_path: Path, seed: int) -> None:
     """The other one's ranks end with an error; one whole save is there, the last that a rank has
     told of or a later one.
     """
     folders, port = places(tmp_path, 2), free_port()
     children = [
-        agent(tmp_path, machine, port, folders, what="forever", tag="forever") for machine in (0, 1)
+        agent(tmp_path, node, port, folders, what="forever", tag="forever") for node in (0, 1)
     ]
     try:
         deadline = time.monotonic() + 90
@@ -241,7 +241,7 @@ def test_a_machine_is_killed_while_all_save(tmp_path: Path, seed: int) -> None:
     run(tmp_path, "load", 1, 1, [":".join(folders)], steps=list(range(reached, reached + 200)))
 
 
-# machines as network namespaces
+# nodes as network namespaces
 
 
 def namespaces() -> str:
@@ -252,7 +252,10 @@ def namespaces() -> str:
         or shutil.which("nsenter") is None
     ):
         return "needs ip, unshare and nsenter"
-    probe = "ip link add v0 type veth peer name v1 && ip addr add 10.77.0.1/24 dev v0 && unshare -n true"
+    probe = (
+        "ip link add v0 type veth peer name v1 && ip addr add 10.77.0.1/24 dev v0 && "
+        "unshare -n true"
+    )
     found = subprocess.run(
         ["unshare", "-rn", "sh", "-c", probe],
         check=False,
@@ -303,16 +306,16 @@ def in_namespaces(
     other's loopback address.
     """
     arguments = (
-        f"{what} {root} --tag {tag} --per-machine 2 --folders {','.join(folders)} --steps 5 {more}"
+        f"{what} {root} --tag {tag} --per-node 2 --folders {','.join(folders)} --steps 5 {more}"
     )
-    common = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --master-addr {master} --master-port 29511"
+    common = (
+        f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2 "
+        f"--master-addr {master} --master-port 29511"
+    )
     one, two = (
-        f"{common} --node-rank {machine} {HERE / 'worker_nodes.py'} {arguments}"
-        for machine in (0, 1)
+        f"{common} --node-rank {node} {HERE / 'worker_nodes.py'} {arguments}" for node in (0, 1)
     )
-    if (
-        hosts
-    ):  # the first machine's own name is a loopback address in its /etc/hosts, as Debian has it
+    if hosts:  # the first node's own name is a loopback address in its /etc/hosts, as Debian has it
         lines = ["127.0.0.1 localhost", f"127.0.1.1 {master}"]
         (root / "hosts-0").write_text("\n".join(lines) + "\n")
         (root / "hosts-1").write_text(f"127.0.0.1 localhost\n10.77.0.1 {master}\n")
@@ -336,7 +339,7 @@ def in_namespaces(
 
 
 def test_two_network_namespaces(tmp_path: Path) -> None:
-    """Each machine has the other's folder at the load: every byte goes over the wire."""
+    """Each node has the other's folder at the load: every byte goes over the wire."""
     why = namespaces()
     if why:
         pytest.skip(why)

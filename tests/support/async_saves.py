@@ -22,7 +22,7 @@ QUICK = uc.SaveOptions(fsync=False, timeout_seconds=SECONDS)
 
 
 class Gate:
-    """Until it is opened, no rank's storage changes anything. `reached`: some rank has come to it."""
+    """Until it is opened, no rank's storage changes anything. `reached`: some rank has come to it."""  # noqa: E501
 
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()

@@ -31,9 +31,9 @@ def spec_of(fqn: str) -> TensorSpec:
     return SPECS[fqn.partition("/")[0]]
 
 
-def cuts_of(layout: str, spec: TensorSpec, machines: int, ranks: int) -> tuple[ShardDim, ...]:
-    """Of a mesh (machines, ranks), row-major."""
-    world, last = machines * ranks, len(spec.shape) - 1
+def cuts_of(layout: str, spec: TensorSpec, nodes: int, ranks: int) -> tuple[ShardDim, ...]:
+    """Of a mesh (nodes, ranks), row-major."""
+    world, last = nodes * ranks, len(spec.shape) - 1
     if not spec.shape or 0 in spec.shape:
         return ()
     if layout == "whole on each node":
@@ -44,14 +44,14 @@ def cuts_of(layout: str, spec: TensorSpec, machines: int, ranks: int) -> tuple[S
         return (ShardDim(last, world, 1),)
     if layout == "rows over nodes, columns inside":
         return (
-            (ShardDim(0, machines, ranks), ShardDim(last, ranks, 1))
+            (ShardDim(0, nodes, ranks), ShardDim(last, ranks, 1))
             if last
-            else (ShardDim(0, machines, ranks),)
+            else (ShardDim(0, nodes, ranks),)
         )
     if (
         layout == "columns over nodes, rows inside, interleaved"
     ):  # TP across, and FSDP over what TP has cut
-        return (ShardDim(last, machines, ranks), ShardDim(last, ranks, 1, 2))
+        return (ShardDim(last, nodes, ranks), ShardDim(last, ranks, 1, 2))
     if layout == "padded":
         return (ShardDim(0, world, 1, 1, -(-spec.shape[0] // world) + 1),)
     raise AssertionError(layout)
@@ -68,12 +68,12 @@ LAYOUTS = [
 ]
 
 
-def arranged(layout: str, machines: int, ranks: int) -> DrawnLayout:
-    world, held = machines * ranks, []
+def arranged(layout: str, nodes: int, ranks: int) -> DrawnLayout:
+    world, held = nodes * ranks, []
     for number, (part, fqn) in enumerate(KEYS):
         spec = spec_of(fqn)
-        if layout == "stages":  # each tensor on one machine, cut over its ranks
-            stage = number % machines
+        if layout == "stages":  # each tensor on one node, cut over its ranks
+            stage = number % nodes
             members = tuple(range(stage * ranks, (stage + 1) * ranks))
             cuts = (
                 (ShardDim(0, ranks, 1),) if spec.shape and 0 not in spec.shape and ranks > 1 else ()
@@ -84,40 +84,40 @@ def arranged(layout: str, machines: int, ranks: int) -> DrawnLayout:
                 )
             )
             continue
-        cuts = tuple(cut for cut in cuts_of(layout, spec, machines, ranks) if cut.size > 1)
+        cuts = tuple(cut for cut in cuts_of(layout, spec, nodes, ranks) if cut.size > 1)
         held.append(HeldTensor(TensorDecl(part, fqn, spec, Sharding(cuts)), tuple(range(world))))
     return DrawnLayout(world, tuple(held))
 
 
-def case_of(layout: str, machines: int, ranks: int) -> Case:
-    saved = arranged(layout, machines, ranks)
+def case_of(layout: str, nodes: int, ranks: int) -> Case:
+    saved = arranged(layout, nodes, ranks)
     return Case(
         {one.decl.key: global_array(one.decl.key, one.decl.spec) for one in saved.tensors}, saved
     )
 
 
-def places(machines: int, ranks: int) -> list[int]:
-    return [rank // ranks for rank in range(machines * ranks)]
+def places(nodes: int, ranks: int) -> list[int]:
+    return [rank // ranks for rank in range(nodes * ranks)]
 
 
 @st.composite
 def scattered(
     draw: st.DrawFn, *, max_world: int, max_tensors: int, max_nbytes: int = 800_000
 ) -> tuple[Case, list[int], list[tuple[list[int], list[int | None]]]]:
-    """A case; the machine of each rank at the save; for each load, the machine of each rank and
+    """A case; the node of each rank at the save; for each load, the node of each rank and
     where each folder is now, None for away.
     """
     case = draw(cases(max_world=max_world, max_tensors=max_tensors, loads=2, max_nbytes=max_nbytes))
     most = draw(st.integers(1, 4))
-    machines = draw(
+    nodes = draw(
         st.lists(st.integers(0, most - 1), min_size=case.saved.world, max_size=case.saved.world)
     )
     loads = []
     for wanted in case.loaded:
         own = draw(st.lists(st.integers(0, 3), min_size=wanted.world, max_size=wanted.world))
-        where = [draw(st.sampled_from([*sorted(set(own)) * 2, None])) for _ in set(machines)]
+        where = [draw(st.sampled_from([*sorted(set(own)) * 2, None])) for _ in set(nodes)]
         loads.append((own, where))
-    return case, machines, loads
+    return case, nodes, loads
 
 
 # By default always the same ones, and small: elements that are wanted one by one, with others

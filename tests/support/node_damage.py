@@ -38,13 +38,13 @@ def held(rank: int, world: int, *, copies: int = 1, step: int = 0) -> dict[str, 
 
 
 def save(
-    root: Path, machines: Sequence[int], *, copies: int = 1, step: int = 0, **what: object
+    root: Path, nodes: Sequence[int], *, copies: int = 1, step: int = 0, **what: object
 ) -> list[uc.SaveReport]:
     def act(comm: Comm) -> uc.SaveReport:
         world = comm.world
-        with on_node(comm, machines) as made:
+        with on_node(comm, nodes) as made:
             return made.save(
-                folder_of(root, machines[comm.rank]),
+                folder_of(root, nodes[comm.rank]),
                 model=held(comm.rank, world, copies=copies, step=step),
                 layout=layout(world, copies=copies),
                 step=step,
@@ -53,7 +53,7 @@ def save(
                 **{"options": SAVE, **what},
             )
 
-    return run_ranks(len(machines), act)
+    return run_ranks(len(nodes), act)
 
 
 def flip(file: Path, *, at: float = 0.9) -> None:

@@ -26,8 +26,8 @@ def inventory(
 ) -> Inventory:
     listing, spans = classify(stored)
     return Inventory(
-        root=f"/{number}", node=number, folder_id="", save_id=save_id, created="2026-01-01T00:00:00+00:00", group_count=count, group_number=number,
-        ranks=(2 * number, 2 * number + 1), files=("model.safetensors",), tensor_list=listing, spans=spans, problems=lost, world_size=2 * count,
+        root=f"/{number}", node=number, folder_id="", save_id=save_id, created="2026-01-01T00:00:00+00:00", group_count=count, group_number=number,  # noqa: E501
+        ranks=(2 * number, 2 * number + 1), files=("model.safetensors",), tensor_list=listing, spans=spans, problems=lost, world_size=2 * count,  # noqa: E501
         totals={}, rank_extras=0,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, LocalTensor
 from unified_ckpt.testing import DrawnLayout, drawn_layouts, run_ranks, specs
 
-# the slowest drawn case takes 14 s alone on the machine: runs of one byte, read one by one
+# the slowest drawn case takes 14 s alone on the node: runs of one byte, read one by one
 SECONDS = 90.0
 NAME = "checkpoint-1"
 GARBAGE = 0xA5

@@ -278,7 +278,8 @@ def test_moments_of_scaled_parameters_are_scaled_as_gradients_are(tmp_path: Path
     save(tmp_path / "d", model={"w": w}, optimizer={"w/strange": torch.randn(3, 4)})
     with pytest.raises(
         FormatError,
-        match="optimizer:v/strange: the rule scales a parameter, and the effect on 'strange' is unknown",
+        match="optimizer:v/strange: the rule scales a parameter, and the effect on 'strange' "
+        "is unknown",
     ):
         open_renamed(tmp_path / "d", rules_list, "optimizer")
 
@@ -407,7 +408,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
                 }
             ]
         },
-        r"model:a: the rule leaves out box \(3, 0\) \+ \(1, 4\) of model:q, of shape \(4, 4\); use each element once",
+        r"model:a: the rule leaves out box \(3, 0\) \+ \(1, 4\) of model:q, of shape \(4, 4\); "
+        r"use each element once",
     ),
     (
         "rows are lost",
@@ -871,7 +873,8 @@ def test_masters_and_averages_keep_existing_rows(
         (
             None,
             (9, 5),
-            r"model:w: .*target has \(9, 5\); .*SourceOptions\(rename=\[\{'match': 'w', 'pad': \[0, 1\]\}\]\)",
+            r"model:w: .*target has \(9, 5\); .*SourceOptions\(rename=\[\{'match': 'w', 'pad': "
+            r"\[0, 1\]\}\]\)",
         ),
     ],
     ids=["smaller", "another dim", "more dims", "no rule"],
@@ -891,11 +894,13 @@ def test_growth_without_pad_rule_is_refused(
     [
         (
             torch.optim.Adafactor,
-            r"0.weight/col_var: has shape \(1, 4\), but its parameter is padded.*'match': '0.weight/\*'",
+            r"0.weight/col_var: has shape \(1, 4\), but its parameter is padded.*'match': "
+            r"'0.weight/\*'",
         ),
         (
             torch.optim.Rprop,
-            r"0.weight/step_size: grows with its parameter, and the initial value of new elements is unknown",
+            r"0.weight/step_size: grows with its parameter, and the initial value of new "
+            r"elements is unknown",
         ),
     ],
 )

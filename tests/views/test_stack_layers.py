@@ -126,7 +126,8 @@ def test_groups_of_layers_that_differ(tmp_path: Path) -> None:
             stack_layers(opened.source, period=4)
         with pytest.raises(
             FormatError,
-            match=r"model:h.1.w: got F32 of shape \(3, 3\), expected F32 of shape \(2, 3\) as in layer 0",
+            match=r"model:h.1.w: got F32 of shape \(3, 3\), expected F32 of shape \(2, 3\) as "
+            r"in layer 0",
         ):
             stack_layers(opened.source)
 

@@ -17,11 +17,11 @@ from unified_ckpt.core.nodes.write_alignment import (
 )
 from unified_ckpt.runtime.comm.topology import file_system_type
 
-MACHINES = st.lists(st.integers(0, 4), min_size=1, max_size=9)
+NODES = st.lists(st.integers(0, 4), min_size=1, max_size=9)
 BORDERS = st.lists(st.integers(1, 5000), min_size=0, max_size=12, unique=True)
 
 
-@given(MACHINES, BORDERS, st.integers(1, 1500), st.data())
+@given(NODES, BORDERS, st.integers(1, 1500), st.data())
 def test_a_block_is_written_by_one_node(
     nodes: list[int], borders: list[int], block: int, data: st.DataObject
 ) -> None:
@@ -76,7 +76,7 @@ def test_alignment_of_file_system_types() -> None:
         }
         for name in "abcdefgh"
     }
-    assert set().union(*files.values()) == {0, 1}, "files are spread over machines"
+    assert set().union(*files.values()) == {0, 1}, "files are spread over nodes"
     assert alignment_nbytes(["ext4", "lustre"]) == ANY_BYTE
     assert alignment_nbytes(["ext4", "nfs4"]) == 1 << 20
     assert alignment_nbytes(["nfs4", "fuse.gcsfuse"]) == WHOLE_FILES

@@ -95,7 +95,7 @@ def needed_nbytes(decl: TensorDecl, holders: Sequence[int]) -> int:
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> tuple[World, tuple[int, ...]]:
+def nodes(draw: st.DrawFn) -> tuple[World, tuple[int, ...]]:
     """Draw a world, and the ranks of it that are on one node."""
     world = draw(worlds())
     count = len(world.holders)
@@ -111,7 +111,7 @@ def machines(draw: st.DrawFn) -> tuple[World, tuple[int, ...]]:
     )
 
 
-@given(machines(), st.sampled_from([1.0, 1.25, 2.0, 8.0]))
+@given(nodes(), st.sampled_from([1.0, 1.25, 2.0, 8.0]))
 @settings(max_examples=120)
 def test_every_needed_byte_is_delivered_once(
     case: tuple[World, tuple[int, ...]], max_over_read: float
@@ -122,7 +122,7 @@ def test_every_needed_byte_is_delivered_once(
     )
 
 
-@given(machines(), st.sampled_from([1.0, 1.25, 2.0, 8.0]))
+@given(nodes(), st.sampled_from([1.0, 1.25, 2.0, 8.0]))
 @settings(max_examples=120)
 def test_over_read_is_bounded(case: tuple[World, tuple[int, ...]], max_over_read: float) -> None:
     world, holders = case

@@ -67,7 +67,7 @@ def test_every_byte_is_written_once_by_the_node_of_its_file(
         ]
         even = sum(amounts) / count  # each border lies up to a block later
         assert all(abs(amount - even) < BLOCK + 1 for amount in amounts)
-    spans = [(span.key, span.start, span.stop) for of_machine in of_ranks for _, span in of_machine]
+    spans = [(span.key, span.start, span.stop) for of_node in of_ranks for _, span in of_node]
     ends = dict.fromkeys(sizes, 0)
     for key, start, stop in sorted(spans):
         assert start == ends[key] < stop

@@ -29,7 +29,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import SimulatedCrash, run_ranks
 
 NAME, STEP = "checkpoint-8", 8
-CHANGES = ("make_folder", "write_at", "resize", "sync", "sync_tree", "sync_folder", "rename", "exchange", "remove_file", "remove_folder",
+CHANGES = ("make_folder", "write_at", "resize", "sync", "sync_tree", "sync_folder", "rename", "exchange", "remove_file", "remove_folder",  # noqa: E501
            "remove_empty")  # fmt: skip
 QUICK: dict[str, Any] = {
     "asynchronous": False,
@@ -475,8 +475,8 @@ def test_step_left_under_its_backup_name(tmp_path: Path, caplog: pytest.LogCaptu
     with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(**QUICK)) as manager:
         assert manager.restore(model={"w": torch.zeros(3)}) is None
         assert (
-            f"{NAME}-before-1 is skipped: an interrupted replacement left the only copy of the checkpoint here"
-            in caplog.text
+            f"{NAME}-before-1 is skipped: an interrupted replacement left the only copy of the "
+            f"checkpoint here" in caplog.text
         )
         manager.save(STEP, force=True, model=state(STEP)["model"])
         assert manager.restore(model={"w": torch.zeros(3)}) is not None

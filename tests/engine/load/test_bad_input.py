@@ -322,7 +322,8 @@ DAMAGED: list[tuple[Callable[[Path], None], type[uc.CheckpointError], str]] = [
     (
         file_gone,
         uc.IncompleteError,
-        r"files are missing \(1\):\n  model-\d+-of-\d+\.safetensors with 1 tensor\(s\): model:heads",
+        r"files are missing \(1\):\n  model-\d+-of-\d+\.safetensors with 1 tensor\(s\): "
+        r"model:heads",
     ),
     (index_gone, uc.IncompleteError, r"model\.safetensors\.index\.json: is missing"),
     (
@@ -353,7 +354,8 @@ DAMAGED: list[tuple[Callable[[Path], None], type[uc.CheckpointError], str]] = [
     (
         index_bit,
         uc.IntegrityError,
-        r"optimizer\.safetensors\.index\.json: has CRC \w{16}; the manifest says \w{16}; `unified-ckpt verify",
+        r"optimizer\.safetensors\.index\.json: has CRC \w{16}; the manifest says \w{16}; "
+        r"`unified-ckpt verify",
     ),
     (
         index_leads_out,
@@ -445,7 +447,8 @@ def test_verify_finds_the_damage(
         ),
         (
             lambda of: of.update(c=of["a"]),
-            r"model\.safetensors: only the index of model lists 'c', expected the same tensors in both",
+            r"model\.safetensors: only the index of model lists 'c', expected the same "
+            r"tensors in both",
         ),
     ],
 )
@@ -483,7 +486,10 @@ def test_a_newer_minor_version_passes(folder: Path) -> None:
 @both_ways
 def test_flipped_bit_is_found_during_a_load(folder: Path, world: int) -> None:
     flip(file_of(folder, "heads"), -1000)
-    text = r"model:heads: block 0 \(from byte 0 of the tensor, in model-\d+-of-\d+\.safetensors\) has CRC \w{16}, expected \w{16}"
+    text = (
+        r"model:heads: block 0 \(from byte 0 of the tensor, in "
+        r"model-\d+-of-\d+\.safetensors\) has CRC \w{16}, expected \w{16}"
+    )
     load_fails(
         folder,
         uc.IntegrityError,
@@ -513,7 +519,10 @@ def test_slice_is_verified_like_a_load(tmp_path: Path) -> None:
         folder / "model.safetensors",
         (folder / "model.safetensors").stat().st_size - full["w"].nbytes + 1_500_000,
     )  # row 750, block 1
-    wrong = r"model:w: bytes read are not .*\n  block 1 \(from byte 1048576 of the tensor, in model\.safetensors\) has CRC \w{16}, expected"
+    wrong = (
+        r"model:w: bytes read are not .*\n  block 1 \(from byte 1048576 of the tensor, in "
+        r"model\.safetensors\) has CRC \w{16}, expected"
+    )
     with (
         uc.open(folder) as source,
         uc.open(folder, options=uc.SourceOptions(rename=str(rules))) as renamed,
@@ -670,7 +679,8 @@ def test_a_header_that_claims_too_much(tmp_path: Path, claims: int) -> None:
     os.truncate(tmp_path / "model.safetensors", 200_000_000)  # sparse
     with pytest.raises(
         uc.FormatError,
-        match=rf"model\.safetensors: got a header length of {claims} bytes, expected at most 100000000",
+        match=rf"model\.safetensors: got a header length of {claims} bytes, expected at most "
+        rf"100000000",
     ):
         uc.load(tmp_path, model={"a": torch.zeros(2)})
 
@@ -766,7 +776,8 @@ def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
     target = {"a": torch.ones(2), "b": torch.ones(2)}
     with pytest.raises(
         uc.IncompleteError,
-        match=r"files are missing \(1\):\n  model-00002-of-00002\.safetensors with 1 tensor\(s\): model:b",
+        match=r"files are missing \(1\):\n  model-00002-of-00002\.safetensors with 1 "
+        r"tensor\(s\): model:b",
     ):
         uc.load(tmp_path, model=target)
     assert target["a"].tolist() == [1, 1]
@@ -829,7 +840,8 @@ def test_unfinished_save_is_refused(folder: Path) -> None:
     for call in (lambda: uc.load(left, model={}), lambda: uc.open(left), lambda: uc.verify(left)):
         with pytest.raises(
             uc.FormatError,
-            match=r"is an unfinished save: it has no unified_checkpoint\.json, expected a committed checkpoint",
+            match=r"is an unfinished save: it has no unified_checkpoint\.json, expected a "
+            r"committed checkpoint",
         ):
             call()
 
@@ -913,7 +925,7 @@ def test_no_path_at_all(world: int) -> None:
 
 @both_ways
 def test_everything_that_does_not_match_is_listed(sound: Path, world: int) -> None:
-    """Each rank has other faults; all get all of them, and a tensor that fits is not loaded either."""
+    """Each rank has other faults; all get all of them, and a tensor that fits is not loaded either."""  # noqa: E501
     held = [targets(rank, world)[0] for rank in range(world)]
     held[0]["lm_head"] = torch.zeros(3)
     held[-1]["norm"] = torch.zeros(258)
@@ -935,9 +947,11 @@ def test_everything_that_does_not_match_is_listed(sound: Path, world: int) -> No
     assert error.missing == ("model:lm_head",)
     assert error.unexpected == ("model:embed",)
     assert error.wrong == (
-        "model:heads: checkpoint has dtype F32, target has F16; pass LoadOptions(cast=True) to cast",
+        "model:heads: checkpoint has dtype F32, target has F16; pass "
+        "LoadOptions(cast=True) to cast",
         "model:norm: checkpoint has shape (257,), target has (258,); "
-        "to keep the target's values beyond that, pass SourceOptions(rename=[{'match': 'norm', 'pad': 0}])",
+        "to keep the target's values beyond that, pass SourceOptions(rename=[{'match': 'norm', "
+        "'pad': 0}])",
     )
     for text in (
         *error.wrong,
@@ -961,7 +975,10 @@ def test_an_expanded_target_of_one_rank(tmp_path: Path, world: int) -> None:
     def act(comm: Comm) -> None:
         make_checkpointer(comm).load(tmp_path / "checkpoint-1", model=held[comm.rank])
 
-    found = r"model:b: is expanded: all elements along dim 0 of shape \(8,\) share memory; call `contiguous\(\)`"
+    found = (
+        r"model:b: is expanded: all elements along dim 0 of shape \(8,\) share memory; call "
+        r"`contiguous\(\)`"
+    )
     same_error(list(try_ranks(world, act, timeout_seconds=HARD)), uc.LayoutError, found)
     assert not any(tensor.any() for mine in held for tensor in mine.values())
     held[-1] = {"a": torch.zeros(20, 30).t(), "b": torch.zeros(16)[::2]}
@@ -992,7 +1009,8 @@ def test_no_optimizer_for_an_optimizer(tmp_path: Path) -> None:
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
     with pytest.raises(
         uc.MismatchError,
-        match=r"(?s)optimizer:bias: is not in the checkpoint.*optimizer:weight: is not in the checkpoint",
+        match=r"(?s)optimizer:bias: is not in the checkpoint.*optimizer:weight: is not in the "
+        r"checkpoint",
     ):
         uc.load(tmp_path / "weights", model=model, optimizer=optimizer)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

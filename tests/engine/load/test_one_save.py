@@ -61,10 +61,10 @@ def test_unfinished_save_with_a_similar_name(
     save(NAME, 1)
     other = f"ema-{NAME}"
     begun = names.staging_name(other, save(other, 2))
-    for machine in (0, 1):
+    for node in (0, 1):
         os.rename(
-            folder_of(tmp_path, machine).with_name(other),
-            folder_of(tmp_path, machine).with_name(begun),
+            folder_of(tmp_path, node).with_name(other),
+            folder_of(tmp_path, node).with_name(begun),
         )
 
     def load(comm: Comm) -> tuple[int | None, list[float]]:
@@ -175,7 +175,7 @@ def test_checkpoint_replaced_while_open(tmp_path: Path) -> None:
 ROWS = uc.Layout(mesh={"dp": 2}, rules={"*": {"dp": 0}})
 
 
-def load_on_machines(
+def load_on_nodes(
     root: Path,
 ) -> tuple[list[uc.LoadReport | BaseException], list[dict[str, torch.Tensor]]]:
     """What both of two nodes want whole, of which each has a half."""
@@ -214,13 +214,13 @@ def test_nodes_continue_with_the_folders_they_opened(
 
     def late(*args: Any, **what: Any) -> None:
         with lock:
-            for machine in (0, 1):
-                if folder_of(halves, machine).with_name("next").exists():
-                    swap(folder_of(halves, machine))
+            for node in (0, 1):
+                if folder_of(halves, node).with_name("next").exists():
+                    swap(folder_of(halves, node))
         real(*args, **what)
 
     monkeypatch.setattr(load_module, "read_tiles", late)
-    found, targets = load_on_machines(halves)
+    found, targets = load_on_nodes(halves)
     assert [report.step for report in fine(found)] == [1, 1]
     assert [values(target) for target in targets] == [[1.0]] * 2
 
@@ -235,10 +235,11 @@ def test_folder_swapped_after_its_node_described_it(
         return real(*args)
 
     monkeypatch.setattr(discover, "_select_save", late)
-    found, targets = load_on_machines(halves)
+    found, targets = load_on_nodes(halves)
     same_error(
         found,
         uc.StorageError,
-        r"rank 1: .*checkpoint-1: was replaced by another save while the ranks opened it, expected save \w+",
+        r"rank 1: .*checkpoint-1: was replaced by another save while the ranks opened it, "
+        r"expected save \w+",
     )
     assert [values(target) for target in targets] == [[-1.0]] * 2

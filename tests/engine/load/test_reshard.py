@@ -178,7 +178,7 @@ def grown_cases(draw: st.DrawFn) -> Case:
     case = draw(cases(max_world=6, max_tensors=4, loads=1, max_nbytes=200_000))
     more = st.sampled_from([0, 0, 1, 2, 13])
     larger = [
-        (one.decl.key, replace(one.decl.spec, shape=tuple(n + draw(more) for n in one.decl.spec.shape)))
+        (one.decl.key, replace(one.decl.spec, shape=tuple(n + draw(more) for n in one.decl.spec.shape)))  # noqa: E501
         for one in case.saved.tensors
     ]  # fmt: skip
     return replace(case, loaded=(draw(drawn_layouts(tensors=larger, max_world=6, complete=False)),))
@@ -456,7 +456,8 @@ def test_replicas_that_differ_are_named_on_every_rank(tmp_path: Path) -> None:
         assert isinstance(found, uc.LayoutError)
         with pytest.raises(
             uc.LayoutError,
-            match=r"replicas hold different bytes \(1\):\n  model:b: rank\(s\) 1, 3 differ from rank\(s\) 5\n",
+            match=r"replicas hold different bytes \(1\):\n  model:b: rank\(s\) 1, 3 differ from "
+            r"rank\(s\) 5\n",
         ):
             raise found
     assert list(tmp_path.iterdir()) == []
@@ -508,7 +509,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_second_save_of_a_layout_plans_nothing(
     tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says nothing of tensors: the words between ranks are the same for 2 and for 40 of them."""
+    """And says nothing of tensors: the words between ranks are the same for 2 and for 40 of them."""  # noqa: E501
     met: list[Collective] = []  # of rank 1
     meet = Comm.begin_collective
 

@@ -58,7 +58,10 @@ def test_options_that_are_not_the_same_on_all_ranks(
                 **{"options": LOAD, **how},
             )
 
-    found = f"{name} is not the same on all ranks of this load: rank\\(s\\) 0 {values[0]!r}; rank\\(s\\) 1 {values[1]!r}; pass one value"
+    found = (
+        f"{name} is not the same on all ranks of this load: rank\\(s\\) 0 {values[0]!r}; "
+        f"rank\\(s\\) 1 {values[1]!r}; pass one value"
+    )
     same_error(try_ranks(2, load), uc.LayoutError, found)
     assert not any(tensor.any() for target in targets for tensor in target.values())
 

@@ -31,8 +31,8 @@ class Reads:
     matter: a node keeps what it has read.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, machines: list[int]) -> None:
-        self.machines: dict[int, set[int]] = {}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: list[int]) -> None:
+        self.nodes: dict[int, set[int]] = {}
         lock, read, make = threading.Lock(), LocalStorage.read_at, LocalStorage.__init__
 
         def init(storage: LocalStorage, root: str, **how: Any) -> None:
@@ -45,7 +45,7 @@ class Reads:
                 with lock:
                     rank = int(storage.made_by.removeprefix("rank-"))  # type: ignore[attr-defined]
                     for block in range(start >> 20, (start + len(into)) >> 20):
-                        self.machines.setdefault(block, set()).add(machines[rank])
+                        self.nodes.setdefault(block, set()).add(nodes[rank])
             read(storage, name, start, into)
 
         monkeypatch.setattr(LocalStorage, "__init__", init)
@@ -53,17 +53,17 @@ class Reads:
 
     @property
     def by_how_many(self) -> float:
-        return sum(map(len, self.machines.values())) / len(self.machines)
+        return sum(map(len, self.nodes.values())) / len(self.nodes)
 
 
 def load(
-    root: Path, machines: list[int], *, layout: uc.Layout | None = None, **options: object
+    root: Path, nodes: list[int], *, layout: uc.Layout | None = None, **options: object
 ) -> None:
     def act(comm: Comm) -> None:
         target = {name: torch.zeros_like(tensor) for name, tensor in FULL.items()}
         if layout is not None:
             target["w"] = torch.zeros_like(FULL["w"].chunk(comm.world)[comm.rank])
-        with on_node(comm, machines) as made:
+        with on_node(comm, nodes) as made:
             made.load(
                 root / NAME, model=target, layout=layout, options=LOAD.model_copy(update=options)
             )
@@ -72,7 +72,7 @@ def load(
         )
         assert torch.equal(target["b"], FULL["b"])
 
-    run_ranks(len(machines), act)
+    run_ranks(len(nodes), act)
 
 
 @pytest.fixture
@@ -81,15 +81,15 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("machines", [[0, 1, 2], [0, 0, 1, 1]])
+@pytest.mark.parametrize("nodes", [[0, 1, 2], [0, 0, 1, 1]])
 def test_replicas_on_a_slow_file_system_read_each_byte_once(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, machines: list[int]
+    saved: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[int]
 ) -> None:
-    reads = Reads(monkeypatch, machines)
+    reads = Reads(monkeypatch, nodes)
     monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
-    load(saved, machines)
+    load(saved, nodes)
     assert reads.by_how_many == 1
-    assert set().union(*reads.machines.values()) == set(machines), "all of them do a part"
+    assert set().union(*reads.nodes.values()) == set(nodes), "all of them do a part"
 
 
 def test_on_fast_file_systems_each_node_reads_for_itself(
@@ -145,7 +145,9 @@ def test_read_redundancy() -> None:
     rows = TensorDecl(
         "model", "w", spec, Sharding((ShardDim(0, 2, 2),))
     )  # mesh [2, 2]: rows over the first dim, replicas over the second
-    census = Declarations({0: [rows]}, {0: [0, 1, 2, 3]})
-    assert read_redundancy(census, [0, 0, 1, 1]) == pytest.approx(1.0), "replicas inside a machine"
-    assert read_redundancy(census, [0, 1, 0, 1]) == pytest.approx(2.0), "a copy on each machine"
-    assert read_redundancy(census, [0, 1, 2, 3]) == pytest.approx(2.0)
+    declarations = Declarations({0: [rows]}, {0: [0, 1, 2, 3]})
+    assert read_redundancy(declarations, [0, 0, 1, 1]) == pytest.approx(1.0), (
+        "replicas inside a node"
+    )
+    assert read_redundancy(declarations, [0, 1, 0, 1]) == pytest.approx(2.0), "a copy on each node"
+    assert read_redundancy(declarations, [0, 1, 2, 3]) == pytest.approx(2.0)

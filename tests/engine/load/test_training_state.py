@@ -219,7 +219,8 @@ def test_groups_that_join_separate_groups(tmp_path: Path) -> None:
     fresh = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=9)
     with pytest.raises(
         uc.MismatchError,
-        match=r'first\.weight: its param group joins parameters .* differ.*hyperparameters="current"',
+        match=r"first\.weight: its param group joins parameters .* "
+        r'differ.*hyperparameters="current"',
     ):
         uc.load(tmp_path / "c", model=other, optimizer=fresh)
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
@@ -285,7 +286,8 @@ def test_a_parameter_that_the_saved_optimizer_did_not_have(tmp_path: Path) -> No
     fresh = torch.optim.AdamW([*other.first.parameters(), *other.second.parameters()])
     with pytest.raises(
         uc.MismatchError,
-        match=r"(?s)optimizer:second\.bias: is not in the checkpoint.*optimizer:second\.weight: is not",
+        match=r"(?s)optimizer:second\.bias: is not in the "
+        r"checkpoint.*optimizer:second\.weight: is not",
     ):
         uc.load(tmp_path / "c", model=other, optimizer=fresh)
     report = uc.load(tmp_path / "c", model=other, optimizer=fresh, strict=False)
@@ -363,7 +365,8 @@ def test_moments_that_the_next_step_cannot_read(tmp_path: Path) -> None:
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(
         uc.MismatchError,
-        match=r"bias/exp_avg: checkpoint has dtype F32, target has BF16; pass LoadOptions\(cast=True",
+        match=r"bias/exp_avg: checkpoint has dtype F32, target has BF16; pass "
+        r"LoadOptions\(cast=True",
     ):
         uc.load(tmp_path / "c", model=other, optimizer=fresh)
     assert same(other.state_dict(), before)
@@ -715,7 +718,8 @@ def test_masters_without_a_place_are_refused_before_a_byte(
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(
         uc.MismatchError,
-        match=r"master_weights: matrix, one, scalar: .* pass master_weights=, .* float32 .*parts=\(",
+        match=r"master_weights: matrix, one, scalar: .* pass master_weights=, .* float32 "
+        r".*parts=\(",
     ):
         uc.load(tmp_path / "c", model=other, optimizer=plain)
     assert same(other.state_dict(), before)
@@ -882,7 +886,8 @@ def test_scales_outside_the_state_are_refused(tmp_path: Path, dtype: torch.dtype
     optimizer = FusedAdam(module.parameters(), exp_avg_dtype=dtype)
     with pytest.raises(
         uc.LayoutError,
-        match="FusedAdam: keeps the scales of exp_avg outside of its state; use float32 or bfloat16",
+        match="FusedAdam: keeps the scales of exp_avg outside of its state; use float32 or "
+        "bfloat16",
     ):
         uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     assert not (tmp_path / "c").exists()

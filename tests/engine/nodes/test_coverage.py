@@ -113,8 +113,8 @@ def test_tensors_sharded_alike_share_one_layout() -> None:
 
 
 def test_index_size_grows_with_nodes_only_by_their_addresses() -> None:
-    def nbytes(machines: int, layers: int) -> int:
-        shape = (machines, 4)
+    def nbytes(nodes: int, layers: int) -> int:
+        shape = (nodes, 4)
         stored = [
             {
                 "model_shards": {
@@ -122,11 +122,11 @@ def test_index_size_grows_with_nodes_only_by_their_addresses() -> None:
                     for n in range(layers)
                 }
             }
-            for m in range(machines)
+            for m in range(nodes)
         ]
         return len(
             build_index(
-                [inventory(one, number=m, count=machines) for m, one in enumerate(stored)]
+                [inventory(one, number=m, count=nodes) for m, one in enumerate(stored)]
             ).encode()
         )
 

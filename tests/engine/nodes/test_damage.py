@@ -41,7 +41,7 @@ Files = Callable[[Path], None]
 
 def load(
     root: Path,
-    machines: Sequence[int],
+    nodes: Sequence[int],
     *,
     copies: int = 1,
     step: int = 0,
@@ -53,11 +53,9 @@ def load(
         right = held(comm.rank, comm.world, copies=copies, step=step)
         target = {name: torch.full_like(tensor, -1) for name, tensor in right.items()}
         where = (
-            folders[machines[comm.rank]]
-            if folders is not None
-            else folder_of(root, machines[comm.rank])
+            folders[nodes[comm.rank]] if folders is not None else folder_of(root, nodes[comm.rank])
         )
-        with on_node(comm, machines) as made:
+        with on_node(comm, nodes) as made:
             report = made.load(
                 where, model=target, layout=layout(comm.world, copies=copies), options=LOAD
             )
@@ -66,7 +64,7 @@ def load(
         assert report.extra == {"step": step, "bytes": bytes(9000)}
         return report
 
-    return try_ranks(len(machines), act)
+    return try_ranks(len(nodes), act)
 
 
 HOW: dict[str, Files] = {
@@ -91,11 +89,11 @@ def notes(reports: Sequence[uc.LoadReport]) -> str:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("machine", [0, 1])
+@pytest.mark.parametrize("node", [0, 1])
 def test_damaged_copy_is_read_from_another_node_and_reported(
-    twice: Path, how: str, machine: int
+    twice: Path, how: str, node: int
 ) -> None:
-    file = folder_of(twice, machine) / "model.safetensors"
+    file = folder_of(twice, node) / "model.safetensors"
     HOW[how](file)
     told = notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
     assert "model.safetensors" in told
@@ -210,7 +208,7 @@ def test_copies_damaged_in_different_blocks(twice: Path) -> None:
     """Block 0 of one and block 1 of the other: between them all is there. The same block of both:
     nowhere.
     """
-    files = [folder_of(twice, machine) / "model.safetensors" for machine in (0, 1)]
+    files = [folder_of(twice, node) / "model.safetensors" for node in (0, 1)]
     flip(files[0], at=0.2)
     flip(files[1], at=0.9)
     told = notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
@@ -264,8 +262,8 @@ def test_verify_off_also_skips_other_nodes(once: Path) -> None:
     """As with one folder: what is read is taken as it is, and no digests are asked for."""
     (file,) = folder_of(once, 1).glob("model_shards-00002*.safetensors")
     flip(file)
-    for machine in (0, 1):
-        flip(folder_of(once, machine) / names.DIGESTS)
+    for node in (0, 1):
+        flip(folder_of(once, node) / names.DIGESTS)
 
     def act(comm: Comm) -> int:
         target = {name: torch.full_like(tensor, -1) for name, tensor in FULL.items()}
@@ -309,7 +307,7 @@ def test_older_complete_save_is_selected(tmp_path: Path) -> None:
     save(tmp_path / "new", [0, 1], step=2)
     date(folder_of(tmp_path / "old", 0), "2020-01-01T00:00:00+00:00")
     date(folder_of(tmp_path / "old", 1), "2020-01-01T00:00:00+00:00")
-    both = [[folder_of(tmp_path / run, machine) for run in ("old", "new")] for machine in (0, 1)]
+    both = [[folder_of(tmp_path / run, node) for run in ("old", "new")] for node in (0, 1)]
     fine(load(tmp_path, [0, 1], step=2, folders=both))  # type: ignore[arg-type]
     shutil.rmtree(folder_of(tmp_path / "new", 1))
     both[1].pop()
@@ -324,8 +322,8 @@ def test_newest_of_two_complete_saves(tmp_path: Path) -> None:
     """A node that has copies of both, and one that has the old one only."""
     save(tmp_path / "old", [0, 1], copies=2, step=1)
     save(tmp_path / "new", [0, 1], copies=2, step=2)
-    for machine in (0, 1):
-        date(folder_of(tmp_path / "old", machine), "2020-01-01T00:00:00+00:00")
+    for node in (0, 1):
+        date(folder_of(tmp_path / "old", node), "2020-01-01T00:00:00+00:00")
     folders = [folder_of(tmp_path / "old", 0), folder_of(tmp_path / "new", 1)]
     fine(load(tmp_path, [0, 1], copies=2, step=2, folders=folders))
     fine(load(tmp_path, [1, 0], copies=2, step=2, folders=folders))
@@ -336,8 +334,8 @@ def test_newest_of_two_complete_saves(tmp_path: Path) -> None:
 
 def test_part_deleted_on_every_node(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
-        machines, place = [0, 1], folder_of(tmp_path, comm.rank)
-        with on_node(comm, machines) as made:
+        nodes, place = [0, 1], folder_of(tmp_path, comm.rank)
+        with on_node(comm, nodes) as made:
             made.save(
                 place,
                 model={"w": torch.ones(3)},
@@ -393,7 +391,7 @@ def test_no_rank_stored_a_rank_extra(tmp_path: Path) -> None:
     def one(comm: Comm) -> tuple[str, ...]:
         with on_node(comm, [0]) as made:
             return made.load(
-                [folder_of(tmp_path, machine) for machine in (0, 1)],
+                [folder_of(tmp_path, node) for node in (0, 1)],
                 model={"w": torch.ones(3)},
                 options=LOAD,
             ).notes
@@ -435,14 +433,14 @@ def test_objects_of_an_absent_node_stay_unchanged(twice: Path) -> None:
     random states.
     """
     shutil.rmtree(folder_of(twice, 1))
-    machines, objects = [0, 0, 1, 1], [Own() for _ in range(4)]
+    nodes, objects = [0, 0, 1, 1], [Own() for _ in range(4)]
 
     def act(comm: Comm) -> uc.LoadReport:
         target = {
             name: torch.zeros_like(tensor) for name, tensor in held(comm.rank, 4, copies=2).items()
         }
-        with on_node(comm, machines) as made:
-            place = folder_of(twice, machines[comm.rank])
+        with on_node(comm, nodes) as made:
+            place = folder_of(twice, nodes[comm.rank])
             return made.load(
                 place,
                 model=target,

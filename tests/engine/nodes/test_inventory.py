@@ -106,31 +106,29 @@ def test_inventory_round_trip(stored: dict[str, dict[str, TensorSpec]], number: 
     assert found.tensor_list is one.tensor_list
 
 
-def rows_of_machine(machine: int, machines: int, layers: int) -> dict[str, dict[str, TensorSpec]]:
+def rows_of_node(node: int, nodes: int, layers: int) -> dict[str, dict[str, TensorSpec]]:
     """Each layer has a matrix, cut by rows over two ranks of each node."""
-    boxes = [Box((2 * machine + rank, 0), (1, 5)) for rank in (0, 1)]
+    boxes = [Box((2 * node + rank, 0), (1, 5)) for rank in (0, 1)]
     names = [
-        shard_name(f"layers.{layer}.w", box, (2 * machines, 5))
+        shard_name(f"layers.{layer}.w", box, (2 * nodes, 5))
         for layer in range(layers)
         for box in boxes
     ]
     return {"model_shards": dict.fromkeys(names, TensorSpec("F32", (1, 5)))}
 
 
-@pytest.mark.parametrize("machines", [2, 16])
-def test_nodes_sharded_alike_share_a_tensor_list(machines: int) -> None:
+@pytest.mark.parametrize("nodes", [2, 16])
+def test_nodes_sharded_alike_share_a_tensor_list(nodes: int) -> None:
     """What a node alone has to say does not grow with the tensors."""
-    told = [classify(rows_of_machine(machine, machines, layers=30)) for machine in range(machines)]
+    told = [classify(rows_of_node(node, nodes, layers=30)) for node in range(nodes)]
     assert len({tensor_list_name(listing.encode()) for listing, _ in told}) == 1
     listing, spans = told[1]
     assert [(kind.shape, kind.are_shards, kind.count) for kind in listing.layout_classes] == [
-        ((2 * machines, 5), True, 2)
+        ((2 * nodes, 5), True, 2)
     ]
     assert spans.tolist() == [2, 0, 1, 5, 3, 0, 1, 5]
-    short = inventory(rows_of_machine(1, machines, layers=1)).encode(list_name="x")
-    assert len(inventory(rows_of_machine(1, machines, layers=300)).encode(list_name="x")) == len(
-        short
-    )
+    short = inventory(rows_of_node(1, nodes, layers=1)).encode(list_name="x")
+    assert len(inventory(rows_of_node(1, nodes, layers=300)).encode(list_name="x")) == len(short)
 
 
 def test_inventory_of_huge_offsets() -> None:

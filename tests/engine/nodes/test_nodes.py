@@ -45,18 +45,18 @@ __all__ = ["states"]  # a fixture
 # layouts: (nodes, ranks of each) -> what each rank holds
 
 
-def dealt(root: Path, folders: Sequence[int], machines: int, *, turn: int = 0) -> dict[int, Paths]:
+def dealt(root: Path, folders: Sequence[int], nodes: int, *, turn: int = 0) -> dict[int, Paths]:
     """The saved folders over the nodes of a load, in turn; a node that gets none has an empty
     place.
     """
     found: dict[int, Paths] = {}
-    for machine in range(machines):
+    for node in range(nodes):
         own = [
             folder_of(root, folder)
             for i, folder in enumerate(folders)
-            if (i + turn) % machines == machine
+            if (i + turn) % nodes == node
         ]
-        found[machine] = own or [root / "nothing" / NAME]
+        found[node] = own or [root / "nothing" / NAME]
     return found
 
 
@@ -64,7 +64,7 @@ def check_pair(root: Path, layout: str, saved: tuple[int, int], loaded: tuple[in
     """All folders, renumbered; one more node that is empty; and each one away in turn: the
     others have it all, or say what is gone.
     """
-    case, machines = case_of(layout, *saved), places(*saved)
+    case, nodes = case_of(layout, *saved), places(*saved)
     wanted, own = arranged(layout, *loaded), places(*loaded)
     folders = list(range(saved[0]))
     for turn in (0, 1):
@@ -81,7 +81,7 @@ def check_pair(root: Path, layout: str, saved: tuple[int, int], loaded: tuple[in
     for away in folders if len(folders) > 1 else []:
         check_load(
             case,
-            machines,
+            nodes,
             wanted,
             own,
             dealt(root, [f for f in folders if f != away], loaded[0]),
@@ -91,7 +91,7 @@ def check_pair(root: Path, layout: str, saved: tuple[int, int], loaded: tuple[in
 
 def check_load(
     case: Case,
-    machines: Sequence[int],
+    nodes: Sequence[int],
     wanted: DrawnLayout,
     own: Sequence[int],
     paths: dict[int, Paths],
@@ -101,12 +101,12 @@ def check_load(
     """Everything is right where the other folders have it all; else every rank names what is gone,
     and who had it.
     """
-    parts, unknown = gaps(case, machines, sorted(set(machines) - set(away)))
+    parts, unknown = gaps(case, nodes, sorted(set(nodes) - set(away)))
     found = load_case(case, wanted, own, paths)
     if not parts and not unknown:
         fine(found)
         return True
-    if len(away) == len(set(machines)):
+    if len(away) == len(set(nodes)):
         same_error(found, uc.NotFoundError, "no such folder")
         return False
     text = str(same_error(found, uc.IncompleteError, "is incomplete on the nodes present"))
@@ -114,7 +114,7 @@ def check_load(
         assert f"{part}:{fqn}: no node has [" in text
     for part in {part for part, _ in unknown}:
         assert f"{part}: missing {sum(one == part for one, _ in unknown)} of " in text
-    wrote = format_ranks(rank for rank, machine in enumerate(machines) if machine in away)
+    wrote = format_ranks(rank for rank, node in enumerate(nodes) if node in away)
     assert f"are on no node present; rank(s) {wrote} of the save wrote them\n" in text
     return False
 
@@ -149,10 +149,10 @@ def test_what_is_stored_whole_and_what_as_shards(tmp_path: Path) -> None:
     """
     save_case(case_of("whole on each node", 2, 2), tmp_path / "whole", places(2, 2))
     save_case(case_of("rows over nodes", 2, 2), tmp_path / "rows", places(2, 2))
-    for machine in (0, 1):
+    for node in (0, 1):
         with (
-            uc.open(folder_of(tmp_path / "whole", machine)) as whole,
-            uc.open(folder_of(tmp_path / "rows", machine)) as rows,
+            uc.open(folder_of(tmp_path / "whole", node)) as whole,
+            uc.open(folder_of(tmp_path / "rows", node)) as rows,
         ):
             assert sorted(whole.parts) == ["model", "optimizer"]
             assert sorted(rows.parts) == [
@@ -162,12 +162,12 @@ def test_what_is_stored_whole_and_what_as_shards(tmp_path: Path) -> None:
                 "optimizer_shards",
             ]
             assert sorted(rows["model"]) == ["empty", "zero"]
-            low = 300 * machine
+            low = 300 * node
             assert sorted(name for name in rows["model_shards"] if name.startswith("big")) == [
                 f"big@{low}:{low + 150}/600,0:450/450",
                 f"big@{low + 150}:{low + 300}/600,0:450/450",
             ]
-        assert uc.verify(folder_of(tmp_path / "rows", machine), deep=True).ok
+        assert uc.verify(folder_of(tmp_path / "rows", node), deep=True).ok
 
 
 def test_slice_that_no_node_has(tmp_path: Path) -> None:
@@ -196,29 +196,29 @@ def check_scattered(
     tile_nbytes: int,
     max_file_bytes: int,
 ) -> None:
-    case, machines, loads = drawn
+    case, nodes, loads = drawn
     with TemporaryDirectory(dir=root) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_plan, "TILE_NBYTES", tile_nbytes)
         save_case(
             case,
             Path(name),
-            machines,
+            nodes,
             options=SAVE.model_copy(update={"max_file_bytes": max_file_bytes}),
         )
-        numbers = sorted(set(machines))
+        numbers = sorted(set(nodes))
         for wanted, (own, where) in zip(case.loaded, loads, strict=True):
             paths: dict[int, Paths] = {}
-            for machine in set(own):
+            for node in set(own):
                 held = [
                     folder_of(Path(name), number)
                     for number, at in zip(numbers, where, strict=True)
-                    if at == machine
+                    if at == node
                 ]
-                paths[machine] = held or [Path(name) / "nothing" / NAME]
+                paths[node] = held or [Path(name) / "nothing" / NAME]
             away = [number for number, at in zip(numbers, where, strict=True) if at is None]
             if len(numbers) == 1 and not away and len(set(own)) == 1:
                 continue  # one folder of one node: see test_reshard.py
-            check_load(case, machines, wanted, own, paths, away=away)
+            check_load(case, nodes, wanted, own, paths, away=away)
 
 
 TILES = st.sampled_from([64 << 10, 64 << 10, 16 << 20])

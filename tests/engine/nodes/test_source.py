@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def joint_of(root: Path) -> Iterator[ClusterSource]:
     with ExitStack() as owned:
-        paths = [str(folder_of(root, machine)) for machine in range(WORLD)]
+        paths = [str(folder_of(root, node)) for node in range(WORLD)]
         opened = open_folders(paths, owned, lock=False)
         found = open_cluster_source(
             single_process(), "read", opened, [0], owned, timeout_seconds=30

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from unified_ckpt.core.sharding.declarations import HolderGroup, TensorDecl, group_tables
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
-from unified_ckpt.engine.plan import holders as census
+from unified_ckpt.engine.plan import holders as declarations
 from unified_ckpt.engine.plan.holders import (
     Declarations,
     gather_declarations,
@@ -44,9 +44,9 @@ def test_ranks_of_a_node_with_equal_declarations_are_grouped(
     )
 
     def act(comm: Comm) -> list[tuple[int, tuple[int, ...], tuple[TensorDecl, ...]]]:
-        meeting = comm.begin_collective("census", cached=False, timeout_seconds=20)
+        meeting = comm.begin_collective("declarations", cached=False, timeout_seconds=20)
         rows = sorted(held[comm.rank], key=lambda row: row.key)
-        with meeting.step("census"):
+        with meeting.step("declarations"):
             table, found = gather_declarations(meeting, rows)
             if found is not None:
                 publish_groups_by_node(meeting, found, nodes)
@@ -106,7 +106,7 @@ def thought(monkeypatch: pytest.MonkeyPatch, *, nodes: int, tables: int) -> tupl
         looked.append(sum(map(len, named.values())))
         return group_tables(named, roll)
 
-    monkeypatch.setattr(census, "group_tables", counted)
+    monkeypatch.setattr(declarations, "group_tables", counted)
     told: Any = Told()
     publish_groups_by_node(
         told,

@@ -17,7 +17,7 @@ from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks, try_ranks
 
-NODES = [0, 0, 1, 2]  # machine 0 has whole copies, the others a half of another copy each
+NODES = [0, 0, 1, 2]  # node 0 has whole copies, the others a half of another copy each
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +32,18 @@ def root(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "root"))
 
 
-def repair(root: Path, machines: Sequence[int] = NODES) -> tuple[uc.RepairReport, ...]:
+def repair(root: Path, nodes: Sequence[int] = NODES) -> tuple[uc.RepairReport, ...]:
     def act(comm: Comm) -> tuple[uc.RepairReport, ...]:
-        with on_node(comm, machines) as made:
-            return made.repair(folder_of(root, machines[comm.rank]))
+        with on_node(comm, nodes) as made:
+            return made.repair(folder_of(root, nodes[comm.rank]))
 
-    found = run_ranks(len(machines), act)
+    found = run_ranks(len(nodes), act)
     assert all(one == found[0] for one in found), "the same on every rank"
     return found[0]
 
 
 def test_each_node_is_repaired_from_the_others(root: Path) -> None:
-    folders = [folder_of(root, machine) for machine in range(3)]
+    folders = [folder_of(root, node) for node in range(3)]
     right = [body(one) for one in folders]
     flip(tensors(folders[0], "model")[0], at=0.2)
     break_header(tensors(folders[0], "model")[0])
@@ -58,7 +58,7 @@ def test_each_node_is_repaired_from_the_others(root: Path) -> None:
 
 
 def test_failure_of_one_node_does_not_stop_the_others(root: Path) -> None:
-    """No copy of what machine 1's rank left, none of machine 2's manifest; machine 0 is mended all
+    """No copy of what node 1's rank left, none of node 2's manifest; node 0 is mended all
     the same.
     """
     flip(folder_of(root, 1) / names.RANK_EXTRA)
@@ -77,21 +77,21 @@ def test_node_with_another_save_and_node_without_folder(root: Path, tmp_path: Pa
     shutil.copytree(folder_of(tmp_path / "stale", 1), folder_of(root, 1))
     shutil.rmtree(folder_of(root, 2))
     flip(tensors(folder_of(root, 0), "model")[0])
-    before = [body(folder_of(root, machine)) for machine in (0, 1)]
+    before = [body(folder_of(root, node)) for node in (0, 1)]
     reports = repair(root)
     assert [report.ok for report in reports] == [False, True, False]
     assert any("has another save" in note for note in reports[0].notes)
     assert "does not exist on this node" in reports[2].problems[0]
-    assert [body(folder_of(root, machine)) for machine in (0, 1)] == before
+    assert [body(folder_of(root, node)) for node in (0, 1)] == before
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_shared_folder_is_repaired_once(root: Path, tmp_path: Path, seed: int) -> None:
-    """Machines 0 and 3 see one folder, 1 and 2 have their own: the report is the same for those
+    """Nodes 0 and 3 see one folder, 1 and 2 have their own: the report is the same for those
     that share, and nobody is refused.
     """
     (root / "node-3").symlink_to("node-0")
-    folders = [folder_of(root, machine) for machine in range(4)]
+    folders = [folder_of(root, node) for node in range(4)]
     right = [body(one) for one in folders]
     for file in tensors(folders[0], "model"):
         flip(file)

@@ -281,7 +281,8 @@ def test_without_manifest_and_digests_nothing_that_is_there_is_overwritten(
     before = stamps(folder)
     with pytest.raises(
         uc.IntegrityError,
-        match=r"nothing proves that this folder is of save \w+: model-00003-of-00003.*block 1 of model:wide",
+        match=r"nothing proves that this folder is of save \w+: model-00003-of-00003.*block 1 "
+        r"of model:wide",
     ):
         uc.repair(folder, [good])
     assert stamps(folder) == before
@@ -346,8 +347,8 @@ def test_a_part_that_was_deleted_stays_deleted(folder: Path, good: Path) -> None
     assert report.ok
     assert report.repaired == (FILES[0],)
     assert (
-        "part optimizer: neither its index nor any of its files exists: it was deleted, and is not restored"
-        in report.notes
+        "part optimizer: neither its index nor any of its files exists: it was deleted, and is "
+        "not restored" in report.notes
     )
     assert not list(folder.glob("optimizer*"))
 
@@ -509,7 +510,7 @@ def test_a_source_behind_a_url(folder: Path, good: Path) -> None:
         uc.repair(folder, ["memory://absent"])
 
 
-# machines
+# nodes
 
 
 def elements(where: Path) -> torch.Tensor:
@@ -519,26 +520,26 @@ def elements(where: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Machine 0 holds whole copies; 1 and 2 hold fragments of another copy; 3 and 4 as 1 and 2, of
+    """Node 0 holds whole copies; 1 and 2 hold shards of another copy; 3 and 4 as 1 and 2, of
     a third.
     """
-    root = tmp_path_factory.mktemp("machines")
+    root = tmp_path_factory.mktemp("nodes")
     save(root, [0, 0, 1, 2, 3, 4], copies=3)
     return root
 
 
-def machines(twice: Path, tmp_path: Path) -> list[Path]:
-    shutil.copytree(twice, tmp_path / "machines")
-    return [folder_of(tmp_path / "machines", machine) for machine in range(5)]
+def nodes(twice: Path, tmp_path: Path) -> list[Path]:
+    shutil.copytree(twice, tmp_path / "nodes")
+    return [folder_of(tmp_path / "nodes", node) for node in range(5)]
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("hurt_one", [0, 1, 2])
 def test_nodes_repair_each_other(twice: Path, tmp_path: Path, hurt_one: int, how: str) -> None:
-    """Whole from fragments, fragments from a whole, and fragments from fragments: every file of
+    """Whole from shards, shards from a whole, and shards from shards: every file of
     tensors, digests, extra, indexes.
     """
-    found = machines(twice, tmp_path)
+    found = nodes(twice, tmp_path)
     files = [
         *found[hurt_one].glob("model*.safetensors"),
         found[hurt_one] / names.DIGESTS,
@@ -559,7 +560,7 @@ def test_nodes_repair_each_other(twice: Path, tmp_path: Path, hurt_one: int, how
 
 def test_nodes_that_are_all_damaged(twice: Path, tmp_path: Path) -> None:
     """What one node lacks another has; one has damaged digests."""
-    found = machines(twice, tmp_path)
+    found = nodes(twice, tmp_path)
     right = [body(one) for one in found]
     flip(tensors(found[0], "model")[0], at=0.2)
     flip(tensors(found[0], "model")[0], at=0.95)
@@ -574,7 +575,7 @@ def test_nodes_that_are_all_damaged(twice: Path, tmp_path: Path) -> None:
 
 
 def test_no_node_has_the_block(twice: Path, tmp_path: Path) -> None:
-    found = machines(twice, tmp_path)
+    found = nodes(twice, tmp_path)
     file = tensors(found[1], "model")[0]
     flip(file)
     before = stamps(found[1])
@@ -586,10 +587,10 @@ def test_no_node_has_the_block(twice: Path, tmp_path: Path) -> None:
 
 
 def test_node_files_come_only_from_a_copy_of_its_folder(twice: Path, tmp_path: Path) -> None:
-    """The manifest and what its ranks left. The folder of a machine that holds the same tensors is
+    """The manifest and what its ranks left. The folder of a node that holds the same tensors is
     not taken for it.
     """
-    found = machines(twice, tmp_path)
+    found = nodes(twice, tmp_path)
     backup = Path(shutil.copytree(found[1], tmp_path / "backup"))
     flip(found[1] / names.RANK_EXTRA)
     assert not uc.repair(found[1], [one for one in found if one != found[1]]).ok
@@ -607,7 +608,7 @@ def test_node_files_come_only_from_a_copy_of_its_folder(twice: Path, tmp_path: P
 def test_node_with_the_same_tensors_is_told_apart(tmp_path: Path) -> None:
     """Same tensors and digests: only the rank_extra identifies a folder."""
     save(tmp_path, [0, 1], copies=2)
-    mine, theirs = (folder_of(tmp_path, machine) for machine in (1, 0))
+    mine, theirs = (folder_of(tmp_path, node) for node in (1, 0))
     assert (mine / names.DIGESTS).read_bytes() == (theirs / names.DIGESTS).read_bytes()
     backup = Path(shutil.copytree(mine, tmp_path / "backup"))
     for file in (names.MANIFEST, names.RANK_EXTRA):
@@ -720,9 +721,9 @@ def test_any_damage_to_two_copies(folder: Path, other: Path, good: Path, seed: i
 
 @pytest.mark.parametrize("seed", range(15))
 def test_any_damage_to_nodes(twice: Path, tmp_path: Path, seed: int) -> None:
-    """Right, or as it was, and no good byte is lost: what the machines had between them, they have."""
+    """Right, or as it was, and no good byte is lost: what the nodes had between them, they have."""
     draw = random.Random(seed)
-    found = machines(twice, tmp_path)
+    found = nodes(twice, tmp_path)
     right = [body(one) for one in found]
     for one in found:
         damage(draw, one, flips={})

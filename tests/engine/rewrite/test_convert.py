@@ -132,7 +132,7 @@ def convert_by(
     *,
     storages: Callable[[int], LocalStorage] | None = None,
     sources: Callable[[int], Source | Exception] | None = None,
-    machines: list[int] | None = None,
+    nodes: list[int] | None = None,
     **options: Any,
 ) -> list[ConvertReport | BaseException]:
     """Convert with this many ranks, as threads."""
@@ -155,7 +155,7 @@ def convert_by(
                 storage,
                 NAME,
                 ConvertRequest(source_path=str(source), recorded_options={}, **told),
-                nodes=machines or [0] * world,
+                nodes=nodes or [0] * world,
             )
         finally:
             if not isinstance(found, Exception):
@@ -224,13 +224,13 @@ def test_unified_folder_is_converted_in_full(ours: Path, tmp_path: Path) -> None
     assert torch.equal(model[3].bias, trained(1, tied=True)[0][2].bias)
 
 
-@pytest.mark.parametrize("machines", [[0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 2]], ids=str)
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 2]], ids=str)
 @pytest.mark.parametrize("max_file_bytes", [50_000, 1 << 30])
 def test_any_number_of_ranks_writes_the_same(
-    ours: Path, tmp_path: Path, machines: list[int], max_file_bytes: int
+    ours: Path, tmp_path: Path, nodes: list[int], max_file_bytes: int
 ) -> None:
     found = convert_by(
-        len(machines), ours, tmp_path / "many", machines=machines, max_file_bytes=max_file_bytes
+        len(nodes), ours, tmp_path / "many", nodes=nodes, max_file_bytes=max_file_bytes
     )
     assert all(isinstance(one, ConvertReport) for one in found), found
     assert len({str(one) for one in found}) == 1 or all(
@@ -251,7 +251,8 @@ def test_masters_that_differ_from_the_model_are_refused(ours: Path, tmp_path: Pa
     uc.save(broken, model=weights["model"], master_weights=swapped)
     with pytest.raises(
         uc.IntegrityError,
-        match=r"differ from the model; nothing was written \(1\):\n  0.weight: \d+ of 42700 elements differ, by up to 0",
+        match=r"differ from the model; nothing was written \(1\):\n  0.weight: \d+ of 42700 "
+        r"elements differ, by up to 0",
     ):
         uc.convert(broken, tmp_path / NAME)
     assert sorted(os.listdir(tmp_path)) == ["broken"]

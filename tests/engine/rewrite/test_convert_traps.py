@@ -237,8 +237,8 @@ def test_a_step_of_another_engine_that_was_cut_short_is_passed_over(
         caplog.clear()
         assert manager.restore(**found).step == 15  # type: ignore[union-attr]
         assert (
-            "checkpoint-20 is skipped: is of another format (dcp), and step 15 of this run is loaded; restore(20) loads it"
-            in caplog.text
+            "checkpoint-20 is skipped: is of another format (dcp), and step 15 of this run is "
+            "loaded; restore(20) loads it" in caplog.text
         )
 
 

@@ -76,7 +76,7 @@ def numbered(nodes: Sequence[int]) -> list[int]:
 
 def merge_all(
     target: Path,
-    machines: Sequence[int],
+    nodes: Sequence[int],
     paths: Mapping[int, Paths],
     *,
     storages: Storages | None = None,
@@ -95,12 +95,10 @@ def merge_all(
 
     def act(comm: Comm) -> MergeReport:
         storage = storages(comm.rank) if storages is not None else LocalStorage(str(target))
-        local_paths = [str(path) for path in paths[machines[comm.rank]]]
-        return merge_paths(
-            comm, local_paths, storage, NAME, merge_options, nodes=numbered(machines)
-        )
+        local_paths = [str(path) for path in paths[nodes[comm.rank]]]
+        return merge_paths(comm, local_paths, storage, NAME, merge_options, nodes=numbered(nodes))
 
-    return try_ranks(len(machines), act)
+    return try_ranks(len(nodes), act)
 
 
 # any arrangement
@@ -131,7 +129,7 @@ def check_merged(case: Case, target: Path) -> None:
     assert not any(SHARD_SUFFIX in entry or entry == "probe" for entry in os.listdir(target / NAME))
 
 
-def check_once(writes: Writes, target: Path, machines: Sequence[int]) -> None:
+def check_once(writes: Writes, target: Path, nodes: Sequence[int]) -> None:
     """Check that every byte of tensor files was written once, by ranks of one node."""
     for path in (target / NAME).glob("*.safetensors"):
         spans = sorted(writes.spans[path.name])
@@ -140,7 +138,7 @@ def check_once(writes: Writes, target: Path, machines: Sequence[int]) -> None:
         )
         assert spans[-1][1] == path.stat().st_size
         if path.name not in (names.DIGESTS, names.EXTRA, names.RANK_EXTRA):
-            assert len({machines[rank] for _, _, rank in spans}) == 1
+            assert len({nodes[rank] for _, _, rank in spans}) == 1
 
 
 FILES = st.sampled_from([100_000, 1 << 30])
@@ -149,20 +147,20 @@ Drawn = tuple[Case, list[int], list[tuple[list[int], list[int | None]]]]
 
 
 def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
-    case, machines, loads = drawn
+    case, nodes, loads = drawn
     with TemporaryDirectory(dir=root) as top:
-        save_case(case, Path(top), machines)
+        save_case(case, Path(top), nodes)
         save_whole(case, Path(top))
-        numbers = sorted(set(machines))
+        numbers = sorted(set(nodes))
         for turn, (_, (own, where)) in enumerate(zip(case.loaded, loads, strict=True)):
             paths: dict[int, Paths] = {}
-            for machine in set(own):
+            for node in set(own):
                 held = [
                     folder_of(Path(top), number)
                     for number, at in zip(numbers, where, strict=True)
-                    if at == machine
+                    if at == node
                 ]
-                paths[machine] = held or [Path(top) / "nothing" / NAME]
+                paths[node] = held or [Path(top) / "nothing" / NAME]
             away = [number for number, at in zip(numbers, where, strict=True) if at is None]
             target, writes = Path(top) / f"target-{turn}", Writes()
             found = merge_all(
@@ -175,7 +173,7 @@ def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
             missing = (
                 [
                     key
-                    for keys in gaps(case, machines, [n for n in numbers if n not in away])
+                    for keys in gaps(case, nodes, [n for n in numbers if n not in away])
                     for key in keys
                 ]
                 if away
@@ -190,7 +188,7 @@ def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
             check_merged(case, target)
             check_once(writes, target, own)
             assert digests_of(target / NAME) == digests_of(Path(top) / NAME), (
-                "those of a save by one machine"
+                "those of a save by one node"
             )
 
 
@@ -209,7 +207,7 @@ def test_any_ranks_on_any_nodes_at_length(
     check_drawn(tmp_path, drawn, max_file_bytes)
 
 
-# one state: two machines of two ranks
+# one state: two nodes of two ranks
 
 NODES = [0, 0, 1, 1]
 FULL = {
@@ -224,10 +222,10 @@ RULES = {"w": {"dp": 0}, "o": {"dp": 1}}
 
 
 def save(
-    top: Path, *, copies: int = 1, step: int = 3, machines: Sequence[int] = NODES, **what: object
+    top: Path, *, copies: int = 1, step: int = 3, nodes: Sequence[int] = NODES, **what: object
 ) -> None:
     """`copies`: each node has a copy of its own, or one copy spans all nodes."""
-    world = len(machines)
+    world = len(nodes)
     size = world // copies
     shapes = {name: tuple(FULL[name].shape) for name in RULES}
 
@@ -244,8 +242,8 @@ def save(
             "metrics": {"loss": 0.5},
             "options": SAVE,
         }
-        with on_node(comm, machines) as made:
-            folder = folder_of(top, machines[comm.rank])
+        with on_node(comm, nodes) as made:
+            folder = folder_of(top, nodes[comm.rank])
             layout = uc.Layout(mesh=mesh, rules=RULES, shapes=shapes)
             made.save(
                 folder,
@@ -258,8 +256,8 @@ def save(
     run_ranks(world, act)
 
 
-def own_folders(top: Path, machines: Sequence[int] = NODES) -> dict[int, Paths]:
-    return {machine: [folder_of(top, machine)] for machine in machines}
+def own_folders(top: Path, nodes: Sequence[int] = NODES) -> dict[int, Paths]:
+    return {node: [folder_of(top, node)] for node in nodes}
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +407,7 @@ def test_convert_merges_folders_of_several_nodes(once: Path, tmp_path: Path, to:
 
 
 def test_convert_with_missing_node_drops_rank_extra(twice: Path, tmp_path: Path) -> None:
-    """Each machine has a copy of every tensor, and the state of its own ranks: half of these would
+    """Each node has a copy of every tensor, and the state of its own ranks: half of these would
     be given back in silence.
     """
     report = uc.convert([folder_of(twice, 0)], tmp_path / "new")
@@ -512,19 +510,19 @@ HOW: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("machine", [0, 1])
+@pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("file", ["model.safetensors", names.DIGESTS, names.EXTRA])
 def test_intact_copy_of_another_node_is_merged(
-    twice: Path, tmp_path: Path, file: str, machine: int, how: str
+    twice: Path, tmp_path: Path, file: str, node: int, how: str
 ) -> None:
-    HOW[how](folder_of(twice, machine) / file)
+    HOW[how](folder_of(twice, node) / file)
     fine(merge_all(tmp_path / "root", NODES, own_folders(twice)))
     check_target(tmp_path / "root")
 
 
 def test_bypassed_damage_is_reported(twice: Path, tmp_path: Path) -> None:
-    for machine in (0, 1):  # each writes some files: whoever writes this one meets it
-        flip(folder_of(twice, machine) / "model.safetensors", at=0.3 + machine / 2)
+    for node in (0, 1):  # each writes some files: whoever writes this one meets it
+        flip(folder_of(twice, node) / "model.safetensors", at=0.3 + node / 2)
     found = fine(merge_all(tmp_path / "root", NODES, own_folders(twice)))
     assert any("has CRC" in note for one in found for note in one.notes)
     check_target(tmp_path / "root")
@@ -595,8 +593,8 @@ def test_a_rank_extra_that_cannot_be_read_now_is_an_error(
 
 def test_part_deleted_on_every_node_stays_deleted(tmp_path: Path) -> None:
     save(tmp_path, copies=2, parts={"ema": {"b": torch.ones(7)}})
-    for machine in (0, 1):
-        for file in folder_of(tmp_path, machine).glob("ema*"):
+    for node in (0, 1):
+        for file in folder_of(tmp_path, node).glob("ema*"):
             file.unlink()
     fine(merge_all(tmp_path / "root", NODES, own_folders(tmp_path)))
     assert uc.verify(tmp_path / "root" / NAME, deep=True).problems == ()
@@ -675,9 +673,9 @@ def test_crash_at_every_operation_commits_nothing_bad(
         shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("machine", [0, 1])
+@pytest.mark.parametrize("node", [0, 1])
 def test_stopped_node_fails_the_others_in_time(
-    once: Path, tmp_path: Path, machine: int, monkeypatch: pytest.MonkeyPatch
+    once: Path, tmp_path: Path, node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
     for at in (0, 1, 3):
@@ -687,9 +685,7 @@ def test_stopped_node_fails_the_others_in_time(
             NODES,
             own_folders(once),
             storages=lambda rank, root=root, fuse=fuse: (
-                FaultyStorage(str(root), fuse)
-                if NODES[rank] == machine
-                else LocalStorage(str(root))
+                FaultyStorage(str(root), fuse) if NODES[rank] == node else LocalStorage(str(root))
             ),
             timeout_seconds=1.0,
             max_file_bytes=1 << 20,
@@ -698,14 +694,12 @@ def test_stopped_node_fails_the_others_in_time(
         assert all(
             isinstance(
                 one,
-                uc.CheckpointError
-                if NODES[rank] != machine
-                else SimulatedCrash | uc.CheckpointError,
+                uc.CheckpointError if NODES[rank] != node else SimulatedCrash | uc.CheckpointError,
             )
             for rank, one in enumerate(found)
         )
         assert good(root) == []
-        assert machine == 0 or os.listdir(root) == [], "the lead has cleared it away"
+        assert node == 0 or os.listdir(root) == [], "the lead has cleared it away"
         fine(merge_all(root, NODES, own_folders(once)))
         check_target(root)
 
@@ -719,9 +713,9 @@ def test_ordinary_checkpoint_on_one_node(once: Path, tmp_path: Path) -> None:
     assert digests_of(tmp_path / "root" / NAME) == digests_of(tmp_path / "first" / NAME)
 
 
-@pytest.mark.parametrize("machine", [0, 1])
-def test_a_full_disk_leaves_nothing(once: Path, tmp_path: Path, machine: int) -> None:
-    """As one machine's ranks see it, each counting its own writes."""
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_full_disk_leaves_nothing(once: Path, tmp_path: Path, node: int) -> None:
+    """As one node's ranks see it, each counting its own writes."""
     number = 0
     while True:
         found = merge_all(
@@ -730,7 +724,7 @@ def test_a_full_disk_leaves_nothing(once: Path, tmp_path: Path, machine: int) ->
             own_folders(once),
             storages=lambda rank, number=number: (
                 FullStorage(str(tmp_path / "root"), number)
-                if NODES[rank] == machine
+                if NODES[rank] == node
                 else LocalStorage(str(tmp_path / "root"))
             ),
             max_file_bytes=1 << 20,

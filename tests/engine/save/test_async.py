@@ -188,7 +188,7 @@ def test_async_tensors_changed_after_the_call(
             for seed in (3, 9):
                 net, optimizer, ema = made(comm, seed, replicas=replicas)
                 pending = checkpointer.save_async(
-                    tmp_path / f"c{seed}", model=net, optimizer=optimizer, parts={"ema": ema}, step=seed,
+                    tmp_path / f"c{seed}", model=net, optimizer=optimizer, parts={"ema": ema}, step=seed,  # noqa: E501
                     layout=layout_of(world, replicas=replicas), options=options,
                 )  # fmt: skip
                 assert pending.staged()
@@ -278,7 +278,7 @@ def test_async_writes_the_same_files(tmp_path: Path, world: int, lazy: bool) -> 
         with make_checkpointer(comm) as checkpointer:
             net, optimizer, ema = made(comm, 1)
             what = {
-                "model": net, "optimizer": optimizer, "parts": {"ema": ema}, "extra": EXTRA, "rank_extra": {"rank": comm.rank},
+                "model": net, "optimizer": optimizer, "parts": {"ema": ema}, "extra": EXTRA, "rank_extra": {"rank": comm.rank},  # noqa: E501
                 "layout": layout_of(world), "step": 7, "metrics": {"loss": 0.5}, "options": QUICK,
                 "attach": lambda folder: Path(folder, "config.json").write_text("{}"),
             }  # fmt: skip
@@ -843,7 +843,7 @@ class Local(threading.local):
 def test_store_keys_do_not_accumulate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storages: Storages, one_shot: bool, fails: bool
 ) -> None:
-    """`fails`: each second save is refused on one rank before it is copied, or fails in the thread."""
+    """`fails`: each second save is refused on one rank before it is copied, or fails in the thread."""  # noqa: E501
     store, counts, local = dist.HashStore(), list[int](), Local()
     monkeypatch.setattr(
         comms, "from_torch", lambda group: Comm(store, rank=local.comm.rank, ranks=range(3))
@@ -922,7 +922,7 @@ def test_many_saves_of_ranks_do_not_grow(tmp_path: Path) -> None:
                 net, optimizer, ema = made(comm, 1)
                 for _ in range(10):
                     checkpointer.save_async(
-                        tmp_path / "c", model=net, optimizer=optimizer, parts={"ema": ema}, layout=layout_of(2),
+                        tmp_path / "c", model=net, optimizer=optimizer, parts={"ema": ema}, layout=layout_of(2),  # noqa: E501
                         options=QUICK.model_copy(update={"if_exists": "replace"}),
                     )  # fmt: skip
                 checkpointer.wait()
@@ -1027,7 +1027,8 @@ def test_snapshot_without_memory_is_refused(
     same_error(
         errors,
         uc.StorageError,
-        r"^rank 1: snapshot: got 1000 bytes of free memory on this rank, expected \d+; free some, or call `save`, which needs none$",
+        r"^rank 1: snapshot: got 1000 bytes of free memory on this rank, expected \d+; free "
+        r"some, or call `save`, which needs none$",
     )
     assert sorted(os.listdir(tmp_path)) == ["b", "c"]
     for name in ("b", "c"):

@@ -192,7 +192,8 @@ def test_lazy_optimizer_without_hooks_is_refused(tmp_path: Path) -> None:
     same_error(
         try_ranks(2, act),
         uc.LayoutError,
-        r"^rank 1: lazy: got Wrapper, which takes no hooks; pass the optimizer that it wraps, or lazy=False",
+        r"^rank 1: lazy: got Wrapper, which takes no hooks; pass the optimizer that it wraps, "
+        r"or lazy=False",
     )
 
 

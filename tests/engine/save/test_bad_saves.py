@@ -65,7 +65,10 @@ def test_gap_between_ranks(tmp_path: Path) -> None:
         {"model": {"w": BIG, "v": BIG}, "layout": BY_ROW},
         {"model": {"v": BIG}, "layout": BY_ROW},
     )
-    text = r"tensors with missing shards \(1\):\n  model:w: no rank holds the shard at \(1,\) of \(tp of 2\); ranks 0 declare the tensor"
+    text = (
+        r"tensors with missing shards \(1\):\n  model:w: no rank holds the shard at \(1,\) "
+        r"of \(tp of 2\); ranks 0 declare the tensor"
+    )
     saves_fail(tmp_path, uc.LayoutError, text, one, none)
 
 
@@ -77,12 +80,18 @@ def test_unequal_overlap(tmp_path: Path) -> None:
     whole["model"] = {"w": BIG, "v": torch.zeros(2)}
     half["model"] = {"w": BIG[:4], "v": torch.zeros(2)}
     half["layout"] = uc.Layout({"tp": 2}, {"w": {"tp": 0}, "v*": {"tp": 0}})
-    text = r"(?s)ranks disagree on shardings \(1\):.*model:w: got dim 0 over 2 .* on rank 0 and a whole copy on each rank on rank 1"
+    text = (
+        r"(?s)ranks disagree on shardings \(1\):.*model:w: got dim 0 over 2 .* on rank 0 and "
+        r"a whole copy on each rank on rank 1"
+    )
     saves_fail(tmp_path, uc.LayoutError, text, half, whole)
 
 
 def test_one_name_with_two_shapes(tmp_path: Path) -> None:
-    text = r"(?s)ranks disagree on shapes or dtypes \(1\):.*model:w: got F32 \(8, 40000\) on rank 0 and F32 \(7, 40000\) on rank 1"
+    text = (
+        r"(?s)ranks disagree on shapes or dtypes \(1\):.*model:w: got F32 \(8, 40000\) on "
+        r"rank 0 and F32 \(7, 40000\) on rank 1"
+    )
     saves_fail(tmp_path, uc.MismatchError, text, {"model": {"w": BIG}}, {"model": {"w": BIG[:7]}})
 
 
@@ -95,7 +104,10 @@ def test_one_name_with_two_dtypes(tmp_path: Path) -> None:
 
 def test_experts_with_one_name(tmp_path: Path) -> None:
     """Renaming them is the caller's; taking one for the other would lose it."""
-    text = r"replicas hold different bytes \(1\):\n  model:expert\.w: rank\(s\) 0 differ from rank\(s\) 1"
+    text = (
+        r"replicas hold different bytes \(1\):\n  model:expert\.w: rank\(s\) 0 differ from "
+        r"rank\(s\) 1"
+    )
     saves_fail(
         tmp_path,
         uc.LayoutError,
@@ -134,7 +146,10 @@ def test_layout_rule_without_match(tmp_path: Path) -> None:
 
 def test_shards_that_are_not_chunks(tmp_path: Path) -> None:
     mine = {"layout": uc.Layout({"tp": 2}, {"w": {"tp": 0}}, {"w": (8, 40_000)})}
-    text = r"rank 1: w: got a local tensor of shape \(2, 40000\), expected \(4, 40000\) from its placements"
+    text = (
+        r"rank 1: w: got a local tensor of shape \(2, 40000\), expected \(4, 40000\) from "
+        r"its placements"
+    )
     saves_fail(
         tmp_path,
         uc.LayoutError,
@@ -259,7 +274,8 @@ def test_different_name_on_one_rank(tmp_path: Path) -> None:
         ),
         (
             {"step": 4},
-            r"save to .*/c: rank\(s\) 0, 2: step 3, rank\(s\) 1: step 4; expected the same on every rank",
+            r"save to .*/c: rank\(s\) 0, 2: step 3, rank\(s\) 1: step 4; expected the same on "
+            r"every rank",
         ),
         (
             {"step": None},
@@ -336,7 +352,10 @@ def test_root_that_is_not_shared(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"node-{rank}").mkdir()
     mine = {"model": {"w": BIG}}
-    text = r"rank 1: .*: this rank does not see this folder, which rank 0 created; use one folder that all ranks see"
+    text = (
+        r"rank 1: .*: this rank does not see this folder, which rank 0 created; use one "
+        r"folder that all ranks see"
+    )
     saves_fail(
         tmp_path,
         uc.StorageError,
@@ -358,7 +377,10 @@ def test_save_on_a_subset_of_ranks(tmp_path: Path) -> None:
             )
 
     found = list(try_ranks(4, act, timeout_seconds=HARD))
-    text = r"save to .*/c: rank\(s\) 1, 3 did not arrive within 1\.5 s; expected the same call on all 4 ranks"
+    text = (
+        r"save to .*/c: rank\(s\) 1, 3 did not arrive within 1\.5 s; expected the same call "
+        r"on all 4 ranks"
+    )
     same_error([found[0], found[2]], uc.RankError, text)
     assert list(tmp_path.iterdir()) == []
 
@@ -600,7 +622,10 @@ def test_file_or_link_in_the_way(folder: Path, if_exists: str) -> None:
 def test_committed_checkpoint_in_the_way(folder: Path) -> None:
     before = (folder / "unified_checkpoint.json").read_bytes()
     mine = {"model": {"w": BIG}}
-    text = r'checkpoint-3: holds a committed checkpoint \(save \w+, step 3\), expected a free name; pass if_exists="replace" or if_exists="keep"'
+    text = (
+        r"checkpoint-3: holds a committed checkpoint \(save \w+, step 3\), expected a free "
+        r'name; pass if_exists="replace" or if_exists="keep"'
+    )
     saves_fail(folder.parent, uc.StorageError, text, mine, mine, path=lambda _: folder)
     assert (folder / "unified_checkpoint.json").read_bytes() == before
 

@@ -173,7 +173,7 @@ def test_tensors_on_every_node_are_not_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("copies", [2, 3])
 def test_shards_are_copied_as_requested(tmp_path: Path, copies: int) -> None:
-    """The files of fragments, to the byte, and no other."""
+    """The files of shards, to the byte, and no other."""
     case, nodes = case_of("rows over nodes", 3, 1), places(3, 1)
     save_each(case, tmp_path, nodes, twice(copies))
     for node in range(3):
@@ -407,7 +407,7 @@ def test_only_the_same_save_and_group_is_copied(tmp_path: Path) -> None:
 
 
 class Rotten(LocalStorage):
-    """A disk that has lost a bit of the fragments by the time that the folder is complete."""
+    """A disk that has lost a bit of the shards by the time that the folder is complete."""
 
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         if name.endswith(names.MANIFEST) and names.REPLICAS not in name:

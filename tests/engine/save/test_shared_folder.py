@@ -241,7 +241,7 @@ def test_load_on_the_saving_nodes(tmp_path: Path) -> None:
 
 
 def test_two_folders_of_two_nodes_each(tmp_path: Path) -> None:
-    """Nodes 0 and 1 share one folder, 2 and 3 another: fragments in each, and both together are
+    """Nodes 0 and 1 share one folder, 2 and 3 another: shards in each, and both together are
     the checkpoint.
     """
     nodes, full = [0, 1, 2, 3], FULL["rows"]

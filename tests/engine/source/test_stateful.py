@@ -288,7 +288,10 @@ def test_object_that_cannot_load_its_state_is_named_everywhere(tmp_path: Path) -
         make_checkpointer(comm).save(tmp_path / "c", model=W, extra=one)
         return make_checkpointer(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, extra=one)
 
-    match = r"rank 1: extra\.b: Broken could not load its state: KeyError: 'momentum'; the tensors are loaded, but extra\.c are not"
+    match = (
+        r"rank 1: extra\.b: Broken could not load its state: KeyError: 'momentum'; the "
+        r"tensors are loaded, but extra\.c are not"
+    )
     same_error(try_ranks(2, act), uc.CheckpointError, match)
 
 
@@ -342,7 +345,10 @@ def test_another_number_of_ranks(
         assert objects["elastic"].of == (saving, saving - 1, rank, loading)
         assert objects["deep"][0].of == (saving, 1 - saving, rank, loading)
         assert (objects["loader"].state, objects["elastic"].loads) == ({"as": "it was"}, 0)
-    match = f"rank_extra.loader: left unchanged: saved by {saving} rank\\(s\\), loaded by {loading}; give them a load_from_ranks"
+    match = (
+        f"rank_extra.loader: left unchanged: saved by {saving} rank\\(s\\), loaded by "
+        f"{loading}; give them a load_from_ranks"
+    )
     for report in reports:
         assert (report.kept, report.missing, report.rank_extra) == (
             ("rank_extra.loader",),

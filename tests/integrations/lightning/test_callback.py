@@ -231,7 +231,8 @@ def test_wrong_paths_raise(whole: tuple[Net, Path], tmp_path: Path) -> None:
             refused(run)
     with pytest.raises(
         uc.NotFoundError,
-        match=rf"got no valid manifest; it is unfinished.*; the latest next to it is {folder}/step=3",
+        match=rf"got no valid manifest; it is unfinished.*; the latest next to it is "
+        rf"{folder}/step=3",
     ):
         refused(folder / "step=4.ckpt")
     with pytest.raises(
@@ -619,7 +620,7 @@ def test_pytorch_lightning_package(tmp_path: Path) -> None:
         module = Module()
         told = pytorch_lightning.callbacks.ModelCheckpoint(dirpath=out, filename="{step}", **EVERY)  # type: ignore[arg-type]
         made = pytorch_lightning.Trainer(
-            default_root_dir=out, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=2,
+            default_root_dir=out, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=2,  # noqa: E501
             callbacks=[told, UnifiedCheckpointCallback(save_options=OPTIONS)],
         )  # fmt: skip
         made.fit(module, ckpt_path=ckpt_path)

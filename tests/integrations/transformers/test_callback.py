@@ -104,7 +104,8 @@ def test_auto_resume_without_a_complete_checkpoint_raises(tmp_path: Path) -> Non
     os.truncate(tmp_path / "checkpoint-4" / "optimizer.safetensors", 100)
     with pytest.raises(
         uc.IncompleteError,
-        match=r"none of its checkpoints can be resumed \(2\):\n  checkpoint-4: optimizer.*\n  checkpoint-2: it has no",
+        match=r"none of its checkpoints can be resumed \(2\):\n  checkpoint-4: optimizer.*\n  "
+        r"checkpoint-2: it has no",
     ):
         trainer(tmp_path).train(resume_from_checkpoint=True)
     with pytest.raises(uc.NotFoundError, match="got no valid manifest"):

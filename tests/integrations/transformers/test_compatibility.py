@@ -47,7 +47,10 @@ def test_another_model_is_explained_by_its_configuration(run: Path, tmp_path: Pa
             attention_dropout=0.1,
         )
     )
-    match = r"checkpoint-2: got a checkpoint of another model: .*hidden_size is 32 in the checkpoint, 64 in the model(.|\n)*norm.weight: checkpoint has shape"
+    match = (
+        r"checkpoint-2: got a checkpoint of another model: .*hidden_size is 32 in the "
+        r"checkpoint, 64 in the model(.|\n)*norm.weight: checkpoint has shape"
+    )
     check_refused(trainer(tmp_path, net=wide), run / "checkpoint-2", uc.MismatchError, match)
 
 
@@ -66,7 +69,10 @@ def test_deleted_optimizer_raises_with_a_remedy(run: Path, tmp_path: Path) -> No
     shutil.copytree(run, tmp_path / "run")
     for file in folder.glob("optimizer*"):
         file.unlink()
-    match = r"got only model .*, expected an optimizer; to continue from its weights .* create the model with from_pretrained\("
+    match = (
+        r"got only model .*, expected an optimizer; to continue from its weights .* create "
+        r"the model with from_pretrained\("
+    )
     check_refused(trainer(tmp_path / "run"), folder, uc.MismatchError, match)
     trainer(tmp_path / "fresh", net=LlamaForCausalLM.from_pretrained(folder), max_steps=1).train()
 

@@ -188,6 +188,7 @@ def test_fused_hub_tensors_are_refused_by_name(tmp_path: Path) -> None:
     }
     with pytest.raises(
         uc.FormatError,
-        match=r"Wqkv.weight: transformers .* derives it from NomicBertModel's tensors by more than slicing",
+        match=r"Wqkv.weight: transformers .* derives it from NomicBertModel's tensors by more "
+        r"than slicing",
     ):
         hub_tensors(NomicBertModel(NomicBertConfig(**sizes)))

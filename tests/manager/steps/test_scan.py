@@ -162,8 +162,10 @@ def test_another_prefix(tmp_path: Path) -> None:
 def test_scan_imports_no_torch(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     program = (
-        "import sys; from unified_ckpt.manager.steps.scan import scan; from unified_ckpt.runtime.storage.storage import LocalStorage; "
-        "from unified_ckpt.manager.steps import remove as removal, rotate as rotation; from unified_ckpt.manager.rules import when as policies; "
+        "import sys; from unified_ckpt.manager.steps.scan import scan; from "
+        "unified_ckpt.runtime.storage.storage import LocalStorage; "
+        "from unified_ckpt.manager.steps import remove as removal, rotate as rotation; from "
+        "unified_ckpt.manager.rules import when as policies; "
         "print(len(scan(LocalStorage(sys.argv[1]), 'checkpoint-').steps), 'torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -411,8 +411,8 @@ def test_copy_onto_a_step_of_a_previous_run_warns(
         manager.wait()
         (text,) = warnings_of(caplog)
         assert (
-            f"{tmp_path}/{LOCAL}/checkpoint-20 is not copied: {tmp_path}/{ROOT}/checkpoint-20 is save "
-            in text
+            f"{tmp_path}/{LOCAL}/checkpoint-20 is not copied: {tmp_path}/{ROOT}/checkpoint-20 "
+            f"is save " in text
         )
         assert (tmp_path / ROOT / "checkpoint-20" / "unified_checkpoint.json").read_bytes() == stays
         manager.save(30, **state(30))
@@ -862,7 +862,7 @@ tier = {{"local_directory": {str(local)!r}, "local_interval_steps": 1}}
 with uc.CheckpointManager({str(tmp_path / ROOT)!r}, options=uc.ManagerOptions(interval_steps=2, asynchronous=False, **tier)) as manager:
     for step in (1, 2):
         manager.save(step, model={{"w": torch.ones(1_000_000)}})
-"""
+"""  # noqa: E501
     small = [
         "unshare",
         "--user",
@@ -894,7 +894,8 @@ with uc.CheckpointManager({str(tmp_path / ROOT)!r}, options=uc.ManagerOptions(in
         in ran.stderr
     )
     assert re.search(
-        r"got 31\d+ bytes of free space, expected 40\d+: 4000\d+ of tensors and digests, \d+ of indexes and the manifest",
+        r"got 31\d+ bytes of free space, expected 40\d+: 4000\d+ of tensors and digests, \d+ of "
+        r"indexes and the manifest",
         ran.stderr,
     )
     assert steps_in(tmp_path / ROOT) == [2]

@@ -107,7 +107,7 @@ Connect = Callable[[int], list[Comm]]
 def test_begin_collective_compares_calls_and_arguments(
     connected: Connect, calls: list[tuple[str, dict[str, int] | None]], text: str | None
 ) -> None:
-    """A rank that failed before it knew its arguments is not compared. The next collective works."""
+    """A rank that failed before it knew its arguments is not compared. The next collective works."""  # noqa: E501
     members = connected(3)
 
     def act(rank: int) -> str | None:
@@ -167,7 +167,10 @@ def test_missing_rank_is_named_on_every_other_rank(connected: Connect) -> None:
             members[rank].begin_collective("save to /ckpt", timeout_seconds=SOON)
 
     results = in_threads(5, act)
-    text = r"^save to /ckpt: rank\(s\) 1, 3-4 did not arrive within 0.5 s; expected the same call on all 5 ranks$"
+    text = (
+        r"^save to /ckpt: rank\(s\) 1, 3-4 did not arrive within 0.5 s; expected the same "
+        r"call on all 5 ranks$"
+    )
     for rank in (0, 2):
         with pytest.raises(RankError, match=text):
             raise results[rank]

@@ -107,7 +107,7 @@ def test_a_load_that_gets_on_is_waited_for(
     assert sum(slept) > 2, "that is twice the time-out"
 
 
-def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_ends_the_waiting_of_all_nodes(tmp_path: Path) -> None:
     """A cached background save starts with a collective of each node group."""
     nodes = [0, 0, 1, 1]
     options = SAVE.model_copy(update={"if_exists": "replace", "timeout_seconds": SECONDS})
@@ -141,7 +141,7 @@ def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -
             assert of_ranks == (None,) * 4
 
 
-def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(
+def test_a_rank_that_cannot_listen_is_known_to_nodes_with_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes 0 and 1 share a folder, 2 and 3 another; rank 3 can open no socket."""
@@ -172,7 +172,7 @@ def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(
     run_ranks(4, act)
 
 
-def test_after_commit_fails_on_all_machines_or_none(tmp_path: Path) -> None:
+def test_after_commit_fails_on_all_nodes_or_none(tmp_path: Path) -> None:
     """One rank of one node fails, while a rank of the other node is late."""
     nodes = [0, 0, 1, 1]
 

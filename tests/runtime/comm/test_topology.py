@@ -14,7 +14,7 @@ def test_node_id_is_the_boot_id() -> None:
 def test_nodes_are_numbered_by_their_first_ranks() -> None:
     assert topology.node_numbers(["b", "a", "b", "c", "a"]) == [0, 1, 0, 2, 1]
     assert topology.first_ranks([0, 1, 0, 2, 1]) == (0, 1, 3)
-    assert topology.first_ranks([1, 0, 0]) == (1, 0), "by machine"
+    assert topology.first_ranks([1, 0, 0]) == (1, 0), "by node"
     assert topology.first_ranks([0]) == (0,)
 
 

@@ -233,7 +233,7 @@ ours.advance(1)
 wait.until_done(ours, (0,), 1)
 print("through", flush=True)
 sys.stdin.read()
-"""
+"""  # noqa: E501
 
 
 class Child:
@@ -303,7 +303,8 @@ def test_another_process_shares_memory_and_dies(
     view.close()
     with pytest.raises(
         StorageError,
-        match=rf"shared memory of process {pid}: .*; (run the ranks of a node|keep every rank running)",
+        match=rf"shared memory of process {pid}: .*; (run the ranks of a node|keep every rank "
+        rf"running)",
     ):
         open_tile_buffer(view.token, world=2, tile_nbytes=TILE)
 

@@ -260,7 +260,7 @@ dcp.save({"model": state()}, storage_writer=dcp.FileSystemWriter(f"{top}/dcp", s
 found = zeros()
 uc.load(f"{top}/dcp", model=found)
 check(found)
-"""
+"""  # noqa: E501
 
 
 def test_checkpoint_with_more_files_than_descriptors(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def test_sharded_state_of_another_shape_is_refused() -> None:
     optimizer.state[module.get_parameter("w")]["row_var"] = torch.ones(4, 1)
     with pytest.raises(
         LayoutError,
-        match=r"w/row_var: got state of shape \(4, 1\) for a sharded parameter, expected its local shape \(4, 3\)",
+        match=r"w/row_var: got state of shape \(4, 1\) for a sharded parameter, expected its "
+        r"local shape \(4, 3\)",
     ):
         flatten(0, layout(), model=module, optimizer=optimizer)
     assert ("optimizer", "w/row_var") in by_key(
@@ -184,7 +185,8 @@ def test_master_weights_of_an_optimizer_without_any() -> None:
     module = model()
     with pytest.raises(
         LayoutError,
-        match=r"^master_weights: got an optimizer without master weights in its state; pass a dict of tensors, or",
+        match=r"^master_weights: got an optimizer without master weights in its state; pass a "
+        r"dict of tensors, or",
     ):
         flatten(model=module, master_weights=stepped(module))
 

@@ -293,7 +293,8 @@ def test_state_that_is_not_a_tensor_is_refused() -> None:
     )
     with pytest.raises(
         LayoutError,
-        match=r"^version: got a int in the module's state, expected a tensor; store other values with get_extra_state$",
+        match=r"^version: got a int in the module's state, expected a tensor; store other "
+        r"values with get_extra_state$",
     ):
         flatten_model(module)
 

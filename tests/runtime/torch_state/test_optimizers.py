@@ -417,7 +417,10 @@ def test_flatten_optimizer_dicts() -> None:
 def test_unknown_parameter_is_refused() -> None:
     module = model()
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(7, 2))], lr=0.1)
-    text = r"optimizer group 0: has a parameter of shape \(7, 2\) that is not in `model`; pass the optimizer's model"
+    text = (
+        r"optimizer group 0: has a parameter of shape \(7, 2\) that is not in `model`; pass "
+        r"the optimizer's model"
+    )
     with pytest.raises(LayoutError, match=text):
         flatten_optimizer(optimizer, named(module))
     with pytest.raises(LayoutError, match=text):
@@ -445,7 +448,8 @@ def test_dtensors_inside_lists_are_refused() -> None:
     optimizer.state[next(module.parameters())]["history"] = [torch.ones(1), {"a": inside}]
     with pytest.raises(
         LayoutError,
-        match=r"matrix/history\[1\].*: got a DTensor inside of a list or dict of optimizer state, which is not supported",
+        match=r"matrix/history\[1\].*: got a DTensor inside of a list or dict of optimizer "
+        r"state, which is not supported",
     ):
         flatten_optimizer(optimizer, named(module))
 

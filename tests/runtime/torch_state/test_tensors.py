@@ -82,7 +82,8 @@ def test_names_and_sizes_are_those_of_safetensors(dtype: str) -> None:
 def test_unsupported_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(
         MismatchError,
-        match=rf"^model:w: got dtype {dtype}, which safetensors cannot store, expected one of .*torch.bfloat16",
+        match=rf"^model:w: got dtype {dtype}, which safetensors cannot store, expected one of "
+        rf".*torch.bfloat16",
     ):
         dtype_name(dtype, fqn="model:w")
 

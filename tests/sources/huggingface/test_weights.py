@@ -65,7 +65,8 @@ def test_weights_of_two_saves_in_one_folder_are_refused(tmp_path: Path, kind: st
     write(tmp_path / "hf", NEW, kind, "model")
     with pytest.raises(
         uc.FormatError,
-        match=r"got files of two saves \((pytorch_)?model\.\w+, and (pytorch_)?model-00001-of-00002",
+        match=r"got files of two saves \((pytorch_)?model\.\w+, and "
+        r"(pytorch_)?model-00001-of-00002",
     ):
         uc.open(tmp_path / "hf")
 

@@ -195,7 +195,10 @@ def test_optimizer_state_of_other_model_is_refused(tmp_path: Path, hub: dict[str
 def test_flat_buffers_are_refused_and_model_loads(
     tmp_path: Path, hub: dict[str, Tensors], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
+    key = (
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, "
+        "torch.float32).bucket_idx_0.exp_avg"
+    )
     folder = write(tmp_path / "c", {"param": hub["param"]}, more={key: torch.zeros(64)})
     model = llama().bfloat16()
     uc.load(folder, model=model)

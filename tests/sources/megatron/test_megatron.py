@@ -219,13 +219,15 @@ def test_converter_drops_moe_experts_silently(tmp_path: Path) -> None:
     changed(of_rank(root, "mp_rank_00_001") / "model_optim_rng.pt", drop)
     with pytest.raises(
         uc.FormatError,
-        match=r"have different tensors(.|\n)*layers.2.mlp.experts.local_experts.1.linear_fc1.weight",
+        match=r"have different "
+        r"tensors(.|\n)*layers.2.mlp.experts.local_experts.1.linear_fc1.weight",
     ):
         uc.open(root)
     changed(of_rank(root, "mp_rank_00_000") / "model_optim_rng.pt", drop)
     with pytest.raises(
         uc.IncompleteError,
-        match=r"expected 4 experts(.|\n)*local_experts.1.linear_fc1(.|\n)*local_experts.3.linear_fc2",
+        match=r"expected 4 "
+        r"experts(.|\n)*local_experts.1.linear_fc1(.|\n)*local_experts.3.linear_fc2",
     ):
         uc.open(root)
 

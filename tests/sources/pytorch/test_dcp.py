@@ -279,7 +279,8 @@ def test_exponential_metadata_is_refused(folder: Path, place: Callable[[Any], No
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(
         uc.FormatError,
-        match=r"\.metadata: expected metadata of torch.distributed.checkpoint|transform_descriptors",
+        match=r"\.metadata: expected metadata of "
+        r"torch.distributed.checkpoint|transform_descriptors",
     ) as caught:
         uc.open(folder)
     assert len(str(caught.value)) < 1000

@@ -326,7 +326,8 @@ def test_two_state_dicts_are_refused(tmp_path: Path) -> None:
     torch.save({"net": ones, "state_dict": zeros}, tmp_path / "last.pt")
     with pytest.raises(
         uc.FormatError,
-        match=r"expected one state dict that may be the model, got several \(2\):\n  state_dict\n  net",
+        match=r"expected one state dict that may be the model, got several \(2\):\n  "
+        r"state_dict\n  net",
     ):
         uc.open(tmp_path / "last.pt")
 

@@ -311,7 +311,7 @@ def build(row: str, *, tied: bool, fill: Fill) -> Built:
 
 
 def build_with_oracle(row: str, *, tied: bool) -> Built:
-    """A model of this layout that knows where its elements belong; its contents are the positions."""
+    """A model of this layout that knows where its elements belong; its contents are the positions."""  # noqa: E501
     built = build(row, tied=tied, fill=positions)
     built.where = {
         name: local(p.detach()).clone().long().flatten() for name, p, _ in built.parameters()
@@ -496,7 +496,8 @@ def compare(
             want = want.flatten()[where].view(have.shape)
         if have.dtype != want.dtype or have.shape != want.shape:
             wrong.append(
-                f"{key}: {have.dtype}{tuple(have.shape)}, the reference is {want.dtype}{tuple(want.shape)}"
+                f"{key}: {have.dtype}{tuple(have.shape)}, the reference is "
+                f"{want.dtype}{tuple(want.shape)}"
             )
         elif not torch.equal(
             have.contiguous().flatten().view(torch.uint8),
@@ -529,7 +530,8 @@ def compare(
             1e-5,
         ):
             wrong.append(
-                f"{key}: its group has lr {group['lr']}, weight decay {group['weight_decay']}, eps {group['eps']}"
+                f"{key}: its group has lr {group['lr']}, weight decay {group['weight_decay']}, "
+                f"eps {group['eps']}"
             )
     for name, buffer in built.buffers():
         same(name, buffer, dense(name), None)

@@ -1,4 +1,4 @@
-"""A rank on one of two machines, with two tiers: it resumes, then saves in the background at every
+"""A rank on one of two nodes, with two tiers: it resumes, then saves in the background at every
 step, until it ends or is killed.
 
 Run with the arguments of `serve`, it is a process that ends as any does.
@@ -15,26 +15,26 @@ from pathlib import Path
 import unified_ckpt as uc
 from tests.support.processes.sigkill_worker import join, resume_and_save, say_to
 
-PER_MACHINE = 2
-MACHINES = 2
-WORLD = PER_MACHINE * MACHINES
+PER_NODE = 2
+NODES = 2
+WORLD = PER_NODE * NODES
 
 
 def serve(rank: int, port: int, prefix: str, top: Path, last_step: int, output: Path) -> None:
-    """Every step to the machine's own folder, every fourth to the root. The manager is not closed."""
+    """Every step to the node's own folder, every fourth to the root. The manager is not closed."""
     say_to(output, seconds=90)
     logging.basicConfig(level=logging.WARNING)
     try:
-        machine, mesh = rank // PER_MACHINE, join(rank, WORLD, port, prefix)
+        node, mesh = rank // PER_NODE, join(rank, WORLD, port, prefix)
         tier = {
-            "local_directory": str(top / f"local-{machine}"),
+            "local_directory": str(top / f"local-{node}"),
             "local_interval_steps": 1,
             "keep_latest_local": 2,
         }
         options = uc.ManagerOptions(interval_steps=4, keep_latest=2, on_preemption=False, **tier)
         saving = uc.SaveOptions(timeout_seconds=20)
         manager = uc.CheckpointManager(
-            top / "root", options=options, save_options=saving, node=f"machine {machine}"
+            top / "root", options=options, save_options=saving, node=f"node {node}"
         )
         resume_and_save(manager, mesh, rank, last_step=last_step)
     except BaseException:

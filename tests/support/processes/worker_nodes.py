@@ -1,4 +1,4 @@
-"""A rank of a job on several machines: trains a little, saves to its machine's folder, or loads
+"""A rank of a job on several nodes: trains a little, saves to its node's folder, or loads
 from it. Writes `<tag>-<rank>.json`.
 
 The oracle: the same training, dense, on one process; every rank compares what it holds with its
@@ -207,7 +207,7 @@ def load(
 def save_for_ever(
     checkpointer: uc.Checkpointer, arguments: argparse.Namespace, world: int
 ) -> list[str]:
-    """Until the launcher kills a machine; the others end with an error."""
+    """Until the launcher kills a node; the others end with an error."""
     net = build(arguments.layout, world)
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
     step = 0
@@ -235,18 +235,18 @@ def main() -> None:
     parser.add_argument(
         "--folders",
         required=True,
-        help="of the machines, separated by commas; those of one by colons",
+        help="of the nodes, separated by commas; those of one by colons",
     )
-    parser.add_argument("--per-machine", type=int, required=True)
+    parser.add_argument("--per-node", type=int, required=True)
     parser.add_argument("--steps", type=int, nargs="*", default=[1])
     parser.add_argument("--background", action="store_true")
     parser.add_argument("--alignment", type=int)
     arguments = parser.parse_args()
     with started() as (rank, world):
-        machine = rank // arguments.per_machine
-        arguments.folder = arguments.folders.split(",")[machine]
+        node = rank // arguments.per_node
+        arguments.folder = arguments.folders.split(",")[node]
         wrong: list[str] = []
-        checkpointer = uc.Checkpointer(node=f"machine {machine}")
+        checkpointer = uc.Checkpointer(node=f"node {node}")
         try:
             if arguments.what == "forever":
                 save_for_ever(checkpointer, arguments, world)

@@ -363,7 +363,7 @@ def trainer(
     told = TrainingArguments(
         output_dir=str(out),
         **{
-            "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 1, "save_only_model": only_model or bool(sizes),
+            "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 1, "save_only_model": only_model or bool(sizes),  # noqa: E501
             "per_device_train_batch_size": BATCH // data_parallel, **shards, **arguments,
         },
         report_to=[],

@@ -778,7 +778,7 @@ def test_wrong_arguments_raise_at_once(tmp_path: Path) -> None:
         pytest.raises(uc.FormatError, match="extra"),
     ):
         manager.save(1, **state(1), extra={"x": object()})
-    with pytest.raises(uc.FormatError, match="needed a finite number"):
+    with pytest.raises(uc.FormatError, match="expected a finite number"):
         uc.save(tmp_path / "alone", metrics={"loss": float("nan")}, **state(2))
 
 

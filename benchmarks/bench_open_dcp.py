@@ -33,11 +33,11 @@ found = FileSystemReader(sys.argv[1]).read_metadata()
 UNIFIED = """
 import unified_ckpt.sources.pytorch.dcp
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources import open_any
+from unified_ckpt.sources import open_source
 from time import perf_counter
 before = rss()
 began = perf_counter()
-found = open_any(sys.argv[1], SourceOptions())
+found = open_source(sys.argv[1], SourceOptions())
 """
 HEAD = """
 import json, sys

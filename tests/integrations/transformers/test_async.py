@@ -176,5 +176,5 @@ def test_push_to_hub_is_refused(tmp_path: Path) -> None:
     made = plain_trainer(tmp_path, stock=True)
     made.model = model()
     made.args.push_to_hub = True
-    with pytest.raises(uc.LayoutError, match="needed async_save=False"):
+    with pytest.raises(uc.LayoutError, match="use async_save=False"):
         UnifiedCheckpointCallback(async_save=True).attach(made)

@@ -92,9 +92,7 @@ def dcp_writer(folder: Path, rate: Rate) -> FileSystemWriter:
 
 
 class SlowUnified:
-    """Throttles every storage of unified between `begin` and `end`: writes go on after the call has
-    returned.
-    """
+    """Throttles all writes of unified_ckpt from `begin` to `end`, also those in the background."""
 
     def __init__(self) -> None:
         from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -117,7 +115,7 @@ class SlowUnified:
 
 
 def owned(state: State, kind: str) -> list[torch.Tensor]:
-    """The bytes that this rank writes: its own, or its even share of what all hold; uint8, views."""  # noqa: E501
+    """uint8 views of what this rank writes: its own bytes, or an even share of replicas."""
     views = [local.view(-1).view(torch.uint8) for local in locals_of(state.tensors()).values()]
     if kind != "replica":
         return views

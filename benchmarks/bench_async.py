@@ -97,9 +97,7 @@ def calibrated(step: Callable[[int], None]) -> Callable[[], None]:
 
 @dataclass(slots=True)
 class Times:
-    """Of all runs of a way on this rank, in order. `blocked`, `durable`: of all ranks, once they
-    are gathered.
-    """
+    """Times of every run on this rank, in order; `blocked` and `durable` cover all ranks later."""
 
     start: list[float] = field(default_factory=list)
     returned: list[float] = field(default_factory=list)

@@ -1,5 +1,4 @@
-"""How fast, and in how much memory, is a checkpoint converted? Beside a copy of the same files,
-durable both.
+"""Measures the time and memory of conversions, next to durable copies of the same files.
 
 python benchmarks/bench_convert.py --size 4GiB --repeats 5 --out results/convert.jsonl
 """

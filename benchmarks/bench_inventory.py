@@ -265,7 +265,7 @@ def headers_of(node: int, rows: Sequence[TensorDecl]) -> list[tuple[bytes, int]]
 
 
 def open_one(joint: ClusterSource, number: int, headers: Sequence[tuple[bytes, int]]) -> None:
-    """What a rank does before it reads from one more folder, once it has the bytes of its headers."""  # noqa: E501
+    """Parses the headers of one folder, as a rank does before it reads from it."""
     for head, size in headers:
         parse_header(head, file_size=size, file="bench")
     joint._index.keys_in_folder(number)

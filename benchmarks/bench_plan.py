@@ -1,5 +1,6 @@
-"""What planning a save costs one rank, and what it costs the writer of index and manifest, by
-number of ranks. No tensors, no disk.
+"""Measures what a save plan costs one rank, and the rank that writes index and manifest.
+
+The number of ranks is simulated: no tensors, no disk.
 
 Run: python benchmarks/bench_plan.py [--ranks 64,1024] [--repeats 5] [--out FILE]. One JSON line per
 row: seconds (median of the runs, each in fresh caches), peak memory by tracemalloc in a run of its

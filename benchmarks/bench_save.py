@@ -221,7 +221,7 @@ def hf_contests(scratch: Path, state: State, options: Namespace) -> Contests:
 
 
 def first_row(trial: Trial, same: Mapping[str, object]) -> dict[str, object]:
-    """The first save in the life of the process: planning, buffers never touched, nothing cached."""  # noqa: E501
+    """The first save of the process: it plans, and its buffers and caches are cold."""
     return {
         **same,
         "case": f"{trial.case.name}_first",

@@ -282,9 +282,7 @@ def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Collective. Leave `folder` empty and no dirty page or pending discard on the machine, so that
-    no case pays for another.
-    """
+    """Collective. Empty `folder`, and leave no dirty page or discard for the next case."""
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)

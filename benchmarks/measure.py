@@ -96,7 +96,7 @@ def dirty_bytes(path: Path) -> int:
 
 
 def timed(run: Callable[[], object]) -> Sample:
-    """Collective. All ranks start together; the clock is one for all, for they are on one machine."""  # noqa: E501
+    """Collective. All ranks start together and read the one clock of their node."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text(
         "5"
@@ -158,9 +158,7 @@ def race(
 
 
 def peak_extra_bytes(samples: Iterable[Sample]) -> int:
-    """What the case held and took at its worst, on this rank: buffers kept from one run to the next
-    count in every later one.
-    """
+    """Return the peak memory of a case on this rank. Kept buffers count in every later run."""
     held = peak = 0
     for sample in samples:
         peak = max(peak, held + sample.peak_growth)

@@ -292,9 +292,7 @@ def load_slices(folder: Path, state: State, kind: str) -> None:
 
 
 def link_merged(folder: Path, view: Path) -> None:
-    """By rank 0: a folder with only the files that HuggingFaceStorageReader needs, for it opens
-    every file there is.
-    """
+    """Rank 0 links the files that HuggingFaceStorageReader needs, since it opens every file."""
     if dist.get_rank() == 0:
         view.mkdir()
         for path, _, _ in merged_files(folder):

@@ -35,7 +35,7 @@ from unified_ckpt.testing import make_checkpointer, run_ranks
 
 
 class Net(nn.Module):
-    """An embedding, a block and a head, tied on demand; a buffer that is kept and one that is not."""  # noqa: E501
+    """An embedding, a block, a head (tied on demand), a persistent buffer and a transient one."""
 
     def __init__(self, *, tied: bool = False, seed: int = 0) -> None:
         super().__init__()

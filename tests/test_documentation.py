@@ -397,7 +397,7 @@ NAMES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_of_a_page_is_run(page: Path) -> None:
-    """No block is passed over: each is of a kind that a test below runs, or is listed in NOT_RUN."""  # noqa: E501
+    """Each block is of a kind that a test below runs, or is listed in NOT_RUN."""
     ran = {
         word
         for command in page_commands(page)

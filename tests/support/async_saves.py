@@ -22,7 +22,7 @@ QUICK = uc.SaveOptions(fsync=False, timeout_seconds=SECONDS)
 
 
 class Gate:
-    """Until it is opened, no rank's storage changes anything. `reached`: some rank has come to it."""  # noqa: E501
+    """Blocks every rank's storage until it opens. `reached`: a rank waits at it."""
 
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()

@@ -54,7 +54,7 @@ KINDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Made:
-    """`state`: Hugging Face's tensors under the hub's names; `moments`: of them, by name and state."""  # noqa: E501
+    """`state`: tensors under the hub's names; `moments`: their moments, by name and state."""
 
     model: Any
     folder: Path

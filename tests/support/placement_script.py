@@ -396,7 +396,7 @@ def sums_to_come_are_refused(rank: int) -> Problems:
 
 @case
 def meshes_speak_of_global_ranks(rank: int) -> Problems:
-    """A call of some ranks: positions count among these, meshes name them by their global numbers."""  # noqa: E501
+    """A call of a subgroup: positions count inside it, meshes use global rank numbers."""
     members = (1, 3)
     group = dist.new_group(list(members))
     mesh = DeviceMesh("cpu", torch.tensor(members))

@@ -925,7 +925,7 @@ def test_no_path_at_all(world: int) -> None:
 
 @both_ways
 def test_everything_that_does_not_match_is_listed(sound: Path, world: int) -> None:
-    """Each rank has other faults; all get all of them, and a tensor that fits is not loaded either."""  # noqa: E501
+    """Ranks have different faults; every rank gets all of them, and nothing is loaded."""
     held = [targets(rank, world)[0] for rank in range(world)]
     held[0]["lm_head"] = torch.zeros(3)
     held[-1]["norm"] = torch.zeros(258)

@@ -509,7 +509,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_second_save_of_a_layout_plans_nothing(
     tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says nothing of tensors: the words between ranks are the same for 2 and for 40 of them."""  # noqa: E501
+    """Ranks exchange nothing about tensors: 2 tensors need the same keys as 40."""
     met: list[Collective] = []  # of rank 1
     meet = Comm.begin_collective
 

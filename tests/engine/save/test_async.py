@@ -843,7 +843,7 @@ class Local(threading.local):
 def test_store_keys_do_not_accumulate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storages: Storages, one_shot: bool, fails: bool
 ) -> None:
-    """`fails`: each second save is refused on one rank before it is copied, or fails in the thread."""  # noqa: E501
+    """`fails`: one rank refuses every second save before the copy, or it fails in the thread."""
     store, counts, local = dist.HashStore(), list[int](), Local()
     monkeypatch.setattr(
         comms, "from_torch", lambda group: Comm(store, rank=local.comm.rank, ranks=range(3))

@@ -176,7 +176,7 @@ def stop_everywhere(
     storage: type[FaultyStorage],
     **options: object,
 ) -> None:
-    """Saves step 2 as NEW again and again, stopped at operation 0, 1, 2 …, until one gets through."""  # noqa: E501
+    """Saves step 2 as NEW, stopped at operation 0, 1, 2 …, until one save completes."""
     start = prepared(tmp_path / "start", world=world)
     prepare(start)
     at, through = 0, False

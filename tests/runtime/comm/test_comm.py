@@ -107,7 +107,7 @@ Connect = Callable[[int], list[Comm]]
 def test_begin_collective_compares_calls_and_arguments(
     connected: Connect, calls: list[tuple[str, dict[str, int] | None]], text: str | None
 ) -> None:
-    """A rank that failed before it knew its arguments is not compared. The next collective works."""  # noqa: E501
+    """A rank without arguments yet is not compared, and the next collective works."""
     members = connected(3)
 
     def act(rank: int) -> str | None:

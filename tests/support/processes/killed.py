@@ -137,7 +137,7 @@ def kill_at_some_moment(
 
 
 def live_through(scene: Scene, moments: range) -> None:
-    """And some more where chance has it that hardly any hits a save: at most three times as many."""  # noqa: E501
+    """Adds moments if few of them hit a save: at most three times as many."""
     left, enough = 0, len(moments) // 3
     for number, moment in enumerate(range(moments.start, moments.start + 3 * len(moments))):
         if number >= len(moments) and left >= enough:

@@ -311,7 +311,7 @@ def build(row: str, *, tied: bool, fill: Fill) -> Built:
 
 
 def build_with_oracle(row: str, *, tied: bool) -> Built:
-    """A model of this layout that knows where its elements belong; its contents are the positions."""  # noqa: E501
+    """A model of this layout whose elements hold their own positions."""
     built = build(row, tied=tied, fill=positions)
     built.where = {
         name: local(p.detach()).clone().long().flatten() for name, p, _ in built.parameters()

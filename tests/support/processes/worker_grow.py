@@ -107,7 +107,7 @@ def check(
 
 
 def masters_grow(root: Path) -> None:
-    """The new rows of masters that a fresh optimizer would make at its first step are the model's."""  # noqa: E501
+    """New rows of masters, which a fresh optimizer creates at its first step, equal the model's."""
     small, larger = (sharded(Model(vocabulary).bfloat16()) for vocabulary in (SMALL, LARGE))
     first, optimizer = (
         FusedAdam(model.parameters(), lr=0.05, master_weights=True) for model in (small, larger)

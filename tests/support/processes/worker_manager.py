@@ -1,4 +1,4 @@
-"""A training of nothing but an all-reduce per step, with a manager. SIGTERM comes to one rank only."""  # noqa: E501
+"""Trains with one all-reduce per step and a manager; only one rank receives SIGTERM."""
 
 from __future__ import annotations
 

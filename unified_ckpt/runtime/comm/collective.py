@@ -22,7 +22,7 @@ _SHORT_WAIT_SECONDS = 0.1  # most waits end before; only longer ones check the p
 _HEARTBEATS_PER_TIMEOUT = 20
 
 
-class Store(Protocol):
+class CollectiveStore(Protocol):
     """The subset of `comm.KeyStore` that a collective uses."""
 
     def set(self, key: str, value: bytes, /) -> None:
@@ -53,7 +53,7 @@ class Collective:
 
     def __init__(
         self,
-        store: Store,
+        store: CollectiveStore,
         number: int,
         *,
         rank: int,

@@ -8,7 +8,7 @@ from typing import Protocol
 from unified_ckpt.errors import RankError
 
 
-class Store(Protocol):
+class StaleKeyStore(Protocol):
     """The subset of `comm.KeyStore` that `StaleKeys` uses."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -45,7 +45,7 @@ class KeyOwner(Protocol):
 class StaleKeys:
     """The store keys that one rank has to delete. Thread-safe, for background saves."""
 
-    def __init__(self, store: Store, *, rank: int, world: int) -> None:
+    def __init__(self, store: StaleKeyStore, *, rank: int, world: int) -> None:
         self._store, self._world, self._key = store, world, f"stale-keys/{rank}"
         self._collectives: list[KeyOwner] = []
         self._lock = threading.Lock()

@@ -1,8 +1,7 @@
-"""The ways to save beside the training, each at its best settings, and the limit: a copy of the
-bytes. Nothing here is timed.
+"""The ways to save in the background, each at its best settings, and the limit: a copy.
 
-A way begins a save, which is when training stands still; says whether it is done; and ends it.
-`rate` throttles its storage.
+Nothing here is timed. A way begins a save, during which training stands still, reports whether it
+is done, and ends it. `rate` throttles its storage.
 """
 
 import io
@@ -32,13 +31,15 @@ from torch.distributed.checkpoint.state_dict_saver import (
     async_save,
 )
 
-Rate = float | None  # bytes a second of each rank's storage; None: as fast as it is
+Rate = float | None  # bytes a second of each rank's storage; None: not throttled
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to save. `begin` gives what the others take. `wait`: in lazy ways, what the
-    optimizer's step waits for.
+    """One way to save.
+
+    `begin` returns what the other functions take. In lazy ways, `wait` is what the optimizer's step
+    waits for.
     """
 
     name: str
@@ -57,14 +58,14 @@ class Way:
 
 
 class SlowFile(io.FileIO):
-    """Takes as long for its bytes as a storage of `rate` would."""
+    """Writes as slowly as a storage of `rate`."""
 
     def __init__(self, path: str | os.PathLike[str], rate: float) -> None:
         super().__init__(path, "w")
         self._rate = rate
 
-    def write(self, held: Any, /) -> int:
-        count = super().write(held)
+    def write(self, data: Any, /) -> int:
+        count = super().write(data)
         time.sleep(count / self._rate)
         return count
 
@@ -115,7 +116,7 @@ class SlowUnified:
 
 
 def owned(state: State, kind: str) -> list[torch.Tensor]:
-    """uint8 views of what this rank writes: its own bytes, or an even share of replicas."""
+    """uint8 views of the bytes that this rank writes: its own, or an even share of replicas."""
     views = [local.view(-1).view(torch.uint8) for local in locals_of(state.tensors()).values()]
     if kind != "replica":
         return views
@@ -126,17 +127,19 @@ def owned(state: State, kind: str) -> list[torch.Tensor]:
 
 
 def memcpy_way(state: State, kind: str) -> Way:
-    """A copy into memory that was touched before, by one thread, as all of them copy."""
+    """A copy into touched memory by one thread, as in all other ways."""
     source = owned(state, kind)
     target = [torch.zeros_like(view).fill_(1) for view in source]
 
     def begin(_: Rate) -> list[torch.Tensor]:
-        for mine, theirs in zip(target, source, strict=True):
-            mine.copy_(theirs)
+        for copy, original in zip(target, source, strict=True):
+            copy.copy_(original)
         return target
 
     def check() -> None:
-        if not all(torch.equal(mine, theirs) for mine, theirs in zip(target, source, strict=True)):
+        if not all(
+            torch.equal(copy, original) for copy, original in zip(target, source, strict=True)
+        ):
             raise RuntimeError("memcpy: bytes differ")
 
     return Way("memcpy", begin, lambda _: True, lambda _: None, check, None)
@@ -146,14 +149,14 @@ def memcpy_way(state: State, kind: str) -> Way:
 
 
 class Stepper(torch.optim.Optimizer):
-    """An optimizer whose step does nothing but what is hooked to it."""
+    """An optimizer whose step runs nothing but its hooks."""
 
     def step(self, closure: Any = None) -> Any:
         return closure
 
 
 def as_module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A module that has these parameters, the same memory, under these names."""
+    """Return a module that holds these parameters under their names, without copies."""
     root = nn.Module()
     for fqn, tensor in tensors.items():
         *path, name = fqn.split(".")
@@ -176,7 +179,7 @@ def as_optimizer(module: nn.Module, state: State) -> Stepper:
 
 
 def unified_way(scratch: Path, state: State, kind: str, *, lazy: bool, max_file_bytes: int) -> Way:
-    """One Checkpointer for all its saves; a module and an optimizer, as a trainer has them."""
+    """One Checkpointer for all saves, with a module and an optimizer as in a trainer."""
     import unified_ckpt as uc
 
     folder = scratch / "checkpoint-1"
@@ -216,12 +219,12 @@ def unified_way(scratch: Path, state: State, kind: str, *, lazy: bool, max_file_
 
 
 def end_daemon() -> None:
-    """DCP keeps its process in a global; it ends when nothing holds it."""
+    """End DCP's process, which DCP keeps in a global."""
     _async_process_executor._CHECKPOINT_PROCESS = None
 
 
 def daemon_columns() -> Mapping[str, object]:
-    """Memory of DCP's process that is its own: shared memory is counted where it was made."""
+    """Memory of DCP's own process, without shared memory."""
     daemon = _async_process_executor._CHECKPOINT_PROCESS
     if daemon is None:
         return {}
@@ -244,11 +247,11 @@ def dcp_way(
     cached: bool = False,
     lazy: bool = False,
 ) -> Way:
-    """`cached`: a stager that is kept with its memory, which for a process is shared with it.
-    `lazy`: it copies in a thread.
+    """DCP's `async_save`.
 
-    Pinned memory and copies that do not block need a GPU; `cache_staged_state_dict=True` pins, and
-    fails without one.
+    `cached`: a stager is reused with its memory, which the process shares. `lazy`: it copies in a
+    thread. Pinned memory and non-blocking copies need a GPU; `cache_staged_state_dict=True` pins,
+    and fails without one.
     """
     folder = scratch / name
     stager = DefaultStager(StagingOptions(False, process, lazy, False)) if cached else None
@@ -295,18 +298,16 @@ def dcp_way(
 
 
 def torch_save_way(scratch: Path, state: State, kind: str) -> Way:
-    """A copy into memory that is kept, then `torch.save` of it and fsync in a thread; replicas by
-    rank 0 alone.
+    """A copy into reused memory, then `torch.save` and fsync in a thread; rank 0 saves replicas.
 
-    Without the copy it blocks for nothing and is wrong: the file holds what the next steps make of
-    the tensors.
+    Without the copy, the file would hold what later steps write to the tensors.
     """
     folder, parts = scratch / "torch_save", {"model": state.model, "optimizer": state.optimizer}
     saves = kind != "replica" or dist.get_rank() == 0
-    kept: dict[str, dict[str, torch.Tensor]] = {}
+    staged: dict[str, dict[str, torch.Tensor]] = {}
 
     def write(rate: Rate) -> None:
-        for part, tensors in kept.items():
+        for part, tensors in staged.items():
             path = peers.shard_path(folder, part, "pt")
             if rate is None:
                 torch.save(tensors, path)
@@ -321,9 +322,9 @@ def torch_save_way(scratch: Path, state: State, kind: str) -> Way:
         if saves:
             folder.mkdir(exist_ok=True)
             for part, tensors in parts.items():
-                of = kept.setdefault(part, {})
+                copies = staged.setdefault(part, {})
                 for name, local in locals_of(tensors).items():
-                    of[name] = of[name].copy_(local) if name in of else local.clone()
+                    copies[name] = copies[name].copy_(local) if name in copies else local.clone()
             thread.start()
         return thread
 
@@ -356,12 +357,13 @@ def torch_save_way(scratch: Path, state: State, kind: str) -> Way:
 def ways(
     scratch: Path, state: State, kind: str, blank: Callable[[], State], *, max_file_bytes: int
 ) -> dict[str, Callable[[], Way]]:
-    """By name, in the order of a round; made when wanted, for each holds memory of its own.
-    `blank`: a state to load into.
+    """The ways by name, in the order of a round.
+
+    Each is created on demand, because each holds memory of its own. `blank` creates a state to load
+    into.
     """
-    group = dist.new_group(
-        backend="gloo"
-    )  # DCP's thread talks in it while the training talks in its own
+    # DCP's thread uses this group while the training uses its own
+    group = dist.new_group(backend="gloo")
     dcp = partial(dcp_way, scratch=scratch, state=state, blank=blank, group=group)
     unified = partial(unified_way, scratch, state, kind, max_file_bytes=max_file_bytes)
     return {

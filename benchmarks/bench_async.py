@@ -1,8 +1,8 @@
-"""How long does training stand still for a save in the background, whatever the storage, and how
-well does it run beside one?
+r"""Measure how long a background save blocks training, and how fast training runs during one.
 
-python benchmarks/bench_async.py --size 1GiB --ranks 1,2 --kind dim0,inner,replica --out results/async.jsonl
-"""  # noqa: E501
+python benchmarks/bench_async.py --size 1GiB --ranks 1,2 --kind dim0,inner,replica \
+    --out results/async.jsonl
+"""
 
 import os
 import statistics
@@ -29,8 +29,8 @@ QUESTIONS = ("blocked", "throttled", "steps")
 THROTTLE = 100e6  # bytes a second
 COMPUTE_TIMES_COPY = 4  # how long forward and backward last
 STEP_SECONDS = 0.010
-# What training runs beside: of each engine what keeps most of the steps.
-BESIDE = ("unified", "dcp_thread_cached", "dcp_process_cached", "torch_save")
+# The ways that training runs against: of each engine, the one that leaves most steps.
+STEPS_CASES = ("unified", "dcp_thread_cached", "dcp_process_cached", "torch_save")
 SLOWED = (
     "memcpy",
     "unified",
@@ -41,19 +41,17 @@ SLOWED = (
 )
 
 
-# ---- what training does meanwhile
+# ---- what training computes during a save
 
 
 class Compute:
-    """Forward and backward, as far as a save in the background can tell: one thread that
-    multiplies.
-    """
+    """Stands for forward and backward: one thread that multiplies matrices."""
 
     def __init__(self) -> None:
         self._a, self._b, self._c = (torch.ones(384, 384) for _ in range(3))
 
     def rate(self, seconds: float) -> float:
-        """Goes on for so long; how many products a second that made."""
+        """Multiply for `seconds`; return the products per second."""
         count, start = 0, time.perf_counter()
         while (now := time.perf_counter()) < start + seconds:
             torch.matmul(self._a, self._b, out=self._c)
@@ -62,7 +60,7 @@ class Compute:
 
 
 def training(width: int, rows: int) -> Callable[[int], None]:
-    """Steps of a small network: forward, backward, update, as many layers as asked for."""
+    """Return a function that trains a small network of `layers` layers for one step."""
     layer = nn.Linear(width, width)
     x, optimizer = (
         torch.ones(rows, width),
@@ -81,7 +79,7 @@ def training(width: int, rows: int) -> Callable[[int], None]:
 
 
 def calibrated(step: Callable[[int], None]) -> Callable[[], None]:
-    """The step with as many layers as take about STEP_SECONDS."""
+    """Return the step with as many layers as take about STEP_SECONDS."""
     layers = 8
     for _ in range(4):
         step(layers)
@@ -103,16 +101,17 @@ class Times:
     returned: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
-    compute_kept: list[float] = field(default_factory=list)
+    compute_ratios: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)
     durable: list[float] = field(default_factory=list)
 
     def gather(self) -> None:
-        """Collective. From the first rank's start to the last one's end; the ranks are on one
-        machine and have one clock.
+        """Collective. Reduce to the time from the first rank's start to the last rank's end.
+
+        The ranks are on one machine and share its clock.
         """
         stamps = torch.tensor(
-            [[-one for one in self.start], self.returned, self.waited, self.end],
+            [[-start for start in self.start], self.returned, self.waited, self.end],
             dtype=torch.float64,
         )
         dist.all_reduce(stamps, dist.ReduceOp.MAX)
@@ -123,8 +122,9 @@ class Times:
 def save_once(
     way: Way, state: State, rate: Rate, times: Times, compute: Compute, compute_seconds: float
 ) -> None:
-    """Collective. Begins a save, changes every element as soon as it may change, ends the save; the
-    state is then what it was.
+    """Collective. Begin a save, change every element as soon as that is allowed, end the save.
+
+    Afterwards the state is restored.
     """
     alone = compute.rate(compute_seconds) if way.wait else 0.0
     dist.barrier()
@@ -133,7 +133,7 @@ def save_once(
     times.returned.append(time.perf_counter())
     waited = 0.0
     if way.wait is not None:
-        times.compute_kept.append(compute.rate(compute_seconds) / alone)
+        times.compute_ratios.append(compute.rate(compute_seconds) / alone)
         start = time.perf_counter()
         way.wait(pending)
         waited = time.perf_counter() - start
@@ -154,7 +154,7 @@ def check_way(way: Way) -> Mapping[str, object]:
 def raced(
     chosen: Sequence[tuple[Way, Rate]], state: State, options: Namespace
 ) -> list[tuple[Trial, Times]]:
-    """Collective. Every way in every round; only what happens inside `save_once` is timed."""
+    """Collective. Run every way in every round; only the inside of `save_once` is timed."""
     compute, all_times, contests = Compute(), [Times() for _ in chosen], []
     seconds = COMPUTE_TIMES_COPY * copy_seconds(state, options.kind)
     for (way, rate), times in zip(chosen, all_times, strict=True):
@@ -170,7 +170,7 @@ def raced(
 
 
 def copy_seconds(state: State, kind: str) -> float:
-    """Collective. How long the copy takes, the same on every rank."""
+    """Collective. Return how long the copy takes, the same on every rank."""
     way = async_cases.memcpy_way(state, kind)
     start = time.perf_counter()
     way.begin(None)
@@ -180,10 +180,10 @@ def copy_seconds(state: State, kind: str) -> float:
 # ---- rows
 
 
-def ratios(mine: Sequence[float], of: Sequence[float]) -> dict[str, object]:
+def ratios(seconds: Sequence[float], limit: Sequence[float]) -> dict[str, object]:
     return {
-        "ratio": round(statistics.median(round_ratios(mine, of)), 4),
-        "ratio_of_mins": round(min(mine) / min(of), 4),
+        "ratio": round(statistics.median(round_ratios(seconds, limit)), 4),
+        "ratio_of_mins": round(min(seconds) / min(limit), 4),
     }
 
 
@@ -191,16 +191,16 @@ def blocked_row(
     trial: Trial, times: Times, limit: Times, *, same: Mapping[str, object]
 ) -> dict[str, object]:
     """Collective."""
-    mine, rounds = (
+    blocked, rounds = (
         times.blocked[1:],
-        {"durable_rounds": [round(one, 4) for one in times.durable[1:]]},
+        {"durable_rounds": [round(seconds, 4) for seconds in times.durable[1:]]},
     )
-    found: dict[str, object] = {
+    row: dict[str, object] = {
         **same,
         "case": trial.case.name,
-        **spread(mine),
+        **spread(blocked),
         "first_seconds": round(times.blocked[0], 4),
-        **ratios(mine, limit.blocked[1:]),
+        **ratios(blocked, limit.blocked[1:]),
         "ratio_of": "memcpy",
         "peak_extra_bytes": over_ranks(
             peak_extra_bytes([trial.first, *trial.steady]), dist.ReduceOp.MAX
@@ -209,48 +209,48 @@ def blocked_row(
         "settings": dict(trial.case.settings),
     }
     if trial.case.name != "memcpy":
-        found |= {"durable_median": round(statistics.median(times.durable[1:]), 4), **rounds}
-    if times.compute_kept:
+        row |= {"durable_median": round(statistics.median(times.durable[1:]), 4), **rounds}
+    if times.compute_ratios:
         waited = over_ranks(int(statistics.median(times.waited[1:]) * 1e6), dist.ReduceOp.MAX) / 1e6
-        found |= {
+        row |= {
             "waited_median": waited,
-            "compute_kept": round(statistics.median(times.compute_kept[1:]), 3),
+            "compute_kept": round(statistics.median(times.compute_ratios[1:]), 3),
         }
-    return found
+    return row
 
 
-def ask_blocked(
+def measure_blocked(
     options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]
 ) -> list[dict[str, object]]:
-    """How long does training stand still, how long until the save is durable, how much memory does
-    it take?
-    """
-    found = raced([(way, None) for way in chosen], state, options)
-    limit = found[0][1]
+    """Measure how long training is blocked, when the save is durable, and the memory it uses."""
+    results = raced([(way, None) for way in chosen], state, options)
+    limit = results[0][1]
     return [
-        blocked_row(trial, times, limit, same={**same, "bench": "async"}) for trial, times in found
+        blocked_row(trial, times, limit, same={**same, "bench": "async"})
+        for trial, times in results
     ]
 
 
-def ask_throttled(
+def measure_throttled(
     options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]
 ) -> list[dict[str, object]]:
-    """How much longer does it stand still when the storage takes 100 MB/s? The same ways, without
-    and with, in turn.
+    """Measure how much longer a storage of 100 MB/s blocks training.
+
+    The same ways run without and with the limit, in turn.
     """
-    found = raced([(way, rate) for way in chosen for rate in (None, THROTTLE)], state, options)
+    results = raced([(way, rate) for way in chosen for rate in (None, THROTTLE)], state, options)
     rows = []
-    for (trial, fast), (_, throttled) in zip(found[::2], found[1::2], strict=True):
-        mine = throttled.blocked[1:]
+    for (trial, fast), (_, throttled) in zip(results[::2], results[1::2], strict=True):
+        blocked = throttled.blocked[1:]
         rows.append(
             {
                 **same,
                 "bench": "async_throttled",
                 "case": trial.case.name,
-                **spread(mine),
-                **ratios(mine, fast.blocked[1:]),
+                **spread(blocked),
+                **ratios(blocked, fast.blocked[1:]),
                 "ratio_of": "unthrottled",
-                "unthrottled_rounds": [round(one, 4) for one in fast.blocked[1:]],
+                "unthrottled_rounds": [round(seconds, 4) for seconds in fast.blocked[1:]],
                 "durable_median": round(statistics.median(throttled.durable[1:]), 4),
                 "throttle": THROTTLE,
                 "settings": dict(trial.case.settings),
@@ -259,7 +259,7 @@ def ask_throttled(
     return rows
 
 
-# ---- steps beside a save that goes on all the time
+# ---- steps during saves that follow each other
 
 
 def steps_alone(step: Callable[[], None], seconds: float) -> float:
@@ -270,11 +270,12 @@ def steps_alone(step: Callable[[], None], seconds: float) -> float:
     return count / (time.perf_counter() - start)
 
 
-def steps_beside(
+def steps_during(
     step: Callable[[], None], way: Way, options: Namespace, seconds: float
 ) -> tuple[float, float]:
-    """Steps a second while a save is on its way, saves following each other; and with the time that
-    their calls took.
+    """Return the steps per second while saves follow each other.
+
+    The second value includes the time of their calls.
     """
     count, inside, blocked = 0, 0.0, 0.0
     while inside < seconds:
@@ -291,8 +292,8 @@ def steps_beside(
     return count / inside, count / (inside + blocked)
 
 
-def check_beside(way: Way, state: State, step: Callable[[], None], options: Namespace) -> None:
-    """One more save, of a state that changes while it goes on."""
+def check_save_during(way: Way, state: State, step: Callable[[], None], options: Namespace) -> None:
+    """Check one more save, of a state that changes during it."""
     common.empty(scratch_of(options))
     pending = way.begin(None)
     common.bump(state)
@@ -303,44 +304,53 @@ def check_beside(way: Way, state: State, step: Callable[[], None], options: Name
     check_way(way)
 
 
-def ask_steps(
+def measure_steps(
     options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]
 ) -> list[dict[str, object]]:
-    """How many steps a second does training keep beside a save? On one rank, so that a core is
-    free.
+    """Measure the share of its step rate that training keeps during a save.
+
+    One rank, so that one core is free.
     """
     rows: list[dict[str, object]] = []
-    for ops, made in (("matmul", training(512, 64)), ("tiny", training(8, 2))):
-        step = calibrated(made)
-        kept: dict[str, list[tuple[float, float, float]]] = {way.name: [] for way in chosen}
+    for ops, network in (("matmul", training(512, 64)), ("tiny", training(8, 2))):
+        step = calibrated(network)
+        rounds: dict[str, list[tuple[float, float, float]]] = {way.name: [] for way in chosen}
         for number in range(options.repeats + 1):
             for way in chosen:
                 alone = steps_alone(step, options.seconds)
-                beside = steps_beside(step, way, options, options.seconds)
-                if number:  # the first one makes plans and buffers
-                    kept[way.name].append((alone, *beside))
+                rates = steps_during(step, way, options, options.seconds)
+                if number:  # the first round creates plans and buffers
+                    rounds[way.name].append((alone, *rates))
         for way in chosen:
-            check_beside(way, state, step, options)
+            check_save_during(way, state, step, options)
             rows.append(
-                {**same, "bench": "async_steps", "ops": ops, **steps_row(way, kept[way.name])}
+                {**same, "bench": "async_steps", "ops": ops, **steps_row(way, rounds[way.name])}
             )
     return rows
 
 
-def steps_row(way: Way, kept: Sequence[tuple[float, float, float]]) -> dict[str, object]:
-    alone, beside, over_all = zip(*kept, strict=True)
+def steps_row(way: Way, rounds: Sequence[tuple[float, float, float]]) -> dict[str, object]:
+    alone, during, over_all = zip(*rounds, strict=True)
     return {
         "case": way.name,
         "alone": round(statistics.median(alone), 1),
-        "beside": round(statistics.median(beside), 1),
-        "rounds": [round(mine / other, 4) for mine, other in zip(beside, alone, strict=True)],
+        "beside": round(statistics.median(during), 1),
+        "rounds": [
+            round(rate / alone_rate, 4) for rate, alone_rate in zip(during, alone, strict=True)
+        ],
         "ratio": round(
-            statistics.median(mine / other for mine, other in zip(beside, alone, strict=True)), 3
+            statistics.median(
+                rate / alone_rate for rate, alone_rate in zip(during, alone, strict=True)
+            ),
+            3,
         ),
         "ratio_with_calls": round(
-            statistics.median(mine / other for mine, other in zip(over_all, alone, strict=True)), 3
+            statistics.median(
+                rate / alone_rate for rate, alone_rate in zip(over_all, alone, strict=True)
+            ),
+            3,
         ),
-        "n": len(kept),
+        "n": len(rounds),
         "settings": dict(way.settings),
     }
 
@@ -353,15 +363,17 @@ def scratch_of(options: Namespace) -> Path:
 
 
 def chosen_ways(options: Namespace, state: State, blank: Callable[[], State]) -> list[Way]:
-    made = async_cases.ways(
+    makers = async_cases.ways(
         scratch_of(options), state, options.kind, blank, max_file_bytes=options.max_file_bytes
     )
-    wanted = {name for name in options.only.split(",") if name} or set(made)
-    if unknown := wanted - made.keys():
-        raise SystemExit(f"--only: no case {sorted(unknown)}; there are {', '.join(made)}")
-    apt = {"blocked": set(made), "throttled": set(SLOWED), "steps": set(BESIDE)}[options.stage]
+    requested = {name for name in options.only.split(",") if name} or set(makers)
+    if unknown := requested - makers.keys():
+        raise SystemExit(f"--only: no case {sorted(unknown)}; there are {', '.join(makers)}")
+    suitable = {"blocked": set(makers), "throttled": set(SLOWED), "steps": set(STEPS_CASES)}[
+        options.stage
+    ]
     limit = set() if options.stage == "steps" else {"memcpy"}
-    return [make() for name, make in made.items() if name in (wanted & apt) | limit]
+    return [make() for name, make in makers.items() if name in (requested & suitable) | limit]
 
 
 def work(options: Namespace) -> None:
@@ -376,31 +388,33 @@ def work(options: Namespace) -> None:
         "nbytes": state.nbytes,
         "load_average": os.getloadavg()[0],
     }
-    ask = {"blocked": ask_blocked, "throttled": ask_throttled, "steps": ask_steps}[options.stage]
+    measure = {"blocked": measure_blocked, "throttled": measure_throttled, "steps": measure_steps}[
+        options.stage
+    ]
     with ExitStack() as owned:
         owned.callback(async_cases.end_daemon)
         chosen = chosen_ways(options, state, blank)
         for way in chosen:
             owned.callback(way.close)
-        found = ask(options, state, chosen, same)
+        rows = measure(options, state, chosen, same)
     if mesh.get_rank() == 0:
-        common.write_rows(found, options.out)
+        common.write_rows(rows, options.out)
     common.empty(scratch_of(options))
     dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str]) -> None:
-    made = common.parser(__doc__ or "")
-    made.add_argument(
+    parser = common.parser(__doc__ or "")
+    parser.add_argument(
         "--question", default="blocked", help=f"comma-separated, of {', '.join(QUESTIONS)}"
     )
-    made.add_argument(
+    parser.add_argument(
         "--seconds",
         type=float,
         default=2.0,
         help="of steps: how long each measurement of steps takes at least",
     )
-    options = made.parse_args(arguments)
+    options = parser.parse_args(arguments)
     if options.stage:
         work(options)
         return

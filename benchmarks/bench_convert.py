@@ -30,26 +30,30 @@ def rss(key: str) -> int:
 
 
 def make_sources(root: Path, nbytes: int) -> dict[str, Path]:
-    """The same state in every format: {name: folder or file}."""
+    """Write the same state in every format; return {name: folder or file}."""
     model, moments = {}, dict[str, dict[str, torch.Tensor]]()
     for fqn, shape in llama_shapes(nbytes).items():
         model[fqn] = torch.randn(shape).bfloat16()
         moments[fqn] = {name: torch.randn(shape) for name in MOMENTS}
-    flat = {f"{fqn}/{name}": one for fqn, of in moments.items() for name, one in of.items()}
-    found = {"unified": root / "unified", "dcp": root / "dcp", "torch": root / "state.pt"}
-    uc.save(found["unified"], model=model, optimizer=flat)
-    with warnings.catch_warnings(action="ignore"):  # one process
+    flat = {
+        f"{fqn}/{name}": tensor
+        for fqn, states in moments.items()
+        for name, tensor in states.items()
+    }
+    paths = {"unified": root / "unified", "dcp": root / "dcp", "torch": root / "state.pt"}
+    uc.save(paths["unified"], model=model, optimizer=flat)
+    with warnings.catch_warnings(action="ignore"):  # the warning about a single process
         dcp.save(
             {"model": model, "optimizer": {"state": moments}},
-            checkpoint_id=found["dcp"],
+            checkpoint_id=paths["dcp"],
             no_dist=True,
         )
-    torch.save({"model": {**model, **flat}}, found["torch"])
-    return found
+    torch.save({"model": {**model, **flat}}, paths["torch"])
+    return paths
 
 
 def work(way: str, source: Path, target: Path) -> dict[str, object]:
-    """One run, in a process of its own: seconds, and memory beyond what the imports took."""
+    """One run, in a process of its own: seconds, and memory beyond that of the imports."""
 
     start_anon, start_all, peak, done = rss("RssAnon"), rss("VmRSS"), [0], threading.Event()
 
@@ -91,24 +95,24 @@ def run_apart(way: str, source: Path, target: Path, ranks: int) -> dict[str, obj
             "unified_ckpt",
             "convert",
         ]
-        told = subprocess.run(
+        completed = subprocess.run(
             [*command, str(source), str(target), "--json"],
             check=True,
             capture_output=True,
             text=True,
         )
         return {
-            "seconds": json.loads(told.stdout)["seconds"],
+            "seconds": json.loads(completed.stdout)["seconds"],
             "with_start": time.perf_counter() - began,
         }
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, __file__, "--one", way, source, target],
         check=True,
         capture_output=True,
         text=True,
     )
-    found: dict[str, object] = json.loads(told.stdout)
-    return found
+    result: dict[str, object] = json.loads(completed.stdout)
+    return result
 
 
 def main() -> None:
@@ -148,20 +152,22 @@ def compare(
     name: str, source: Path, root: Path, ranks: int, options: argparse.Namespace
 ) -> dict[str, object]:
     runs: dict[str, list[dict[str, object]]] = {"copy": [], "convert": []}
-    for turn in range(options.repeats + 1):  # the first warms the page cache
-        for way, found in runs.items():
+    for number in range(options.repeats + 1):  # the first warms the page cache
+        for way, results in runs.items():
             target = root / f"target-{way}{source.suffix if way == 'copy' else ''}"
-            one = run_apart(way, source, target, ranks)
-            if way == "convert" and turn == 0:
+            result = run_apart(way, source, target, ranks)
+            if way == "convert" and number == 0:
                 with uc.open(source) as before, uc.open(target) as after:
                     for part in before.parts:
                         for fqn in before[part]:
                             assert torch.equal(before[part][fqn][...], after[part][fqn][...]), fqn
             shutil.rmtree(target) if target.is_dir() else target.unlink()
             os.sync()
-            if turn:
-                found.append(one)
-    seconds = {way: [float(str(one["seconds"])) for one in found] for way, found in runs.items()}
+            if number:
+                results.append(result)
+    seconds = {
+        way: [float(str(result["seconds"])) for result in results] for way, results in runs.items()
+    }
     ratios = [
         copy / convert for copy, convert in zip(seconds["copy"], seconds["convert"], strict=True)
     ]
@@ -172,15 +178,16 @@ def compare(
         "ranks": ranks,
         "n": options.repeats,
     }
-    row |= {f"{way}_median": round(statistics.median(of), 3) for way, of in seconds.items()}
+    row |= {f"{way}_median": round(statistics.median(values), 3) for way, values in seconds.items()}
     row |= {
         "speed_of_copy": round(statistics.median(ratios), 3),
-        "rounds": [round(one, 3) for one in ratios],
+        "rounds": [round(ratio, 3) for ratio in ratios],
     }
     for key in ("peak_anon", "peak_all"):
         row |= {
             f"{key}_mib": max(
-                (int(str(one[key])) >> 20 for one in runs["convert"] if key in one), default=None
+                (int(str(result[key])) >> 20 for result in runs["convert"] if key in result),
+                default=None,
             )
         }
     return row

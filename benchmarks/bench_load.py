@@ -1,8 +1,8 @@
-"""How long until a sharded training state is back in memory? Same layout, other layout, other
-number of ranks.
+r"""Measure how long a load of a sharded training state takes, in the same layout and in others.
 
-python benchmarks/bench_load.py --size 1GiB --ranks 1,2,4 --kind dim0,inner --scenario same,reshard,world --out results/load.jsonl
-"""  # noqa: E501
+python benchmarks/bench_load.py --size 1GiB --ranks 1,2,4 --kind dim0,inner \
+    --scenario same,reshard,world --out results/load.jsonl
+"""
 
 import os
 import shutil
@@ -26,8 +26,9 @@ Columns = Mapping[str, object]
 
 
 def origin(scenario: str, kind: str, ranks: int) -> tuple[str, int] | None:
-    """Kind and number of ranks that saved what `ranks` ranks load as `kind`; None where it would be
-    the same layout.
+    """Return the kind and the number of ranks of the save that `ranks` ranks load as `kind`.
+
+    None if that would be the same layout.
     """
     if scenario == "same":
         return kind, ranks
@@ -36,24 +37,22 @@ def origin(scenario: str, kind: str, ranks: int) -> tuple[str, int] | None:
     return (next(other for other in KINDS if other != kind), ranks) if ranks > 1 else None
 
 
-# ---- first launch: the checkpoints, by the layout that saved them
+# ---- first launch: write the checkpoints, by layout
 
 
 def save_sources(options: Namespace) -> None:
-    """The merged folder comes from unified; where only peers are asked for, from DCP's
-    consolidation.
-    """
+    """Write the merged folder with unified; without it, with DCP's consolidation."""
     mesh = common.start_ranks()
     scratch = Path(options.scratch) / "bench_load"
     common.empty(scratch)
     state = make_state(parse_size(options.size), options.kind, mesh)
     merged = scratch / "merged"
     mapping = peers.hf_mapping(state, max_file_bytes=options.max_file_bytes)
-    if common.wants_unified(options.only):
+    if common.needs_unified(options.only):
         import unified_ckpt as uc
 
-        how = uc.SaveOptions(fsync=False, max_file_bytes=options.max_file_bytes)
-        uc.save(merged, model=state.model, optimizer=state.optimizer, options=how)
+        save_options = uc.SaveOptions(fsync=False, max_file_bytes=options.max_file_bytes)
+        uc.save(merged, model=state.model, optimizer=state.optimizer, options=save_options)
     else:
         merged.mkdir(exist_ok=True)
         peers.hf_save(merged, state, mapping=mapping, everywhere=False, threads=2, fsync=False)
@@ -67,7 +66,7 @@ def save_sources(options: Namespace) -> None:
     dist.destroy_process_group()
 
 
-# ---- second launch: the loads
+# ---- second launch: load them
 
 
 def load_case(
@@ -83,7 +82,7 @@ def load_case(
     files = sorted(path for path in folder.rglob("*") if path.is_file())
 
     def reset() -> None:
-        common.clear(state)  # also: every page of the target exists
+        common.clear(state)  # this also creates every page of the target
         (common.drop_caches if options.cold else common.read_ahead)(files)
 
     def right() -> Columns:
@@ -102,9 +101,7 @@ def load_case(
 
 
 def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
-    """Each rank its even share of the files' bytes into its own memory: right in number, not in
-    place.
-    """
+    """Each rank reads its even share of the bytes into its own memory, in file order."""
     pieces = peers.raw_pieces(peers.merged_files(scratch / "merged"), locals_of(state.tensors()))
 
     def check() -> Columns:
@@ -136,8 +133,10 @@ def unified_contests(scratch: Path, state: State, options: Namespace, owned: Exi
         reports: list[uc.LoadReport] = []
 
         def run() -> None:
-            how = uc.LoadOptions(verify=verify)
-            reports[:] = [load(folder, model=state.model, optimizer=state.optimizer, options=how)]
+            load_options = uc.LoadOptions(verify=verify)
+            reports[:] = [
+                load(folder, model=state.model, optimizer=state.optimizer, options=load_options)
+            ]
 
         def check() -> Columns:
             common.check_pattern(state, options.kind, where=name)
@@ -147,7 +146,7 @@ def unified_contests(scratch: Path, state: State, options: Namespace, owned: Exi
             load_case(name, run, folder, state, options, check=check, settings={"verify": verify})
         ]
 
-    return {  # a Checkpointer each, for one that another case has used holds its buffers already
+    return {  # each case has a Checkpointer of its own, because a used one already holds buffers
         "unified": contest("unified", "off", owned.enter_context(uc.Checkpointer()).load),
         "unified_verified": contest(
             "unified_verified", "read", owned.enter_context(uc.Checkpointer()).load
@@ -175,7 +174,7 @@ def peer_contests(scratch: Path, state: State, options: Namespace) -> Contests:
             case("safetensors_load", "merged", peers.load_slices, kind=options.kind)
         ],
     }
-    if options.scenario == "same":  # files of one rank each serve no other layout
+    if options.scenario == "same":  # files of single ranks fit no other layout
         contests["torch_load"] = [
             case("torch_load", "pt", peers.load_shards, suffix="pt", mmap=mmap)
             for mmap in (False, True)
@@ -187,7 +186,7 @@ def peer_contests(scratch: Path, state: State, options: Namespace) -> Contests:
 
 
 def check_damage(folder: Path, state: State) -> None:
-    """Raise unless a load that verifies refuses a file with one flipped bit."""
+    """Raise unless a verifying load refuses a file with one flipped bit."""
     import unified_ckpt as uc
 
     path, first, nbytes = max(peers.merged_files(folder), key=lambda file: file[2])
@@ -218,7 +217,7 @@ def load_all(options: Namespace) -> None:
     mesh = common.start_ranks()
     scratch = Path(options.scratch) / "bench_load"
     state = make_state(parse_size(options.size), options.kind, mesh, filled=False)
-    unified = common.wants_unified(options.only)
+    unified = common.needs_unified(options.only)
     saved_kind, saved_ranks = origin(options.scenario, options.kind, mesh.size()) or ("", 0)
     same: dict[str, object] = {
         "bench": "load",
@@ -243,27 +242,27 @@ def load_all(options: Namespace) -> None:
         trials = race(
             chosen(contests, options.only), repeats=options.repeats, before_round=dist.barrier
         )
-        found = rows(trials, same=same)
+        measured = rows(trials, same=same)
         if unified:
             check_damage(scratch / "merged", state)
     if mesh.get_rank() == 0:
-        common.write_rows(found, options.out)
+        common.write_rows(measured, options.out)
     dist.destroy_process_group()
 
 
 def parser() -> ArgumentParser:
-    made = common.parser(__doc__ or "")
-    made.add_argument(
+    arguments = common.parser(__doc__ or "")
+    arguments.add_argument(
         "--scenario",
         default="same,reshard,world",
         help="same layout; other sharded dim; other number of ranks",
     )
-    made.add_argument(
+    arguments.add_argument(
         "--cold",
         action="store_true",
         help="drop the page cache before each load (needs root to be thorough)",
     )
-    return made
+    return arguments
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,10 +1,11 @@
-"""What rank 0 of a load from many nodes does for all: which ranks of each node want the same
-tensors. No tensors, disk or network.
+"""Measure what rank 0 of a load computes: which ranks of each node want the same tensors.
 
-Run: python benchmarks/bench_load_plan.py [--nodes 64,2048] [--out FILE]. Nodes of 8 ranks.
-Llama 3.1 405B, every rank the same names, and a mixture of experts, where 64 ranks in turn have
-experts of their own. One JSON line per row: seconds (median of 5 runs), peak memory by tracemalloc
-in a run of its own, bytes that go into the store.
+Run: python benchmarks/bench_load_plan.py [--nodes 64,2048] [--out FILE].
+
+Nodes have 8 ranks. The models are Llama 3.1 405B, where every rank has the same names, and a
+mixture of experts, where each of 64 ranks in turn has experts of its own. One JSON line per row:
+seconds (median of 5 runs), peak memory by tracemalloc in a separate run, bytes that go into the
+store. No tensors, disk or network.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 from bench_plan import LLAMA_LAYERS, MOE_LAYERS, PP, add_scale, llama_405b, measured, moe
 
 from unified_ckpt.engine.load.share_reads import read_redundancy
-from unified_ckpt.engine.plan.holders import Declarations, publish_groups_by_node
+from unified_ckpt.engine.plan.holders import Declarations, send_groups_by_node
 
 RANKS, EXPERT_GROUPS = 8, 64
 
 
 class Store:
-    """Counts what is said in a meeting."""
+    """Counts the bytes that go into the store."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -33,7 +34,7 @@ class Store:
         self.nbytes += len(value)
 
     def heartbeat(self) -> None:
-        """Nobody waits."""
+        """No rank waits."""
 
 
 def declarations_of(model: str, nodes: int, layers: int | None) -> Declarations:
@@ -60,7 +61,7 @@ def declarations_of(model: str, nodes: int, layers: int | None) -> Declarations:
 def rank_0(declarations: Declarations, nodes: list[int]) -> int:
     store: Any = Store()
     read_redundancy(declarations, nodes)
-    publish_groups_by_node(store, declarations, nodes)
+    send_groups_by_node(store, declarations, nodes)
     return int(store.nbytes)
 
 

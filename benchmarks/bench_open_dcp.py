@@ -1,9 +1,11 @@
-"""What it costs a process to open a checkpoint that torch.distributed.checkpoint wrote with up to
-16,384 ranks: its `.metadata`, as a whole, against DCP's own reading of it. Each tensor is cut into
-a row for each rank; the files have holes in place of bytes.
+r"""Measure what opening a checkpoint of torch.distributed.checkpoint costs.
 
-python benchmarks/bench_open_dcp.py --ranks 64,1024,16384 --shards 300000 --out benchmarks/results/open-dcp.jsonl
-"""  # noqa: E501
+Its whole `.metadata` is read, and compared with DCP's own reading. Each tensor is split into a row
+for each of up to 16,384 ranks; the files have holes in place of bytes.
+
+python benchmarks/bench_open_dcp.py --ranks 64,1024,16384 --shards 300000 \
+    --out benchmarks/results/open-dcp.jsonl
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ import tempfile
 from common import write_rows
 
 NBYTES = 1500  # of a shard: a zip archive with one row
-FILES = 1024  # that a process may have open, as shells have it
+FILES = 1024  # that a process may have open, the usual limit of shells
 
 DCP = """
 from torch.distributed.checkpoint import FileSystemReader
 from time import perf_counter
 before = rss()
 began = perf_counter()
-found = FileSystemReader(sys.argv[1]).read_metadata()
+opened = FileSystemReader(sys.argv[1]).read_metadata()
 """
 UNIFIED = """
 import unified_ckpt.sources.pytorch.dcp
@@ -37,7 +39,7 @@ from unified_ckpt.sources import open_source
 from time import perf_counter
 before = rss()
 began = perf_counter()
-found = open_source(sys.argv[1], SourceOptions())
+opened = open_source(sys.argv[1], SourceOptions())
 """
 HEAD = """
 import json, sys
@@ -65,9 +67,9 @@ def write(folder: str, ranks: int, tensors: int) -> None:
     for n in range(tensors):
         fqn, chunks = f"optimizer.state.model.layers.{n}.mlp.up_proj.weight.exp_avg", []
         for rank in range(ranks):
-            at = torch.Size([rank, 0])
-            chunks.append(ChunkStorageMetadata(at, torch.Size([1, 64])))
-            places[MetadataIndex(fqn, at, rank)] = _StorageInfo(
+            offsets = torch.Size([rank, 0])
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size([1, 64])))
+            places[MetadataIndex(fqn, offsets, rank)] = _StorageInfo(
                 f"__{rank}_0.distcp", n * NBYTES, NBYTES
             )
         state[fqn] = TensorStorageMetadata(
@@ -86,8 +88,8 @@ def measure(body: str, folder: str) -> dict[str, float]:
 
     command = [sys.executable, "-c", HEAD + body + TAIL, folder]
     done = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=few_files)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
 
 
 def main() -> None:
@@ -99,20 +101,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scratch", default=tempfile.gettempdir())
     parser.add_argument("--out")
-    told = parser.parse_args()
-    for ranks in map(int, told.ranks.split(",")):
-        folder, tensors = tempfile.mkdtemp(dir=told.scratch), max(told.shards // ranks, 1)
+    options = parser.parse_args()
+    for ranks in map(int, options.ranks.split(",")):
+        folder, tensors = tempfile.mkdtemp(dir=options.scratch), max(options.shards // ranks, 1)
         try:
             write(folder, ranks, tensors)
             rounds = [
                 {"dcp": measure(DCP, folder), "unified": measure(UNIFIED, folder)}
-                for _ in range(told.repeats)
+                for _ in range(options.repeats)
             ]
             size = os.path.getsize(f"{folder}/.metadata")
         finally:
             shutil.rmtree(folder)
         for case in ("dcp", "unified"):
-            seconds = [one[case]["seconds"] for one in rounds]
+            seconds = [measured[case]["seconds"] for measured in rounds]
             row = {
                 "bench": "open_dcp",
                 "case": case,
@@ -126,7 +128,7 @@ def main() -> None:
                 "rounds": seconds,
                 "kept_bytes": rounds[-1][case]["kept_bytes"],
             }
-            write_rows([row], told.out)
+            write_rows([row], options.out)
 
 
 if __name__ == "__main__":

@@ -45,11 +45,17 @@ STATES = (
 
 
 def forget() -> None:
-    """Empties the planner's caches: each run is a first save."""
+    """Empty the planner's caches, so that each run is a first save."""
     for function in (
-        slabs.choose_grain, slabs.own_runs_only, slabs.segments, slabs.segments_nbytes, slabs.slab_boxes, shardings._intervals, shardings._positions,  # noqa: E501
+        slabs.choose_granularity,
+        slabs.unexchanged_granularity,
+        slabs.segments,
+        slabs.segments_nbytes,
+        slabs.slab_boxes,
+        shardings._intervals,
+        shardings._positions,
         exchange._ranks_along,
-    ):  # fmt: skip
+    ):
         function.cache_clear()
     gc.collect()
 
@@ -57,17 +63,18 @@ def forget() -> None:
 def rows_of(fqn: str, shape: tuple[int, ...], cuts: tuple[ShardDim, ...]) -> list[TensorDecl]:
     """A parameter in bf16, its fp32 master, two moments and a step."""
     whole = Sharding(cuts)
-    found = [TensorDecl("model", fqn, TensorSpec("BF16", shape), whole)]
-    found += [
+    rows = [TensorDecl("model", fqn, TensorSpec("BF16", shape), whole)]
+    rows += [
         TensorDecl(part, fqn + suffix, TensorSpec(dtype, shape), whole)
         for part, dtype, suffix in STATES
     ]
-    return [*found, TensorDecl("optimizer", fqn + "/step", TensorSpec("F32", ()), Sharding())]
+    return [*rows, TensorDecl("optimizer", fqn + "/step", TensorSpec("F32", ()), Sharding())]
 
 
 def llama_405b(stage: int, fsdp: int, *, layers: int = LLAMA_LAYERS) -> list[TensorDecl]:
-    """The rows of one pipeline stage of Llama 3.1 405B, FSDP2 over TP, ranks laid out (pp, fsdp,
-    tp).
+    """Return the rows of one pipeline stage of Llama 3.1 405B.
+
+    FSDP2 over TP; ranks are ordered (pp, fsdp, tp).
     """
     hidden, inner, kv, vocab = 16384, 53248, 1024, 128256
     tp, dp = ShardDim(0, TP, 1, name="tp"), ShardDim(0, fsdp, TP, name="dp")
@@ -85,25 +92,26 @@ def llama_405b(stage: int, fsdp: int, *, layers: int = LLAMA_LAYERS) -> list[Ten
         "input_layernorm": ((hidden,), norm),
         "post_attention_layernorm": ((hidden,), norm),
     }
-    found = []
+    decls = []
     for layer in range(layers * stage // PP, layers * (stage + 1) // PP):
         for name, (shape, cuts) in shapes.items():
-            found += rows_of(f"model.layers.{layer}.{name}.weight", shape, cuts)
+            decls += rows_of(f"model.layers.{layer}.{name}.weight", shape, cuts)
     if stage == 0:
-        found += rows_of("model.embed_tokens.weight", (vocab, hidden), column)
+        decls += rows_of("model.embed_tokens.weight", (vocab, hidden), column)
     if stage == PP - 1:
-        found += rows_of("model.norm.weight", (hidden,), norm) + rows_of(
+        decls += rows_of("model.norm.weight", (hidden,), norm) + rows_of(
             "lm_head.weight", (vocab, hidden), column
         )
-    return sorted(found, key=lambda r: r.key)
+    return sorted(decls, key=lambda r: r.key)
 
 
 def moe(expert_group: int, groups: int, *, layers: int = MOE_LAYERS) -> list[TensorDecl]:
-    """A rank's rows of a mixture of experts with 256 experts in each layer: its own experts by
-    name, and what all share.
+    """Return a rank's rows of a mixture of experts with 256 experts in each layer.
+
+    Its own experts are listed by name, then what all ranks share.
     """
     hidden, inner = 7168, 2048
-    found = []
+    decls = []
     for layer in range(layers):
         for expert in range(256 * expert_group // groups, 256 * (expert_group + 1) // groups):
             for name, shape in (
@@ -111,21 +119,21 @@ def moe(expert_group: int, groups: int, *, layers: int = MOE_LAYERS) -> list[Ten
                 ("up_proj", (inner, hidden)),
                 ("down_proj", (hidden, inner)),
             ):
-                found += rows_of(
+                decls += rows_of(
                     f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", shape, ()
                 )
-        found += rows_of(
+        decls += rows_of(
             f"model.layers.{layer}.self_attn.o_proj.weight",
             (hidden, 16384),
             (ShardDim(0, groups, 1, name="dp"),),
         )
-    return sorted(found, key=lambda r: r.key)
+    return sorted(decls, key=lambda r: r.key)
 
 
 def measured(
-    what: dict[str, Any], call: Callable[[], Any], *, repeats: int = RUNS
+    columns: dict[str, Any], call: Callable[[], Any], *, repeats: int = RUNS
 ) -> dict[str, Any]:
-    """Times a call, then runs it once more for its peak memory."""
+    """Time a call, then run it once more for its peak memory."""
     seconds = []
     for _ in range(repeats):
         forget()
@@ -143,7 +151,7 @@ def measured(
         "max": round(max(seconds), 4),
         "n": repeats,
     }
-    return {"bench": "plan", **what, **times, "peak_bytes": peak}
+    return {"bench": "plan", **columns, **times, "peak_bytes": peak}
 
 
 def declarations_of(
@@ -155,9 +163,7 @@ def declarations_of(
 def llama_job(
     world: int, *, layers: int = LLAMA_LAYERS
 ) -> tuple[Declarations, int, dict[str, Any]]:
-    """What rank 0 knows of the 405B model on so many ranks; a rank of stage 1, and what a row says
-    of the job.
-    """
+    """Return rank 0's declarations of the 405B model, a rank of stage 1, and columns of the job."""
     fsdp = world // (TP * PP)
     tables = {f"stage{s}": llama_405b(s, fsdp, layers=layers) for s in range(PP)}
     ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
@@ -166,17 +172,17 @@ def llama_job(
 
 
 def members_of(declarations: Declarations, table: str) -> list[Membership]:
-    """What rank 0 tells the ranks of a table."""
-    pages, _ = list_group_files(checked_groups(declarations), declarations, max_file_bytes=BOUND)
+    """Return what rank 0 sends to the ranks of a table."""
+    plans, _ = list_group_files(checked_groups(declarations), declarations, max_file_bytes=BOUND)
     return [
         Membership(p.group.index, p.holders, p.group.decls, p.group_info)
-        for p in pages
+        for p in plans
         if table in p.group.table_ids
     ]
 
 
-def one_rank(declarations: Declarations, table: str, rank: int) -> Callable[[], object]:
-    """What rank `rank` does: writes its table, and plans the groups that rank 0 told it."""
+def rank_planner(declarations: Declarations, table: str, rank: int) -> Callable[[], object]:
+    """What a rank does: encode its table, and plan the groups that rank 0 sent."""
     members = members_of(declarations, table)
 
     def call() -> object:
@@ -187,28 +193,30 @@ def one_rank(declarations: Declarations, table: str, rank: int) -> Callable[[], 
 
 
 def writer(declarations: Declarations) -> Callable[[], object]:
-    """What rank 0 does beyond its own part: all groups, the book, the indexes and the manifest."""
+    """What rank 0 does in addition: all groups, the global plan, the indexes and the manifest."""
 
     def call() -> object:
-        pages, digest_head = list_group_files(
+        plans, digest_head = list_group_files(
             checked_groups(declarations), declarations, max_file_bytes=BOUND
         )
-        files = {name for page in pages for name in names_in(page)}
-        book = build_global_plan(pages, dict.fromkeys(files, (8, "0" * 16)), digest_head, [0])
+        files = {name for plan in plans for name in names_in(plan)}
+        global_plan = build_global_plan(
+            plans, dict.fromkeys(files, (8, "0" * 16)), digest_head, [0]
+        )
         indexes = {
             part: IndexFile.from_bytes(
-                encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
+                encode_index(total_size=global_plan.tensors.nbytes[part], weight_map=weight_map)
             )
-            for part, weight_map in book.weight_maps.items()
+            for part, weight_map in global_plan.tensors.weight_maps.items()
         }
         parts = {
             part: Part(
-                files=dict(book.records[part]),
+                files=dict(global_plan.tensors.records[part]),
                 index=indexes.get(part),
-                total_nbytes=book.part_nbytes[part],
+                total_nbytes=global_plan.tensors.nbytes[part],
                 aliases={},
             )
-            for part in sorted(book.records)
+            for part in sorted(global_plan.tensors.records)
         }
         created = "2026-01-01T00:00:00+00:00"
         manifest = Manifest(save_id="bench", step=0, created=created, world_size=1, parts=parts)
@@ -217,10 +225,10 @@ def writer(declarations: Declarations) -> Callable[[], object]:
     return call
 
 
-def names_in(page: Any) -> list[str]:
+def names_in(plan: Any) -> list[str]:
     from unified_ckpt.engine.plan.save_plan import _file_name
 
-    return [_file_name(plan, page.group_info) for plan in page.files]
+    return [_file_name(file, plan.group_info) for file in plan.files]
 
 
 def add_scale(parser: argparse.ArgumentParser) -> None:
@@ -247,13 +255,13 @@ def main() -> None:
     for world in map(int, options.ranks.split(",")):
         declarations, rank, case = llama_job(world, layers=options.layers or LLAMA_LAYERS)
         stage = declarations.tables["stage1"]
-        own = {
+        columns = {
             **case,
             "who": "one rank",
             "tensors": len(stage),
             "announced_bytes": len(encode_table(stage)),
         }
-        rows.append(measured(own, one_rank(declarations, "stage1", rank), repeats=repeats))
+        rows.append(measured(columns, rank_planner(declarations, "stage1", rank), repeats=repeats))
         total = sum(len(table) for table in declarations.tables.values())
         rows.append(
             measured(
@@ -271,7 +279,7 @@ def main() -> None:
     rows.append(
         measured(
             {**case, "who": "one rank", "tensors": len(tables["ep5"])},
-            one_rank(declarations, "ep5", 5),
+            rank_planner(declarations, "ep5", 5),
             repeats=repeats,
         )
     )

@@ -1,8 +1,10 @@
-"""How long until a sharded training state is saved? Ours, the peers and the disk itself, in one
-run, on the same bytes.
+r"""Measure how long a save of a sharded training state takes.
 
-python benchmarks/bench_save.py --size 1GiB --ranks 1,2,4 --kind dim0,inner --repeats 5 --out results/save.jsonl
-"""  # noqa: E501
+Unified, its peers and the disk itself, in one run, on the same bytes.
+
+python benchmarks/bench_save.py --size 1GiB --ranks 1,2,4 --kind dim0,inner --repeats 5 \
+    --out results/save.jsonl
+"""
 
 import os
 import sys
@@ -46,9 +48,7 @@ def save_case(
 
 
 def check_save(check: Check, folder: Path, durable: bool) -> Mapping[str, object]:
-    """What the folder shows after a save. A case that claims to be durable must have left no dirty
-    page in any of its files.
-    """
+    """Return the columns of a finished folder; raise if a durable case left a dirty page."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     dirty = {
         path.name: count
@@ -107,11 +107,11 @@ def unified_contests(scratch: Path, state: State, options: Namespace, owned: Exi
     check = partial(peers.check_merged, folder, state, options.kind, files=files)
 
     def contest(name: str, fsync: bool, reused: bool) -> list[Case]:
-        how = uc.SaveOptions(fsync=fsync, max_file_bytes=options.max_file_bytes)
+        save_options = uc.SaveOptions(fsync=fsync, max_file_bytes=options.max_file_bytes)
         save = (
-            owned.enter_context(uc.Checkpointer(options=how)).save
+            owned.enter_context(uc.Checkpointer(options=save_options)).save
             if reused
-            else partial(uc.save, options=how)
+            else partial(uc.save, options=save_options)
         )
         run = partial(save, folder, model=state.model, optimizer=state.optimizer)
         return [
@@ -221,7 +221,7 @@ def hf_contests(scratch: Path, state: State, options: Namespace) -> Contests:
 
 
 def first_row(trial: Trial, same: Mapping[str, object]) -> dict[str, object]:
-    """The first save of the process: it plans, and its buffers and caches are cold."""
+    """The row of the first save of the process, which plans and fills its buffers and caches."""
     return {
         **same,
         "case": f"{trial.case.name}_first",
@@ -236,7 +236,7 @@ def work(options: Namespace) -> None:
     state = make_state(parse_size(options.size), options.kind, mesh)
     with ExitStack() as owned:
         contests = raw_contests(scratch, state, options)
-        if common.wants_unified(options.only):
+        if common.needs_unified(options.only):
             contests |= unified_contests(scratch, state, options, owned)
         contests |= (
             shard_contests(scratch, state)
@@ -261,11 +261,11 @@ def work(options: Namespace) -> None:
             ),
             "load_average": load_average,
         }
-        found = rows(trials, same=same) + [
+        measured = rows(trials, same=same) + [
             first_row(trial, same) for trial in trials if trial.case.name == "unified"
         ]
     if mesh.get_rank() == 0:
-        common.write_rows(found, options.out)
+        common.write_rows(measured, options.out)
     common.empty(scratch)
     dist.destroy_process_group()
 

@@ -1,12 +1,13 @@
-"""What it gains that nodes read one folder for each other: replicas on several nodes load
-from a volume whose server is the bound.
+"""Measure what nodes gain when they read a shared folder for each other.
 
 Run: python benchmarks/bench_shared_reads.py [--nodes 2,4] [--nbytes 134217728] [--rate 200e6]
-[--out FILE]. Nodes are threads with a name of their own; a volume that all of them read serves
-`rate` bytes a second in all, and a node that has read a block has it in its page cache. Bytes
-between nodes go through TCP on the loopback device. One JSON line for each number of nodes
-and way: `never` (each reads all), `always` (each block is read by one). Seconds: median of
-`--rounds`, the ways in turn within each round.
+[--out FILE].
+
+Replicas on several nodes load from one throttled volume. Nodes are threads with a name of their
+own. The volume serves `rate` bytes a second to all of them together; a node that has read a block
+has it in its page cache. Bytes between nodes go through TCP on the loopback device. One JSON line
+for each number of nodes and way: `never` (each node reads all), `always` (one node reads each
+block). Seconds: median of `--rounds`; the ways alternate within a round.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WAYS = ("never", "always")
 
 
 class Volume:
-    """Lets the reads of all nodes through at one rate."""
+    """Serves the reads of all nodes at one common rate."""
 
     def __init__(self, rate: float) -> None:
         self.rate, self.nbytes = rate, 0
@@ -43,9 +44,9 @@ class Volume:
     def install(self) -> None:
         volume = self
 
-        def init(storage: LocalStorage, root: str, **how: Any) -> None:
-            volume._make(storage, root, **how)
-            # the rank's thread makes what it serves, too
+        def init(storage: LocalStorage, root: str, **more: Any) -> None:
+            volume._make(storage, root, **more)
+            # the rank's thread also creates what it serves
             storage.node = threading.current_thread().name  # type: ignore[attr-defined]
 
         def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:
@@ -69,16 +70,16 @@ class Volume:
         self._seen, self.nbytes = set(), 0
 
 
-def load(folder: Path, nodes: int, state: dict[str, torch.Tensor], how: str) -> float:
-    """Seconds until the last rank has it."""
+def load(folder: Path, nodes: int, state: dict[str, torch.Tensor], share_reads: str) -> float:
+    """Return the seconds until the last rank has loaded."""
 
     def act(comm: Comm) -> float:
-        made = make_checkpointer(comm)
-        made._node = f"node {comm.rank}"
+        checkpointer = make_checkpointer(comm)
+        checkpointer._node = f"node {comm.rank}"
         target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-        with made:
+        with checkpointer:
             began = time.perf_counter()
-            made.load(folder, model=target, options=uc.LoadOptions(share_reads=how))  # type: ignore[arg-type]
+            checkpointer.load(folder, model=target, options=uc.LoadOptions(share_reads=share_reads))  # type: ignore[arg-type]
             seconds = time.perf_counter() - began
         assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
         return seconds

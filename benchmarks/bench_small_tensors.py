@@ -1,13 +1,14 @@
-"""What a tensor costs, whatever its size: CPU time of saves, loads and checks of very many small
-tensors, by their number.
+"""Measure the CPU time per tensor of saves, loads and checks of many small tensors.
 
 Run: python benchmarks/bench_small_tensors.py [--tensors 20000,40000] [--ranks 1,2] [--repeats 3]
-[--out FILE]. The names, parts and dtypes of `bench_plan`'s mixture of experts, in bf16 with fp32
-masters, two moments and a step each; matrices are scaled down to 8 x 4. Each rank holds all of
-them. One JSON line for each number and operation: microseconds of CPU time a tensor on the slowest
-rank, user and system, of all threads, least of the rounds; each round is a process of its own, in
-which everything ran once before, at toy size. `peak_bytes`: resident memory of the process at its
-peak beyond what it had when the operation began, most of the rounds.
+[--out FILE].
+
+Names, parts and dtypes are those of `bench_plan`'s mixture of experts, in bf16 with fp32 masters,
+two moments and a step each; matrices are scaled down to 8 x 4. Each rank holds all of them. One
+JSON line for each number and operation: microseconds of CPU time per tensor on the slowest rank,
+user and system, of all threads, the minimum of the rounds. Each round is a process of its own, in
+which everything has run once at toy size. `peak_bytes`: resident memory of the process at its peak
+beyond that at the start of the operation, the maximum of the rounds.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ from torch import nn
 
 import unified_ckpt as uc
 
-PART_TENSORS = 5  # of a parameter: itself, its master, two moments and a step
+PART_TENSORS = 5  # per parameter: itself, its master, two moments and a step
 SHAPES = {"gate_proj": (4, 8), "up_proj": (4, 8), "down_proj": (8, 4)}
-OPTIONS = uc.SaveOptions(fsync=False)  # the disk is no part of it
+OPTIONS = uc.SaveOptions(fsync=False)  # the disk is not measured
 
 
 def names() -> list[str]:
-    """The parameters of 256 experts in each of 61 layers, and of attention: 234,545 tensors with
-    their state.
+    """The parameters of 256 experts in each of 61 layers, and of attention.
+
+    With their state these are 234,545 tensors.
     """
-    found = []
+    fqns = []
     for layer in range(61):
-        found += [
+        fqns += [
             f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
             for expert in range(256)
             for name in SHAPES
         ]
-        found.append(f"model.layers.{layer}.self_attn.o_proj.weight")
-    return found
+        fqns.append(f"model.layers.{layer}.self_attn.o_proj.weight")
+    return fqns
 
 
 class Training:
@@ -91,8 +93,8 @@ def status(key: str) -> int:
 
 
 def operations(training: Training, root: Path) -> list[tuple[str, Callable[[], object]]]:
-    """In the order in which they run. Only rank 0 does what is of one process."""
-    kept = uc.Checkpointer(root, options=OPTIONS)
+    """The operations in their order. Only rank 0 runs those of a single process."""
+    checkpointer = uc.Checkpointer(root, options=OPTIONS)
     alone = not dist.is_initialized() or dist.get_rank() == 0
 
     def iterate() -> None:
@@ -107,42 +109,45 @@ def operations(training: Training, root: Path) -> list[tuple[str, Callable[[], o
             file.seek(-1, os.SEEK_END)
             file.write(b"?")
 
-    found: list[tuple[str, Callable[[], object]]] = [
+    steps: list[tuple[str, Callable[[], object]]] = [
         ("save", lambda: uc.save(root / "first", **training.state, options=OPTIONS)),
         ("load", lambda: uc.load(root / "first", **training.state)),
-        ("save, kept", lambda: kept.save("one", **training.state)),
-        ("save, planned", lambda: kept.save("two", **training.state)),
-        ("save_async, call", lambda: kept.save_async("three", **training.state)),
-        ("save_async, thread", kept.wait),
-        ("save_async lazy, call", lambda: kept.save_async("four", **training.state, lazy=True)),
-        ("save_async lazy, thread", kept.wait),
-        ("close", kept.close),
+        ("save, kept", lambda: checkpointer.save("one", **training.state)),
+        ("save, planned", lambda: checkpointer.save("two", **training.state)),
+        ("save_async, call", lambda: checkpointer.save_async("three", **training.state)),
+        ("save_async, thread", checkpointer.wait),
+        (
+            "save_async lazy, call",
+            lambda: checkpointer.save_async("four", **training.state, lazy=True),
+        ),
+        ("save_async lazy, thread", checkpointer.wait),
+        ("close", checkpointer.close),
     ]
     if alone:
-        found += [
+        steps += [
             ("open and read each", iterate),
             ("verify deep", lambda: uc.verify(root / "first", deep=True)),
             ("_damage", damage),
             ("repair", lambda: uc.repair(root / "damaged", [root / "first"])),
         ]
     if not dist.is_initialized():
-        found.append(("convert", lambda: uc.convert(root / "first", root / "converted")))
-    return found
+        steps.append(("convert", lambda: uc.convert(root / "first", root / "converted")))
+    return steps
 
 
 def measure(tensors: int, root: Path) -> dict[str, tuple[float, int]]:
-    """Of each operation: CPU seconds, and bytes of memory at its peak beyond those before."""
-    found = {}
+    """Return, per operation, CPU seconds and the peak memory beyond that at its start."""
+    costs = {}
     for name, act in operations(Training(tensors), root):
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM from here on
         before, began = status("VmRSS:"), cpu_seconds()
         act()
-        found[name] = cpu_seconds() - began, max(status("VmHWM:") - before, 0)
-    return {name: one for name, one in found.items() if not name.startswith("_")}
+        costs[name] = cpu_seconds() - began, max(status("VmHWM:") - before, 0)
+    return {name: cost for name, cost in costs.items() if not name.startswith("_")}
 
 
 def work(options: argparse.Namespace) -> None:
-    """One process of a round: leaves a row for each operation in a file of its own."""
+    """Run one process of a round, which writes its rows to a file."""
     torch.set_num_threads(1)
     rank = start_ranks().get_rank() if options.ranks != "1" else 0
     root = Path(options.stage)
@@ -153,8 +158,8 @@ def work(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def one_round(tensors: int, ranks: int, scratch: str) -> dict[str, tuple[float, int]]:
-    """Of each operation the most of all ranks."""
+def measure_round(tensors: int, ranks: int, scratch: str) -> dict[str, tuple[float, int]]:
+    """Return, per operation, the maximum over the ranks."""
     with tempfile.TemporaryDirectory(dir=scratch) as root:
         arguments = ["--tensors", str(tensors), "--ranks", str(ranks), "--stage", root]
         if ranks > 1:
@@ -163,7 +168,7 @@ def one_round(tensors: int, ranks: int, scratch: str) -> dict[str, tuple[float, 
             subprocess.run([sys.executable, __file__, *arguments], check=True)
         of_ranks = [json.loads(path.read_text()) for path in sorted(Path(root).glob("rank-*.json"))]
     return {
-        name: tuple(max(one[name][i] for one in of_ranks if name in one) for i in (0, 1))
+        name: tuple(max(costs[name][i] for costs in of_ranks if name in costs) for i in (0, 1))
         for name in of_ranks[0]
     }  # type: ignore[misc]
 
@@ -187,10 +192,10 @@ def main() -> None:
         rounds: dict[int, list[dict[str, tuple[float, int]]]] = {count: [] for count in counts}
         for _ in range(options.repeats):
             for count in counts:
-                rounds[count].append(one_round(count, ranks, options.scratch))
-        for count, found in rounds.items():
-            for name in found[0]:
-                each = [round(one[name][0] / count * 1e6, 1) for one in found]
+                rounds[count].append(measure_round(count, ranks, options.scratch))
+        for count, measured in rounds.items():
+            for name in measured[0]:
+                each = [round(costs[name][0] / count * 1e6, 1) for costs in measured]
                 row = {
                     "bench": "small_tensors",
                     "operation": name,
@@ -200,7 +205,7 @@ def main() -> None:
                 }
                 row |= {
                     "rounds": each,
-                    "peak_bytes": max(one[name][1] for one in found),
+                    "peak_bytes": max(costs[name][1] for costs in measured),
                     "load_average": os.getloadavg()[0],
                 }
                 write_rows([row], options.out)

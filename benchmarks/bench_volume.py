@@ -1,10 +1,12 @@
-"""What a rank sends to ranks of other nodes at a save to a folder that all see, by number of
-ranks and kind of volume. Simulated: the plan of one rank of Llama 3.1 405B (weights, fp32 masters,
-two moments), PP 4 x FSDP x TP 8, eight ranks a node; no tensors, no disk.
+"""Count the bytes that a rank sends to other nodes in a save to a shared folder.
 
-Run: python benchmarks/bench_volume.py [--ranks 64,1024] [--out FILE]. One JSON line per row: bytes
-that the rank holds, bytes that it sends (blocks, and parts of tiles), to how many ranks, from how
-many it may hear, and the seconds that it takes to find that out (median of 3).
+Run: python benchmarks/bench_volume.py [--ranks 64,1024] [--out FILE].
+
+Simulated, by number of ranks and kind of volume: the plan of one rank of Llama 3.1 405B (weights,
+fp32 masters, two moments), PP 4 x FSDP x TP 8, eight ranks per node; no tensors, no disk. One JSON
+line per row: bytes that the rank holds, bytes that it sends (blocks, and parts of tiles), the
+number of ranks that it sends to, the number that may send to it, and the seconds to compute that
+(median of 3).
 """
 
 from __future__ import annotations
@@ -28,10 +30,8 @@ RUNS = 3
 
 
 def sent(groups: list[GroupPlan], volume: WriteAlignment, rank: int) -> dict[str, Any]:
-    """What one rank sends: blocks of its extents that another node writes, and its pieces of
-    tiles that a rank elsewhere moves.
-    """
-    held = blocks = pieces = 0
+    """Return what one rank sends: blocks that another node writes, and pieces of remote tiles."""
+    local_nbytes = blocks = pieces = 0
     to: set[int] = set()
     movers: set[int] = set()
     parties: set[int] = set()
@@ -42,7 +42,7 @@ def sent(groups: list[GroupPlan], volume: WriteAlignment, rank: int) -> dict[str
                 file.offsets[extent.decl_index] + extent.start,
                 file.offsets[extent.decl_index] + extent.stop,
             )
-            held += extent.stop - extent.start
+            local_nbytes += extent.stop - extent.start
             for low, high, writer in volume.split_by_writer(
                 file.name, *span, exclusive_range=span, rank=rank
             ):
@@ -50,14 +50,14 @@ def sent(groups: list[GroupPlan], volume: WriteAlignment, rank: int) -> dict[str
                     blocks += high - low
                     to.add(writer)
         for tile in group.rank_io.member_tiles:
-            own = sum(
+            rank_nbytes = sum(
                 (piece.stop - piece.start) // len(piece.members)
                 for piece in tile.ranges
                 if rank in piece.members
             )
-            held += own
+            local_nbytes += rank_nbytes
             if not volume.same_node(rank, tile.io_rank):
-                pieces += own
+                pieces += rank_nbytes
                 movers.add(tile.io_rank)
         parties |= {
             party
@@ -66,7 +66,7 @@ def sent(groups: list[GroupPlan], volume: WriteAlignment, rank: int) -> dict[str
             if not volume.same_node(rank, party)
         }
     return {
-        "held": held,
+        "held": local_nbytes,
         "sent_blocks": blocks,
         "sent_pieces": pieces,
         "sends_to": len(to | movers),
@@ -86,14 +86,14 @@ def main() -> None:
             plan_group(member, rank=rank, max_file_bytes=BOUND)
             for member in members_of(declarations, "stage1")
         ]
-        nodes = tuple(one // RANKS_OF_A_NODE for one in range(world))
+        nodes = tuple(index // RANKS_OF_A_NODE for index in range(world))
         for kind, block in BLOCKS.items():
             seconds = []
             for _ in range(RUNS):
                 volume, began = WriteAlignment(nodes, block), time.perf_counter()
-                found = sent(groups, volume, rank)
+                volumes = sent(groups, volume, rank)
                 seconds.append(time.perf_counter() - began)
-            row = {"bench": "volume", **case, "volume": kind, **found}
+            row = {"bench": "volume", **case, "volume": kind, **volumes}
             rows.append(
                 {
                     **row,

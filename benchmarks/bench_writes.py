@@ -1,5 +1,6 @@
-"""How fast do bytes go into the page cache, by the length of a write call? Why the engine's calls
-are short.
+"""Measure how fast write calls of several lengths fill the page cache.
+
+This shows why the engine's calls are short.
 
 python benchmarks/bench_writes.py --size 2GiB --repeats 5 --out results/writes.jsonl
 """
@@ -16,11 +17,13 @@ from common import parse_size, write_rows
 from unified_ckpt.runtime.storage.write_calls import _DONTCACHE, supports_uncached
 
 CALLS = [(length, 0) for length in ("64KiB", "256KiB", "1MiB", "2MiB", "4MiB", "16MiB")]
-CALLS += [(length, _DONTCACHE) for length in ("256KiB", "1MiB", "4MiB")]  # where the kernel has it
+CALLS += [
+    (length, _DONTCACHE) for length in ("256KiB", "1MiB", "4MiB")
+]  # if the kernel supports it
 
 
 def write(path: Path, nbytes: int, length: int, flags: int) -> tuple[float, float]:
-    """Seconds of the calls, and of the fsync after them."""
+    """Return the seconds of the calls, and of the fsync after them."""
     buffer = memoryview(bytearray(os.urandom(1 << 20) * (length >> 20) or os.urandom(length)))
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     began = time.perf_counter()
@@ -45,16 +48,15 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     nbytes, path = parse_size(options.size), Path(options.dir, f"bench-writes-{os.getpid()}")
-    ways = [one for one in CALLS if not one[1] or supports_uncached(platform.release())]
+    ways = [call for call in CALLS if not call[1] or supports_uncached(platform.release())]
     runs: dict[tuple[str, int], list[tuple[float, float]]] = {way: [] for way in ways}
-    for turn in range(options.repeats):
-        for at in range(
-            len(ways)
-        ):  # memory that one run has used is quick to take for the next one: each comes after each
-            length, flags = ways[(turn + at * (1 + turn % 2)) % len(ways)]
+    for number in range(options.repeats):
+        # memory that one run has used is cheap for the next, so the order alternates
+        for position in range(len(ways)):
+            length, flags = ways[(number + position * (1 + number % 2)) % len(ways)]
             runs[length, flags].append(write(path, nbytes, parse_size(length), flags))
-    for (length, flags), found in runs.items():
-        calls, syncs = ([round(one, 3) for one in of] for of in zip(*found, strict=True))
+    for (length, flags), times in runs.items():
+        calls, syncs = ([round(call, 3) for call in column] for column in zip(*times, strict=True))
         row = {
             "bench": "writes",
             "call": length,

@@ -1,8 +1,8 @@
-"""What all benchmarks share: the state that is saved, how ranks are started, how a row is written.
+"""What all benchmarks share: the state that is saved, the start of ranks, the output of rows.
 
-Knows nothing of any engine. The state is that of AdamW training in bf16 of a Llama: bf16 parameters
-and two fp32 moments each, as DTensors on a 1-D mesh. Its bytes are a function of name and position,
-so that any rank can tell what must be where.
+Nothing here depends on an engine. The state is that of AdamW training in bf16 of a Llama: bf16
+parameters and two fp32 moments each, as DTensors on a 1-D mesh. Its bytes are a function of name
+and position, so that any rank can check them.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Parts by name, as `save` and `load` take them, and the bytes of the whole (all ranks)."""
+    """Parts by name, as `save` and `load` take them, and the bytes of the whole state."""
 
     model: dict[str, DTensor]
     optimizer: dict[str, DTensor]
@@ -64,9 +64,8 @@ def llama_shapes(nbytes: int) -> dict[str, Shape]:
     about `nbytes`.
     """
     parameters = nbytes // BYTES_PER_PARAMETER
-    hidden = 1 << int(
-        math.log2(math.sqrt(parameters / (13.5 * LAYERS)))
-    )  # a layer has about 13 hidden^2, the embedding takes the rest
+    # a layer has about 13 hidden^2, the embedding takes the rest
+    hidden = 1 << int(math.log2(math.sqrt(parameters / (13.5 * LAYERS))))
     wide, heads = hidden * 7 // 2, hidden // 4
     layer: dict[str, Shape] = {
         "self_attn.q_proj.weight": (hidden, hidden),
@@ -94,15 +93,16 @@ def llama_shapes(nbytes: int) -> dict[str, Shape]:
 
 
 def split_dim(kind: str, shape: Shape) -> int | None:
-    """The dim that ranks divide among them; None where each holds the whole."""
+    """Return the dim that ranks divide among them; None if each holds the whole tensor."""
     if kind == "replica":
         return None
     return 1 if kind == "inner" and len(shape) == 2 else 0
 
 
 def local_box(shape: Shape, dim: int | None, *, rank: int, ranks: int) -> tuple[Shape, Shape]:
-    """Offsets and shape of the part of `rank`. Only even splits, so that every engine moves the
-    same bytes on each rank.
+    """Return offsets and shape of the part of `rank`.
+
+    Splits are even, so that every engine moves the same bytes on each rank.
     """
     if dim is None:
         return tuple(0 for _ in shape), shape
@@ -116,15 +116,17 @@ def local_box(shape: Shape, dim: int | None, *, rank: int, ranks: int) -> tuple[
 
 
 def file_count(tensors: Mapping[str, DTensor], *, max_file_bytes: int) -> int:
-    """Files that a part needs. The checks fail where unified makes more, for then the others would
-    do less work.
+    """Return the number of files of a part.
+
+    The checks fail if unified writes more, because the others would then do less work.
     """
     return -(-sum(tensor.nbytes for tensor in tensors.values()) // max_file_bytes)
 
 
 def file_of_tensor(sizes: Mapping[str, int], *, files: int) -> dict[str, int]:
-    """Tensor name -> index of its file (0-based) among `files` of about equal bytes, in order of
-    names given.
+    """Return {tensor name: index of its file}, with files of about equal bytes.
+
+    Tensors keep the order of `sizes`; indices start at 0.
     """
     total, before, chosen = sum(sizes.values()), 0, {}
     for name, nbytes in sizes.items():
@@ -137,13 +139,14 @@ def file_of_tensor(sizes: Mapping[str, int], *, files: int) -> dict[str, int]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: NaN compares, and every bit counts."""
+    """Return the same memory as integers, so that NaN compares and every bit counts."""
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def fill(local: torch.Tensor, *, name: str, shape: Shape, offsets: Shape) -> None:
-    """Write the pattern of `name` into the part of it at `offsets`: multiplicative hash of the
-    element's flat index.
+    """Write the pattern of `name` into the part of it at `offsets`.
+
+    The pattern is a multiplicative hash of the element's flat index.
     """
     seed = zlib.crc32(name.encode()) - (1 << 31)
     out = bits(local).view(local.shape[0], -1)  # [rows, columns of this rank], view
@@ -152,12 +155,13 @@ def fill(local: torch.Tensor, *, name: str, shape: Shape, offsets: Shape) -> Non
     step = max(1, (4 << 20) // out.shape[1])
     for first in range(0, out.shape[0], step):
         rows = torch.arange(first, min(first + step, out.shape[0]), dtype=torch.int32) + offsets[0]
-        words = (rows[:, None] * row_length + columns[None, :]) * -1640531527 + seed  # int32, wraps
-        out[first : first + step] = words >> 16 if out.dtype == torch.int16 else words
+        indices = rows[:, None] * row_length + columns[None, :]
+        hashes = indices * -1640531527 + seed  # int32, wraps
+        out[first : first + step] = hashes >> 16 if out.dtype == torch.int16 else hashes
 
 
 def make_state(nbytes: int, kind: str, mesh: DeviceMesh, *, filled: bool = True) -> State:
-    """Allocate this rank's part. `filled=False`: zeros, written once so that every page exists."""
+    """Allocate this rank's part. `filled=False`: zeros, so that every page exists."""
     shapes = llama_shapes(nbytes)
     model = {
         fqn: make_tensor(fqn, shape, torch.bfloat16, kind, mesh, filled)
@@ -190,28 +194,26 @@ def make_tensor(
 
 
 def locals_of(tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
-    """This rank's memory, no copy."""
+    """Return this rank's memory, without a copy."""
     return {name: tensor.to_local() for name, tensor in tensors.items()}
 
 
 def boxes_of(tensors: Mapping[str, DTensor], kind: str) -> dict[str, tuple[slice, ...]]:
-    """Where this rank's part of each tensor stands in the whole."""
-    found = {}
+    """Return the position of this rank's part in each tensor."""
+    boxes = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         offsets, lengths = local_box(
             shape, split_dim(kind, shape), rank=dist.get_rank(), ranks=dist.get_world_size()
         )
-        found[name] = tuple(
+        boxes[name] = tuple(
             slice(lo, lo + length) for lo, length in zip(offsets, lengths, strict=True)
         )
-    return found
+    return boxes
 
 
 def bump(state: State, *, by: int = 1) -> None:
-    """Change every element, so that no save can live on what an earlier one wrote, hashed or
-    staged.
-    """
+    """Change every element, so that no save can reuse what an earlier one wrote or hashed."""
     for local in locals_of(state.tensors()).values():
         bits(local).add_(by)
 
@@ -222,13 +224,15 @@ def clear(state: State) -> None:
 
 
 def check_equal(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, where: str
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, where: str
 ) -> None:
-    """Raise unless both hold the same names, shapes, dtypes and bits."""
-    if found.keys() != expected.keys():
-        raise RuntimeError(f"{where}: names differ: {sorted(found.keys() ^ expected.keys())[:4]} …")
+    """Raise unless both have the same names, shapes, dtypes and bits."""
+    if actual.keys() != expected.keys():
+        raise RuntimeError(
+            f"{where}: names differ: {sorted(actual.keys() ^ expected.keys())[:4]} …"
+        )
     for name, tensor in expected.items():
-        other = found[name]
+        other = actual[name]
         if (
             other.dtype != tensor.dtype
             or other.shape != tensor.shape
@@ -261,8 +265,9 @@ def start_ranks() -> DeviceMesh:
 
 
 def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
-    """Run `script` on `ranks` gloo processes of this machine, one OpenMP thread each (torchrun's
-    default); raises when one fails.
+    """Run `script` on `ranks` gloo processes of this machine; raise if one fails.
+
+    Each has one OpenMP thread, torchrun's default.
     """
     root = str(Path(script).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -293,7 +298,7 @@ def empty(folder: Path) -> None:
 
 
 def read_ahead(files: Sequence[Path]) -> None:
-    """Collective. Have every byte of the files in the page cache."""
+    """Collective. Read every byte of the files into the page cache."""
     rank, ranks, chunk = dist.get_rank(), dist.get_world_size(), bytearray(CHUNK)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -303,8 +308,9 @@ def read_ahead(files: Sequence[Path]) -> None:
 
 
 def drop_caches(files: Sequence[Path]) -> None:
-    """Collective. Have no byte of the files in the page cache of this machine; what lies below it
-    (a host's cache) is out of reach.
+    """Collective. Drop the files from the page cache of this machine.
+
+    A cache below it, such as a host's, is out of reach.
     """
     dist.barrier()
     if dist.get_rank() == 0:
@@ -327,7 +333,7 @@ def write_rows(rows: Iterable[Mapping[str, object]], out: str | None) -> None:
 
 
 def environment(scratch: Path) -> dict[str, object]:
-    """The row that says where the others come from."""
+    """The row that describes the machine and the versions."""
     return {
         "bench": "environment",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -343,11 +349,11 @@ def environment(scratch: Path) -> dict[str, object]:
 
 
 def filesystem(path: Path, mounts: str) -> str:
-    """Device, mount point and type of the deepest mount that holds `path`."""
-    found = [tuple(line.split()[:3]) for line in mounts.splitlines()]
+    """Return device, mount point and type of the deepest mount that contains `path`."""
+    mounted = [tuple(line.split()[:3]) for line in mounts.splitlines()]
     holding = {
         mount: (device, kind)
-        for device, mount, kind in found
+        for device, mount, kind in mounted
         if path.resolve().is_relative_to(mount)
     }
     deepest = max(holding, key=len)
@@ -356,41 +362,45 @@ def filesystem(path: Path, mounts: str) -> str:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The arguments that every benchmark takes."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument(
+    arguments = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument(
         "--size", default="64MiB", help="bytes of the whole state, all ranks: 64MiB, 1GiB, 4GiB"
     )
-    made.add_argument(
+    arguments.add_argument(
         "--ranks", default="1,2", help="process counts, comma-separated powers of two"
     )
-    made.add_argument(
+    arguments.add_argument(
         "--kind",
         default="dim0,inner",
         help="dim0: all Shard(0); inner: Shard(1) for matrices; bench_async also: replica",
     )
-    made.add_argument("--repeats", type=int, default=7, help="rounds; each runs every case once")
-    made.add_argument(
+    arguments.add_argument(
+        "--repeats", type=int, default=7, help="rounds; each runs every case once"
+    )
+    arguments.add_argument(
         "--only", default="", help="cases to run, comma-separated (their raw limit is added)"
     )
-    made.add_argument(
+    arguments.add_argument(
         "--max-file-bytes",
         type=int,
         default=5_000_000_000,
         help="bound of one merged file; all make as many",
     )
-    made.add_argument(
+    arguments.add_argument(
         "--scratch",
         default="/tmp/bench",
         help="folder on the disk to measure; a new one is made inside it and deleted",
     )
-    made.add_argument(
+    arguments.add_argument(
         "--out", default=None, help="file to append the JSON lines to, besides standard output"
     )
-    made.add_argument("--stamp", default="", help=argparse.SUPPRESS)
-    made.add_argument("--stage", default="", help=argparse.SUPPRESS)
-    return made
+    arguments.add_argument("--stamp", default="", help=argparse.SUPPRESS)
+    arguments.add_argument("--stage", default="", help=argparse.SUPPRESS)
+    return arguments
 
 
-def wants_unified(only: str) -> bool:
-    """False where only peers are asked for: then the engine need not even be there."""
+def needs_unified(only: str) -> bool:
+    """Return whether a case of unified is requested; without one it need not be installed."""
     return not only or "unified" in only

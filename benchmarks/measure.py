@@ -1,6 +1,4 @@
-"""How a case is timed: what counts as its seconds, its memory and its bytes. Knows nothing of what
-a case does.
-"""
+"""How a case is timed: its seconds, its memory and its bytes, whatever the case does."""
 
 import gc
 import os
@@ -18,32 +16,34 @@ COUNTED = {
     "bytes_written": "write_bytes",
     "bytes_read": "rchar",
     "bytes_read_disk": "read_bytes",
-}  # column: count of /proc/self/io
+}  # column: field of /proc/self/io
 CACHESTAT = 451  # number of the system call on every architecture
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to do the job. All three functions are collective; only `run` is timed."""
+    """One case of the benchmark. All three functions are collective; only `run` is timed."""
 
     name: str
     limit: str  # name of the case that does the physical minimum of the same work
     reset: Callable[[], object]
     run: Callable[[], object]
-    check: Callable[
-        [], Mapping[str, object]
-    ]  # after the first and the last run: raises on wrong bytes; gives more columns
+    # runs after the first and the last run: raises on wrong bytes, returns more columns
+    check: Callable[[], Mapping[str, object]]
     columns: Mapping[str, object]
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run. `seconds`: first rank's start to last rank's end. The others are this rank's own."""
+    """One run. `seconds` is from the first rank's start to the last rank's end.
+
+    The other fields are those of this rank.
+    """
 
     seconds: float
     peak_growth: int  # highest resident bytes during the run, over those before it
-    kept: int  # resident bytes after the run, over those before it
+    growth: int  # resident bytes after the run, over those before it
     io: Mapping[str, int]
 
 
@@ -76,31 +76,28 @@ def io_counts() -> dict[str, int]:
 
 
 def dirty_bytes(path: Path) -> int:
-    """Bytes of the file that are in memory only, or on their way to the disk: cachestat(2), Linux
-    6.5.
-    """
-    descriptor, span, found = (
+    """Return the bytes of the file that are not yet on disk: cachestat(2), Linux 6.5."""
+    descriptor, span, counts = (
         os.open(path, os.O_RDONLY),
         (c_uint64 * 2)(0, 0),
         (c_uint64 * 5)(),
-    )  # found: cached, dirty, writeback, …
+    )  # counts: cached, dirty, writeback, …
     try:
-        if CDLL(None).syscall(CACHESTAT, descriptor, byref(span), byref(found), 0):
+        if CDLL(None).syscall(CACHESTAT, descriptor, byref(span), byref(counts), 0):
             raise OSError(
                 f"{path}: cachestat failed; a kernel of 6.5 or later is needed to see whether a "
                 f"save is durable"
             )
     finally:
         os.close(descriptor)
-    return (found[1] + found[2]) * os.sysconf("SC_PAGE_SIZE")
+    return (counts[1] + counts[2]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def timed(run: Callable[[], object]) -> Sample:
-    """Collective. All ranks start together and read the one clock of their node."""
+    """Collective. Start all ranks together, and read the one clock of their node."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text(
-        "5"
-    )  # the high-water mark starts again at what is resident now
+    # resets the high-water mark to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")
     before, io_before = resident_bytes("VmRSS"), io_counts()
     dist.barrier()
     start = time.perf_counter()
@@ -118,14 +115,14 @@ def timed(run: Callable[[], object]) -> Sample:
 
 
 def try_out(variants: Sequence[Case]) -> Trial:
-    """Collective. First run of the case; where it has variants, the fastest of them by its second
-    run stays in the race.
+    """Collective. Run the case for the first time.
+
+    If it has variants, the one with the fastest second run stays in the race.
     """
     trials = []
     for case in variants:
-        CDLL(None).malloc_trim(
-            0
-        )  # memory that another case freed must not hide what this one takes
+        # memory that another case freed must not hide what this one takes
+        CDLL(None).malloc_trim(0)
         case.reset()
         trial = Trial(case, timed(case.run), [])
         trial.columns.update(case.check())
@@ -143,8 +140,9 @@ def second_run(trial: Trial) -> float:
 def race(
     contests: Iterable[Sequence[Case]], *, repeats: int, before_round: Callable[[], object]
 ) -> list[Trial]:
-    """Collective. Every round runs each case once, in order (A B C, A B C, …), so that drift of the
-    machine hits all alike.
+    """Collective. Run each case once per round, in order (A B C, A B C, …).
+
+    So drift of the machine affects all cases alike.
     """
     trials = [try_out(variants) for variants in contests]
     for number in range(repeats):
@@ -159,10 +157,10 @@ def race(
 
 def peak_extra_bytes(samples: Iterable[Sample]) -> int:
     """Return the peak memory of a case on this rank. Kept buffers count in every later run."""
-    held = peak = 0
+    growth = peak = 0
     for sample in samples:
-        peak = max(peak, held + sample.peak_growth)
-        held = max(0, held + sample.kept)
+        peak = max(peak, growth + sample.peak_growth)
+        growth = max(0, growth + sample.growth)
     return peak
 
 
@@ -172,8 +170,8 @@ def over_ranks(value: int, operation: dist.ReduceOp.RedOpType) -> int:
     return int(reduced)
 
 
-def round_ratios(seconds: Sequence[float], of: Sequence[float]) -> list[float]:
-    return [mine / other for mine, other in zip(seconds, of, strict=True)]
+def round_ratios(seconds: Sequence[float], limit: Sequence[float]) -> list[float]:
+    return [value / bound for value, bound in zip(seconds, limit, strict=True)]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, object]:
@@ -187,7 +185,7 @@ def spread(seconds: Sequence[float]) -> dict[str, object]:
 
 
 def row(trial: Trial, limit: Trial, *, same: Mapping[str, object]) -> dict[str, object]:
-    """Collective. The trial as one JSON line; `same` is what all rows of this run share."""
+    """Collective. Return the trial as one row; all rows of this run share `same`."""
     last = trial.steady[-1].io
     ratio = statistics.median(round_ratios(trial.seconds(), limit.seconds()))
     return {
@@ -214,11 +212,12 @@ def rows(trials: Sequence[Trial], *, same: Mapping[str, object]) -> list[dict[st
 
 
 def chosen(contests: Mapping[str, Sequence[Case]], only: str) -> list[Sequence[Case]]:
-    """The contests named in `only` (all when empty) with their limits, in the order given. One
-    without variants does not apply here.
+    """Return the contests named in `only` (all if empty) with their limits, in the order given.
+
+    A contest without variants does not apply here.
     """
-    wanted = {name for name in only.split(",") if name} or set(contests)
-    if unknown := wanted - contests.keys():
+    requested = {name for name in only.split(",") if name} or set(contests)
+    if unknown := requested - contests.keys():
         raise SystemExit(f"--only: no case {sorted(unknown)}; there are {', '.join(contests)}")
-    wanted |= {case.limit for name in wanted for case in contests[name]}
-    return [variants for name, variants in contests.items() if name in wanted and variants]
+    requested |= {case.limit for name in requested for case in contests[name]}
+    return [variants for name, variants in contests.items() if name in requested and variants]

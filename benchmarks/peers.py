@@ -1,5 +1,6 @@
-"""The other ways to save and load, each at its best settings, and the raw limit. Functions over
-folders; nothing here is timed.
+"""The other ways to save and load, each at its best settings, and the raw limit.
+
+They are functions over folders; nothing here is timed.
 """
 
 import json
@@ -56,7 +57,7 @@ def sync_shared(files: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One system call: where, in which file, and the memory to write from or read into."""
+    """One system call: the file, the position, and the memory to write from or read into."""
 
     path: Path
     start: int
@@ -75,10 +76,10 @@ def cut(memory: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memor
     for length in lengths:
         group, missing = [], length
         while missing:
-            taken = queue[index][position : position + missing]
-            group.append(taken)
-            missing -= len(taken)
-            position += len(taken)
+            part = queue[index][position : position + missing]
+            group.append(part)
+            missing -= len(part)
+            position += len(part)
             if position == len(queue[index]):
                 index, position = index + 1, 0
         groups.append(group)
@@ -92,8 +93,9 @@ def cut(memory: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memor
 def raw_pieces(
     files: Sequence[tuple[Path, int, int]], tensors: Mapping[str, torch.Tensor]
 ) -> list[Piece]:
-    """This rank's even share of each file (path, first data byte, data bytes), in pieces of at most
-    CHUNK bytes.
+    """Return this rank's even share of each file, in pieces of at most CHUNK bytes.
+
+    A file is (path, first data byte, data bytes).
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     spans = []
@@ -112,24 +114,25 @@ def raw_pieces(
 
 
 def raw_files(folder: Path, state: State, *, max_file_bytes: int) -> list[tuple[Path, int, int]]:
-    """As many files as the checkpoint has, of the same bytes, without headers."""
-    found = []
+    """Return as many files as the checkpoint has, with the same bytes, without headers."""
+    files = []
     for part, tensors in (("model", state.model), ("optimizer", state.optimizer)):
         total = sum(tensor.nbytes for tensor in tensors.values())
         count = file_count(tensors, max_file_bytes=max_file_bytes)
         cuts = [total // 4096 * number // count * 4096 for number in range(count)] + [total]
-        found += [
+        files += [
             (folder / f"{part}-{number}", 0, hi - lo)
             for number, (lo, hi) in enumerate(pairwise(cuts))
         ]
-    return found
+    return files
 
 
 def raw_write(
     pieces: Sequence[Piece], files: Sequence[Path], *, fsync: bool, early: bool = False
 ) -> None:
-    """`early`: have the kernel start to write each piece to the disk at once, while the next is
-    copied.
+    """Write all pieces.
+
+    `early`: tell the kernel to write each piece to disk at once, while the next is copied.
     """
     opened = {path: os.open(path, os.O_WRONLY | os.O_CREAT) for path in files}
     try:
@@ -168,7 +171,7 @@ def moved(nbytes: int, piece: Piece) -> None:
 
 
 def raw_check(pieces: Sequence[Piece]) -> None:
-    """Raise unless the files hold this rank's bytes where the pieces say."""
+    """Raise unless the files hold this rank's bytes at the positions of the pieces."""
     for piece in pieces:
         with piece.path.open("rb") as file:
             file.seek(piece.start)
@@ -199,23 +202,22 @@ def write_shards(folder: Path, state: State, *, suffix: str, fsync: bool) -> Non
 
 
 def read_shards(folder: Path, *, suffix: str, mmap: bool = False) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for part in ("model", "optimizer"):
         path = shard_path(folder, part, suffix)
-        found |= (
+        tensors |= (
             torch.load(path, weights_only=True, mmap=mmap) if suffix == "pt" else load_file(path)
         )
-    return found
+    return tensors
 
 
 def load_shards(folder: Path, state: State, *, suffix: str, mmap: bool = False) -> None:
-    found = read_shards(folder, suffix=suffix, mmap=mmap)
+    stored = read_shards(folder, suffix=suffix, mmap=mmap)
     for name, local in locals_of(state.tensors()).items():
-        local.copy_(found.pop(name))
+        local.copy_(stored.pop(name))
 
 
-# ---- merged folders: read by the safetensors package alone, which is the judge of what any engine
-# wrote
+# ---- merged folders: the safetensors package alone judges what any engine wrote
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -229,13 +231,13 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def merged_files(folder: Path) -> list[tuple[Path, int, int]]:
-    """Path, first data byte and data bytes of each file that an index names."""
-    found = []
+    """Return path, first data byte and data bytes of each file that an index names."""
+    ranges = []
     for path in sorted({folder / file for file in weight_map(folder).values()}):
         with path.open("rb") as file:
             first = 8 + struct.unpack("<Q", file.read(8))[0]
-        found.append((path, first, path.stat().st_size - first))
-    return found
+        ranges.append((path, first, path.stat().st_size - first))
+    return ranges
 
 
 def read_slices(
@@ -251,9 +253,7 @@ def read_slices(
 
 
 def check_merged(folder: Path, state: State, kind: str, *, files: int) -> None:
-    """Raise unless the folder holds whole tensors in `files` files, and this rank's part of them is
-    what its memory holds.
-    """
+    """Raise unless the folder has whole tensors in `files` files that match this rank's memory."""
     tensors = state.tensors()
     expected, boxes, where = locals_of(tensors), boxes_of(tensors, kind), str(folder)
     mapped = weight_map(folder)
@@ -277,17 +277,15 @@ def check_merged(folder: Path, state: State, kind: str, *, files: int) -> None:
     read_slices(
         folder,
         boxes,
-        lambda name, found: check_equal({name: found}, {name: expected[name]}, where=where),
+        lambda name, tensor: check_equal({name: tensor}, {name: expected[name]}, where=where),
     )
 
 
 def load_slices(folder: Path, state: State, kind: str) -> None:
-    """What a careful user writes by hand with safetensors: each rank copies its slices of the
-    merged files.
-    """
+    """Each rank copies its slices of the merged files, as a user would by hand with safetensors."""
     target = locals_of(state.tensors())
     read_slices(
-        folder, boxes_of(state.tensors(), kind), lambda name, found: target[name].copy_(found)
+        folder, boxes_of(state.tensors(), kind), lambda name, tensor: target[name].copy_(tensor)
     )
 
 
@@ -304,9 +302,9 @@ def link_merged(folder: Path, view: Path) -> None:
 
 
 def planner(case: str) -> DefaultSavePlanner:
-    """Its plan cache is keyed by the name of the planner's class; cases must not share one."""
-    made: type[DefaultSavePlanner] = type(f"Planner_{case}", (DefaultSavePlanner,), {})
-    return made(enable_plan_caching=True)
+    """Return a planner class per case, because DCP keys its plan cache by the class name."""
+    subclass: type[DefaultSavePlanner] = type(f"Planner_{case}", (DefaultSavePlanner,), {})
+    return subclass(enable_plan_caching=True)
 
 
 def dcp_save(folder: Path, state: State, *, fsync: bool, threads: int) -> None:
@@ -319,7 +317,7 @@ def dcp_load(folder: Path, state: State) -> None:
 
 
 def hf_mapping(state: State, *, max_file_bytes: int) -> dict[str, int]:
-    """Name -> number of its file, counted from 1: as many files as the merged checkpoint has."""
+    """Return {name: number of its file, from 1}, with as many files as the merged checkpoint."""
     mapping: dict[str, int] = {}
     for part in (state.model, state.optimizer):
         count, before = (
@@ -340,11 +338,10 @@ def hf_save(
     threads: int,
     fsync: bool,
 ) -> None:
-    """DCP's way to a merged folder: shards, then consolidation by rank 0 or, as torchtitan does, by
-    every rank.
+    """DCP's way to a merged folder: shards, then consolidation.
 
-    Only the merged files are synced (DCP syncs the shards by default and never the result); the
-    shards stay in `sharded/`.
+    Rank 0 consolidates or, as in torchtitan, every rank. Only the merged files are synced (DCP
+    syncs the shards by default and never the result); the shards stay in `sharded/`.
     """
     shards = folder / "sharded"
     writer = HuggingFaceStorageWriter(

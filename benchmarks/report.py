@@ -1,4 +1,4 @@
-"""Result lines in, Markdown tables with targets out.
+"""Turns result lines into Markdown tables with targets.
 
 python benchmarks/report.py results/*.jsonl > report.md
 """
@@ -16,9 +16,9 @@ Row = Mapping[str, Any]
 Group = dict[str, Row]  # case -> row, of one launch
 
 MIB = 1 << 20
-SIZES = ("1GiB", "4GiB")  # below, fixed costs weigh more than bytes: no target for speed
+SIZES = ("1GiB", "4GiB")  # smaller states have no target for speed: fixed costs dominate
 VERIFIED_SHARE = 0.99
-EXTRA_BYTES = 256 * MIB  # target: what a save or load may take besides the state, on each rank
+EXTRA_BYTES = 256 * MIB  # target: memory of a save or load beyond the state, per rank
 
 SAVE_OVER_RAW = {
     ("4GiB", "dim0"): 1.15,
@@ -32,42 +32,40 @@ SAVE_FASTER = {
 }
 LOAD_FASTER_THAN_DCP = 2.0
 LOAD_OVER_HF = {"unified": 1.1, "unified_verified": 1.6}
-BLOCKED_OVER_COPY = {
-    "unified": 1.3,
-    "unified_lazy": 0.05,
-}  # training stands still, over a copy of the bytes that the rank writes
+# how long training stands still, over a copy of the bytes that the rank writes
+BLOCKED_OVER_COPY = {"unified": 1.3, "unified_lazy": 0.05}
 THROTTLED_OVER_FREE = 1.1
-STEPS_KEPT = 0.9
+STEPS_OVER_ALONE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One target held against one launch. A ratio of times is the median of its values of each
-    round.
-    """
+    """One target compared with one launch. A ratio of times is the median over the rounds."""
 
-    what: str
-    found: float
-    needed: float
+    target: str
+    value: float
+    bound: float
     at_most: bool
 
-    def met(self) -> bool:
-        return self.found <= self.needed if self.at_most else self.found >= self.needed
+    def is_met(self) -> bool:
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
 
 
 # ---- targets
 
 
-def times(mine: Row, other: Row) -> float:
-    """How many times as long as `other` this took."""
+def times(row: Row, other: Row) -> float:
+    """Return how many times as long as `other` this row took."""
     return float(
-        statistics.median(a / b for a, b in zip(mine["rounds"], other["rounds"], strict=True))
+        statistics.median(a / b for a, b in zip(row["rounds"], other["rounds"], strict=True))
     )
 
 
 def load_over_raw(row: Row) -> float:
-    """Files are contiguous for dim0; for inner, each rank's bytes lie in short runs whatever layout
-    saved them.
+    """Return the bound of a load over raw.
+
+    Files are contiguous for dim0; for inner, each rank's bytes are in short runs whatever the
+    layout of the save.
     """
     verified = row["case"] == "unified_verified"
     if row["kind"] == "inner":
@@ -82,55 +80,53 @@ def load_over_raw(row: Row) -> float:
 def save_findings(group: Group) -> list[Finding]:
     if "unified" not in group:
         return []
-    mine = group["unified"]
-    found = []
-    if (key := (mine["size"], mine["kind"])) in SAVE_OVER_RAW:
-        found.append(
+    unified = group["unified"]
+    result = []
+    if (key := (unified["size"], unified["kind"])) in SAVE_OVER_RAW:
+        result.append(
             Finding(
                 "durable merged save, over raw",
-                times(mine, group["raw"]),
+                times(unified, group["raw"]),
                 SAVE_OVER_RAW[key],
                 at_most=True,
             )
         )
     for peer, needed in SAVE_FASTER.items():
         if peer in group:
-            found.append(
+            result.append(
                 Finding(
                     f"as fast as {peer}",
-                    times(group[peer], mine),
-                    needed[mine["kind"]],
+                    times(group[peer], unified),
+                    needed[unified["kind"]],
                     at_most=False,
                 )
             )
-    return found
+    return result
 
 
 def load_findings(group: Group) -> list[Finding]:
-    found = []
+    result = []
     for case, over_hf in LOAD_OVER_HF.items():
         if case not in group:
             continue
-        mine = group[case]
-        found.append(
-            Finding(
-                f"{case}, over raw", times(mine, group["raw"]), load_over_raw(mine), at_most=True
-            )
+        row = group[case]
+        result.append(
+            Finding(f"{case}, over raw", times(row, group["raw"]), load_over_raw(row), at_most=True)
         )
         if "dcp_hf" in group:
-            found.append(
-                Finding(f"{case}, over dcp_hf", times(mine, group["dcp_hf"]), over_hf, at_most=True)
+            result.append(
+                Finding(f"{case}, over dcp_hf", times(row, group["dcp_hf"]), over_hf, at_most=True)
             )
         if "dcp" in group and case == "unified":
-            found.append(
+            result.append(
                 Finding(
                     f"{case}, as fast as dcp",
-                    times(group["dcp"], mine),
+                    times(group["dcp"], row),
                     LOAD_FASTER_THAN_DCP,
                     at_most=False,
                 )
             )
-    return found
+    return result
 
 
 def blocked_findings(group: Group) -> list[Finding]:
@@ -159,7 +155,7 @@ def throttled_findings(group: Group) -> list[Finding]:
 def steps_findings(group: Group) -> list[Finding]:
     ours = [row for case, row in group.items() if case.startswith("unified")]
     return [
-        Finding(f"{row['case']}, steps kept", row["ratio"], STEPS_KEPT, at_most=False)
+        Finding(f"{row['case']}, steps kept", row["ratio"], STEPS_OVER_ALONE, at_most=False)
         for row in ours
     ]
 
@@ -182,9 +178,7 @@ def memory_findings(group: Group) -> list[Finding]:
 
 
 def verified_findings(group: Group) -> list[Finding]:
-    """The ranks together read every block whole, so all bytes can be verified, and must be for the
-    time to count.
-    """
+    """Ranks together read every block whole, so all bytes can be verified, and must be."""
     ours = [row for case, row in group.items() if case == "unified_verified"]
     return [
         Finding(
@@ -200,15 +194,15 @@ def verified_findings(group: Group) -> list[Finding]:
 def findings(group: Group) -> list[Finding]:
     first = next(iter(group.values()))
     if first["bench"] == "async_throttled":
-        return throttled_findings(group)  # a ratio of equals, at any size
+        return throttled_findings(group)  # the size does not matter: both sides have it
     speed = {
         "save": save_findings,
         "load": load_findings,
         "async": blocked_findings,
         "async_steps": steps_findings,
     }[first["bench"]]
-    found = speed(group) if first["size"] in SIZES else []
-    return found + (
+    result = speed(group) if first["size"] in SIZES else []
+    return result + (
         memory_findings(group) + verified_findings(group)
         if first["bench"] in ("save", "load")
         else []
@@ -245,7 +239,7 @@ def common_cells(row: Row) -> list[str]:
 
 
 def save_cells(row: Row) -> list[str]:
-    """A blocking save: training stands still for all of it."""
+    """Return the cells of a blocking save: training stands still for all of it."""
     median = row["seconds_median"]
     written = f"{row['bytes_written'] / row['nbytes']:.2f}" if "bytes_written" in row else ""
     disk = f"{row['folder_bytes'] / row['nbytes']:.2f}" if "folder_bytes" in row else ""
@@ -274,12 +268,12 @@ def spread_cell(row: Row) -> str:
 def blocked_cells(row: Row) -> list[str]:
     ratio = f"{row['ratio']:.2f} ({row['ratio_of_mins']:.2f})"
     waited = f"{row['waited_median']:.4f}" if "waited_median" in row else ""
-    kept = f"{row['compute_kept']:.2f}" if "compute_kept" in row else ""
+    compute = f"{row['compute_kept']:.2f}" if "compute_kept" in row else ""
     extra = f"{row['peak_extra_bytes'] / MIB:.0f}" + (
         f" + {row['daemon_bytes'] / MIB:.0f}" if "daemon_bytes" in row else ""
     )
-    times_of = [seconds(row["first_seconds"]), waited, kept, seconds(row.get("durable_median"))]
-    return [row["case"], spread_cell(row), ratio, *times_of, extra, settings(row)]
+    durations = [seconds(row["first_seconds"]), waited, compute, seconds(row.get("durable_median"))]
+    return [row["case"], spread_cell(row), ratio, *durations, extra, settings(row)]
 
 
 def throttled_cells(row: Row) -> list[str]:
@@ -370,10 +364,10 @@ def title(row: Row) -> str:
 def verdict(finding: Finding) -> list[str]:
     sign = "≤" if finding.at_most else "≥"
     return [
-        finding.what,
-        f"{finding.found:.2f}",
-        f"{sign} {finding.needed:g}",
-        "yes" if finding.met() else "**no**",
+        finding.target,
+        f"{finding.value:.2f}",
+        f"{sign} {finding.bound:g}",
+        "yes" if finding.is_met() else "**no**",
     ]
 
 
@@ -381,23 +375,23 @@ def section(group: Group) -> list[str]:
     first = next(iter(group.values()))
     head, cells = COLUMNS[first["bench"]]
     lines = [f"### {title(first)}", "", *table(head, map(cells, group.values()))]
-    if found := findings(group):
-        lines += ["", *table(["target", "found", "needed", "met"], map(verdict, found))]
+    if results := findings(group):
+        lines += ["", *table(["target", "measured", "bound", "met"], map(verdict, results))]
     lines += ["", f"Run {first['run']}, load average {first['load_average']:.1f} at its start.", ""]
     return lines
 
 
 def overview(groups: Iterable[Group]) -> list[str]:
     missed = [
-        [title(next(iter(group.values()))), *verdict(one)[:3]]
+        [title(next(iter(group.values()))), *verdict(finding)[:3]]
         for group in groups
-        for one in findings(group)
-        if not one.met()
+        for finding in findings(group)
+        if not finding.is_met()
     ]
     total = sum(len(findings(group)) for group in groups)
     lines = [f"{total - len(missed)} of {total} targets met.", ""]
     return (
-        [*lines, *table(["where", "target missed", "found", "needed"], missed), ""]
+        [*lines, *table(["where", "target missed", "measured", "bound"], missed), ""]
         if missed
         else lines
     )
@@ -416,14 +410,14 @@ def read_rows(paths: Iterable[str]) -> list[Row]:
 
 
 def group_rows(rows: Iterable[Row]) -> list[Group]:
-    """Rows of one launch belong together, for only they saw the same machine; of repeated launches
-    the newest stands.
+    """Group the rows of each launch, because only they share a machine.
+
+    Of repeated launches, the latest counts.
     """
     launches: dict[tuple[object, ...], dict[str, Group]] = {}
     for row in rows:
-        if (
-            "run" in row and row["bench"] != "environment"
-        ):  # simulations (plan, inventory, shared_reads) have no rival: they are read as they are
+        # simulations (plan, inventory, shared_reads) have no rival and no table
+        if "run" in row and row["bench"] != "environment":
             key = tuple(
                 row.get(name)
                 for name in ("bench", "size", "kind", "ranks", "scenario", "cache", "ops")
@@ -433,9 +427,9 @@ def group_rows(rows: Iterable[Row]) -> list[Group]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("results", nargs="+", help="JSON lines files that the benchmarks wrote")
-    rows = read_rows(made.parse_args(arguments).results)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="+", help="JSON lines files that the benchmarks wrote")
+    rows = read_rows(parser.parse_args(arguments).results)
     groups = group_rows(rows)
     machines = [row for row in rows if row["bench"] == "environment"]
     lines = ["## Benchmarks", "", *overview(groups)]

@@ -1,5 +1,5 @@
-"""Settings for every test: hypothesis without deadlines (nodes are shared), and who runs which
-tests where several processes do.
+"""Settings for every test: hypothesis without deadlines (machines are shared), and the distribution
+of tests over several processes.
 """
 
 from __future__ import annotations
@@ -7,18 +7,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "shared-node", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile(  # where only the verdict counts
+    "unshrunk", settings.get_profile("shared-node"), phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile("shared-node")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest folders first, so that no process runs them alone at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("processes", "machines"))
 
 
 @pytest.hookimpl(optionalhook=True)  # without `-n` there is nobody who asks
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process takes a file's tests, for they share what is costly to make; and one takes all
-    that start torchrun, one at a time.
+    """One process runs a file's tests, which share costly fixtures. One process runs all tests that
+    start torchrun, one at a time.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -27,4 +35,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return "processes" if "processes/" in file else file
 
+    config.option.loadscopereorder = False  # keeps the order of the items
     return Scheduler(config, log)

@@ -1,4 +1,4 @@
-"""The house rules that a parser can check: who may import whom, sizes, and words."""
+"""House rules that a parser can check: imports, sizes and names."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ LAYERS = [
     ["integrations", "cli"],
     ["__main__.py"],
 ]
-# The same inside a package: a folder imports only what stands in an earlier row, and itself.
+# The same inside a package: a folder imports only what stands in its own row or an earlier one.
 INNER_LAYERS = {
     "core": [
-        ["text.py"],
+        ["intervals.py", "text.py"],
         ["sharding"],
         ["recipes.py"],
         ["planning", "nodes"],
@@ -53,7 +53,8 @@ INNER_LAYERS = {
     "manager": [
         ["rules", "steps"],
         ["stopping", "tiers"],
-        ["option_aliases.py", "restore.py", "save_scheduler.py", "manager.py"],
+        ["restore"],
+        ["option_aliases.py", "run_steps.py", "save_scheduler.py", "manager.py"],
     ],
 }
 LAYER = {place: number for number, places in enumerate(LAYERS) for place in places}
@@ -78,7 +79,7 @@ BARRED = {
     "processor",
     "manager",
 }
-MANAGERS = {"CheckpointManager", "ManagerOptions"}  # the one, and its options
+MANAGERS = {"CheckpointManager", "ManagerOptions"}  # the manager and its options
 TRAINS = {"cli/demo_train.py"}  # a training script that the demo runs: not a part of the library
 
 
@@ -87,12 +88,12 @@ def relative(path: Path) -> str:
 
 
 def place(path: str) -> str:
-    """The package or file that a path belongs to: what `LAYERS` names."""
+    """The package or file that a path belongs to, as `LAYERS` names it."""
     return path.partition("/")[0]
 
 
 def imports(tree: ast.Module, *, types_too: bool = True) -> Iterator[str]:
-    """Full names of all that is imported, wherever it stands."""
+    """Full names of all imports, at any depth."""
     only_types = {
         inner
         for node in ast.walk(tree)
@@ -111,7 +112,7 @@ def imports(tree: ast.Module, *, types_too: bool = True) -> Iterator[str]:
 
 
 def ours(name: str) -> str | None:
-    """The path of the file that an import of ours names; None for what is not ours."""
+    """The path of the file that an import names; None outside of the package."""
     parts = name.split(".")
     if parts[0] != PACKAGE:
         return None
@@ -147,7 +148,7 @@ def test_every_file_has_a_place(trees: dict[str, ast.Module]) -> None:
     assert folders - set(LAYER) == set()
 
 
-def test_modules_import_what_stands_to_the_left(trees: dict[str, ast.Module]) -> None:
+def test_modules_import_earlier_folders_only(trees: dict[str, ast.Module]) -> None:
     wrong = []
     for path, tree in trees.items():
         for name in imports(tree):
@@ -186,12 +187,12 @@ def test_folders_hold_few_files() -> None:
     assert crowded == {}
 
 
-def test_no_module_imports_itself_by_a_detour(trees: dict[str, ast.Module]) -> None:
-    found = {
+def test_imports_have_no_cycle(trees: dict[str, ast.Module]) -> None:
+    imported_by_file = {
         path: {t for t in map(ours, imports(tree)) if t is not None and t != path}
         for path, tree in trees.items()
     }
-    assert len(list(TopologicalSorter(found).static_order())) >= len(
+    assert len(list(TopologicalSorter(imported_by_file).static_order())) >= len(
         trees
     )  # raises CycleError, naming the cycle
 
@@ -210,12 +211,12 @@ def test_the_core_is_pure(trees: dict[str, ast.Module]) -> None:
 
 def test_the_format_has_no_effects(trees: dict[str, ast.Module]) -> None:
     effects = EFFECTS - {"pathlib"}  # a path is a value too
-    found = {
+    effect_names = {
         path: {name.split(".")[0] for name in imports(tree)} & effects
         for path, tree in trees.items()
         if place(path) == "format"
     }
-    assert {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in effect_names.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_the_format_has_no_effects(trees: dict[str, ast.Module]) -> None:
         ("pydantic", {"format/manifest.py", "format/renames.py", "options.py"}),
     ],
 )
-def test_some_libraries_have_one_place(
+def test_libraries_are_imported_in_one_place(
     trees: dict[str, ast.Module], library: str, where: set[str]
 ) -> None:
     using = {
@@ -236,14 +237,14 @@ def test_some_libraries_have_one_place(
     assert using - where == set()
 
 
-def test_ranks_talk_in_one_module(trees: dict[str, ast.Module]) -> None:
+def test_ranks_talk_in_one_folder(trees: dict[str, ast.Module]) -> None:
     types = re.compile(
         r"torch\.distributed\.(tensor|device_mesh|fsdp|checkpoint\.(metadata|filesystem))\b"
     )
     wrong = [
         f"{path} imports {name}"
         for path, tree in trees.items()
-        if path not in TRAINS | {"runtime/comm/comm.py"}
+        if path not in TRAINS | {"runtime/comm/comm.py", "runtime/comm/key_store.py"}
         for name in imports(tree, types_too=False)
         if re.match(r"torch\.distributed\b", name) and not types.match(name)
     ]
@@ -255,7 +256,7 @@ def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:
     assert {path: count for path, count in lines.items() if count > 550} == {}
 
 
-PUBLIC_OR_WIDE = {("api.py", "load"), ("views/shards.py", "__init__")}  # a Source with many fields
+PUBLIC = {("api.py", "load")}
 
 
 def test_functions_have_at_most_six_parameters(trees: dict[str, ast.Module]) -> None:
@@ -264,20 +265,20 @@ def test_functions_have_at_most_six_parameters(trees: dict[str, ast.Module]) -> 
         for path, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (path, node.name) not in PUBLIC_OR_WIDE
+        and (path, node.name) not in PUBLIC
         and (count := parameter_count(node.args)) > 6
     ]
     assert wide == []
 
 
 def parameter_count(arguments: ast.arguments) -> int:
-    """Without `self` and `cls`."""
+    """The number of parameters without `self` and `cls`."""
     positional = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
     return len(positional) + len(arguments.kwonlyargs) - (positional[:1] in (["self"], ["cls"]))
 
 
 def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function below its signature and docstring."""
+    """The number of lines below the signature and docstring."""
     body = (
         node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
     )
@@ -294,13 +295,13 @@ def test_functions_fit_a_screen(trees: dict[str, ast.Module]) -> None:
     assert long == []
 
 
-def words(name: str) -> set[str]:
+def name_parts(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)}
 
 
 def test_words_of_a_name() -> None:
-    assert words("HTTPHandler_for_baseClass2") == {"http", "handler", "for", "base", "class2"}
-    assert words("_database_base64") == {"database", "base64"}
+    assert name_parts("HTTPHandler_for_baseClass2") == {"http", "handler", "for", "base", "class2"}
+    assert name_parts("_database_base64") == {"database", "base64"}
 
 
 def test_names_say_what_things_are(trees: dict[str, ast.Module]) -> None:
@@ -310,11 +311,13 @@ def test_names_say_what_things_are(trees: dict[str, ast.Module]) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         and node.name not in MANAGERS
-        if words(node.name) & BARRED
+        if name_parts(node.name) & BARRED
     ]
     assert wrong == []
     assert [
-        path for path in trees if words(Path(path).stem) & BARRED and path != "manager/manager.py"
+        path
+        for path in trees
+        if name_parts(Path(path).stem) & BARRED and path != "manager/manager.py"
     ] == []
 
 

@@ -28,6 +28,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.managers import flip_last_byte
 from unified_ckpt.cli import main as command_line
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +44,7 @@ LAUNCH = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
 }
-SECONDS = 600.0  # for one program, which takes ten on a machine that does nothing else
+SECONDS = 600.0  # for one program; it takes ten on an idle machine
 
 # First line of a block -> why it is not run.
 NOT_RUN = {
@@ -57,7 +58,7 @@ NOT_RUN = {
         "needs 8 processes; docs/examples/hf_trainer_sharded.py runs the same with 2"
     ),
 }  # fmt: skip
-EXIT_1 = {  # commands that find something, as the page says
+EXIT_1 = {  # commands that report a problem, as the page says
     "unified-ckpt diff checkpoint-1000 checkpoint-1500 --part model --match '*.norm.*'",
     "unified-ckpt verify --deep damaged",
     "unified-ckpt verify damaged --repair",
@@ -66,13 +67,14 @@ EXIT_1 = {  # commands that find something, as the page says
 # counts.
 TOY = {
     "bench_async": "--size 1MiB --ranks 1 --repeats 1 --seconds 0.1 --kind dim0",
+    "bench_compression": "--steps 2 --bits 8/8",
     "bench_convert": "--size 1MiB --repeats 1 --only unified",
     "bench_inventory": "--nodes 8 --layers 1 --repeats 1",
     "bench_load": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
     "bench_load_plan": "--nodes 8 --layers 1 --repeats 1",
     "bench_open_dcp": "--ranks 4 --shards 100 --repeats 1",
     "bench_plan": "--ranks 64 --layers 1 --repeats 1",
-    "bench_post": "--connections 4",
+    "bench_peer_writes": "--connections 4",
     "bench_save": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
     "bench_shared_reads": "--nodes 2 --nbytes 1048576 --rounds 1",
     "bench_small_tensors": "--tensors 50 --repeats 1",
@@ -108,7 +110,7 @@ class Block:
 
     @property
     def program(self) -> str | None:
-        """The name of the file that it is, if it is one."""
+        """The block's file name, if it is a program."""
         named = re.match(r"# (\S+\.py)$", self.first_line)
         return named[1] if named and self.language == "python" else None
 
@@ -118,24 +120,24 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Its command lines: those after `$ `, or all of them."""
+        """The block's command lines: those after `$ `, or all of them."""
         lines = [line for line in self.body.splitlines() if line.strip()]
         return [line[2:] for line in lines if line.startswith("$ ")] or lines
 
     @property
     def outputs(self) -> list[tuple[str, str]]:
-        """Commands after `$ `, each with the output that the block shows below it."""
+        """Commands after `$ `, each with the output shown below it."""
         sessions = re.split(r"^\$ ", self.body, flags=re.MULTILINE)[1:]
         return [(command, output) for command, _, output in (s.partition("\n") for s in sessions)]
 
 
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text()
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    matches = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     name = str(page.relative_to(ROOT))
     return [
         Block(f"{name}:{text.count(chr(10), 0, block.start()) + 1}", block[1], block[2])
-        for block in found
+        for block in matches
     ]
 
 
@@ -148,7 +150,7 @@ def is_benchmark(command: str) -> bool:
 
 
 def page_commands(page: Path) -> list[str]:
-    """All commands of a page but benchmarks."""
+    """All commands of a page except benchmarks."""
     shown = [
         command for block in run_blocks(page) if block.language == "" for command in block.commands
     ]
@@ -160,7 +162,7 @@ def starts_processes(command: str) -> bool:
 
 
 def benchmark_commands() -> list[str]:
-    """Those that pages show, and the others without arguments."""
+    """Benchmarks that pages show, and the others without arguments."""
     shown = [
         command
         for page in PAGES
@@ -222,7 +224,7 @@ def cli_files() -> None:
     for step in (1000, 1500):
         save_llama(f"checkpoint-{step}", step=step)
     shutil.copytree("checkpoint-1000", "damaged")
-    flip("damaged/model.safetensors")
+    flip_last_byte(Path("damaged"), "model.safetensors")
     for step in (1000, 2000, 3000, 4000):
         save_llama(f"llama/checkpoint-{step}", step=step, metrics={"loss": abs(step - 2000)})
     os.remove("llama/checkpoint-4000/optimizer.safetensors")
@@ -230,16 +232,10 @@ def cli_files() -> None:
     os.remove("llama/.unified-2dd0417c2b6531b8-checkpoint-5000/unified_checkpoint.json")
 
 
-def flip(file: str) -> None:
-    body = bytearray(Path(file).read_bytes())
-    body[-1] ^= 1
-    Path(file).write_bytes(body)
-
-
 def convert_files() -> None:
     import torch.distributed.checkpoint as dcp
 
-    with warnings.catch_warnings(action="ignore"):  # that it is one process
+    with warnings.catch_warnings(action="ignore"):  # about a single process
         dcp.save({"model": small_llama().state_dict()}, checkpoint_id="old", no_dist=True)
 
 
@@ -253,8 +249,8 @@ def other_formats_files() -> None:
     shutil.copytree("hub", "llama")
     megatrons.write(Path("job"), job, hub, **more)
     os.rename("job/iter_0000007", "job/iter_0002000")
-    made = make("qwen3", Path("qwen3"))
-    tree = tree_of(made, stacked=True, trained=True)
+    hub_model = make("qwen3", Path("qwen3"))
+    tree = tree_of(hub_model, stacked=True, trained=True)
     orbaxes.write([orbaxes.job(Path("run/checkpoints").absolute(), tree)], Path("jobs"))
     os.rename("run/checkpoints/7", "run/checkpoints/1000")
     shutil.copy("qwen3/config.json", "config.json")
@@ -303,7 +299,7 @@ def data_names() -> dict[str, Any]:
 
 
 def hugging_face_names() -> dict[str, Any]:
-    """A run of one step, and the arguments to go on with."""
+    """A run of one step, and the arguments to continue with."""
     from transformers import Trainer, TrainingArguments
 
     from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
@@ -332,30 +328,16 @@ def accelerate_names() -> dict[str, Any]:
 
 
 def lightning_names() -> dict[str, Any]:
-    """A run of one epoch, and the module to go on with."""
+    """A run of one epoch, and the module to continue with."""
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
+    from tests.support.lightnings import Net
     from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 
-    class MyModule(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-            return self.net(batch).square().mean()
-
-        def validation_step(self, batch: torch.Tensor) -> None:
-            self.log("val_loss", self.net(batch).square().mean())
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters())
-
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
-
-        val_dataloader = train_dataloader
+    class MyModule(Net):
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("val_loss", (self(batch[0]) - batch[1]).square().mean())
 
     quiet = {
         "accelerator": "cpu",
@@ -452,10 +434,10 @@ def test_commands_within_text_parse() -> None:
             )
 
 
-def is_usage(words: list[str]) -> bool:
-    """Whether the command line takes this; of a verb alone, whether there is such a verb."""
+def is_usage(argv: list[str]) -> bool:
+    """Whether the command line accepts these arguments; for a verb alone, whether it exists."""
     try:
-        command_line._build_parser().parse_args(words if len(words) > 1 else [*words, "--help"])
+        command_line._build_parser().parse_args(argv if len(argv) > 1 else [*argv, "--help"])
     except SystemExit as end:
         return end.code == 0
     return True
@@ -499,7 +481,7 @@ def test_programs_and_commands_of_a_page_run(
 def test_readme_shows_real_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Line by line; only ids, dates, versions and seconds may differ."""
+    """Compared line by line; only ids, dates, versions and seconds may differ."""
     monkeypatch.chdir(tmp_path)
     shown = [block for block in run_blocks(ROOT / "README.md") if block.outputs]
     assert shown, "the README shows no output"
@@ -543,7 +525,7 @@ def test_snippets_of_a_page_run(
 
 @pytest.mark.slow
 def test_demo_holds(tmp_path: Path) -> None:
-    """The README's first command ends with it."""
+    """The demo that the README runs first succeeds."""
     assert "PASSED in" in run([sys.executable, "-m", "unified_ckpt", "demo"], tmp_path)
 
 
@@ -552,7 +534,7 @@ def test_demo_holds(tmp_path: Path) -> None:
 def test_commands_of_an_example_run(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that its docstring shows, in their order."""
+    """Runs the commands of its docstring, in order."""
     faulthandler.cancel_dump_traceback_later()
     monkeypatch.chdir(tmp_path)
     shutil.copy(example, tmp_path)
@@ -566,6 +548,7 @@ def test_commands_of_an_example_run(
         run_command(command, example.name, monkeypatch)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "command",
     [
@@ -579,14 +562,14 @@ def test_commands_of_an_example_run(
 def test_benchmarks_run_at_toy_size(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = shlex.split(command.partition(" > ")[0], comments=True)
-    script = ROOT / words[1]
-    arguments = [file for word in words[2:] if word != "…" for file in expand(word)]
+    argv = shlex.split(command.partition(" > ")[0], comments=True)
+    script = ROOT / argv[1]
+    arguments = [file for argument in argv[2:] if argument != "…" for file in expand(argument)]
     arguments += [
         *shlex.split(TOY[script.stem]),
         *([SCRATCH[script.stem], str(tmp_path)] if script.stem in SCRATCH else []),
     ]
-    if "--out" in words:
+    if "--out" in argv:
         arguments += ["--out", str(tmp_path / "rows.jsonl")]
     monkeypatch.chdir(tmp_path)
     if script.stem in APART | LAUNCHES:
@@ -603,7 +586,7 @@ def test_benchmarks_run_at_toy_size(
                     sys.modules[name].__file__
                 ):
                     del sys.modules[name]
-    if "--out" in words:
+    if "--out" in argv:
         assert (tmp_path / "rows.jsonl").stat().st_size
 
 
@@ -612,23 +595,21 @@ def expand(word: str) -> list[str]:
 
 
 def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a command line in the current folder, in this process where it is the command line's
-    own.
-    """
-    words = shlex.split(command, comments=True)
-    if "convert" in words:  # pages show several ways to write the same folder
-        target = words[words.index("convert") + 2]
+    """Run a command line in the current folder; in this process if it is the package's own."""
+    argv = shlex.split(command, comments=True)
+    if "convert" in argv:  # pages show several ways to write the same folder
+        target = argv[argv.index("convert") + 2]
         shutil.rmtree(target, ignore_errors=True)
     if starts_processes(command):
-        program, *arguments = words
+        program, *arguments = argv
         if "unified_ckpt" in arguments:
             arguments[arguments.index("--nproc-per-node") + 1] = "2"  # of any number
         run([*LAUNCH[program], *arguments], Path.cwd())
         return
     monkeypatch.syspath_prepend(Path.cwd())
-    arguments = words[1:] if words[0] == "unified-ckpt" else words[3:]
+    arguments = argv[1:] if argv[0] == "unified-ckpt" else argv[3:]
     code = command_line.main(arguments)
-    expected = int(shlex.join(words) in EXIT_1 or command in EXIT_1)
+    expected = int(shlex.join(argv) in EXIT_1 or command in EXIT_1)
     assert code == expected, (
         f"{where}: {command}: exit code {code}; needed {expected} (EXIT_1), on files that "
         f"`FILES` or programs make"
@@ -636,8 +617,8 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def run(command: Sequence[str], folder: Path) -> str:
-    """What the program said. When it fails or hangs, everything that it and its ranks have said;
-    none of them is left behind.
+    """Return the program's output. If it fails or hangs, show the output of it and its ranks, and
+    kill them all.
     """
     environment = {
         **os.environ,
@@ -646,9 +627,9 @@ def run(command: Sequence[str], folder: Path) -> str:
         "TMPDIR": str(folder),
         "PYTHONPATH": str(ROOT),
     }
-    said = folder / "said.txt"
+    log = folder / "said.txt"
     with (
-        said.open("w") as output,
+        log.open("w") as output,
         subprocess.Popen(
             command, cwd=folder, env=environment, stdout=output, stderr=output
         ) as child,
@@ -657,10 +638,10 @@ def run(command: Sequence[str], folder: Path) -> str:
             code: int | str = child.wait(SECONDS)
         except subprocess.TimeoutExpired:
             code = f"not ended within {SECONDS:g} s"
-            child.terminate()  # torchrun ends its ranks when it is told to stop
+            child.terminate()  # on SIGTERM torchrun ends its ranks
             try:
                 child.wait(30)
             except subprocess.TimeoutExpired:
                 child.kill()
-    assert code == 0, f"{' '.join(command)}: {code}\n{said.read_text(errors='replace')}"
-    return said.read_text(errors="replace")
+    assert code == 0, f"{' '.join(command)}: {code}\n{log.read_text(errors='replace')}"
+    return log.read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""A checkpoint of any job, saved in any way, resumes bit for bit, or is refused before the first
+"""A checkpoint of any job, saved in any way, resumes bit for bit or is refused before the first
 byte: see `round_trips`.
 """
 
@@ -16,7 +16,7 @@ from tests.support.round_trips import Case, check, draw_case
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Cases as hypothesis draws them."""
+    """Cases drawn by hypothesis."""
     return draw_case(lambda values: draw(st.sampled_from(values)))
 
 
@@ -33,7 +33,7 @@ def test_round_trip_is_bitwise_or_refused(case: Case) -> None:
 @pytest.mark.long
 @given(cases())
 @settings(max_examples=6000)
-def test_round_trip_of_thousands_of_cases(case: Case) -> None:
-    """The same, at length."""
+def test_round_trip_of_many_cases(case: Case) -> None:
+    """The same property with thousands of cases."""
     with tempfile.TemporaryDirectory() as root:
         check(case, Path(root))

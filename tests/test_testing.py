@@ -33,54 +33,46 @@ from unified_ckpt.testing import (
 # ranks
 
 
-def test_ranks_give_their_results_in_order() -> None:
+def test_run_ranks_returns_results_or_raises_all_errors() -> None:
     def act(comm: Comm) -> tuple[int, bytes]:
-        return comm.rank, comm.begin_collective("x", cached=False, timeout_seconds=10).broadcast(
-            "v", b"from 0" if comm.rank == 0 else None
-        )
+        collective = comm.begin_collective("x", cached=False, timeout_seconds=10)
+        return comm.rank, collective.broadcast("v", b"from 0" if comm.rank == 0 else None)
 
     assert run_ranks(3, act) == [(0, b"from 0"), (1, b"from 0"), (2, b"from 0")]
 
-
-def test_one_error_of_all_ranks_is_that_error() -> None:
-    def act(comm: Comm) -> None:
-        raise uc.LayoutError("gap")
-
-    with pytest.raises(uc.LayoutError, match=r"^gap$"):
-        run_ranks(3, act)
-
-
-def test_errors_of_some_ranks_come_together() -> None:
-    def act(comm: Comm) -> int:
+    def fail(comm: Comm) -> int:
+        if comm.world == 2:
+            raise uc.LayoutError("gap")
         if comm.rank:
             raise ValueError(f"no {comm.rank}")
         return comm.rank
 
-    with pytest.raises(ExceptionGroup, match="2 of 3 ranks failed") as found:
-        run_ranks(3, act)
-    assert [(str(error), *error.__notes__) for error in found.value.exceptions] == [
+    with pytest.raises(uc.LayoutError, match=r"^gap$"):
+        run_ranks(2, fail)
+    with pytest.raises(ExceptionGroup, match="2 of 3 ranks failed") as raised:
+        run_ranks(3, fail)
+    assert [(str(error), *error.__notes__) for error in raised.value.exceptions] == [
         ("no 1", "raised on rank 1 of 3"),
         ("no 2", "raised on rank 2 of 3"),
     ]
-    results = try_ranks(3, act)
-    assert results[0] == 0
-    assert [repr(error) for error in results[1:]] == ["ValueError('no 1')", "ValueError('no 2')"]
+    results = try_ranks(3, fail)
+    assert (results[0], *map(repr, results[1:])) == (0, "ValueError('no 1')", "ValueError('no 2')")
 
 
-def test_a_rank_that_hangs_is_shown_where_it_hangs() -> None:
+def test_run_ranks_shows_where_a_rank_hangs() -> None:
     over = threading.Event()
 
-    def wait_for_what_never_comes() -> None:
+    def wait_forever() -> None:
         over.wait(30)
 
     def act(comm: Comm) -> None:
         if comm.rank == 1:
-            wait_for_what_never_comes()
+            wait_forever()
 
     with pytest.raises(
         TimeoutError,
         match=r"(?s)rank\(s\) 1 did not end within 0\.2 s; they are at\nrank 1:.*in "
-        r"wait_for_what_never_comes",
+        r"wait_forever",
     ):
         run_ranks(2, act, timeout_seconds=0.2)
     over.set()
@@ -89,23 +81,23 @@ def test_a_rank_that_hangs_is_shown_where_it_hangs() -> None:
 # storage
 
 
-def test_a_fuse_blows_once_and_for_all(tmp_path: Path) -> None:
+def test_fault_point_stops_every_storage(tmp_path: Path) -> None:
     fuse = FaultPoint(2)
-    one, other = FaultyStorage(str(tmp_path), fuse), FaultyStorage(str(tmp_path), fuse)
-    one.make_folder("a")
-    other.write_at("a/x", 0, [memoryview(b"12345678")])
+    first, second = FaultyStorage(str(tmp_path), fuse), FaultyStorage(str(tmp_path), fuse)
+    first.make_folder("a")
+    second.write_at("a/x", 0, [memoryview(b"12345678")])
     with pytest.raises(SimulatedCrash, match="stopped at operation 2"):
-        one.write_at("a/y", 0, [memoryview(b"1234"), memoryview(b"5678")])
+        first.write_at("a/y", 0, [memoryview(b"1234"), memoryview(b"5678")])
     assert (tmp_path / "a" / "x").read_bytes() == b"12345678"
     assert (tmp_path / "a" / "y").read_bytes() == b"12", "half of a write that was cut off"
     with pytest.raises(SimulatedCrash, match="stopped at operation 2"):
-        other.remove_folder("a")
+        second.remove_folder("a")
     with pytest.raises(SimulatedCrash, match="stopped at operation 2"):
-        other.read("a/x")
+        second.read("a/x")
     assert fuse.operations == ["make_folder a", "write_at a/x", "write_at a/y"]
 
 
-def test_half_of_a_folder_is_removed(tmp_path: Path) -> None:
+def test_crash_removes_half_of_a_folder(tmp_path: Path) -> None:
     storage = FaultyStorage(str(tmp_path), FaultPoint(5))
     storage.make_folder("a")
     for name in "bcde":
@@ -115,7 +107,7 @@ def test_half_of_a_folder_is_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["d", "e"]
 
 
-def test_a_disk_that_is_full_from_a_write_on(tmp_path: Path) -> None:
+def test_full_storage_fails_from_a_write_on(tmp_path: Path) -> None:
     storage = FullStorage(str(tmp_path), 1)
     storage.write_at("a", 0, [memoryview(b"1")])
     for _ in range(2):
@@ -136,7 +128,7 @@ def test_meshes_fit_the_world(mesh: Sequence[int]) -> None:
 
 
 @given(specs(max_nbytes=500_000))
-def test_specs_can_be_made(spec: TensorSpec) -> None:
+def test_specs_can_be_allocated(spec: TensorSpec) -> None:
     assert spec.dtype in TORCH_DTYPES
     assert spec.nbytes < 700_000
     assert torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]).nbytes == spec.nbytes
@@ -151,23 +143,21 @@ TENSORS: list[tuple[Key, TensorSpec]] = [
 
 
 @given(drawn_layouts(tensors=TENSORS, max_world=8, complete=True))
-def test_complete_arrangements_hold_whole_copies(drawn: DrawnLayout) -> None:
-    assert [(one.decl.key, one.decl.spec) for one in drawn.tensors] == TENSORS
-    for one in drawn.tensors:
-        assert missing_coordinates(one.decl.sharding, one.ranks) == []
-        assert list(one.ranks) == sorted(set(one.ranks) & set(range(drawn.world)))
-        assert one.decl.spec.dtype != "F4" or not one.decl.sharding.shard_dims
+def test_complete_layouts_hold_whole_replicas(drawn: DrawnLayout) -> None:
+    assert [(tensor.decl.key, tensor.decl.spec) for tensor in drawn.tensors] == TENSORS
+    for tensor in drawn.tensors:
+        assert missing_coordinates(tensor.decl.sharding, tensor.ranks) == []
+        assert list(tensor.ranks) == sorted(set(tensor.ranks) & set(range(drawn.world)))
+        assert tensor.decl.spec.dtype != "F4" or not tensor.decl.sharding.shard_dims
 
 
 @given(drawn_layouts(tensors=TENSORS, max_world=8, complete=False), st.data())
-def test_every_rank_that_holds_a_tensor_has_a_place_in_its_mesh(
-    drawn: DrawnLayout, data: st.DataObject
-) -> None:
-    for one in drawn.tensors:
-        assert one.ranks
-        rank = data.draw(st.sampled_from(one.ranks))
-        assert one.decl.sharding.position(rank) is not None
-        assert one.decl in drawn.decls(rank)
-        assert local_part(np.zeros(one.decl.spec.shape), one.decl.sharding, rank).ndim == len(
-            one.decl.spec.shape
+def test_holders_have_a_position_in_the_mesh(drawn: DrawnLayout, data: st.DataObject) -> None:
+    for tensor in drawn.tensors:
+        assert tensor.ranks
+        rank = data.draw(st.sampled_from(tensor.ranks))
+        assert tensor.decl.sharding.position(rank) is not None
+        assert tensor.decl in drawn.decls(rank)
+        assert local_part(np.zeros(tensor.decl.spec.shape), tensor.decl.sharding, rank).ndim == len(
+            tensor.decl.spec.shape
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from unified_ckpt.api import Checkpointer, load, open, save, save_async, verify  # noqa: A004
     from unified_ckpt.core.sharding.layouts import Layout, Strided
     from unified_ckpt.engine.folder.verify import VerifyReport
-    from unified_ckpt.engine.load.load import LoadReport
+    from unified_ckpt.engine.load.report import LoadReport
     from unified_ckpt.engine.repair.repair import RepairReport, repair
     from unified_ckpt.engine.rewrite.convert import ConvertReport
     from unified_ckpt.engine.save.job import SaveReport
@@ -52,7 +52,7 @@ _LAZY = {
     "Layout": "core.sharding.layouts",
     "LazyTensor": "engine.source.view",
     "LoadOptions": "options",
-    "LoadReport": "engine.load.load",
+    "LoadReport": "engine.load.report",
     "ManagerOptions": "options",
     "PendingSave": "engine.save.pending",
     "RandomStates": "runtime.torch_state.rng",

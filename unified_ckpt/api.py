@@ -6,27 +6,21 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from unified_ckpt.core.sharding.layouts import Layout
-from unified_ckpt.engine.folder.commit import StepPath
+from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report, verify_with_replicas
-from unified_ckpt.engine.load.load import LoadReport
 from unified_ckpt.engine.load.load import load as _load
-from unified_ckpt.engine.load.request import Targets, try_load_request
-from unified_ckpt.engine.nodes.discover import gather_node_numbers
+from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.request import LoadArguments, try_load_request
+from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave, lazy_error
 from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
-from unified_ckpt.engine.save.probe_topology import (
-    ProbeResult,
-    Topology,
-    connect_topology,
-    probe_topology,
-)
+from unified_ckpt.engine.save.probe_topology import Topologies
 from unified_ckpt.engine.save.request import (
     SaveArguments,
     SaveRequest,
@@ -35,19 +29,19 @@ from unified_ckpt.engine.save.request import (
 )
 from unified_ckpt.engine.save.save import begin_save
 from unified_ckpt.engine.save.save import save as _save
+from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime.comm import comm as comms
-from unified_ckpt.runtime.comm.call import Call
-from unified_ckpt.runtime.comm.topology import node_id
+from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
-from unified_ckpt.runtime.torch_state.modules import Model
-from unified_ckpt.runtime.torch_state.optimizers import Optimizers, as_optimizers
+from unified_ckpt.runtime.torch_state.modules import ModelArgument
+from unified_ckpt.runtime.torch_state.optimizers import OptimizerArgument, as_optimizers
 from unified_ckpt.sources import open_source
-from unified_ckpt.sources.open import open_on_all_ranks, try_apply_options
+from unified_ckpt.sources.open import open_on_all_ranks, try_wrap_in_views
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -76,22 +70,14 @@ class Checkpointer:
     ) -> None:
         self._root = absolute_path(os.fspath(root)) if root is not None else ""
         self._group, self._options, self._node = group, options or SaveOptions(), node
-        self._comm: comms.Comm | None = None
-        # By the folder that holds the checkpoints.
-        self._topologies: dict[str, tuple[ProbeResult, Topology | None]] = {}
-        self._nodes: list[int] | None = None
+        self._topologies: Topologies | None = None  # of the process group, from the first call on
         self._cache = SaveCache()
         self._pending: PendingSave | None = None
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -107,13 +93,9 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._cache.close()
-        if self._comm is not None:
-            self._comm.detach()
-        topologies = {id(topology): topology for _, topology in self._topologies.values()}
-        for topology in topologies.values():
-            if topology is not None:
-                topology.close()
-        self._cache, self._comm, self._topologies, self._nodes = SaveCache(), None, {}, None
+        if self._topologies is not None:
+            self._topologies.close()
+        self._cache, self._topologies = SaveCache(), None
 
     def save(self, path: Path, **arguments: Unpack[SaveArguments]) -> SaveReport:
         """Write a checkpoint folder in which every tensor is whole. Every rank calls.
@@ -135,7 +117,7 @@ class Checkpointer:
         on every rank; whatever was at `path` is then unchanged. Waits for an earlier `save_async`
         and raises its error.
         """
-        check_argument_names(arguments, function="Checkpointer.save")
+        check_argument_names(arguments, SaveArguments, function="Checkpointer.save")
         self.wait()
         with gc_paused:
             return _save(self._save_call(path, arguments, FOREGROUND))
@@ -159,7 +141,7 @@ class Checkpointer:
         backward pass, and the optimizer's step waits for it. Until `staged()`, nothing else may
         change them or make a collective call of this Checkpointer.
         """
-        check_argument_names(arguments, function="Checkpointer.save_async")
+        check_argument_names(arguments, SaveArguments, function="Checkpointer.save_async")
         self.wait()
         return self._start_async(path, arguments, lazy=lazy, after_commit=after_commit, on_end=None)
 
@@ -181,9 +163,9 @@ class Checkpointer:
             call = self._save_call(
                 path, arguments, BACKGROUND, lazy_optimizers=optimizers if lazy else None
             )
-            staged = begin_save(call, lazy=lazy)
+            background_save = begin_save(call, lazy=lazy)
             self._pending = PendingSave(after_commit=after_commit, on_end=on_end)
-            self._pending.start(staged, lazy_optimizers=optimizers)
+            self._pending.start(background_save, lazy_optimizers=optimizers)
             return self._pending
 
     def idle(self) -> bool:
@@ -212,10 +194,10 @@ class Checkpointer:
         self,
         path: Path | Sequence[Path] | SourceView,
         *,
-        model: Model | None = None,
-        optimizer: Optimizers | None = None,
-        master_weights: Optimizers | None = None,
-        parts: Mapping[str, Model] | None = None,
+        model: ModelArgument | None = None,
+        optimizer: OptimizerArgument | None = None,
+        master_weights: OptimizerArgument | None = None,
+        parts: Mapping[str, ModelArgument] | None = None,
         extra: Any = None,
         rank_extra: Any = None,
         layout: Layout | None = None,
@@ -236,7 +218,7 @@ class Checkpointer:
         reverse.
 
         Raises MismatchError listing every name, shape and dtype that differs, IncompleteError,
-        IntegrityError or FormatError before the first byte is written. Two errors come later and
+        IntegrityError or FormatError before a target is modified. Two errors come later and
         mean that the target is unusable: an IntegrityError of a digest, and a CheckpointError of an
         object that rejects its state.
         """
@@ -244,27 +226,38 @@ class Checkpointer:
         options = options or LoadOptions()
         comm, timeout = self._get_comm(), options.timeout_seconds
         # Open until the end: other ranks may read this node's folder while this rank reads theirs.
-        with ExitStack() as exit_stack:
+        policy = ReadPolicy(options.verify, options.share_reads)
+        with ExitStack() as resources:
             if isinstance(path, SourceView):
-                title = f"an opened checkpoint ({path.format})"
-                nodes = self._resolve_nodes(f"load of {title}", timeout)
-                source = try_apply_options(path.source, options.source)
+                label = f"an opened checkpoint ({path.format})"
+                topology = self._resolve_ranks(f"load of {label}", timeout)
+                source = try_wrap_in_views(path.source, options.source)
             else:
                 paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-                title = ", ".join(os.fspath(folder) for folder in paths)
-                nodes = self._resolve_nodes(f"load of {title}", timeout)
+                label = ", ".join(os.fspath(folder) for folder in paths)
+                topology = self._resolve_ranks(f"load of {label}", timeout)
                 resolved = [self._resolve(path) for path in paths]
-                source = open_on_all_ranks(comm, title, resolved, nodes, exit_stack, options)
-            targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
+                opening = OpenRequest(label, resolved, topology, timeout, policy)
+                source = open_on_all_ranks(comm, opening, options.source, resources)
+            arguments = LoadArguments(
+                model=model,
+                optimizer=optimizer,
+                master_weights=master_weights,
+                parts=parts,
+                extra=extra,
+                rank_extra=rank_extra,
+                layout=layout,
+                strict=strict,
+            )
             with gc_paused:
-                request = try_load_request(comm, source, targets, strict=strict, options=options)
+                request = try_load_request(comm, source, arguments, options=options, policy=policy)
             return _load(
                 comm,
-                title,
+                label,
                 request,
                 self._cache.load_tile_buffers,
+                topology=topology,
                 timeout_seconds=timeout,
-                nodes=nodes,
             )
 
     def repair(self, path: Path) -> Reports:
@@ -274,8 +267,8 @@ class Checkpointer:
         """
         self.wait()
         resolved, timeout = self._resolve(path), self._options.timeout_seconds
-        nodes = self._resolve_nodes(f"repair of {resolved}", timeout)
-        return repair_across_nodes(self._get_comm(), resolved, nodes, timeout_seconds=timeout)
+        topology = self._resolve_ranks(f"repair of {resolved}", timeout)
+        return repair_across_nodes(self._get_comm(), resolved, topology, timeout_seconds=timeout)
 
     def _save_call(
         self,
@@ -295,58 +288,35 @@ class Checkpointer:
         try:
             storage, name = self._locate(path, write_policy)
             request = save_request(comm, arguments, options)
-            request = replace(request, is_step_path=isinstance(path, StepPath))
+            request = replace(request, is_managed_path=isinstance(path, ManagedPath))
             if lazy_optimizers is not None:
                 request = lazy_error(lazy_optimizers) or request
         except Exception as error:
             request = error
-        topology = self._resolve_topology(storage, name, request, options)
+        connections = self._get_topologies().resolve_folder(
+            storage,
+            name,
+            failure=request if isinstance(request, Exception) else None,
+            write_alignment=options.write_alignment,
+            timeout_seconds=options.timeout_seconds,
+        )
         return SaveCall(
-            comm, storage, name, request, self._cache, options.timeout_seconds, topology
+            comm, storage, name, request, self._cache, options.timeout_seconds, connections
         )
 
-    def _resolve_topology(
-        self,
-        storage: LocalStorage,
-        name: str,
-        request: SaveRequest | Exception,
-        options: SaveOptions,
-    ) -> Topology | None:
-        """Collective at the first save to a folder. None if all ranks are on one node."""
-        comm, timeout = self._get_comm(), options.timeout_seconds
-        if comm.world == 1:
-            return None
-        if storage.root not in self._topologies:
-            call = Call(f"save to {storage.path(name)}", {"first to this folder": True})
-            collective = comm.begin_collective(call, timeout_seconds=timeout)
-            with collective.step("probe-topology"):
-                if isinstance(request, Exception):
-                    raise request
-                node, block_nbytes = self._node or node_id(), options.write_alignment
-                probe = probe_topology(collective, storage, node, block_nbytes=block_nbytes)
-            with collective.step("connect-topology"):
-                connected = [entry for entry in self._topologies.values() if entry[0] == probe]
-                if connected:
-                    self._topologies[storage.root] = connected[0]
-                else:
-                    topology = connect_topology(comm, probe, timeout_seconds=timeout)
-                    self._topologies[storage.root] = probe, topology
-        return self._topologies[storage.root][1]
+    def _resolve_ranks(self, operation: str, timeout_seconds: float) -> Topology:
+        """Collective at the first load. Return the topology of the ranks."""
+        return self._get_topologies().resolve_ranks(operation, timeout_seconds=timeout_seconds)
 
-    def _resolve_nodes(self, title: str, timeout_seconds: float) -> list[int]:
-        """Collective at the first load. Return the node of each rank."""
-        if self._nodes is None:
-            comm, node = self._get_comm(), self._node or node_id()
-            nodes = [0]
-            if comm.world > 1:
-                nodes = gather_node_numbers(comm, title, node, timeout_seconds=timeout_seconds)
-            self._nodes = nodes  # only once all ranks know them: a failed call gathers again
-        return self._nodes
+    def _get_topologies(self) -> Topologies:
+        if self._topologies and not self._pending and not self._topologies.is_current():
+            self._release()  # an elastic or in-process restart: plans and connections are void
+        if self._topologies is None:
+            self._topologies = Topologies(comms.from_torch(self._group), self._node)
+        return self._topologies
 
     def _get_comm(self) -> comms.Comm:
-        if self._comm is None:
-            self._comm = comms.from_torch(self._group)
-        return self._comm
+        return self._get_topologies().comm
 
     def _resolve(self, path: Path) -> str:
         return absolute_path(os.fspath(path), root=self._root)
@@ -376,7 +346,7 @@ def save_async(
 
     Its buffers are released when the save ends; a Checkpointer keeps them for the next one.
     """
-    check_argument_names(arguments, function="save_async")
+    check_argument_names(arguments, SaveArguments, function="save_async")
     checkpointer = Checkpointer(group=group)
     try:
         return checkpointer._start_async(
@@ -396,7 +366,7 @@ def load(
     path: Path | Sequence[Path] | SourceView,
     *,
     group: dist.ProcessGroup | None = None,
-    **arguments: Any,
+    **arguments: Unpack[LoadArguments],
 ) -> LoadReport:
     """One-shot form of `Checkpointer.load`, with the same arguments."""
     with Checkpointer(group=group) as checkpointer:

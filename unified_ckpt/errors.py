@@ -13,7 +13,8 @@ CheckpointError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class CheckpointError(Exception):
@@ -70,3 +71,12 @@ class StorageError(CheckpointError):
 
 class RankError(CheckpointError):
     """Another rank failed. The text is the same on every rank and names the rank and its error."""
+
+
+@contextmanager
+def error_prefix(prefix: str) -> Iterator[None]:
+    """Start the text of a CheckpointError that is raised within with `prefix`, a place."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{prefix}: {error}") from error

@@ -123,8 +123,9 @@ class LoadOptions(_Options):
 
     `source`: how to read a checkpoint of another engine.
 
-    `verify`: "read" verifies the digests of blocks that are read whole; "full" also reads the rest
-    of the other blocks; "off" verifies none. Sizes and headers are always checked first.
+    `verify`: "read" verifies the digests of blocks that are read whole; "full" also those of blocks
+    of which only a part is needed, and reads them whole; "off" verifies none. Sizes and headers are
+    always checked first.
 
     `cast`: allows to load a tensor into another dtype.
 

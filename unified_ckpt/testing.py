@@ -28,6 +28,7 @@ from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.core.text import format_ranks
+from unified_ckpt.engine.save.probe_topology import Topologies
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
@@ -100,14 +101,19 @@ def run_ranks(
     return results
 
 
-def make_checkpointer(comm: Comm) -> Checkpointer:
+def make_checkpointer(comm: Comm, *, node: str | None = None) -> Checkpointer:
     """Return a Checkpointer over the ranks of `comm` until it is closed.
 
     Its tensors must be plain, because DTensors know only the ranks of torch.
     """
-    checkpointer = Checkpointer()
-    checkpointer._comm = comm
+    checkpointer = Checkpointer(node=node)
+    set_comm(checkpointer, comm)
     return checkpointer
+
+
+def set_comm(checkpointer: Checkpointer, comm: Comm) -> None:
+    """Give a Checkpointer the ranks of `comm` until it is closed."""
+    checkpointer._topologies = Topologies(comm, checkpointer._node)
 
 
 # storage
@@ -153,56 +159,11 @@ class FaultyStorage(LocalStorage):
         self.fault_point = fault_point
 
     @override
-    def make_folder(self, name: str) -> None:
-        self._trigger("make_folder", name)
-        super().make_folder(name)
-
-    @override
-    def resize(self, name: str, nbytes: int) -> None:
-        self._trigger("resize", name)
-        super().resize(name, nbytes)
-
-    @override
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         if self.fault_point.trigger(f"write_at {name}"):
             super().write_at(name, start, [buffer[: len(buffer) // 2] for buffer in buffers[:1]])
         self.fault_point.check()
         super().write_at(name, start, buffers)
-
-    @override
-    def sync(self, name: str) -> None:
-        self._trigger("sync", name)
-        super().sync(name)
-
-    @override
-    def sync_tree(self, name: str) -> None:
-        self._trigger("sync_tree", name)
-        super().sync_tree(name)
-
-    @override
-    def sync_folder(self, name: str) -> None:
-        self._trigger("sync_folder", name)
-        super().sync_folder(name)
-
-    @override
-    def rename(self, old: str, new: str) -> None:
-        self._trigger("rename", f"{old} {new}")
-        super().rename(old, new)
-
-    @override
-    def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
-        self._trigger("replace", f"{old} {new}")
-        super().replace(old, new, folder=folder)
-
-    @override
-    def exchange(self, old: str, new: str) -> bool:
-        self._trigger("exchange", f"{old} {new}")
-        return super().exchange(old, new)
-
-    @override
-    def remove_file(self, name: str) -> None:
-        self._trigger("remove_file", name)
-        super().remove_file(name)
 
     @override
     def remove_folder(self, name: str) -> None:
@@ -213,39 +174,26 @@ class FaultyStorage(LocalStorage):
         self.fault_point.check()
         super().remove_folder(name)
 
-    @override
-    def remove_empty(self, name: str) -> bool:
-        self._trigger("remove_empty", name)
-        return super().remove_empty(name)
 
-    @override
-    def read_at(self, name: str, start: int, into: Buffer) -> None:
-        self.fault_point.check()
-        super().read_at(name, start, into)
+def _stopping(name: str, *, changes: bool) -> Callable[..., object]:
+    """Return a method of LocalStorage that counts calls, if it `changes` files, and may crash."""
+    method = getattr(LocalStorage, name)
 
-    @override
-    def read(self, name: str) -> bytes:
-        self.fault_point.check()
-        return super().read(name)
+    def call(storage: FaultyStorage, *arguments: object, **options: object) -> object:
+        if changes:
+            names = [argument for argument in arguments if isinstance(argument, str)]
+            storage.fault_point.trigger(" ".join([name, *names]))
+        storage.fault_point.check()
+        return method(storage, *arguments, **options)
 
-    @override
-    def size(self, name: str) -> int | None:
-        self.fault_point.check()
-        return super().size(name)
+    return call
 
-    @override
-    def entries(self, name: str) -> list[str]:
-        self.fault_point.check()
-        return super().entries(name)
 
-    @override
-    def kind(self, name: str) -> str | None:
-        self.fault_point.check()
-        return super().kind(name)
-
-    def _trigger(self, operation: str, name: str) -> None:
-        self.fault_point.trigger(f"{operation} {name}")
-        self.fault_point.check()
+_CHANGING = "make_folder resize sync sync_tree sync_folder rename replace rename_exchange"
+for _name in (*_CHANGING.split(), "remove_file", "remove_empty"):
+    setattr(FaultyStorage, _name, _stopping(_name, changes=True))
+for _name in ("read_at", "read", "size", "entries", "kind"):
+    setattr(FaultyStorage, _name, _stopping(_name, changes=False))
 
 
 class FullStorage(LocalStorage):
@@ -270,7 +218,7 @@ class FullStorage(LocalStorage):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
+class DrawnTensor:
     """One tensor and the ranks that hold it, ascending."""
 
     decl: TensorDecl
@@ -282,7 +230,7 @@ class DrawnLayout:
     """The tensors that each of `world` ranks holds."""
 
     world: int
-    tensors: tuple[HeldTensor, ...]
+    tensors: tuple[DrawnTensor, ...]
 
     def decls(self, rank: int) -> list[TensorDecl]:
         """Return the declarations of a rank, sorted by key."""
@@ -396,7 +344,7 @@ def drawn_layouts(
             members = _stage_ranks(draw, sharding, mesh)
         if not complete and draw(st.integers(0, 5)) == 0:
             members = tuple(draw(st.sets(st.sampled_from(members), min_size=1)))
-        drawn.append(HeldTensor(TensorDecl(part, fqn, spec, sharding), tuple(sorted(members))))
+        drawn.append(DrawnTensor(TensorDecl(part, fqn, spec, sharding), tuple(sorted(members))))
     return DrawnLayout(world, tuple(drawn))
 
 

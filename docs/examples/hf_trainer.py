@@ -78,6 +78,8 @@ def main() -> None:
         resume_from_checkpoint=bool(glob.glob(os.path.join(options.output, "checkpoint-*")))
     )
     print(f"step {trainer.state.global_step}, loss {trainer.state.log_history[-2]['loss']}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # else gloo may abort the exit
 
 
 if __name__ == "__main__":

@@ -89,6 +89,8 @@ def main() -> None:
             "loss",
             float(trainer.callback_metrics.get("loss", torch.nan)),
         )
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # else gloo may abort the exit
 
 
 if __name__ == "__main__":

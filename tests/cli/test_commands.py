@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
+from tests.support.command_line import run_verb
+from tests.support.managers import flip_last_byte
 from tests.support.manifests import edit_index
 from unified_ckpt.cli import main as command
 from unified_ckpt.cli.main import main
@@ -38,9 +40,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "checkpoint-7"
     model = model_of()
     model["lm_head.weight"] = model["model.embed.weight"]
-    module = (
-        torch.nn.ParameterDict()
-    )  # a real optimizer wants a module; its names are those of the dict without the dots
+    # an optimizer needs a module; its names are those of the dict without the dots
+    module = torch.nn.ParameterDict()
     module["embed"], module["norm"] = (
         torch.nn.Parameter(torch.ones(4, 16)),
         torch.nn.Parameter(torch.ones(16)),
@@ -88,13 +89,6 @@ def hugging_face(tmp_path: Path) -> Path:
     (tmp_path / "hf").mkdir()
     save_file(model_of(), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     return tmp_path / "hf"
-
-
-def run_verb(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
-    assert main([str(a) for a in arguments]) == code
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
 
 
 def run_failing_verb(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -199,20 +193,26 @@ def test_inspect_reads_hugging_face_folders_and_urls(
     )
 
 
-@pytest.mark.parametrize("extra", [[], ["--all", "--match", "*embed*"], ["--json"]])
-def test_inspect_does_not_import_torch(folder: Path, extra: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "."],
+        ["inspect", ".", "--all", "--match", "*embed*"],
+        ["inspect", ".", "--json"],
+        ["list", ".."],
+        ["list", "..", "--json"],
+        ["prune", "..", "--keep-latest", "1"],
+    ],
+)
+def test_commands_that_do_not_import_torch(folder: Path, arguments: list[str]) -> None:
     program = (
         "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); "
         "sys.exit(code or 3 * ('torch' in sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "inspect", str(folder), *extra],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command_line = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "embed" in done.stdout
+    assert done.stdout
 
 
 def test_terminal_escapes_in_names_are_escaped(
@@ -275,13 +275,8 @@ def test_verify_of_a_good_folder(
     )
 
 
-def test_verify_deep_names_the_damaged_tensor(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = folder / "ema-00002-of-00002.safetensors"
-    body = bytearray(file.read_bytes())
-    body[-1] ^= 1
-    file.write_bytes(body)
+def test_verify_names_damaged_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip_last_byte(folder, "ema-00002-of-00002.safetensors")
     run_verb(capsys, "verify", folder)
     text = run_verb(capsys, "verify", folder, "--deep", code=1)
     assert (
@@ -290,29 +285,17 @@ def test_verify_deep_names_the_damaged_tensor(
     )
     result = json.loads(run_verb(capsys, "verify", folder, "--deep", "--json", code=1))
     assert (result["ok"], len(result["problems"])) == (False, 1)
-
-
-def test_verify_truncated_and_missing_files(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     os.truncate(folder / "ema-00002-of-00002.safetensors", 700)
     (folder / "model.safetensors").unlink()
-    problems = [
-        n
-        for n, f in json.loads((folder / "ema.safetensors.index.json").read_bytes())[
-            "weight_map"
-        ].items()
-        if "-00002-" in f
-    ]
+    weight_map = json.loads((folder / "ema.safetensors.index.json").read_bytes())["weight_map"]
+    damaged = [f"ema:{name}" for name, file in weight_map.items() if "-00002-" in file]
     text = run_verb(capsys, "verify", folder, code=1)
-    assert problems
-    for name in [*(f"ema:{name}" for name in problems), "model:embed", "model:norm"]:
+    assert damaged
+    for name in [*damaged, "model:embed", "model:norm"]:
         assert f"\n  {name}: cannot be read: " in text
-    assert f"damaged, {len(problems) + 2} problems" in text
+    assert f"damaged, {len(damaged) + 2} problems" in text
     assert "model.safetensors with 2 tensor" in run_failing_verb(capsys, "inspect", folder)
-    run_verb(
-        capsys, "inspect", folder, "--match", "optimizer:*"
-    )  # reads only the headers that it needs
+    run_verb(capsys, "inspect", folder, "--match", "optimizer:*")  # reads only what it needs
 
 
 def test_verify_damaged_index_and_digests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,51 +344,31 @@ def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: unified-ckpt" in capsys.readouterr().err
 
 
-def test_python_m(folder: Path) -> None:
-    command_line = [sys.executable, "-m", "unified_ckpt"]
-    assert (
-        json.loads(
-            subprocess.run(
-                [*command_line, "inspect", str(folder), "--json"], capture_output=True, check=True
-            ).stdout
-        )["step"]
-        == 7
-    )
-    assert (
-        subprocess.run(
-            [*command_line, "inspect", "nothing"], capture_output=True, check=False, cwd=folder
-        ).returncode
-        == 1
-    )
-    assert subprocess.run(command_line, capture_output=True, check=False).returncode == 2
-
-
-def test_closed_pipe_and_ascii_terminal(folder: Path) -> None:
-    command_line = [sys.executable, "-m", "unified_ckpt", "inspect", str(folder)]
+def test_python_m_with_closed_pipe_and_ascii_terminal(folder: Path) -> None:
+    command_line = [sys.executable, "-m", "unified_ckpt", "inspect"]
     read, write = os.pipe()
     os.close(read)
     process = subprocess.run(
-        command_line, stdout=write, stderr=subprocess.PIPE, text=True, check=False
+        [*command_line, folder], stdout=write, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(write)
     assert (process.returncode, process.stderr) == (1, "")
-    poor = subprocess.run(
-        command_line,
-        capture_output=True,
-        check=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    poor = subprocess.run([*command_line, folder], capture_output=True, check=True, env=environment)
     assert b"layers.{0..11}.mlp.up.weight" in poor.stdout
+    for arguments, code in ((["inspect", "nothing"], 1), ([], 2)):
+        failed = subprocess.run([*command_line[:3], *arguments], capture_output=True, check=False)
+        assert failed.returncode == code
 
 
 def test_verify_shows_a_progress_bar_on_terminals(folder: Path) -> None:
     command_line = [sys.executable, "-m", "unified_ckpt", "verify", "--deep", str(folder)]
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    subprocess.run(command_line, stdout=subprocess.PIPE, stderr=theirs, check=True)
-    with io.FileIO(ours) as terminal:
+    terminal_end, child_terminal = pty.openpty()
+    termios.tcsetwinsize(child_terminal, (24, 100))
+    subprocess.run(command_line, stdout=subprocess.PIPE, stderr=child_terminal, check=True)
+    with io.FileIO(terminal_end) as terminal:
         assert b"0.00/7.20k" in terminal.read(65536)
-    os.close(theirs)
+    os.close(child_terminal)
 
 
 def test_demo_receives_its_arguments(
@@ -413,12 +376,12 @@ def test_demo_receives_its_arguments(
 ) -> None:
     from unified_ckpt.cli import demo
 
-    got = []
+    calls = []
     monkeypatch.setattr(
         demo,
         "run",
-        lambda arguments: got.append((arguments.dir, arguments.keep, arguments.json)) or 1,
+        lambda arguments: calls.append((arguments.dir, arguments.keep, arguments.json)) or 1,
     )
     assert command.main(["demo", "--dir", "x", "--keep"]) == 1
     assert command.main(["demo", "--json"]) == 1
-    assert got == [("x", True, False), (None, False, True)]
+    assert calls == [("x", True, False), (None, False, True)]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import unified_ckpt as uc
+from tests.support.command_line import run_verb
 from tests.support.managers import (
     copy_folder,
     delete_file,
@@ -33,14 +32,7 @@ from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
-def run_verb(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
-    assert main([str(a) for a in arguments]) == code
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
-def age(folder: Path) -> None:
+def set_oldest_time(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
         os.utime(path, (0, 0))
 
@@ -133,25 +125,21 @@ def test_list_shows_step_size_status_and_rules(
 
 
 def test_list_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = json.loads(run_verb(capsys, "list", run, "--json"))
-    (run_json,) = result["runs"]
+    (run_json,) = json.loads(run_verb(capsys, "list", run, "--json"))["runs"]
     assert run_json["path"] == str(run)
-    by_name = {record["name"]: record for record in run_json["steps"]}
-    manifest = json.loads((run / "checkpoint-30" / "unified_checkpoint.json").read_bytes())
-    stored_record = by_name["checkpoint-30"]
-    assert (stored_record["step"], stored_record["status"], stored_record["kept_by"]) == (
-        30,
-        "complete",
-        ["latest", "latest full", "no rule"],
-    )
-    assert (stored_record["created"], stored_record["seconds"], stored_record["metrics"]) == (
-        manifest["created"],
-        manifest["seconds"],
-        {"loss": 0.75},
-    )
-    assert stored_record["nbytes"] == sum(
-        file.stat().st_size for file in (run / "checkpoint-30").iterdir()
-    )
+    (record,) = (record for record in run_json["steps"] if record["name"] == "checkpoint-30")
+    folder = run / "checkpoint-30"
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    expected = {
+        "step": 30,
+        "status": "complete",
+        "kept_by": ["latest", "latest full", "no rule"],
+        "created": manifest["created"],
+        "seconds": manifest["seconds"],
+        "metrics": {"loss": 0.75},
+        "nbytes": sum(file.stat().st_size for file in folder.iterdir()),
+    }
+    assert {key: record[key] for key in expected} == expected
     assert [stale["kind"] for stale in run_json["stale"]] == ["backup", "staging"]
 
 
@@ -196,17 +184,30 @@ def test_list_and_inspect_name_omitted_parts(
 
 
 def test_list_several_runs_under_one_root(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Folders that cannot be read are skipped with a warning."""
     save_steps(tmp_path / "a", 1, 2)
     save_steps(tmp_path / "b" / "checkpoints", 3)
     (tmp_path / "notes").mkdir()
-    text = run_verb(capsys, "list", tmp_path)
+    (tmp_path / "lost+found").mkdir()
+
+    def refused(path: str) -> Any:
+        if path.endswith("lost+found"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", refused)
+    assert main(["list", str(tmp_path)]) == 0
+    text, warning = capsys.readouterr()
     assert [line for line in text.splitlines() if line.startswith(str(tmp_path))] == [
         f"{tmp_path}/a",
         f"{tmp_path}/b/checkpoints",
     ]
     assert "\n2 runs: 3 checkpoints, " in text
+    lost = f"unified-ckpt list: skipping {tmp_path / 'lost+found'}, which cannot be read: "
+    assert warning == f"{lost}Permission denied\n"
     assert "no checkpoints named checkpoint-<step>" in run_verb(capsys, "list", tmp_path / "notes")
 
 
@@ -226,7 +227,9 @@ def tiers(tmp_path: Path) -> tuple[Path, Path]:
     return root, local
 
 
-def test_list_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_and_prune_two_tiers(
+    tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     root, local = tiers
     lines = run_verb(capsys, "list", root, "--local", local).splitlines()
     assert lines[0] == f"{root} and {local}"
@@ -254,49 +257,16 @@ def test_list_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[
         (12, "local", True, True),
         (90, "local", False, False),
     ]
-    assert main(["list", str(root), "--local", str(root / "none")]) == 1
-    assert "no such folder" in capsys.readouterr().err
-
-
-def test_prune_only_touches_its_root(
-    tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    root, local = tiers
+    for missing in ([str(root), "--local", str(root / "none")], [str(root / "none")]):
+        assert main(["list", *missing]) == 1
+        assert "no such folder" in capsys.readouterr().err
     save_steps(root, 20)
     before = folders(local)
     run_verb(capsys, "prune", root, "--keep-latest", 1)
-    assert (steps_in(root), folders(local)) == ([20], before)
+    assert (steps_in(root), folders(local)) == ([20], before), "`prune` only touches its root"
     run_verb(capsys, "prune", local, "--keep-latest", 1)
     assert steps_in(local) == [90]
     assert ".unified_tier.json" in folders(local)
-
-
-def test_list_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", str(tmp_path / "none")]) == 1
-    assert "no such folder" in capsys.readouterr().err
-
-
-def test_list_skips_unreadable_folders_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_steps(tmp_path / "run", 1)
-    (tmp_path / "lost+found").mkdir()
-
-    def refused(path: str) -> Any:
-        if path.endswith("lost+found"):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return scandir(path)
-
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", refused)
-    assert main(["list", str(tmp_path)]) == 0
-    captured = capsys.readouterr()
-    assert "1 checkpoint" in captured.out
-    assert (
-        captured.err
-        == f"unified-ckpt list: skipping {tmp_path / 'lost+found'}, which cannot be read: "
-        "Permission denied\n"
-    )
 
 
 def test_prune_by_rules_removes_complete_checkpoints_only(
@@ -313,51 +283,17 @@ def test_prune_by_rules_removes_complete_checkpoints_only(
     assert "removed 0 folders" in run_verb(capsys, "prune", run, "--keep-latest", 1)
 
 
-def test_prune_keep_latest_1_and_the_best(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_by_metric_and_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.7), (4, 0.6)):
         uc.save(tmp_path / f"checkpoint-{step}", step=step, metrics={"loss": loss}, **state(step))
-    result = json.loads(
-        run_verb(
-            capsys,
-            "prune",
-            tmp_path,
-            "--keep-latest",
-            1,
-            "--keep-best",
-            1,
-            "--metric",
-            "loss",
-            "--json",
-        )
-    )
+    rules = ("--keep-latest", 1, "--keep-best", 1, "--metric", "loss")
+    result = json.loads(run_verb(capsys, "prune", tmp_path, *rules, "--json"))
     assert list(result["removed"]) == ["checkpoint-1", "checkpoint-3"]
     assert (result["dry_run"], result["kept"]) == (False, {})
     assert steps_in(tmp_path) == [2, 4]
-
-
-def test_prune_counts_model_only_separately(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_steps(tmp_path, 1, 8)
-    save_steps(tmp_path, 2, 3, 4, 5, 6, full=False)
+    save_steps(tmp_path, 5, 6, 7, full=False)
     run_verb(capsys, "prune", tmp_path, "--keep-every-steps-model-only", 2)
-    assert steps_in(tmp_path) == [1, 2, 4, 6, 8]
-
-
-@pytest.mark.parametrize("verb", ["list", "prune"])
-def test_empty_root_is_a_usage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
-    save_steps(tmp_path, 1, 2)
-    monkeypatch.chdir(tmp_path)
-    assert main([verb, "", "--keep-latest", "1"]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"unified-ckpt {verb}: ROOT is empty, expected a folder; pass . for the current one\n"
-    )
-    assert steps_in(tmp_path) == [1, 2]
+    assert steps_in(tmp_path) == [2, 4, 6, 7]
 
 
 def test_prune_removes_only_old_unified_folders(
@@ -373,28 +309,11 @@ def test_prune_removes_only_old_unified_folders(
     assert "kept .unified-ab-checkpoint-70: a save may be writing to it" in text
     assert folders(run) == before
     for folder in run.iterdir():
-        age(folder)
+        set_oldest_time(folder)
     text = run_verb(capsys, "prune", run, "--incomplete", "--stale")
     assert set(before) - set(folders(run)) == {"checkpoint-50", ".unified-ab-checkpoint-70"}
     assert "kept .replaced-ab-checkpoint-5: " in text
     assert "only copy" in text
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [({"format_version": "2.0"}, "got format version 2."), ({"world_size": -1}, "world_size: ")],
-)
-def test_prune_keeps_manifests_it_cannot_read_but_are_undamaged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object], problem: str
-) -> None:
-    save_steps(tmp_path, 1, 2)
-    edit_manifest(tmp_path / "checkpoint-2", lambda manifest: manifest.update(fields))
-    age(tmp_path / "checkpoint-2")
-    assert (
-        f"kept checkpoint-2: it may be a checkpoint: unified_checkpoint.json: {problem}"
-        in run_verb(capsys, "prune", tmp_path, "--incomplete")
-    )
-    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_prune_never_removes_the_last_complete_one(
@@ -418,55 +337,75 @@ def test_prune_keeps_checkpoints_that_are_being_read(
     assert "removed checkpoint-1" in run_verb(capsys, "prune", tmp_path, "--keep-latest", 1)
 
 
-def test_prune_without_rules_is_a_usage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["list", "", "--keep-latest", "1"], 2, "ROOT is empty, expected a folder; pass . for the"),
+        (
+            ["prune", "", "--keep-latest", "1"],
+            2,
+            "ROOT is empty, expected a folder; pass . for the",
+        ),
+        (["prune", "a"], 2, "pass a rule such as --keep-latest"),
+        (["prune", "a", "--keep-best", "2"], 2, "--keep-best requires --metric"),
+        (["prune", ".", "--keep-latest", "1"], 1, "pass the folder of one run"),
+        *(
+            (["prune", "a", "--stale", "--older-than-hours", wrong], 2, "--older-than-hours")
+            for wrong in ("nan", "-3", "inf", "long")
+        ),
+        *(
+            (["prune", "a", "--keep-latest", wrong], 2, "--keep-latest")
+            for wrong in ("0", "-1", "many")
+        ),
+    ],
+)
+def test_usage_errors_remove_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    text: str,
 ) -> None:
-    save_steps(tmp_path / "a", 1)
-    assert main(["prune", str(tmp_path / "a")]) == 2
-    assert "pass a rule such as --keep-latest" in capsys.readouterr().err
-    assert main(["prune", str(tmp_path / "a"), "--keep-best", "2"]) == 2
-    assert "--keep-best requires --metric" in capsys.readouterr().err
-    assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 1
-    assert "pass the folder of one run" in capsys.readouterr().err
-    for wrong in ("nan", "-3", "inf", "long"):
-        with pytest.raises(SystemExit, match="2"):
-            main(["prune", str(tmp_path / "a"), "--stale", "--older-than-hours", wrong])
-    for wrong in ("0", "-1", "many"):
-        with pytest.raises(SystemExit, match="2"):
-            main(["prune", str(tmp_path / "a"), "--keep-latest", wrong])
+    save_steps(tmp_path / "a", 1, 2)
+    monkeypatch.chdir(tmp_path)
+    try:
+        actual = main(arguments)
+    except SystemExit as end:  # of argparse
+        actual = end.code
+    assert (actual, text in capsys.readouterr().err) == (code, True)
+    assert steps_in(tmp_path / "a") == [1, 2]
 
 
-@pytest.mark.parametrize("verb", [["list"], ["list", "--json"], ["prune", "--keep-latest", "1"]])
-def test_list_and_prune_do_not_import_torch(tmp_path: Path, verb: list[str]) -> None:
-    save_steps(tmp_path, 1, 2)
-    program = (
-        "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); "
-        "sys.exit(code or 3 * ('torch' in sys.modules))"
-    )
-    command = [sys.executable, "-c", program, verb[0], str(tmp_path), *verb[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "checkpoint" in done.stdout
-
-
-def test_prune_keeps_checkpoints_with_unreadable_manifest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"format_version": "2.0"}, "unified_checkpoint.json: got format version 2."),
+        ({"world_size": -1}, "unified_checkpoint.json: world_size: "),
+        (None, "read failed: Stale file handle"),
+    ],
+)
+def test_prune_keeps_manifests_that_may_be_undamaged(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, object] | None,
+    problem: str,
 ) -> None:
-    save_steps(tmp_path, 1, 2)
-    age(tmp_path / "checkpoint-2")
-
     def stale(self: LocalStorage, name: str) -> bytes:
-        if name == f"checkpoint-2/{MANIFEST}":
+        if fields is None and name == f"checkpoint-2/{MANIFEST}":
             raise uc.StorageError(f"{self.path(name)}: read failed: {os.strerror(errno.ESTALE)}")
         return read(self, name)
 
     read = LocalStorage.read
+    save_steps(tmp_path, 1, 2)
+    edit_manifest(tmp_path / "checkpoint-2", lambda manifest: manifest.update(fields or {}))
+    set_oldest_time(tmp_path / "checkpoint-2")
     monkeypatch.setattr(LocalStorage, "read", stale)
     text = run_verb(capsys, "prune", tmp_path, "--incomplete")
     assert "kept checkpoint-2: it may be a checkpoint: " in text
-    assert "read failed: Stale file handle" in text
-    monkeypatch.undo()
-    assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
+    assert problem in text
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_prune_keeps_a_step_that_was_replaced_meanwhile(
@@ -474,13 +413,13 @@ def test_prune_keeps_a_step_that_was_replaced_meanwhile(
 ) -> None:
     save_steps(tmp_path, 1)
     delete_file(tmp_path / "checkpoint-1")
-    age(tmp_path / "checkpoint-1")
+    set_oldest_time(tmp_path / "checkpoint-1")
     age_of = prune._age_seconds
 
-    def slow(storage: LocalStorage, one: StepRecord) -> float:
-        found = age_of(storage, one)
+    def slow(storage: LocalStorage, record: StepRecord) -> float:
+        age = age_of(storage, record)
         save_steps(tmp_path, 1, options=uc.SaveOptions(if_exists="replace"))
-        return found
+        return age
 
     monkeypatch.setattr(prune, "_age_seconds", slow)
     assert "kept checkpoint-1: it has changed" in run_verb(

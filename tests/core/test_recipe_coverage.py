@@ -1,4 +1,4 @@
-"""The elements that recipes use, against counting them one by one."""
+"""The elements that recipes use, compared with counting each element."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unified_ckpt.core.recipe_coverage import check_used_once
 from unified_ckpt.core.recipes import Recipe, Stored, leaves
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.errors import FormatError
-from unified_ckpt.views.materialize import materialize, slices
+from unified_ckpt.views.materialize import materialize
 
 W = Stored(("model", "w"), (12, 6))
 
@@ -40,7 +40,7 @@ def test_recipes_that_use_each_element_once_pass(
         result = materialize(
             part,
             full_box(part.shape),
-            lambda key, box, of=places: of[key][slices(box)],
+            lambda key, box, arrays=places: arrays[key][box.slices],
             torch.int64,
         )
         for value in result.flatten().tolist():
@@ -54,7 +54,7 @@ def test_recipes_that_use_each_element_once_pass(
 
 
 def test_recipes_with_too_many_boxes_pass() -> None:
-    """Every other element of a large tensor would be a box of its own."""
+    """Every second element of a large tensor would be a box of its own."""
     large = Stored(("model", "w"), (4096, 64))
     pairs = recipes.reshape(large, (4096, 32, 2))
     check_used_once([recipes.select_index(pairs, 2, 0), recipes.select_index(pairs, 2, 1)])

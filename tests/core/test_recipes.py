@@ -1,4 +1,4 @@
-"""Any box of any recipe, against the same numpy calls on whole tensors."""
+"""Any box of any recipe, compared with the same numpy calls on whole tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.support.recipe_cases import Values, recipe
 from unified_ckpt.core import recipes
 from unified_ckpt.core.recipes import AllEqual, Recipe, Stored, merged_runs
-from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.boxes import Box, chunk_boxes
 from unified_ckpt.core.sharding.reshape import expand_box, reshape_map
 from unified_ckpt.errors import FormatError
-from unified_ckpt.views.materialize import materialize, slices
+from unified_ckpt.views.materialize import materialize
 
 
 @settings(max_examples=150, deadline=None)
@@ -33,9 +33,12 @@ def test_any_box_of_any_recipe_equals_numpy(
     ]
     box = Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
     result = materialize(
-        recipe, box, lambda key, at: torch.from_numpy(stored[key])[slices(at)], torch.float32
+        recipe,
+        box,
+        lambda key, stored_box: torch.from_numpy(stored[key])[stored_box.slices],
+        torch.float32,
     )
-    assert np.array_equal(result.numpy(), value[slices(box)])
+    assert np.array_equal(result.numpy(), value[box.slices])
     pieces = merged_runs(recipe)
     if pieces is not None:
         runs = [
@@ -48,18 +51,20 @@ def test_any_box_of_any_recipe_equals_numpy(
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 40))
 def test_chunk_boxes_are_the_tensor_in_row_major_order(shape: list[int], limit: int) -> None:
     value = np.arange(prod(shape)).reshape(shape)
-    result = [value[slices(box)].reshape(-1) for box in recipes.chunk_boxes(shape, limit)]
+    result = [value[box.slices].reshape(-1) for box in chunk_boxes(shape, limit)]
     assert all(len(part) <= limit for part in result)
     assert np.array_equal(np.concatenate(result), value.reshape(-1))
 
 
 def test_every_other_element_of_a_row_is_read_as_a_row() -> None:
-    """Interleaved rotary halves: 32 elements would be 32 reads."""
+    """Interleaved rotary halves: 32 elements would need 32 reads."""
     box = Box((0, 0, 1), (8, 32, 1))
     assert expand_box((8, 64), (8, 32, 2), box) == Box((0, 0, 0), (8, 32, 2))
     assert len(reshape_map((8, 64), (8, 32, 2), Box((0, 0, 0), (8, 32, 2)))[1]) == 1
     few = Box((0, 0, 0), (4, 2, 9))
-    assert expand_box((4 * 3, 9), (4, 3, 9), few) == few  # four runs: nothing between them is read
+    assert (
+        expand_box((4 * 3, 9), (4, 3, 9), few) == few
+    )  # four runs, without the bytes between them
 
 
 def test_recipes_that_keep_the_order_are_runs() -> None:
@@ -114,11 +119,11 @@ def test_all_equal_keeps_distinct_operands() -> None:
     both = recipes.all_equal([Stored(("optimizer", name), (2,)) for name in values])
     assert isinstance(both, AllEqual)
     assert materialize(
-        both, Box((0,), (1,)), lambda key, box: values[key[1]][slices(box)], torch.float32
+        both, Box((0,), (1,)), lambda key, box: values[key[1]][box.slices], torch.float32
     ).tolist() == [1.0]
     with pytest.raises(
         FormatError, match="tensor 1 of 2 that are merged into one differs from the first"
     ):
         materialize(
-            both, Box((0,), (2,)), lambda key, box: values[key[1]][slices(box)], torch.float32
+            both, Box((0,), (2,)), lambda key, box: values[key[1]][box.slices], torch.float32
         )

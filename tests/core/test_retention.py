@@ -1,4 +1,4 @@
-"""Retention: the steps that any rules keep, and each rule against its plain definition."""
+"""Retention: the steps that any rules keep, and each rule compared with its plain definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from unified_ckpt.core.retention import (
     Rule,
     Rules,
     SavedStep,
-    ranked,
     retained,
 )
 from unified_ckpt.errors import FormatError
@@ -66,18 +65,22 @@ def test_the_latest_the_latest_full_and_the_best_are_kept(
     saved: list[SavedStep], rules: Rules
 ) -> None:
     stays = retained(saved, rules)
-    assert set(stays) <= {one.step for one in saved}
+    assert set(stays) <= {item.step for item in saved}
     assert all(stays.values()), "each with its reasons"
     if saved:
-        assert max(one.step for one in saved) in stays
-    if any(one.full for one in saved):
-        assert max(one.step for one in saved if one.full) in stays
+        assert max(item.step for item in saved) in stays
+    if any(item.full for item in saved):
+        assert max(item.step for item in saved if item.full) in stays
     for rule in (*rules.full, *rules.model_only):
-        measured = [one for one in saved if isinstance(rule, BestN) and rule.metric in one.metrics]
+        measured = [
+            item for item in saved if isinstance(rule, BestN) and rule.metric in item.metrics
+        ]
         if measured and isinstance(rule, BestN):
             pick = min if rule.mode == "min" else max
-            value = pick(one.metrics[rule.metric] for one in measured)
-            assert max(one.step for one in measured if one.metrics[rule.metric] == value) in stays
+            value = pick(item.metrics[rule.metric] for item in measured)
+            assert (
+                max(item.step for item in measured if item.metrics[rule.metric] == value) in stays
+            )
 
 
 @given(histories(), all_rules, rules_of_a_kind)
@@ -94,7 +97,7 @@ def test_another_rule_never_removes_more(
 def test_retention_is_stable(saved: list[SavedStep], rules: Rules) -> None:
     """Steps that were kept are kept again."""
     stays = retained(saved, rules)
-    assert set(retained([one for one in saved if one.step in stays], rules)) == set(stays)
+    assert set(retained([item for item in saved if item.step in stays], rules)) == set(stays)
 
 
 @given(histories(), all_rules, st.randoms(use_true_random=False))
@@ -117,8 +120,8 @@ def test_no_rule_keeps_everything() -> None:
 
 def test_any_rule_keeps_a_step_and_is_named() -> None:
     saved = full(5, 10, 15, 20, 25, loss={5: 0.1, 15: 0.3})
-    found = retained(saved, only(LatestN(2), EverySteps(10), BestN("loss", "min", 1)))
-    assert found == {
+    reasons = retained(saved, only(LatestN(2), EverySteps(10), BestN("loss", "min", 1)))
+    assert reasons == {
         5: ("best 1 by loss", "best by loss"),
         10: ("every 10 steps",),
         20: ("latest 2", "every 10 steps"),
@@ -128,16 +131,16 @@ def test_any_rule_keeps_a_step_and_is_named() -> None:
 
 def test_every_seconds_counts_from_the_last_one_kept() -> None:
     saved = [
-        SavedStep(step, float(at), True, {})
-        for step, at in ((1, 0), (2, 50), (3, 60), (4, 119), (5, 121))
+        SavedStep(step, float(seconds), True, {})
+        for step, seconds in ((1, 0), (2, 50), (3, 60), (4, 119), (5, 121))
     ]
     assert set(retained(saved, only(EverySeconds(60.0)))) == {1, 3, 5}
 
 
 def test_every_seconds_recovers_from_a_clock_that_was_ahead() -> None:
     saved = [
-        SavedStep(step, float(at), True, {})
-        for step, at in ((1, 0), (2, 90_000), (3, 60), (4, 100), (5, 121), (6, 122))
+        SavedStep(step, float(seconds), True, {})
+        for step, seconds in ((1, 0), (2, 90_000), (3, 60), (4, 100), (5, 121), (6, 122))
     ]
     assert set(retained(saved, only(EverySeconds(60.0)))) == {1, 2, 3, 5, 6}
 
@@ -146,32 +149,6 @@ def test_separate_limits_for_model_only_and_full() -> None:
     saved = [SavedStep(step, float(step), step % 4 == 0, {}) for step in range(1, 13)]
     assert set(retained(saved, Rules((LatestN(2),), (LatestN(3),)))) == {8, 12, 9, 10, 11}
     assert set(retained(saved, Rules((LatestN(1),), ()))) == {12, 1, 2, 3, 5, 6, 7, 9, 10, 11}
-
-
-def test_a_model_only_step_does_not_displace_the_last_full_one() -> None:
-    saved = [
-        SavedStep(1, 1.0, True, {}),
-        *(SavedStep(step, float(step), False, {}) for step in (2, 3, 4)),
-    ]
-    assert set(retained(saved, only(LatestN(1)))) == {1, 4}
-
-
-def test_rotation_keeps_the_best_without_a_number() -> None:
-    saved = full(1, 2, 3, 4, loss={1: 3.0, 2: 1.0, 3: 2.0})
-    assert retained(saved, only(LatestN(1), BestN("loss", "min", 0)))[2] == ("best by loss",)
-    assert set(retained(saved, only(LatestN(1), BestN("loss", "max", 0)))) == {1, 4}
-
-
-def test_of_equal_metrics_the_later_step_is_the_best() -> None:
-    assert [
-        one.step
-        for one in ranked(full(1, 2, 3, loss={1: 1.0, 2: 1.0, 3: 2.0}), metric="loss", mode="min")
-    ] == [2, 1, 3]
-
-
-def test_without_the_metric_the_other_rules_decide() -> None:
-    assert set(retained(full(1, 2, 3), only(BestN("loss", "min", 2)))) == {3}
-    assert set(retained(full(1, 2, 3), only(BestN("loss", "min", 2), LatestN(2)))) == {2, 3}
 
 
 def test_protected_steps_are_kept() -> None:

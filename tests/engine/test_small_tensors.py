@@ -1,8 +1,7 @@
-"""Very many small tensors: the work for each stays what it is, however many there are; counted, for
-clocks tell of the node.
+"""Many small tensors: the work per tensor does not depend on their number.
 
-Calls of Python are counted with a profiler hook, and objects of the plan by their number;
-`benchmarks/bench_small_tensors.py` measures.
+Work is counted with a profiler hook, because clock times depend on the machine;
+`benchmarks/bench_small_tensors.py` measures times.
 """
 
 from __future__ import annotations
@@ -25,18 +24,16 @@ NO_SYNC = uc.SaveOptions(fsync=False)
 
 def state_of(tensors: int) -> dict[str, torch.Tensor]:
     """Mixed dtypes and scalars, so that neighbours by name are not neighbours in the file."""
-    made = {f"layers.{i}.w": torch.full((2, 3), float(i)) for i in range(tensors // 2)}
-    made |= {
+    state = {f"layers.{i}.w": torch.full((2, 3), float(i)) for i in range(tensors // 2)}
+    state |= {
         f"layers.{i}.b": torch.full((3,), i % 128, dtype=torch.bfloat16)
         for i in range(tensors // 4)
     }
-    return made | {f"layers.{i}.step": torch.tensor(float(i)) for i in range(tensors - len(made))}
+    return state | {f"layers.{i}.step": torch.tensor(float(i)) for i in range(tensors - len(state))}
 
 
 def work_of(act: Callable[[], object]) -> int:
-    """Calls, of Python and of C, and resumed generators: a sum over all tensors for each of them
-    shows.
-    """
+    """Count calls of Python and C functions, including resumed generators."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -52,11 +49,11 @@ def work_of(act: Callable[[], object]) -> int:
 
 
 def operations(root: Path, tensors: int) -> dict[str, int]:
-    """The work of each, where all tensors lie close to each other in the file."""
-    state, found = {f"t{i}": torch.full((3,), float(i)) for i in range(tensors)}, dict[str, int]()
+    """Return the work of each operation on tensors that are adjacent in the file."""
+    state, counts = {f"t{i}": torch.full((3,), float(i)) for i in range(tensors)}, dict[str, int]()
 
     def run(name: str, act: Callable[[], object]) -> None:
-        found[name] = work_of(act)
+        counts[name] = work_of(act)
 
     def iterate() -> None:
         with uc.open(root / "one") as source:
@@ -65,16 +62,16 @@ def operations(root: Path, tensors: int) -> dict[str, int]:
 
     run("save", lambda: uc.save(root / "one", model=state, options=NO_SYNC))
     run("load", lambda: uc.load(root / "one", model=state))
-    with uc.Checkpointer(root, options=NO_SYNC) as kept:
-        kept.save("two", model=state)
-        run("save again", lambda: kept.save("three", model=state))
-        run("save_async", lambda: kept.save_async("four", model=state))
+    with uc.Checkpointer(root, options=NO_SYNC) as checkpointer:
+        checkpointer.save("two", model=state)
+        run("save again", lambda: checkpointer.save("three", model=state))
+        run("save_async", lambda: checkpointer.save_async("four", model=state))
     run("open", iterate)
     run("verify", lambda: uc.verify(root / "one", deep=True))
     run("convert", lambda: uc.convert(root / "one", root / "five"))
     (root / "two" / "model.safetensors").write_bytes(b"?")
     run("repair", lambda: uc.repair(root / "two", []))
-    return found
+    return counts
 
 
 def assert_linear(few: dict[str, int], many: dict[str, int], *, times: int) -> None:
@@ -84,7 +81,7 @@ def assert_linear(few: dict[str, int], many: dict[str, int], *, times: int) -> N
     )
 
 
-def test_work_grows_as_the_number_of_tensors(tmp_path: Path) -> None:
+def test_work_is_linear_in_tensors(tmp_path: Path) -> None:
     operations(tmp_path / "warm", 10)
     assert_linear(operations(tmp_path / "few", 250), operations(tmp_path / "many", 1000), times=4)
 
@@ -98,9 +95,7 @@ def test_work_of_160_000_tensors_is_linear(tmp_path: Path) -> None:
 
 
 def test_ranks_share_small_tensors_in_linear_work(tmp_path: Path) -> None:
-    """Replicas: each rank plans and compares all of them. Waiting for each other is work, too,
-    hence the bound.
-    """
+    """Each rank plans and compares all replicas; the bound leaves room for polling."""
 
     def work(tensors: int, root: Path) -> int:
         state = state_of(tensors)
@@ -122,7 +117,7 @@ def test_ranks_share_small_tensors_in_linear_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensors", [3, 2000])
-def test_small_tensors_go_to_a_file_by_few_calls(
+def test_small_tensors_need_few_io_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int
 ) -> None:
     calls = {"read": 0, "write": 0}

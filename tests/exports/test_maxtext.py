@@ -1,7 +1,8 @@
-"""Tensors between Hugging Face's and MaxText's layout: round trips, moments, and whole models."""
+"""Tensors between the layouts of Hugging Face and MaxText: round trips, moments, whole models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from unified_ckpt.sources.orbax.maxtext_transforms import (
     transform_for,
 )
 
-TURNS = [
+TRANSFORMS = [
     Transform((6,), (4, 8)),
     Transform((6,), (4, 8), interleaved=True),
     Transform((6,), (4, 16), interleaved=True, multiplier=4.0),
@@ -35,70 +36,75 @@ TURNS = [
     Transform((6,), (5,)),
     Transform((), (6,)),
     Transform((), (2, 8)),
-    Transform((10,), (4,), keeps_layout=True, divisor=2.0),
+    Transform((10,), (4,), preserves_layout=True, divisor=2.0),
 ]
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 200, 1 << 20])
-@pytest.mark.parametrize("turn", TURNS)
-def test_round_trip_in_pieces(turn: Transform, nbytes: int) -> None:
-    hf = torch.randn(turn.hf_shape)
-    maxtext = torch.full(turn.maxtext_shape, torch.nan)
-    back = torch.full(turn.hf_shape, torch.nan)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_round_trip_in_pieces(transform: Transform, nbytes: int) -> None:
+    hf = torch.randn(transform.hf_shape)
+    maxtext = torch.full(transform.maxtext_shape, torch.nan)
+    back = torch.full(transform.hf_shape, torch.nan)
     for piece in chunk_boxes(
-        turn.maxtext_shape, turn.maxtext_shape, 4, axes=split_axes(turn), nbytes=nbytes
+        transform.maxtext_shape,
+        transform.maxtext_shape,
+        4,
+        axes=split_axes(transform),
+        nbytes=nbytes,
     ):
-        box = hf_box(turn, piece)
-        transformed = to_maxtext(at(hf, box), turn, piece.shape)
-        at(maxtext, piece).copy_(transformed)
-        at(back, box).copy_(to_hf(transformed, turn))
+        box = hf_box(transform, piece)
+        transformed = to_maxtext(select(hf, box), transform, piece.shape)
+        select(maxtext, piece).copy_(transformed)
+        select(back, box).copy_(to_hf(transformed, transform))
     assert torch.equal(back, hf)
-    assert torch.equal(to_maxtext(hf, turn, turn.maxtext_shape), maxtext)
-    assert torch.equal(to_hf(maxtext, turn), hf)
+    assert torch.equal(to_maxtext(hf, transform, transform.maxtext_shape), maxtext)
+    assert torch.equal(to_hf(maxtext, transform), hf)
 
 
-def at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
+def select(tensor: torch.Tensor, box: Any) -> torch.Tensor:
     return tensor[
         tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))
     ]
 
 
 @pytest.mark.parametrize(
-    "turn",
+    "transform",
     [
-        *TURNS,
+        *TRANSFORMS,
         Transform((6,), (4, 8), multiplier=sqrt(8)),
-        Transform((10,), (5,), keeps_layout=True, divisor=sqrt(5)),
+        Transform((10,), (5,), preserves_layout=True, divisor=sqrt(5)),
         Transform((), (6,), addend=-1.0),
     ],
 )
-def test_moments_are_those_of_the_gradient_in_the_other_form(turn: Transform) -> None:
+def test_moments_are_those_of_the_gradient_in_the_other_form(transform: Transform) -> None:
     """Autograd through the transform gives the moments that Adam would hold in the other layout."""
-    maxtext = torch.randn(turn.maxtext_shape, dtype=torch.float64, requires_grad=True)
-    gradient = torch.randn(turn.hf_shape, dtype=torch.float64)
-    (their_gradient,) = torch.autograd.grad(to_hf(maxtext, turn), maxtext, gradient)
+    maxtext = torch.randn(transform.maxtext_shape, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(transform.hf_shape, dtype=torch.float64)
+    (maxtext_gradient,) = torch.autograd.grad(to_hf(maxtext, transform), maxtext, gradient)
     torch.testing.assert_close(
-        to_hf(0.1 * their_gradient, transform_for(turn, "exp_avg")), 0.1 * gradient
+        to_hf(0.1 * maxtext_gradient, transform_for(transform, "exp_avg")), 0.1 * gradient
     )
     torch.testing.assert_close(
-        to_hf(0.001 * their_gradient**2, transform_for(turn, "exp_avg_sq")), 0.001 * gradient**2
+        to_hf(0.001 * maxtext_gradient**2, transform_for(transform, "exp_avg_sq")),
+        0.001 * gradient**2,
     )
 
 
 @pytest.mark.parametrize("head", [8, 16, 128])
-def test_queries_of_two_bytes_are_scaled_in_four_as_maxtext_does(head: int) -> None:
+def test_two_byte_queries_are_scaled_in_float32(head: int) -> None:
     """A scale that is not a power of two rounds, so a round trip is not exact."""
-    turn = Transform((6,), (2, head), multiplier=sqrt(head))
-    hf = torch.randn(turn.hf_shape).to(torch.bfloat16)
-    maxtext = as_numpy(to_maxtext(hf, turn, turn.maxtext_shape))
-    by_hand = as_numpy(hf).T.reshape(turn.maxtext_shape)
+    transform = Transform((6,), (2, head), multiplier=sqrt(head))
+    hf = torch.randn(transform.hf_shape).to(torch.bfloat16)
+    maxtext = as_numpy(to_maxtext(hf, transform, transform.maxtext_shape))
+    reshaped = as_numpy(hf).T.reshape(transform.maxtext_shape)
     assert np.array_equal(
         maxtext,
-        (by_hand.astype(np.float32) * np.float32(1 / np.sqrt(head))).astype(ml_dtypes.bfloat16),
+        (reshaped.astype(np.float32) * np.float32(1 / np.sqrt(head))).astype(ml_dtypes.bfloat16),
     )
-    back = to_hf(torch.from_numpy(maxtext.view(np.int16)).view(torch.bfloat16), turn)
+    back = to_hf(torch.from_numpy(maxtext.view(np.int16)).view(torch.bfloat16), transform)
     assert np.array_equal(
-        as_numpy(back.t()).reshape(turn.maxtext_shape),
+        as_numpy(back.t()).reshape(transform.maxtext_shape),
         (maxtext.astype(np.float32) * np.float32(np.sqrt(head))).astype(ml_dtypes.bfloat16),
     )
     torch.testing.assert_close(back, hf, rtol=2**-7, atol=0)
@@ -106,7 +112,7 @@ def test_queries_of_two_bytes_are_scaled_in_four_as_maxtext_does(head: int) -> N
 
 
 def hub_state(kind: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Tensors with the shapes and names of a real model, in a checkpoint with moments."""
+    """Return tensors with the shapes and names of a real model, and a checkpoint with moments."""
     config = KINDS[kind]()
     sizes = parse_sizes(config.to_dict(), label=kind)
     torch.manual_seed(0)
@@ -154,7 +160,7 @@ def test_view_equals_a_model_built_head_by_head(tmp_path: Path, kind: str, stack
 def with_scalars(
     state: dict[str, torch.Tensor], path: Path, *, step: Any, extra_state: dict[str, Any]
 ) -> Path:
-    """A torch file of the model and an optimizer whose steps are numbers; `other` adds state."""
+    """Write a torch file of a model and an optimizer whose steps are numbers."""
     entries = [
         {
             "exp_avg": torch.zeros_like(tensor),
@@ -173,7 +179,7 @@ def with_scalars(
 
 
 def test_steps_that_are_numbers_are_not_left_out(tmp_path: Path) -> None:
-    """Regression: conversion succeeded, without any step."""
+    """Once, a conversion succeeded and dropped the steps."""
     config, state = hub_state("llama3", tmp_path / "c")
     path = with_scalars(state, tmp_path / "a.pt", step=lambda _: 7, extra_state={})
     with SourceView(view_of(path, config)) as view:
@@ -196,50 +202,54 @@ def view_of(folder: Path, config: Any) -> Any:
     return maxtext_view(open_source(str(folder)), config.to_dict())
 
 
-def test_models_that_maxtext_cannot_hold_are_refused(tmp_path: Path) -> None:
-    config, state = hub_state("llama3", tmp_path / "c")
-    some = {
-        name: tensor
-        for name, tensor in state.items()
-        if name != "model.layers.2.mlp.up_proj.weight"
-    }
-    uc.save(tmp_path / "less", model=some)
-    with pytest.raises(
+NORM = "model.norm.weight"
+FIRST_NORM, UP = "model.layers.0.input_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
+State = dict[str, torch.Tensor]
+UNFIT: dict[str, tuple[Callable[[State], object], State, type[uc.CheckpointError], str]] = {
+    "a tensor less": (
+        lambda model: model.pop(UP),
+        {},
         uc.IncompleteError,
-        match=r"the checkpoint lacks(.|\n)*layers.2.mlp.up_proj.weight \(96, 64\)",
-    ):
-        view_of(tmp_path / "less", config)
-    uc.save(tmp_path / "more", model={**state, "model.extra": torch.ones(2)})
-    with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*model:model.extra"):
-        view_of(tmp_path / "more", config)
-    uc.save(tmp_path / "other", model={**state, "model.norm.weight": torch.ones(3)})
-    with pytest.raises(
-        uc.FormatError, match=r"model.norm.weight: got shape \(3,\), expected \(64,\)"
-    ):
-        view_of(tmp_path / "other", config)
-    uc.save(
-        tmp_path / "mixed",
-        model={
-            **state,
-            "model.layers.1.input_layernorm.weight": torch.ones(64, dtype=torch.bfloat16),
-        },
-    )
-    with pytest.raises(
-        uc.FormatError, match=r"got stacked tensors of dtypes BF16, F32, expected one"
-    ):
-        view_of(tmp_path / "mixed", config)
-    uc.save(tmp_path / "odd", model=state, optimizer={"model.norm.weight/momentum": torch.ones(64)})
-    with pytest.raises(
-        uc.FormatError, match=r"has no name for(.|\n)*optimizer:model.norm.weight/momentum"
-    ):
-        view_of(tmp_path / "odd", config)
-    uc.save(
-        tmp_path / "part",
-        model=state,
-        optimizer={"model.layers.0.input_layernorm.weight/exp_avg": torch.ones(64)},
-    )
-    with pytest.raises(
+        rf"the checkpoint lacks(.|\n)*{UP} \(96, 64\)",
+    ),
+    "a tensor more": (
+        lambda model: model.update({"model.extra": torch.ones(2)}),
+        {},
+        uc.FormatError,
+        r"has no name for(.|\n)*model:model.extra",
+    ),
+    "another shape": (
+        lambda model: model.update({NORM: torch.ones(3)}),
+        {},
+        uc.FormatError,
+        rf"{NORM}: got shape \(3,\), expected \(64,\)",
+    ),
+    "another dtype": (
+        lambda model: model.update({FIRST_NORM: torch.ones(64, dtype=torch.bfloat16)}),
+        {},
+        uc.FormatError,
+        r"got stacked tensors of dtypes BF16, F32, expected one",
+    ),
+    "other state": (
+        lambda model: None,
+        {f"{NORM}/momentum": torch.ones(64)},
+        uc.FormatError,
+        rf"has no name for(.|\n)*optimizer:{NORM}/momentum",
+    ),
+    "state of one layer": (
+        lambda model: None,
+        {f"{FIRST_NORM}/exp_avg": torch.ones(64)},
         uc.IncompleteError,
-        match=r"optimizer:model.layers.0.input_layernorm.weight/exp_avg: no shard has box",
-    ):
-        view_of(tmp_path / "part", config)
+        rf"optimizer:{FIRST_NORM}/exp_avg: no shard has box",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_models_that_maxtext_cannot_hold_are_refused(tmp_path: Path, case: str) -> None:
+    config, model = hub_state("llama3", tmp_path / "c")
+    change, optimizer, error, text = UNFIT[case]
+    change(model)
+    uc.save(tmp_path / "d", model=model, optimizer=optimizer or None)
+    with pytest.raises(error, match=text):
+        view_of(tmp_path / "d", config)

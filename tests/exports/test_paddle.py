@@ -14,6 +14,7 @@ from tests.support.paddle_files import changed, rewritten, same
 from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.exports import paddle as paddle_write
+from unified_ckpt.exports.formats import ExportArgs, export
 from unified_ckpt.exports.paddle import write_paddle
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources import open_source
@@ -27,9 +28,8 @@ def convert_to_paddle(
 ) -> Path:
     opened = open_source(str(source))
     try:
-        write_paddle(
-            opened, str(target), SourceOptions(config=str(config)), max_file_bytes=max_file_bytes
-        )
+        args = ExportArgs(fsync=False, config=str(config), max_file_bytes=max_file_bytes)
+        export(opened, "paddle", str(target), args)
     finally:
         opened.close()
     return target
@@ -41,7 +41,7 @@ def parse_json(path: Path) -> Any:
 
 @pytest.mark.parametrize("origin", ["single_bf16", "tp2_nomerge", "tp2_skip"])
 def test_round_trip_reproduces_paddle_files_bytewise(tmp_path: Path, origin: str) -> None:
-    """PaddleNLP's folder, converted to unified and back, as one process of PaddleNLP writes it."""
+    """PaddleNLP's folder, converted to unified and back, equals the files of one process."""
     expected = FIXTURES / "single_bf16"
     uc.convert(FIXTURES / origin, tmp_path / "ours")
     export = convert_to_paddle(tmp_path / "ours", tmp_path / "theirs", expected)
@@ -57,9 +57,7 @@ def test_round_trip_reproduces_paddle_files_bytewise(tmp_path: Path, origin: str
 
 
 def test_a_tied_model_has_both_names_in_every_part(tmp_path: Path) -> None:
-    """One process of PaddleNLP writes only lm_head into master weights and optimizer, and several
-    of it then cannot load them.
-    """
+    """Several processes of PaddleNLP need both names, though one process writes only lm_head."""
     expected = FIXTURES / "single_tied"
     uc.convert(expected, tmp_path / "ours")
     export = convert_to_paddle(tmp_path / "ours", tmp_path / "theirs", expected)
@@ -172,42 +170,47 @@ def test_unknown_optimizer_state_is_refused_before_writing(
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-def test_ambiguous_names_and_orientation_are_refused(tmp_path: Path) -> None:
-    uc.save(tmp_path / "ours", model={"mixer.weight": torch.zeros(4, 4)})
-    with pytest.raises(
-        uc.FormatError, match=r"mixer.weight: got shape \(4, 4\) of an unknown layer"
-    ):
+ZEROS = torch.zeros(32)
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown layer": (
+        {"model": {"mixer.weight": torch.zeros(4, 4)}},
+        r"mixer.weight: got shape \(4, 4\) of an unknown layer",
+    ),
+    "another part": (
+        {"model": {"model.norm.weight": ZEROS}, "parts": {"ema": {"model.norm.weight": ZEROS}}},
+        r"expected parts model(.|\n)*ema",
+    ),
+    "another dtype": (
+        {"model": {"model.norm.weight": ZEROS.double()}},
+        r"norm\.weight: got dtype F64, expected BF16, F16, F32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_models_that_paddle_cannot_hold_are_refused(tmp_path: Path, case: str) -> None:
+    stored, text = UNFIT[case]
+    uc.save(tmp_path / "ours", **stored)
+    with pytest.raises(uc.FormatError, match=text):
         convert_to_paddle(tmp_path / "ours", tmp_path / "theirs", FIXTURES / "single_bf16")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_missing_and_wrong_configs_are_refused(tmp_path: Path) -> None:
+    source, target = FIXTURES / "single_bf16", tmp_path / "theirs"
     with pytest.raises(uc.FormatError, match=r"set SourceOptions\(config="):
-        write_paddle(
-            open_source(str(tmp_path / "ours")),
-            str(tmp_path / "theirs"),
-            SourceOptions(),
-            max_file_bytes=FILE,
-        )
-    uc.save(
-        tmp_path / "parts",
-        model={"model.norm.weight": torch.zeros(32)},
-        parts={"ema": {"model.norm.weight": torch.zeros(32)}},
-    )
-    with pytest.raises(uc.FormatError, match=r"expected parts model(.|\n)*ema"):
-        convert_to_paddle(tmp_path / "parts", tmp_path / "theirs", FIXTURES / "single_bf16")
-    uc.save(tmp_path / "double", model={"model.norm.weight": torch.zeros(32, dtype=torch.float64)})
-    with pytest.raises(
-        uc.FormatError, match=r"norm\.weight: got dtype F64, expected BF16, F16, F32"
-    ):
-        convert_to_paddle(tmp_path / "double", tmp_path / "theirs", FIXTURES / "single_bf16")
+        write_paddle(open_source(str(source)), str(target), SourceOptions(), max_file_bytes=FILE)
     other_config = copied("single_bf16", tmp_path / "other")
     changed(other_config, "config.json", hidden_size=64, head_dim=8)
     with pytest.raises(uc.FormatError, match=r"by config.json"):
-        convert_to_paddle(FIXTURES / "single_bf16", tmp_path / "theirs", other_config)
-    assert not (tmp_path / "theirs").exists()
+        convert_to_paddle(source, target, other_config)
+    assert not target.exists()
 
 
 def test_existing_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "mine").write_text("kept")
-    with pytest.raises(uc.StorageError, match="exists; choose another name"):
+    with pytest.raises(uc.StorageError, match="holds other files"):
         convert_to_paddle(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
     assert [path.name for path in tmp_path.rglob("*")] == ["theirs", "mine"]
 
@@ -215,15 +218,13 @@ def test_existing_target_is_refused(tmp_path: Path) -> None:
 def test_corrupt_export_is_detected_and_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A source that gives other bytes the second time: what a bad disk, or a bug in the writer,
-    looks like.
-    """
+    """The second read returns other bytes, as with a bad disk or a bug in the writer."""
     real = paddle_write.read_box
 
-    def corrupt_read(storage: Any, location: Any, spec: Any, box: Box) -> bytes:
-        data = bytearray(real(storage, location, spec, box))
+    def corrupt_read(source: Any, key: Any, box: Box) -> bytearray:
+        data = real(source, key, box)
         data[0] ^= 1
-        return bytes(data)
+        return data
 
     monkeypatch.setattr(paddle_write, "read_box", corrupt_read)
     with pytest.raises(
@@ -235,7 +236,7 @@ def test_corrupt_export_is_detected_and_not_published(
 
 
 def test_underflowed_beta1_power_round_trips(tmp_path: Path) -> None:
-    """After some 800 steps at 0.9 the float32 power is zero; no step may be derived from it."""
+    """After about 800 steps at 0.9 the float32 power is zero, so it cannot give a step."""
     folder = copied("single_bf16", tmp_path / "c")
     changed(folder, "trainer_state.json", global_step=5000)
     powers = {"beta1_pow_acc_0": 0.0, "beta2_pow_acc_0": beta_power(0.999, 5000)}

@@ -1,4 +1,4 @@
-"""Checkpoints written in torch's formats, read back by torch bit for bit, weights and optimizer."""
+"""Checkpoints in torch's formats are read back by torch bit for bit, weights and optimizer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import unified_ckpt as uc
+from tests.support.torch_training import train
 from unified_ckpt.cli.main import main
 from unified_ckpt.exports.formats import ExportArgs, export
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
@@ -42,25 +43,16 @@ def net(seed: int) -> Net:
     return model, torch.optim.AdamW(groups)
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int
-) -> list[float]:
-    losses = []
-    for step in range(first, first + count):
-        ids = torch.randint(0, 9, (4,), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(ids), ids)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def loss_of(model: nn.Module, draw: torch.Generator) -> torch.Tensor:
+    ids = torch.randint(0, 9, (4,), generator=draw)
+    return nn.functional.cross_entropy(model(ids), ids)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A checkpoint, and the losses of the steps after it."""
     model, optimizer = net(0)
-    train(model, optimizer, 0, 3)
+    train(model, optimizer, loss_of, 0, 3)
     path = tmp_path_factory.mktemp("exports") / "c"
     extra = {"scheduler": {"last": (1, 2.5)}, "noise": torch.arange(3)}
     uc.save(
@@ -72,7 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
         step=3,
         options=QUICK,
     )
-    return path, train(model, optimizer, 3, 3)
+    return path, train(model, optimizer, loss_of, 3, 3)
 
 
 def test_torch_file_equals_what_torch_saves(
@@ -92,7 +84,7 @@ def test_torch_file_equals_what_torch_saves(
     model.load_state_dict(state_dict["model"])
     optimizer.load_state_dict(state_dict["optimizer"])
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
-    assert train(model, optimizer, 3, 3) == expected
+    assert train(model, optimizer, loss_of, 3, 3) == expected
     with zipfile.ZipFile(tmp_path / "c.pt") as archive:
         assert archive.testzip() is None
     assert main(["diff", str(tmp_path / "c.pt"), str(folder), "--part", "model"]) == 0
@@ -102,22 +94,22 @@ def test_dcp_folder_equals_what_dcp_saves(saved: tuple[Path, list[float]], tmp_p
     folder, expected = saved
     assert main(["convert", str(folder), str(tmp_path / "d"), "--to", "dcp"]) == 0
     model, optimizer = net(1)
-    train(model, optimizer, 0, 1)  # so that the state is there to be filled
+    train(model, optimizer, loss_of, 0, 1)  # creates the state to be filled
     weights, state = get_state_dict(model, optimizer)
     target: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0}
-    with warnings.catch_warnings(action="ignore"):  # one process
+    with warnings.catch_warnings(action="ignore"):  # the warning about a single process
         dcp.load(target, checkpoint_id=tmp_path / "d", no_dist=True)
     set_state_dict(
         model, optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"]
     )
     assert target["step"] == 3
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
-    assert train(model, optimizer, 3, 3) == expected
+    assert train(model, optimizer, loss_of, 3, 3) == expected
     assert main(["diff", str(tmp_path / "d"), str(folder), "--deep"]) == 0
     loaded_model, fresh = net(2)
     report = uc.load(tmp_path / "d", model=loaded_model, optimizer=fresh)
     assert report.extra["extra"]["scheduler"] == {"last": (1, 2.5)}
-    assert train(loaded_model, fresh, 3, 3) == expected
+    assert train(loaded_model, fresh, loss_of, 3, 3) == expected
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
@@ -141,7 +133,7 @@ def test_every_dtype_and_shape(tmp_path: Path, to: str) -> None:
         tensors = torch.load(path, weights_only=True)["model"]
     else:
         tensors = {name: torch.empty_like(tensor) for name, tensor in model.items()}
-        with warnings.catch_warnings(action="ignore"):  # one process
+        with warnings.catch_warnings(action="ignore"):  # the warning about a single process
             dcp.load({"model": tensors}, checkpoint_id=path, no_dist=True)
     assert tensors.keys() == model.keys()
     for name, tensor in model.items():
@@ -161,7 +153,7 @@ def test_failed_export_leaves_no_files(tmp_path: Path, to: str) -> None:
     with uc.open(tmp_path / "c") as opened:
         source = opened.source
         source.specs("model", source.names("model"))
-        os.truncate(file, file.stat().st_size - 8)  # after its size was looked at
+        os.truncate(file, file.stat().st_size - 8)  # after its size was read
         with pytest.raises(uc.StorageError, match="ends at byte"):
             export(source, to, str(tmp_path / "new"), ExportArgs())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "there.pt"]
@@ -190,28 +182,28 @@ def test_state_of_a_parameter_in_no_group_is_refused(
 class Counting(nn.Linear):
     """A module with non-tensor state."""
 
-    seen = 0
+    count = 0
 
     def get_extra_state(self) -> dict[str, int]:
-        return {"seen": self.seen}
+        return {"count": self.count}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
+        self.count = state["count"]
 
 
 def test_non_tensor_state_of_modules_is_exported(tmp_path: Path) -> None:
     model = nn.Sequential(Counting(2, 3))
-    model[0].seen = 4
+    model[0].count = 4
     uc.save(tmp_path / "c", model=model, options=QUICK)
     uc.convert(tmp_path / "c", tmp_path / "c.pt", to="torch")
     uc.convert(tmp_path / "c", tmp_path / "d", to="dcp")
     torch_model, dcp_model = nn.Sequential(Counting(2, 3)), nn.Sequential(Counting(2, 3))
     torch_model.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True)["model"])
     target = {"model": dcp_model.state_dict()}
-    with warnings.catch_warnings(action="ignore"):  # one process
+    with warnings.catch_warnings(action="ignore"):  # the warning about a single process
         dcp.load(target, checkpoint_id=tmp_path / "d", no_dist=True)
     dcp_model.load_state_dict(target["model"])
-    assert torch_model[0].seen == dcp_model[0].seen == 4
+    assert torch_model[0].count == dcp_model[0].count == 4
 
     renamed = nn.ModuleDict({"head": Counting(2, 3)})
     (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "0.*"\nto = "head.{1}"\n')
@@ -220,7 +212,7 @@ def test_non_tensor_state_of_modules_is_exported(tmp_path: Path) -> None:
         model=renamed,
         options=uc.LoadOptions(source=uc.SourceOptions(rename=str(tmp_path / "r.toml"))),
     )
-    assert renamed["head"].seen == 4
+    assert renamed["head"].count == 4
     (tmp_path / "s.toml").write_text(
         '[[rules]]\nmatch = "{i}.*"\nstack = {over = "i"}\nto = "h.{1}"\n'
     )
@@ -258,15 +250,22 @@ import resource, sys, torch, unified_ckpt as uc
 from unified_ckpt.exports.convert import convert
 import unified_ckpt.exports.formats
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert(sys.argv[1], sys.argv[2], to=sys.argv[3], source=uc.SourceOptions(rename=sys.argv[4] if len(sys.argv) > 4 else None), fsync=False)
+rename = sys.argv[4] if len(sys.argv) > 4 else None
+convert(
+    sys.argv[1],
+    sys.argv[2],
+    to=sys.argv[3],
+    source=uc.SourceOptions(rename=rename),
+    fsync=False,
+)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["torch", "dcp", "unified"])
 def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
-    """A tensor of 512 MiB is copied; for our own format, a transposed one too."""
+    """A tensor of 512 MiB is copied; for the unified format it is also transposed."""
     uc.save(
         tmp_path / "c",
         model={"w": torch.arange(1 << 27, dtype=torch.int32).view(1 << 14, 1 << 13)},

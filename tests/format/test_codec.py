@@ -174,21 +174,14 @@ TENSORS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", SIMPLE, ids=repr)
-def test_simple_values(value: Any) -> None:
+@pytest.mark.parametrize("value", [*SIMPLE, *CONTAINERS], ids=lambda value: type(value).__name__)
+def test_values_round_trip(value: Any) -> None:
     check(value)
     check([{"a": (value,)}])
 
 
 def test_integers_that_have_too_many_digits_for_json() -> None:
     check([10**5000, {-(10**5000): range(10**5000)}])
-
-
-@pytest.mark.parametrize(
-    "value", CONTAINERS, ids=lambda value: f"{type(value).__name__} {len(str(value))}"
-)  # a set has no order
-def test_containers(value: Any) -> None:
-    check(value)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +230,8 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_any_value_round_trips(value: Any) -> None:
     check(value)
-
-
-@given(VALUES)
-def test_equal_values_have_equal_trees(value: Any) -> None:
     again = unpack(pack(value))
-    assert json.dumps(encode(again)[0]) == json.dumps(encode(value)[0])
+    assert json.dumps(encode(again)[0]) == json.dumps(encode(value)[0]), "equal trees"
 
 
 def test_the_states_of_random_generators() -> None:
@@ -291,36 +280,15 @@ def test_all_schedulers_of_torch_are_covered() -> None:
     assert ours <= set(SCHEDULERS)
 
 
-def run(scheduler: Any, steps: int) -> list[float]:
-    rates = []
-    for _ in range(steps):
-        scheduler.optimizer.step() if hasattr(scheduler, "optimizer") else scheduler._schedulers[
-            0
-        ].optimizer.step()
-        scheduler.step(*[1.0] * (type(scheduler).__name__ == "ReduceLROnPlateau"))
-        rates.append(scheduler._last_lr[0])
-    return rates
-
-
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_resumes_exactly(name: str) -> None:
+def test_state_of_every_scheduler_round_trips(name: str) -> None:
     first = optimizer()
     scheduler = SCHEDULERS[name](first)
-    run(scheduler, 3)
-    saved = {
-        "scheduler": scheduler.state_dict(),
-        "groups": [
-            {k: v for k, v in group.items() if k != "params"} for group in first.param_groups
-        ],
-    }
-    check(saved)
-    tree, blobs = encode(saved)
-    loaded = decode(through_json(tree), blobs)
-    second = optimizer()
-    again = SCHEDULERS[name](second)
-    again.load_state_dict(loaded["scheduler"])
-    second.param_groups[0].update(loaded["groups"][0])
-    assert run(again, 5) == run(scheduler, 5)
+    for _ in range(3):
+        first.step()
+        scheduler.step(*[1.0] * (name == "ReduceLROnPlateau"))
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in first.param_groups]
+    check({"scheduler": scheduler.state_dict(), "groups": groups})
 
 
 def test_the_state_of_a_grad_scaler() -> None:
@@ -353,7 +321,7 @@ Point = namedtuple("Point", "x")
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "description"),
     [
         (lambda: 1, "a function"),
         (print, "a builtin_function_or_method"),
@@ -388,8 +356,10 @@ Point = namedtuple("Point", "x")
         ({(1, torch.zeros(1)): 1}, "a tensor in a key or a set"),
     ],
 )
-def test_values_that_cannot_be_restored_are_refused_by_path(value: Any, found: str) -> None:
-    with pytest.raises(FormatError, match=rf"extra\.scheduler\.lr_lambdas\[0\]: got ({found})"):
+def test_values_that_cannot_be_restored_are_refused_by_path(value: Any, description: str) -> None:
+    with pytest.raises(
+        FormatError, match=rf"extra\.scheduler\.lr_lambdas\[0\]: got ({description})"
+    ):
         encode({"scheduler": {"lr_lambdas": [value]}})
 
 
@@ -502,7 +472,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("node", HOSTILE, ids=str)
-def test_trees_that_encode_cannot_have_written_are_refused_by_path(node: Any) -> None:
+def test_trees_not_written_by_encode_are_refused_by_path(node: Any) -> None:
     with pytest.raises(FormatError, match=r"^extra\.a\[0\](\.|\[|:)"):
         decode({"a": [node]}, {"four": bytes(4), "none": b"", "tensor": torch.zeros(1)})
 

@@ -1,7 +1,7 @@
 """Checkpoints that an earlier commit wrote are read by this one, value by value.
 
-How a change could break the format: it reads its own folders, for it writes them in the new way.
-These folders were written once. Expected values follow from names and shapes, not from our reader.
+A test that reads what it has just written misses a change of the format on both sides. These
+folders were written once. Expected values follow from names and shapes, not from our reader.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDERS = ["everything", "several-files", "without-model", "adapter", *NODE_FOLD
 
 
 def blank(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Targets of the same shapes and dtypes; what is tied stays tied."""
+    """Return zeros of the same shapes and dtypes; tied tensors stay tied."""
     targets: dict[int, torch.Tensor] = {}
     return {
         name: targets.setdefault(id(value), torch.zeros_like(value))
@@ -50,7 +50,7 @@ def test_golden_folder_verifies(folder: str) -> None:
 
 
 def test_golden_state_loads() -> None:
-    """Every part, and what is no tensor."""
+    """Every part, and the values that are not tensors."""
     targets: dict[str, Any] = {
         "model": blank(golden.model()),
         "master_weights": blank(golden.master_weights()),
@@ -94,7 +94,7 @@ def test_golden_adapter_loads() -> None:
 
 @pytest.mark.parametrize("lost", [None, 0, 1])
 def test_golden_nodes_load(tmp_path: Path, lost: int | None) -> None:
-    """Together, and with either node lost: the copy on the other one has its shards."""
+    """Together, and with either node lost: the other one has copies of its shards."""
     paths = [
         Path(shutil.copytree(golden.GOLDEN / folder, tmp_path / str(node)))
         for node, folder in enumerate(NODE_FOLDERS)

@@ -40,50 +40,33 @@ def test_round_trip(total_size: int, weight_map: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "metadata",
+    ("metadata", "total_size"),
     [
-        {},
-        {"total_size": None},
-        {"total_size": "12"},
-        {"total_size": True},
-        {"total_size": -1},
-        [],
-        None,
+        *((text, None) for text in ("{}", "[]", "null")),
+        *((f'{{"total_size": {size}}}', None) for size in ("null", '"12"', "true", "-1", "NaN")),
+        ('{"total_size": 12.0}', 12),
     ],
 )
-def test_the_total_size_of_other_writers_may_be_absent(metadata: object) -> None:
-    assert parse_index(
-        json.dumps({"metadata": metadata, "weight_map": {}}).encode(), file=FILE
-    ) == Index(None, {})
+def test_total_size_of_other_writers(metadata: str, total_size: int | None) -> None:
+    body = f'{{"metadata": {metadata}, "weight_map": {{}}}}'.encode()
+    assert parse_index(body, file=FILE) == Index(total_size, {})
 
 
-def test_the_total_size_of_other_writers_may_be_a_float() -> None:
-    assert (
-        parse_index(b'{"metadata": {"total_size": 12.0}, "weight_map": {}}', file=FILE).total_size
-        == 12
-    )
-    assert (
-        parse_index(b'{"metadata": {"total_size": NaN}, "weight_map": {}}', file=FILE).total_size
-        is None
-    )
-
-
-@pytest.mark.parametrize("encoded", [b"", b"{", b"\xff", b"[" * 100_000])
-def test_text_that_is_not_json_is_refused(encoded: bytes) -> None:
-    with pytest.raises(FormatError, match=f"{FILE}: not valid JSON"):
-        parse_index(encoded, file=FILE)
-
-
-@pytest.mark.parametrize("encoded", [b"[]", b"{}", b'{"weight_map": []}', b"null"])
-def test_an_index_without_weight_map_is_refused(encoded: bytes) -> None:
-    with pytest.raises(FormatError, match=f"{FILE}: got no weight_map"):
-        parse_index(encoded, file=FILE)
-
-
-@pytest.mark.parametrize("value", [1, None, ["a"], {}])
-def test_files_that_are_not_strings_are_refused(value: object) -> None:
-    with pytest.raises(FormatError, match=f"{FILE}: tensor 'w': got file"):
-        parse_index(json.dumps({"weight_map": {"w": value}}).encode(), file=FILE)
+@pytest.mark.parametrize(
+    ("text", "bodies"),
+    [
+        ("not valid JSON", [b"", b"{", b"\xff", b"[" * 100_000]),
+        ("got no weight_map", [b"[]", b"{}", b'{"weight_map": []}', b"null"]),
+        (
+            "tensor 'w': got file",
+            [b'{"weight_map": {"w": %b}}' % value for value in (b"1", b"null", b'["a"]', b"{}")],
+        ),
+    ],
+)
+def test_invalid_index_is_refused(text: str, bodies: list[bytes]) -> None:
+    for body in bodies:
+        with pytest.raises(FormatError, match=f"{FILE}: {text}"):
+            parse_index(body, file=FILE)
 
 
 @pytest.mark.parametrize(

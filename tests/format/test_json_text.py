@@ -63,7 +63,7 @@ def test_configs_and_rename_rules_use_this_parser(tmp_path: Path) -> None:
 
 def test_no_other_module_parses_json_files() -> None:
     """JSON that ranks exchange does not come from files."""
-    found = [
+    modules = [
         str(path.relative_to(ROOT))
         for folder in ("format", "sources", "exports", "views")
         for path in (ROOT / folder).rglob("*.py")
@@ -72,4 +72,4 @@ def test_no_other_module_parses_json_files() -> None:
         and node.attr in ("load", "loads")
         and ast.unparse(node.value) == "json"
     ]
-    assert set(found) == {"format/json_text.py"}
+    assert set(modules) == {"format/json_text.py"}

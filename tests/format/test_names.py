@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from unified_ckpt.errors import FormatError
@@ -30,26 +32,31 @@ def test_file_names_are_those_of_hugging_face() -> None:
     assert names.index_name("model") == "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("number", [0, 5, -1])
-def test_a_file_number_outside_the_count_is_refused(number: int) -> None:
-    with pytest.raises(FormatError, match=r"part 'model': got file number .*expected 1 to 4"):
-        names.file_name("model", number=number, count=4)
+INVALID = {
+    r"part 'model': got file number .*expected 1 to 4": [
+        partial(names.file_name, "model", number=number, count=4) for number in (0, 5, -1)
+    ],
+    "expected 1 to 64 ASCII": [
+        partial(names.check_part_name, part)
+        for part in ("", "a-b", "a/b", "..", "a.b", "é", "a b", "x\n", "a" * 65)
+    ],
+    "reserved for a file": [
+        partial(names.check_part_name, part) for part in ("extra", "rank_extra", "digests")
+    ],
+    r"save id: got .*, expected 1 to 64": [  # names would be ambiguous
+        partial(make, "checkpoint-1", save_id)
+        for make in (names.staging_name, names.trash_name, names.replaced_name)
+        for save_id in ("", "a-b", "../x", "a/b")
+    ],
+}
 
 
-@pytest.mark.parametrize("part", ["model", "master_weights", "optimizer", "ema2", "E"])
-def test_part_names(part: str) -> None:
-    names.check_part_name(part)
-
-
-@pytest.mark.parametrize("part", ["", "a-b", "a/b", "..", "a.b", "é", "a b", "x\n", "a" * 65])
-def test_invalid_part_names_are_refused(part: str) -> None:
-    with pytest.raises(FormatError, match="expected 1 to 64 ASCII"):
-        names.check_part_name(part)
-
-
-@pytest.mark.parametrize("part", ["extra", "rank_extra", "digests"])
-def test_reserved_part_names_are_refused(part: str) -> None:
-    with pytest.raises(FormatError, match="reserved for a file"):
+@pytest.mark.parametrize("text", INVALID)
+def test_invalid_names_are_refused(text: str) -> None:
+    for call in INVALID[text]:
+        with pytest.raises(FormatError, match=text):
+            call()
+    for part in ("model", "master_weights", "optimizer", "ema2", "E"):
         names.check_part_name(part)
 
 
@@ -77,36 +84,13 @@ def test_a_trash_name_is_a_staging_name() -> None:
     assert names.is_trash(names.trash_name("checkpoint-10", "a" * 64)), "the longest id"
 
 
-def test_a_replaced_folder_belongs_to_one_name() -> None:
-    assert not names.is_replaced(names.replaced_name("checkpoint-10", "a1"), "10")
-    assert not names.is_replaced(names.replaced_name("checkpoint-10", "a1"), "checkpoint-1")
-
-
-def test_a_staging_folder_belongs_to_one_name() -> None:
+def test_siblings_belong_to_one_name() -> None:
+    replaced = names.replaced_name("checkpoint-10", "a1")
+    assert not any(names.is_replaced(replaced, name) for name in ("10", "checkpoint-1"))
     staging = names.staging_name("ema-checkpoint-1", "a1")
     assert [
         names.is_staging_of(staging, name) for name in ("ema-checkpoint-1", "checkpoint-1", "1")
     ] == [True, False, False]
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        "checkpoint-10",
-        ".unified",
-        ".unified-",
-        ".unified-a1",
-        ".unified-a1-",
-        ".unified-é-x",
-        "x.unified-a1-x",
-    ],
-)
-def test_other_entries_are_not_staging(entry: str) -> None:
-    assert not names.is_staging(entry)
-
-
-@pytest.mark.parametrize("save_id", ["", "a-b", "../x", "a/b"])
-def test_a_save_id_that_would_make_names_ambiguous_is_refused(save_id: str) -> None:
-    for make in (names.staging_name, names.trash_name, names.replaced_name):
-        with pytest.raises(FormatError, match=r"save id: got .*, expected 1 to 64"):
-            make("checkpoint-1", save_id)
+    others = ("checkpoint-10", ".unified", ".unified-", ".unified-a1", ".unified-a1-")
+    for entry in (*others, ".unified-é-x", "x.unified-a1-x"):
+        assert not names.is_staging(entry)

@@ -1,9 +1,16 @@
-"""Selection of a restore point: required parts, substitutes, and warnings for skipped steps."""
+"""Selection of a restore point: required parts, substitutes, and warnings for skipped steps.
+
+What is restored after any damage is tested by the machines.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +20,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.managers import (
     check_state,
+    delete_file,
     flip_last_byte,
     manager_of,
     save_steps,
@@ -21,7 +29,135 @@ from tests.support.managers import (
 )
 from tests.support.optimizers import FusedAdam
 from unified_ckpt.manager.option_aliases import from_paddle
-from unified_ckpt.manager.restore import required_parts
+from unified_ckpt.manager.restore import select
+from unified_ckpt.manager.restore.targets import required_parts
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage import locks
+from unified_ckpt.testing import run_ranks
+
+PREVIOUS = 1
+
+
+def restored(root: Path) -> int | None:
+    """Return the step that a new run restores, and check its values."""
+    targets = state(0)
+    with manager_of(None, root) as manager:
+        report = manager.restore(**targets)
+    assert report is not None
+    assert report.step is not None
+    check_state(targets, report.step)
+    return report.step
+
+
+def link(folder: Path) -> None:
+    shutil.move(folder, folder.with_name("big"))
+    folder.symlink_to(folder.with_name("big"))
+
+
+def interrupt_replacement(folder: Path) -> None:
+    """Leave the only copy under another name, as a crash does."""
+    folder.rename(folder.with_name(f".replaced-abc-{folder.name}"))
+
+
+SKIPPED: dict[str, tuple[Callable[[Path], None], str, type[uc.CheckpointError], str]] = {
+    "a CRC": (flip_last_byte, "model.safetensors.* has CRC", uc.IntegrityError, "has CRC"),
+    "a missing file": (
+        delete_file,
+        "checkpoint-2 is skipped: optimizer.safetensors is missing",
+        uc.NotFoundError,
+        "checkpoint-2: is incomplete: optimizer.safetensors is missing; complete steps: 1",
+    ),
+    "a link": (
+        link,
+        "checkpoint-2 is skipped: it is a link to .*/big, not a folder",
+        uc.NotFoundError,
+        "checkpoint-2: is incomplete: it is a link",
+    ),
+    "a backup": (
+        interrupt_replacement,
+        ".replaced-abc-checkpoint-2 is skipped: an interrupted .*rename it back to checkpoint-2",
+        uc.NotFoundError,
+        "checkpoint-2: does not exist: .*rename it back",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_newer_step_that_is_skipped_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    damage, warning, error, text = SKIPPED[name]
+    save_steps(tmp_path, 1, 2)
+    damage(tmp_path / "checkpoint-2")
+    assert restored(tmp_path) == PREVIOUS
+    (warned,) = warnings_of(caplog)
+    assert re.search(warning, warned)
+    with manager_of(None, tmp_path) as manager, pytest.raises(error, match=text):
+        manager.restore(2, **state(0))
+
+
+def test_bad_sector_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(tmp_path, 1, 2)
+    preadv, bad = os.preadv, (tmp_path / "checkpoint-2" / "optimizer.safetensors").stat()
+
+    def fail(fd: int, buffers: Any, start: int, *rest: int) -> int:
+        if os.path.samestat(os.fstat(fd), bad) and start + sum(map(len, buffers)) == bad.st_size:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, start, *rest)
+
+    monkeypatch.setattr(os, "preadv", fail)
+
+    def act(comm: Comm) -> int | None:
+        with manager_of(comm, tmp_path) as manager:
+            report = manager.restore(**state(0))
+            with pytest.raises(uc.StorageError, match="Input/output error"):
+                manager.restore(2, **state(0))
+            return report.step if report is not None else None
+
+    assert run_ranks(2, act) == [PREVIOUS] * 2
+
+
+def test_unlistable_folder_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, 1, 2)
+
+    def refused(call: Any) -> Any:
+        def act(path: Any = ".") -> Any:
+            if str(path).endswith("checkpoint-2"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return call(path)
+
+        return act
+
+    monkeypatch.setattr(os, "scandir", refused(os.scandir))
+    monkeypatch.setattr(os, "listdir", refused(os.listdir))
+    assert restored(tmp_path) == PREVIOUS
+    assert "checkpoint-2 is skipped: it cannot be read: Permission denied" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [(select, "diagnose"), (locks, "_lock")],
+    ids=["before it is opened", "before it is locked"],
+)
+def test_step_removed_during_selection_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, call: str
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    first, going = getattr(module, call), tmp_path / "checkpoint-2"
+
+    def act(*values: Any) -> Any:
+        selected = first(*values)
+        if going.exists() and (call == "_lock" or values[0] == str(going)):
+            shutil.rmtree(going)
+        return selected
+
+    monkeypatch.setattr(module, call, act)
+    assert restored(tmp_path) == PREVIOUS
+
+
+# parts
 
 
 def weights(value: float) -> dict[str, Any]:
@@ -32,31 +168,29 @@ def weights(value: float) -> dict[str, Any]:
     }
 
 
-def test_restore_of_a_run_that_saves_only_master_weights(
-    tmp_path: Path,
-) -> None:
+def test_restore_of_a_run_that_saves_only_master_weights(tmp_path: Path) -> None:
     named = from_paddle("async_save skip_save_model_weight master_weight_compatible")
     with manager_of(None, tmp_path, save_options=named.save, interval_steps=10) as manager:
         manager.save(10, **weights(10))
         manager.finish(20, **weights(20))
-    found = weights(0)
+    targets = weights(0)
     with manager_of(None, tmp_path) as manager:
         assert manager.steps()[-1].parts == ("master_weights", "optimizer")
-        assert manager.restore(**found).step == 20  # type: ignore[union-attr]
-        del found["master_weights"]
+        assert manager.restore(**targets).step == 20  # type: ignore[union-attr]
+        del targets["master_weights"]
         with pytest.raises(
             uc.MismatchError,
             match="master_weights: w: the checkpoint's master weights are more precise",
         ):
-            manager.restore(**found)
+            manager.restore(**targets)
         without = uc.LoadOptions(parts=("model", "optimizer"))
-        assert manager.restore(**found, options=without).step == 20  # type: ignore[union-attr]
-    assert torch.equal(found["model"]["w"], weights(20)["model"]["w"])
+        assert manager.restore(**targets, options=without).step == 20  # type: ignore[union-attr]
+    assert torch.equal(targets["model"]["w"], weights(20)["model"]["w"])
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_saving_no_model_without_masters_is_refused(tmp_path: Path, asynchronous: bool) -> None:
-    """At once, not after some failures in a row: trying again does not help."""
+    """It raises at once, because a retry cannot help."""
     named = from_paddle(f"skip_save_model_weight {'async_save' if asynchronous else ''}")
     with manager_of(
         None, tmp_path, save_options=named.save, interval_steps=10, asynchronous=asynchronous
@@ -73,10 +207,10 @@ def test_parts_left_out_by_load_options_are_not_required(tmp_path: Path) -> None
     save_steps(tmp_path, 10)
     save_steps(tmp_path, 20, full=False)
     with manager_of(None, tmp_path) as manager:
-        found = state(0)
-        assert manager.restore(options=uc.LoadOptions(parts=("model",)), **found).step == 20  # type: ignore[union-attr]
-        check_state({"model": found["model"]}, 20)
-        assert manager.restore(options=uc.LoadOptions(parts=("optimizer",)), **found).step == 10  # type: ignore[union-attr]
+        targets = state(0)
+        assert manager.restore(options=uc.LoadOptions(parts=("model",)), **targets).step == 20  # type: ignore[union-attr]
+        check_state({"model": targets["model"]}, 20)
+        assert manager.restore(options=uc.LoadOptions(parts=("optimizer",)), **targets).step == 10  # type: ignore[union-attr]
 
 
 def test_not_strict_loads_the_latest_step_with_some_parts(
@@ -84,18 +218,18 @@ def test_not_strict_loads_the_latest_step_with_some_parts(
 ) -> None:
     save_steps(tmp_path, 10, 20, full=False)
     flip_last_byte(tmp_path / "checkpoint-20")
-    found = state(0)
+    targets = state(0)
     with manager_of(None, tmp_path) as manager:
-        report = manager.restore(strict=False, **found)
+        report = manager.restore(strict=False, **targets)
         assert report is not None
         assert (report.step, report.missing) == (10, ("optimizer:w/exp_avg",))
-        check_state({"model": found["model"]}, 10)
+        check_state({"model": targets["model"]}, 10)
         assert (
             f"{tmp_path}/checkpoint-10 is loaded without optimizer (strict=False): no step has "
             f"all parts" in caplog.text
         )
         save_steps(tmp_path, 5)
-        assert manager.restore(strict=False, **found).step == 5  # type: ignore[union-attr]
+        assert manager.restore(strict=False, **targets).step == 5  # type: ignore[union-attr]
 
 
 def test_complete_steps_without_a_required_part_raise(
@@ -120,34 +254,31 @@ def test_complete_steps_without_a_required_part_raise(
     assert "checkpoint-20 is skipped: it has no optimizer" in caplog.text
 
 
-def test_required_parts() -> None:
-    either, optimizer, ema = (
-        frozenset({"model", "master_weights"}),
-        frozenset({"optimizer"}),
-        frozenset({"ema"}),
-    )
-    plain = uc.LoadOptions()
-    assert required_parts({}, plain) == []
-    assert required_parts({"model": {}, "extra": {}, "optimizer": None}, plain) == [either]
-    assert required_parts({"master_weights": {}, "model": {}, "optimizer": {}}, plain) == [
-        either,
-        optimizer,
-    ]
-    assert required_parts({"model": {}, "optimizer": {}, "parts": {"ema": {}}}, plain) == [
-        ema,
-        either,
-        optimizer,
-    ]
-    assert required_parts(
-        {"model": {}, "optimizer": {}, "parts": {"ema": {}}},
-        uc.LoadOptions(parts=("ema", "optimizer")),
-    ) == [ema, optimizer]
+WEIGHTS, OPTIMIZER, EMA = {"model", "master_weights"}, {"optimizer"}, {"ema"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "parts", "required"),
+    [
+        ([], None, []),
+        (["model", "extra"], None, [WEIGHTS]),
+        (["master_weights", "model", "optimizer"], None, [WEIGHTS, OPTIMIZER]),
+        (["model", "optimizer", "parts"], None, [EMA, WEIGHTS, OPTIMIZER]),
+        (["model", "optimizer", "parts"], ("ema", "optimizer"), [EMA, OPTIMIZER]),
+    ],
+)
+def test_required_parts(
+    targets: list[str], parts: tuple[str, ...] | None, required: list[set[str]]
+) -> None:
+    arguments: Any = {name: {"ema": {}} if name == "parts" else {} for name in targets}
+    options = uc.LoadOptions(parts=parts)
+    assert required_parts({**arguments, "rank_extra": None}, options) == required
 
 
 @pytest.mark.parametrize("stored", ["masters", "model"])
 @pytest.mark.parametrize("holder", ["optimizer", "dict", "lazy"])
 def test_load_parameters_path_fills_masters(tmp_path: Path, stored: str, holder: str) -> None:
-    """Masters that stayed at random values: the next step overwrote the weights with them."""
+    """Otherwise masters stay random, and the next step overwrites the weights with them."""
     model, masters = torch.nn.Linear(4, 3).bfloat16(), torch.nn.Linear(4, 3)
     masters.load_state_dict(
         {name: tensor.float() + 1e-4 for name, tensor in model.state_dict().items()}
@@ -173,16 +304,16 @@ def test_load_parameters_path_fills_masters(tmp_path: Path, stored: str, holder:
     if holder == "lazy":
         assert not optimizer.state
         return
-    found = (
+    loaded = (
         targets["master_weights"]["weight"]
         if holder == "dict"
         else optimizer.state[other.weight]["master_param"]
     )
-    assert torch.equal(found, masters.weight if stored == "masters" else model.weight.float())
+    assert torch.equal(loaded, masters.weight if stored == "masters" else model.weight.float())
 
 
 def test_load_parameters_path_fills_further_parts(tmp_path: Path) -> None:
-    """Adapters and averages: nothing was read, and the restore reported success."""
+    """Adapters and averages are loaded too; a restore without any target raises."""
     saved, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     uc.save(tmp_path / "weights", parts={"adapter_model": saved})
     with manager_of(

@@ -7,7 +7,7 @@ and must reproduce DeepSpeed's own further losses.
 from __future__ import annotations
 
 import argparse
-import os
+import operator
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +18,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
+from tests.sources.conformance import CHECKS
 from tests.support.processes.launch import torchrun
+from tests.support.source_cases import Case, Key
 from unified_ckpt.cli.main import main
 from unified_ckpt.sources.deepspeed import optimizer_files as deepspeed_ranks
 from unified_ckpt.sources.deepspeed import source as deepspeed
 from unified_ckpt.sources.deepspeed.optimizer_files import PLACEHOLDER_CLASSES
 from unified_ckpt.sources.restricted_pickle.load import load_torch
+
+pytestmark = pytest.mark.integration
 
 TWO = [
     "1",
@@ -70,9 +74,11 @@ def folder(two: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(two / "2", tmp_path / "ds"))
 
 
-def check_equal(path: Path, truth: Path) -> None:
+def check_equal(path: Path, expected_file: Path) -> None:
     expected = {
-        key: tensor for key, tensor in torch.load(truth).items() if isinstance(tensor, torch.Tensor)
+        key: tensor
+        for key, tensor in torch.load(expected_file).items()
+        if isinstance(tensor, torch.Tensor)
     }
     with uc.open(path) as source:
         assert source.format == "deepspeed"
@@ -113,6 +119,25 @@ def test_sizes_not_divisible_by_three_ranks(three: Path, case: str) -> None:
     check_equal(three / case, three / f"{case}.pt")
 
 
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("case", ["2", "3", "2-universal"])
+def test_source_conforms(
+    two: Path, tmp_path: Path, case: str, check: Callable[[Case], None]
+) -> None:
+    truth = torch.load(two / f"{case.removesuffix('-universal')}.pt")
+    expected: dict[Key, torch.Tensor] = {}
+    for key, tensor in truth.items():
+        part, _, name = key.partition(":")
+        if isinstance(tensor, torch.Tensor):
+            expected[part, name] = tensor.detach()
+        if part == "optimizer":
+            expected[part, f"{name.rpartition('/')[0]}/step"] = torch.tensor(3.0)
+    folder = two / case if "universal" in case else two / case / "global_step3"
+    path = Path(shutil.copytree(folder, tmp_path / "ds" / folder.name))
+    aliases = {"model": {"head.weight": "embed.weight"}}
+    check(Case(path, expected, format="deepspeed", aliases=aliases, lazy_nbytes=1 << 20))
+
+
 def test_fixtures_use_the_intended_classes(two: Path) -> None:
     classes = {case: torch.load(two / f"{case}.pt")["optimizer's class"] for case in TWO}
     assert set(classes.values()) == {
@@ -127,50 +152,13 @@ def test_fixtures_use_the_intended_classes(two: Path) -> None:
     assert starts == {"2": b"PK", "2-unzipped": b"\x80\x02"}
 
 
-def test_restore_uses_latest(two: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A newer step exists; then the named one is truncated; then both are."""
-    truth = {
-        key: tensor
-        for key, tensor in torch.load(two / "2.pt").items()
-        if isinstance(tensor, torch.Tensor)
-    }
-    with uc.open(folder) as source:
-        targets: Any = {
-            part: {name: torch.zeros_like(view[...]) for name, view in source[part].items()}
-            for part in source.parts
-        }
-    with uc.CheckpointManager(folder, options=uc.ManagerOptions(on_preemption=False)) as manager:
-        assert manager.restore(**targets).step == 3  # type: ignore[union-attr]
-        restored = {
-            f"{part}:{name}": tensor
-            for part, tensors in targets.items()
-            for name, tensor in tensors.items()
-        }
-        assert all(
-            torch.equal(tensor, truth[key]) for key, tensor in restored.items() if key in truth
-        )
-        assert (
-            f"{folder}/global_step6 is skipped: latest names global_step3, which is loaded; "
-            f"restore(6) loads this one" in caplog.text
-        )
-        assert manager.restore(6, **targets).step == 6  # type: ignore[union-attr]
-        os.truncate(folder / "global_step3" / MODEL, 1000)
-        assert manager.restore(**targets).step == 6  # type: ignore[union-attr]
-        assert f"{folder}/global_step3 is skipped: files are missing or truncated" in caplog.text
-        shutil.rmtree(folder / "global_step6")
-        with pytest.raises(
-            uc.IncompleteError, match=r"none of its steps can be loaded \(1\):\n  global_step3: "
-        ):
-            manager.restore(**targets)
-
-
 @pytest.mark.parametrize("case", ["2", "3"])
 def test_universal_checkpoints(two: Path, case: str) -> None:
     check_equal(two / f"{case}-universal", two / f"{case}.pt")
 
 
 def test_latest_universal(two: Path, tmp_path: Path) -> None:
-    """The converter writes it beside its output folder; the step's own folder may be gone."""
+    """The converter writes it next to its output folder; the step's own folder may be gone."""
     shutil.copytree(two / "2-universal", tmp_path / "alone" / "converted")
     (tmp_path / "alone" / "latest_universal").write_text("converted")
     check_equal(tmp_path / "alone", two / "2.pt")
@@ -178,31 +166,29 @@ def test_latest_universal(two: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "latest_universal").write_text("global_step3_universal")
     (tmp_path / "run" / "latest").write_text("global_step3")
     check_equal(tmp_path / "run", two / "2.pt")
-    (tmp_path / "run" / "latest").write_text("global_step6")  # a later step is not that one
+    (tmp_path / "run" / "latest").write_text("global_step6")  # a later step is not the named one
     with pytest.raises(uc.IncompleteError, match="'global_step6', which does not exist"):
         uc.open(tmp_path / "run")
 
 
-def test_round_robin_universal_checkpoint_is_refused(two: Path) -> None:
+def test_round_robin_universal_checkpoint_is_refused(two: Path, tmp_path: Path) -> None:
     """DeepSpeed's converter silently writes wrong values in the right shapes."""
-    truth = torch.load(two / "2-robin.pt")
+    expected = torch.load(two / "2-robin.pt")
     path = two / "2-robin-universal"
-    model = {
-        key.partition(":")[2]: torch.zeros_like(tensor)
-        for key, tensor in truth.items()
-        if key.startswith("model:")
-    }
-    moments = {
-        key.partition(":")[2]: torch.zeros_like(tensor)
-        for key, tensor in truth.items()
-        if key.startswith("optimizer:")
-    }
-    uc.load(path, model=model)  # these are not put together from anything
-    assert all(torch.equal(tensor, truth[f"model:{name}"]) for name, tensor in model.items())
+    targets: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
+    for key, tensor in expected.items():
+        part, _, name = key.partition(":")
+        if part in targets:
+            targets[part][name] = torch.zeros_like(tensor)
+    uc.load(path, model=targets["model"])  # model weights are not merged from shards
+    assert all(torch.equal(t, expected[f"model:{n}"]) for n, t in targets["model"].items())
     with pytest.raises(
         uc.IntegrityError, match=r"down.bias: element 0 of the fp32 weights(.|\n)*wrong order"
     ):
-        uc.load(path, optimizer=moments, strict=False)
+        uc.load(path, optimizer=targets["optimizer"], strict=False)
+    with pytest.raises(uc.IntegrityError, match="wrong order"):
+        uc.convert(path, tmp_path / "ours")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_client_state_and_scheduler(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,13 +212,13 @@ def test_client_state_and_scheduler(two: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_weights_without_zero(two: Path) -> None:
-    truth = torch.load(two / "0.pt")
+    expected = torch.load(two / "0.pt")
     with uc.open(two / "0") as source:
         assert source.parts == ("model",)
         assert source.source.aliases("model") == {"head.weight": "embed.weight"}
-        assert {*source["model"], "head.weight"} == set(truth)
+        assert {*source["model"], "head.weight"} == set(expected)
         assert all(
-            torch.equal(source["model"][name][...], tensor) for name, tensor in truth.items()
+            torch.equal(source["model"][name][...], tensor) for name, tensor in expected.items()
         )
         assert source.source.metadata().step == 1
 
@@ -252,45 +238,26 @@ def test_hub_clone_without_step_folder(folder: Path) -> None:
 
 
 def test_nan_weights_equal_themselves(two: Path, folder: Path) -> None:
-    """A diverged job is read as it is."""
+    """A diverged job is read unchanged."""
     dealt(folder, 1)
-    content = torch.load(shards(folder)[0], weights_only=True)
-    content["optimizer_state_dict"]["single_partition_of_fp32_groups"][2].detach()[0] = torch.nan
-    torch.save(content, shards(folder)[0])
+    edit(
+        shards(folder)[0].name,
+        lambda c: masters(c)[2].detach()[0].fill_(torch.nan),
+    )(folder)
     with pytest.raises(uc.IntegrityError, match="gain: element 0 of the fp32 weights is nan"):
         read_all(folder)
-    edit(folder, lambda content: content["module"]["gain"].fill_(torch.nan))
+    edit(MODEL, lambda content: content["module"]["gain"].fill_(torch.nan))(folder)
     read_all(folder)
 
 
-@pytest.mark.parametrize("case", ["1", "2", "2-robin", "3"])
-def test_convert(two: Path, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(("case", "compared"), [("1", 0), ("2", 8), ("2-robin", 0), ("3", 8)])
+def test_convert_compares_both_weights(two: Path, tmp_path: Path, case: str, compared: int) -> None:
     report = uc.convert(two / case, tmp_path / "ours")
-    assert report.compared == (
-        0 if case in ("1", "2-robin") else 8
-    )  # pairs of model and master_weights
-    assert uc.verify(tmp_path / "ours", deep=True).ok
-    expected = {
-        key: tensor
-        for key, tensor in torch.load(two / f"{case}.pt").items()
-        if isinstance(tensor, torch.Tensor)
-    }
+    assert report.compared == compared
     with uc.open(tmp_path / "ours") as source:
-        for key, tensor in expected.items():
-            part, _, name = key.partition(":")
-            assert torch.equal(
-                source[part if part in source.parts else "model"][name][...], tensor
-            ), key
-        assert source.source.metadata().groups[2]["options"]["lr"] == (
-            0.003 if case != "2" else 0.0015
-        )
+        lr = source.source.metadata().groups[2]["options"]["lr"]
+        assert lr == (0.003 if case != "2" else 0.0015)
         assert source.source.metadata().extra["mine"] == {"seen": (1, 2)}
-
-
-def test_corrupt_universal_checkpoint_is_not_converted(two: Path, tmp_path: Path) -> None:
-    with pytest.raises(uc.IntegrityError, match="wrong order"):
-        uc.convert(two / "2-robin-universal", tmp_path / "ours")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_open_older_step_by_folder(folder: Path) -> None:
@@ -326,7 +293,7 @@ def test_save_before_first_step(two: Path, case: str) -> None:
 @pytest.mark.slow  # imports all of Lightning on each rank
 def test_lightning_folder(tmp_path: Path) -> None:
     torchrun(2, "worker_deepspeed_lightning.py", tmp_path, timeout_seconds=240)
-    truth = torch.load(tmp_path / "model.pt")
+    expected = torch.load(tmp_path / "model.pt")
     with uc.open(tmp_path / "last.ckpt") as source:
         assert source.format == "deepspeed"
         metadata = source.source.metadata()
@@ -338,9 +305,9 @@ def test_lightning_folder(tmp_path: Path) -> None:
             "net.1.weight",
             "net.1.bias",
         }
-        assert set(source["model"]) == set(truth)
+        assert set(source["model"]) == set(expected)
         assert all(
-            torch.equal(source["model"][name][...], tensor) for name, tensor in truth.items()
+            torch.equal(source["model"][name][...], tensor) for name, tensor in expected.items()
         )
         assert source["optimizer"]["net.0.weight/exp_avg"].shape == (6, 5)
     read_all(tmp_path / "last.ckpt")
@@ -350,32 +317,32 @@ def test_lightning_folder(tmp_path: Path) -> None:
 def test_trainer_folder(tmp_path: Path) -> None:
     torchrun(2, "worker_deepspeed_trainer.py", tmp_path, timeout_seconds=240)
     path = tmp_path / "run" / "checkpoint-3"
-    truth = load_file(path / "model.safetensors")
+    expected = load_file(path / "model.safetensors")
     with uc.open(path) as source:
         assert source.format == "deepspeed"
         assert source.source.metadata().step == 3
-        assert {name: str(tensor.dtype) for name, tensor in truth.items()} == dict.fromkeys(
+        assert {name: str(tensor.dtype) for name, tensor in expected.items()} == dict.fromkeys(
             source["model"], "torch.bfloat16"
         )
-        for name, tensor in truth.items():
+        for name, tensor in expected.items():
             assert torch.equal(source["model"][name][...], tensor)
             assert torch.equal(source["master_weights"][name][...].bfloat16(), tensor)
         assert torch.equal(
-            source["model"]["lm_head.weight"][...], truth["model.embed_tokens.weight"]
+            source["model"]["lm_head.weight"][...], expected["model.embed_tokens.weight"]
         )
-    truth["model.norm.weight"][0] += 1
-    save_file(truth, path / "model.safetensors", metadata={"format": "pt"})
+    expected["model.norm.weight"][0] += 1
+    save_file(expected, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         uc.IntegrityError,
         match=r"model.norm.weight: element 0 of the fp32 weights(.|\n)*model.safetensors;",
     ):
         read_all(path)
-    (path / "model.safetensors").unlink()  # the weights are then made from the fp32 ones
-    truth["model.norm.weight"][0] -= 1
+    (path / "model.safetensors").unlink()  # the weights are then derived from the fp32 ones
+    expected["model.norm.weight"][0] -= 1
     with uc.open(path) as source:
         assert torch.equal(
             source["model"]["model.layers.1.mlp.up_proj.weight"][...],
-            truth["model.layers.1.mlp.up_proj.weight"],
+            expected["model.layers.1.mlp.up_proj.weight"],
         )
 
 
@@ -483,7 +450,7 @@ def test_step_count_in_options(two: Path, folder: Path) -> None:
 
 
 def test_only_needed_files_are_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only rank 0's file is opened besides: thousands of ranks may open one folder."""
+    """Besides, only rank 0's file is opened: thousands of ranks may open one folder."""
     dealt(folder, 12)
     opened_paths = []
 
@@ -502,62 +469,9 @@ def test_only_needed_files_are_opened(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_namespace_in_client_state(folder: Path) -> None:
-    path = folder / "global_step3" / MODEL
-    torch.save(torch.load(path, weights_only=True) | {"args": argparse.Namespace(lr=0.1)}, path)
+    edit(MODEL, lambda content: content.update(args=argparse.Namespace(lr=0.1)))(folder)
     with uc.open(folder) as source:
         assert source.source.metadata().extra["args"] == {"lr": 0.1}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_missing_rank_file_is_named(folder: Path, rank: int) -> None:
-    """As where each node has only its own ranks' files."""
-    shards(folder)[rank].unlink()
-    with pytest.raises(
-        uc.IncompleteError, match=rf"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-    ):
-        uc.open(folder)
-
-
-def test_all_missing_ranks_are_named(folder: Path) -> None:
-    dealt(folder, 12)
-    for rank in (3, 10, 11):
-        (folder / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(uc.IncompleteError, match=r"rank_3_mp(.|\n)*rank_10_mp(.|\n)*rank_11_mp"):
-        uc.open(folder)
-
-
-def test_missing_model_file(folder: Path) -> None:
-    (folder / "global_step3" / MODEL).unlink()
-    with pytest.raises(uc.IncompleteError, match=r"mp_rank_00_model_states.pt"):
-        uc.open(folder)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_missing_stage3_model_file(two: Path, tmp_path: Path, rank: int) -> None:
-    """Another rank's model file has its parts of frozen parameters."""
-    copy = Path(shutil.copytree(two / "3", tmp_path / "ds"))
-    (copy / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(
-        uc.IncompleteError, match=rf"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-    ):
-        uc.open(copy)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("cut", [0, 1, 1000, -10])
-def test_truncated_file_is_named_on_opening(folder: Path, which: int, cut: int) -> None:
-    path = shards(folder)[which]
-    path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(uc.CheckpointError, match=path.name):
-        uc.open(folder)
-
-
-@pytest.mark.parametrize("cut", [0, 1000, -10])
-def test_truncated_model_file_is_named(folder: Path, cut: int) -> None:
-    path = folder / "global_step3" / MODEL
-    path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(uc.IncompleteError, match=MODEL):
-        uc.open(folder)
 
 
 def read_all(folder: Path) -> None:
@@ -567,238 +481,240 @@ def read_all(folder: Path) -> None:
                 source[part][name][...]
 
 
-@pytest.mark.parametrize("swapped", [True, False])
-@pytest.mark.parametrize("pattern", ["*_optim_states.pt", "zero_pp_rank_*_model_states.pt"])
-def test_rank_files_swapped_or_copied(
-    two: Path, tmp_path: Path, pattern: str, swapped: bool
-) -> None:
-    """ZeRO 3 has no other proof: all parts have one size, and model files have no weights."""
-    folder = Path(shutil.copytree(two / "3", tmp_path / "ds"))
-    first, second = sorted((folder / "global_step3").glob(pattern))
-    data = second.read_bytes()
-    second.write_bytes(first.read_bytes())
-    if swapped:
-        first.write_bytes(data)
-    with pytest.raises(
+# ---- damage
+
+Damage = Callable[[Path], object]
+
+
+def edit(file: str, change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change the content of a file of the step."""
+
+    def act(folder: Path) -> None:
+        path = folder / "global_step3" / file
+        content = torch.load(path, weights_only=True)
+        change(content)
+        torch.save(content, path)
+
+    return act
+
+
+def of_five(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change the optimizer's state of rank 1 of five."""
+
+    def act(folder: Path) -> None:
+        dealt(folder, 5)
+        edit(SHARD.format(1), lambda content: change(content["optimizer_state_dict"]))(folder)
+
+    return act
+
+
+def exchange(pattern: str, *, swapped: bool) -> Damage:
+    """Swap the files of two ranks, or put a copy of the first in place of the second."""
+
+    def act(folder: Path) -> None:
+        first, second = sorted((folder / "global_step3").glob(pattern))
+        data = second.read_bytes()
+        second.write_bytes(first.read_bytes())
+        if swapped:
+            first.write_bytes(data)
+
+    return act
+
+
+def copy(file: str, target: str) -> Damage:
+    return lambda folder: shutil.copy(folder / file, folder / target)
+
+
+def lose_ranks(folder: Path) -> None:
+    dealt(folder, 12)
+    for rank in (3, 10, 11):
+        (folder / "global_step3" / SHARD.format(rank)).unlink()
+
+
+def masters(content: dict[str, Any]) -> list[torch.Tensor]:
+    groups: list[torch.Tensor] = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    return groups
+
+
+SHARD = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+FIRST, SECOND, THIRD = (f"global_step3/bf16_{SHARD.format(rank)}" for rank in range(3))
+STEP_6 = f"global_step6/bf16_{SHARD.format(1)}"
+STATES, MODELS = "*_optim_states.pt", "zero_pp_rank_*_model_states.pt"
+SWAPPED = r"was written as \S*zero_pp_rank_\d_\S*.pt, so files were swapped or copied"
+FILE = "expected a model file of DeepSpeed"
+DAMAGE: dict[str, tuple[str, Damage, type[uc.CheckpointError], str]] = {
+    "ranks are missing": (
+        "2",
+        lose_ranks,
+        uc.IncompleteError,
+        r"rank_3_mp(.|\n)*rank_10_mp(.|\n)*rank_11_mp",
+    ),
+    # ZeRO 3 offers no other check: all parts have one size, and model files have no weights
+    "swapped states": ("3", exchange(STATES, swapped=True), uc.FormatError, SWAPPED),
+    "copied states": ("3", exchange(STATES, swapped=False), uc.FormatError, SWAPPED),
+    "swapped models": ("3", exchange(MODELS, swapped=True), uc.FormatError, SWAPPED),
+    "copied models": ("3", exchange(MODELS, swapped=False), uc.FormatError, SWAPPED),
+    # a job died while it overwrote its last checkpoint
+    "a file of another save": (
+        "2",
+        copy(STEP_6, SECOND),
         uc.FormatError,
-        match=r"was written as \S*zero_pp_rank_\d_\S*.pt, so files were swapped or copied",
-    ):
-        uc.open(folder)
-
-
-def test_files_of_two_saves_are_refused(folder: Path) -> None:
-    """A job died while it overwrote its last checkpoint."""
-    shutil.copy(folder / "global_step6" / shards(folder)[1].name, folder / "global_step3")
-    with pytest.raises(
+        r"rank_1_\S*.pt: got step \[6.0(.|\n)*expected \[3.0(.|\n)*rank_0",
+    ),
+    "all states of another save": (
+        "2",
+        lambda folder: [
+            shutil.copy(folder / "global_step6" / path.name, path) for path in shards(folder)
+        ],
+        uc.IntegrityError,
+        "these are files of two saves",
+    ),
+    "a third rank": (
+        "2",
+        copy(SECOND, THIRD),
         uc.FormatError,
-        match=r"rank_1_\S*.pt: got step \[6.0(.|\n)*expected \[3.0(.|\n)*rank_0",
-    ):
-        read_all(folder)
-    for path in shards(folder):
-        shutil.copy(folder / "global_step6" / path.name, path)
-    with pytest.raises(uc.IntegrityError, match="these are files of two saves"):
-        read_all(folder)
-
-
-def test_surplus_rank_files_are_refused(folder: Path) -> None:
-    shutil.copy(
-        shards(folder)[1],
-        folder / "global_step3" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt",
-    )
-    with pytest.raises(uc.FormatError, match=r"got files of ranks \[2\], expected 2 ranks"):
-        uc.open(folder)
-    (folder / "global_step3" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").rename(
-        folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    )
-    with pytest.raises(uc.FormatError, match=r"got files of two saves(.|\n)*zero_pp_rank_1"):
-        uc.open(folder)
-
-
-def shorten(state: dict[str, Any]) -> None:
-    state["single_partition_of_fp32_groups"][0] = (
-        state["single_partition_of_fp32_groups"][0][:-3].detach().clone()
-    )
-
-
-def narrow(state: dict[str, Any]) -> None:
-    moments = state["base_optimizer_state"]["state"][0]
-    moments["exp_avg"] = moments["exp_avg"].bfloat16()
-
-
-def forget(state: dict[str, Any]) -> None:
-    del state["base_optimizer_state"]["state"][0]["exp_avg_sq"]
-
-
-def spread(state: dict[str, Any]) -> None:
-    state["partition_count"] = [5, 5, 1]
-
-
-OTHERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (
-        shorten,
+        r"got files of ranks \[2\], expected 2 ranks",
+    ),
+    "a second file of a rank": (
+        "2",
+        copy(SECOND, f"global_step3/{SHARD.format(1)}"),
+        uc.FormatError,
+        r"got files of two saves(.|\n)*zero_pp_rank_1",
+    ),
+    "a short partition": (
+        "2",
+        of_five(
+            lambda state: operator.setitem(
+                state["single_partition_of_fp32_groups"], 0, torch.ones(27)
+            )
+        ),
+        uc.FormatError,
         r"rank_1\S*.pt: flat group 0: fp32: got shape \(27,\) of torch.float32, expected 30 to 30",
     ),
-    (
-        narrow,
+    "another dtype": (
+        "2",
+        of_five(
+            lambda state: state["base_optimizer_state"]["state"][0].update(
+                exp_avg=torch.zeros(30, dtype=torch.bfloat16)
+            )
+        ),
+        uc.FormatError,
         r"rank_1\S*.pt: flat group 0: exp_avg: got shape \(30,\) of torch.bfloat16",
     ),
-    (forget, r"rank_1\S*.pt: got other flat groups or states than \S*rank_0"),
-    (spread, r"rank_1\S*.pt: got groups partitioned over \[1, 5\] ranks"),
-    (
-        lambda state: state.update(partition_count=[4, 4, 4]),
+    "a missing state": (
+        "2",
+        of_five(lambda state: state["base_optimizer_state"]["state"][0].pop("exp_avg_sq")),
+        uc.FormatError,
+        r"rank_1\S*.pt: got other flat groups or states than \S*rank_0",
+    ),
+    "two counts of partitions": (
+        "2",
+        of_five(lambda state: state.update(partition_count=[5, 5, 1])),
+        uc.FormatError,
+        r"rank_1\S*.pt: got groups partitioned over \[1, 5\] ranks",
+    ),
+    "another count of ranks": (
+        "2",
+        of_five(lambda state: state.update(partition_count=[4, 4, 4])),
+        uc.FormatError,
         r"rank_1\S*.pt: got ZeRO stage 2 on 4 ranks, expected stage 2 on 5 as in \S*rank_0",
     ),
-    (
-        lambda state: state.pop("base_optimizer_state"),
+    "no optimizer": (
+        "2",
+        of_five(lambda state: state.pop("base_optimizer_state")),
+        uc.FormatError,
         r"rank_1\S*.pt: expected an optimizer file of ZeRO: KeyError",
     ),
-]
-
-
-@pytest.mark.parametrize(("change", "text"), OTHERS)
-def test_inconsistent_rank_file_is_refused(
-    folder: Path, change: Callable[[dict[str, Any]], None], text: str
-) -> None:
-    dealt(folder, 5)
-    path = shards(folder)[1]
-    content = torch.load(path, weights_only=True)
-    change(content["optimizer_state_dict"])
-    torch.save(content, path)
-    with pytest.raises(uc.FormatError, match=text):
-        read_all(folder)
-
-
-@pytest.mark.parametrize(
-    ("file", "error", "text"),
-    [
-        ("embed.weight/fp32.pt", uc.IncompleteError, r"fp32.pt is missing for(.|\n)*embed.weight"),
-        ("gain/exp_avg.pt", uc.IncompleteError, r"optimizer states are missing(.|\n)*gain/exp_avg"),
-        ("optimizer_state.pt", uc.IncompleteError, r"optimizer_state.pt"),
-    ],
-)
-def test_missing_universal_file(
-    two: Path, tmp_path: Path, file: str, error: type[Exception], text: str
-) -> None:
-    copy = Path(shutil.copytree(two / "2-universal", tmp_path / "ds"))
-    (copy / "zero" / file).unlink()
-    with pytest.raises(error, match=text):
-        uc.open(copy)
-
-
-def test_universal_file_of_other_parameter(two: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(two / "2-universal", tmp_path / "ds"))
-    shutil.copy(copy / "zero" / "up.weight" / "exp_avg.pt", copy / "zero" / "embed.weight")
-    with pytest.raises(
-        uc.FormatError, match=r"embed.weight/exp_avg.pt: got shape \(5, 7\), expected \(11, 7\)"
-    ):
-        uc.open(copy)
-
-
-# ---- what the model's file says
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = folder / "global_step3" / MODEL
-    content = torch.load(path, weights_only=True)
-    change(content)
-    torch.save(content, path)
-
-
-def swap(content: dict[str, Any]) -> None:
-    group = content["param_shapes"][1]
-    group["norm.weight"] = group.pop("norm.weight")  # after norm.bias, which has its shape
-
-
-def drop(content: dict[str, Any]) -> None:
-    del content["param_shapes"][0]["up.weight"]
-
-
-def add(content: dict[str, Any]) -> None:
-    content["param_shapes"][1]["more"] = torch.Size([1000])
-
-
-def reshape(content: dict[str, Any]) -> None:
-    content["param_shapes"][0]["up.weight"] = torch.Size([7, 5])
-
-
-WRONG: list[tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = [
-    (swap, uc.IntegrityError, "norm.(weight|bias): element 0 of the fp32 weights"),
-    (drop, uc.FormatError, "flat group 0: got 3 paddings for 2 parameters"),
-    (add, uc.FormatError, "more"),
-    (
-        reshape,
+    "universal: no weights of a parameter": (
+        "2-universal",
+        lambda folder: (folder / "zero/embed.weight/fp32.pt").unlink(),
+        uc.IncompleteError,
+        r"fp32.pt is missing for(.|\n)*embed.weight",
+    ),
+    "universal: no moment": (
+        "2-universal",
+        lambda folder: (folder / "zero/gain/exp_avg.pt").unlink(),
+        uc.IncompleteError,
+        r"optimizer states are missing(.|\n)*gain/exp_avg",
+    ),
+    "universal: no state of the optimizer": (
+        "2-universal",
+        lambda folder: (folder / "zero/optimizer_state.pt").unlink(),
+        uc.IncompleteError,
+        r"optimizer_state.pt",
+    ),
+    "universal: a moment of another parameter": (
+        "2-universal",
+        copy("zero/up.weight/exp_avg.pt", "zero/embed.weight/exp_avg.pt"),
+        uc.FormatError,
+        r"embed.weight/exp_avg.pt: got shape \(5, 7\), expected \(11, 7\)",
+    ),
+    "parameters in another order": (  # norm.weight after norm.bias, which has its shape
+        "2",
+        edit(MODEL, lambda content: content["param_shapes"][1].move_to_end("norm.weight")),
+        uc.IntegrityError,
+        "norm.(weight|bias): element 0 of the fp32 weights",
+    ),
+    "a parameter less": (
+        "2",
+        edit(MODEL, lambda content: content["param_shapes"][0].pop("up.weight")),
+        uc.FormatError,
+        "flat group 0: got 3 paddings for 2 parameters",
+    ),
+    "a parameter more": (
+        "2",
+        edit(MODEL, lambda content: content["param_shapes"][1].update(more=torch.Size([1000]))),
+        uc.FormatError,
+        "more",
+    ),
+    "another shape": (
+        "2",
+        edit(
+            MODEL,
+            lambda content: content["param_shapes"][0].update({"up.weight": torch.Size([7, 5])}),
+        ),
         uc.FormatError,
         r"up.weight: got shape \(5, 7\), expected \(7, 5\)",
     ),
-    (
-        lambda content: content["param_shapes"].pop(),
+    "a group less": (
+        "2",
+        edit(MODEL, lambda content: content["param_shapes"].pop()),
         uc.FormatError,
         "got 3 flat groups, expected 2",
     ),
-    (lambda content: content.update(module=None), uc.FormatError, "got no weights"),
-    (lambda content: content.pop("module"), uc.FormatError, "expected a model file of DeepSpeed"),
-    (
-        lambda content: content.update(param_shapes=[3]),
+    "no weights": (
+        "2",
+        edit(MODEL, lambda content: content.update(module=None)),
         uc.FormatError,
-        "expected a model file of DeepSpeed",
+        "got no weights",
     ),
-]
+    "no module": ("2", edit(MODEL, lambda content: content.pop("module")), uc.FormatError, FILE),
+    "shapes of another form": (
+        "2",
+        edit(MODEL, lambda content: content.update(param_shapes=[3])),
+        uc.FormatError,
+        FILE,
+    ),
+    **{
+        f"parallelism: {name}": (
+            "2",
+            copy(f"global_step3/{MODEL}", f"global_step3/{name}"),
+            uc.FormatError,
+            rf"is not read(.|\n)*{name}",
+        )
+        for name in (
+            "layer_03-model_00-model_states.pt",
+            "layer_0_expert_1_mp_rank_00_model_states.pt",
+            "mp_rank_01_model_states.pt",
+        )
+    },
+}
 
 
-@pytest.mark.parametrize(("change", "error", "text"), WRONG)
-def test_wrong_shapes_and_orders_are_refused(
-    folder: Path, change: Callable[[dict[str, Any]], None], error: type[Exception], text: str
-) -> None:
-    edit(folder, change)
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_folder_is_refused(two: Path, tmp_path: Path, name: str) -> None:
+    case, damage, error, text = DAMAGE[name]
+    folder = Path(shutil.copytree(two / case, tmp_path / "ds"))
+    damage(folder)
     with pytest.raises(error, match=text):
         read_all(folder)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layer_03-model_00-model_states.pt",
-        "layer_0_expert_1_mp_rank_00_model_states.pt",
-        f"x{MODEL}",
-    ],
-)
-def test_unsupported_parallelism_is_refused(folder: Path, name: str) -> None:
-    name = name.replace("xmp_rank_00", "mp_rank_01")
-    shutil.copy(folder / "global_step3" / MODEL, folder / "global_step3" / name)
-    with pytest.raises(uc.FormatError, match=rf"is not read(.|\n)*{name}"):
-        uc.open(folder)
-
-
-# ---- hostile files
-
-
-class Hostile:
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._mark}",)
-
-
-@pytest.mark.parametrize(
-    ("case", "file"),
-    [
-        ("2", f"global_step3/{MODEL}"),
-        ("2", "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        ("2", "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        ("3", "global_step3/zero_pp_rank_1_mp_rank_00_model_states.pt"),
-        ("2-universal", "zero/embed.weight/exp_avg.pt"),
-        ("2-universal", "zero/optimizer_state.pt"),
-    ],
-)
-def test_hostile_file_is_refused_and_not_executed(
-    two: Path, tmp_path: Path, case: str, file: str
-) -> None:
-    copy = Path(shutil.copytree(two / case, tmp_path / "ds"))
-    torch.save(
-        {"module": Hostile(tmp_path / "mark"), "optimizer_state_dict": Hostile(tmp_path / "mark")},
-        copy / file,
-    )
-    with pytest.raises(uc.FormatError, match=r"not loaded from files(.|\n)*posix\.system"):
-        read_all(copy)
-    assert not (tmp_path / "mark").exists()

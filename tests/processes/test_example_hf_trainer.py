@@ -1,37 +1,23 @@
-"""The example of the guide, as a reader would run it: one process, then two that go on."""
+"""The guide's example, run as a reader would: on one process, then continued on two."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import unified_ckpt as uc
-from tests.support.processes.launch import HERE, environment, torchrun
+from tests.support.processes.launch import run_example
 
 pytestmark = pytest.mark.slow
-EXAMPLE = HERE.parents[2] / "docs" / "examples" / "hf_trainer.py"
 
 
 @pytest.mark.parametrize("kind", [[], ["--lora"]], ids=["full", "lora"])
 def test_one_process_then_two(tmp_path: Path, kind: list[str]) -> None:
-    command = [sys.executable, str(EXAMPLE), "--output", str(tmp_path / "run"), *kind]
-    ended = subprocess.run(
-        [*command, "--steps", "10"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    torchrun(
-        2, str(EXAMPLE), "--output", tmp_path / "run", "--steps", 30, *kind, timeout_seconds=180
-    )
-    assert sorted(one.name for one in (tmp_path / "run").iterdir()) == [
+    for world, steps in ((1, 10), (2, 30)):
+        run_example("hf_trainer.py", world, "--output", tmp_path / "run", "--steps", steps, *kind)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "checkpoint-20",
         "checkpoint-30",
     ]

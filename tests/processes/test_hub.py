@@ -1,5 +1,5 @@
-"""Pushing to the hub: a server of the hub's protocol takes what Hugging Face's own client sends for
-a Trainer with the callback.
+"""Pushing to the hub: a server of the hub's protocol accepts the uploads of Hugging Face's client
+for a Trainer with the callback.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from pathlib import Path
 import pytest
 
 import unified_ckpt as uc
-from tests.support.processes.launch import HERE, environment
+from tests.support.processes.launch import PROGRAMS, environment
 
-pytestmark = (
-    pytest.mark.slow
-)  # a process of its own: the client reads its settings when it is imported
+pytestmark = pytest.mark.slow  # in its own process, because the client reads its settings at import
 
 
 class Hub(ThreadingHTTPServer):
-    """Takes files within commits, and remembers each commit."""
+    """Accepts files within commits, and records each commit."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Request)
@@ -47,15 +45,15 @@ class _Request(BaseHTTPRequestHandler):
             )
         elif "/preupload/" in self.path:
             files = [
-                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for one in json.loads(body)["files"]
+                {"path": item["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for item in json.loads(body)["files"]
             ]
             self._answer({"files": files})
         elif "/commit/" in self.path:
             lines = [json.loads(line) for line in body.splitlines()]
-            files = [one["value"] for one in lines if one["key"] == "file"]
+            files = [item["value"] for item in lines if item["key"] == "file"]
             self.server.commits.append(
-                {one["path"]: base64.b64decode(one["content"]) for one in files}
+                {item["path"]: base64.b64decode(item["content"]) for item in files}
             )
             self._answer(
                 {
@@ -70,12 +68,12 @@ class _Request(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def _read_chunks(self) -> bytes:
-        found = b""
+        body = b""
         while nbytes := int(self.rfile.readline(), 16):
-            found += self.rfile.read(nbytes)
+            body += self.rfile.read(nbytes)
             self.rfile.readline()
         self.rfile.readline()
-        return found
+        return body
 
     def _answer(self, value: object) -> None:
         body = json.dumps(value).encode()
@@ -97,14 +95,14 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
 
 
-def test_a_checkpoint_on_the_hub_is_whole(tmp_path: Path, hub: Hub) -> None:
+def test_pushed_checkpoint_is_complete(tmp_path: Path, hub: Hub) -> None:
     settings = {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
         "HF_HUB_OFFLINE": "0",
         "HF_TOKEN": "hf_x",
         "HF_HUB_DISABLE_XET": "1",
     }
-    command = [sys.executable, str(HERE / "worker_hub.py"), str(tmp_path / "run")]
+    command = [sys.executable, str(PROGRAMS / "worker_hub.py"), str(tmp_path / "run")]
     ended = subprocess.run(
         command,
         env=environment() | settings,
@@ -116,16 +114,16 @@ def test_a_checkpoint_on_the_hub_is_whole(tmp_path: Path, hub: Hub) -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert hub.unknown == []
-    assert [one.name for one in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"], (
+    assert [entry.name for entry in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"], (
         "the older one went when it had been sent"
     )
-    models = [one for one in hub.commits if "model.safetensors" in one]
+    models = [entry for entry in hub.commits if "model.safetensors" in entry]
     assert len(models) == 2, "the weights of each save, at the top"
     for step in (2, 4):
-        (found,) = [
-            one for one in hub.commits if f"checkpoint-{step}/unified_checkpoint.json" in one
+        (pushed,) = [
+            entry for entry in hub.commits if f"checkpoint-{step}/unified_checkpoint.json" in entry
         ]
-        for name, content in found.items():
+        for name, content in pushed.items():
             (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "hub" / name).write_bytes(content)
         assert uc.verify(tmp_path / "hub" / f"checkpoint-{step}", deep=True).ok

@@ -1,47 +1,26 @@
-"""The example of Lightning, started as its user would start it, again and again, with other
-processes each time.
-"""
+"""The Lightning example, started as a user would, repeatedly and on other processes each time."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes.launch import environment
-
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "lightning_train.py"
+from tests.support.processes.launch import run_example
 
 
 def start(folder: Path, world: int, *arguments: str) -> tuple[int, float]:
-    """The step and the loss that it prints."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        if world > 1
-        else []
-    )
-    command = [sys.executable, *launcher, str(EXAMPLE), "run", *arguments]
-    ended = subprocess.run(
-        command,
-        check=False,
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = re.search(r"step (\d+) loss (\S+)", ended.stdout)
-    assert found, ended.stdout + ended.stderr
-    return int(found[1]), float(found[2])
+    """Return the printed step and loss."""
+    output = run_example("lightning_train.py", world, "run", *arguments, cwd=folder)
+    match = re.search(r"step (\d+) loss (\S+)", output)
+    assert match, output
+    return int(match[1]), float(match[2])
 
 
 @pytest.mark.slow
-def test_the_example_goes_on_with_other_processes(tmp_path: Path) -> None:
+def test_example_continues_on_other_ranks(tmp_path: Path) -> None:
     assert start(tmp_path, 1, "--max-steps", "10")[0] == 10
     assert os.readlink(tmp_path / "run" / "last.ckpt") == "step=10.ckpt"
     assert start(tmp_path, 2, "--strategy", "ddp", "--max-steps", "15")[0] == 15

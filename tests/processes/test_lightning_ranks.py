@@ -1,5 +1,5 @@
-"""Lightning under DDP, FSDP2 and FSDP2 with tensor parallelism: stopped and resumed by as many
-processes, by fewer and by more.
+"""Lightning under DDP, FSDP2 and FSDP2 with tensor parallelism: stopped, then resumed by as many
+processes, fewer and more.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import torch
 import unified_ckpt as uc
 from tests.support.processes.launch import torchrun
 
+pytestmark = pytest.mark.integration
+
 EVERY = {"checkpoints": {"every_n_train_steps": 1, "save_top_k": -1}}
-EVEN = {"batch": 2, "dropout": 0.0}  # random numbers of another number of ranks are others
+EVEN = {"batch": 2, "dropout": 0.0}  # random numbers depend on the number of ranks
 Ranks = list[dict[str, Any]]
 
 
 def launch(root: Path, world: int, *runs: tuple[str, str, dict[str, Any]]) -> list[Ranks]:
-    told = root / f"told-{world}-{len(list(root.iterdir()))}"
+    output = root / f"results-{world}-{len(list(root.iterdir()))}"
     torchrun(
         world,
         "worker_lightning.py",
-        told,
-        json.dumps([[kind, str(root / out), asked] for kind, out, asked in runs]),
+        output,
+        json.dumps([[kind, str(root / out), options] for kind, out, options in runs]),
         timeout_seconds=200,
     )
-    found: list[Ranks] = torch.load(told)
-    return found
+    results: list[Ranks] = torch.load(output)
+    return results
 
 
 def check_same(resumed: Ranks, whole: Ranks, *, batches: int) -> None:
@@ -43,21 +45,21 @@ def check_same(resumed: Ranks, whole: Ranks, *, batches: int) -> None:
     )
 
 
-def proofs(path: str) -> dict[tuple[str, str], list[int]]:
+def stored_digests(path: str) -> dict[tuple[str, str], list[int]]:
     """Digests of all tensors: equal for equal bytes, whatever the layout."""
     from unified_ckpt.engine.folder.reader import open_path
 
     folder = open_path(path, lock=True)
     names = [(part, name) for part in folder.parts for name in folder.names(part)]
-    found = {key: list(digests or ()) for key, digests in folder.block_digests(names).items()}
+    digests_by_name = {
+        key: list(digests or ()) for key, digests in folder.block_digests(names).items()
+    }
     folder.close()
-    return found
+    return digests_by_name
 
 
-def test_ddp_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    """With running statistics that differ between ranks, and file names that each rank would make
-    differently.
-    """
+def test_ddp_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Running statistics differ between ranks, and so would each rank's file names."""
     named = {"checkpoints": {**EVERY["checkpoints"], "filename": "{step}-{own:.0f}"}}
     whole, *resumed = launch(
         tmp_path,
@@ -81,9 +83,9 @@ def test_ddp_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp2_goes_on_and_other_ranks_take_over_as_they_do_under_ddp(tmp_path: Path) -> None:
-    """Bitwise by as many; by one and by four, equal state, and no sample twice or left out.
-    L#19585, L#14485: another number of GPUs.
+def test_fsdp2_resumes_on_the_same_and_other_ranks(tmp_path: Path) -> None:
+    """Bitwise on as many ranks. On one and four ranks: equal state, and no sample repeated or left
+    out. L#19585, L#14485: another number of GPUs.
     """
     whole, resumed, *stopped = launch(
         tmp_path,
@@ -94,10 +96,10 @@ def test_fsdp2_goes_on_and_other_ranks_take_over_as_they_do_under_ddp(tmp_path: 
         ("ddp", "ddp", {"trainer": {**EVERY, "max_steps": 2}, "net": EVEN}),
     )
     check_same(resumed, whole, batches=3)
-    seen = {
+    consumed = {
         sample for ranks in stopped for rank in ranks for batch in rank["seen"] for sample in batch
     }
-    assert len(seen) == 8
+    assert len(consumed) == 8
     for world, kinds in ((1, ("1x1",)), (4, ("4x1", "2x2", "1x4"))):
         runs: list[tuple[str, str, dict[str, Any]]] = []
         for kind in (*kinds, "ddp"):
@@ -118,16 +120,16 @@ def test_fsdp2_goes_on_and_other_ranks_take_over_as_they_do_under_ddp(tmp_path: 
             )
             if kind in ("ddp", kinds[0]):
                 runs.append((kind, "on", {**saved, "trainer": {"max_epochs": 1}}))
-        for (kind, out, asked), ranks in zip(runs, launch(tmp_path, world, *runs), strict=True):
+        for (kind, out, options), ranks in zip(runs, launch(tmp_path, world, *runs), strict=True):
             if out == "at-once":
-                assert proofs(asked["save"]) == proofs(asked["ckpt_path"]), kind
+                assert stored_digests(options["save"]) == stored_digests(options["ckpt_path"]), kind
             else:
                 rest = [sample for rank in ranks for batch in rank["seen"] for sample in batch]
-                assert sorted([*seen, *rest]) == list(range(16)), f"{kind} on {world} ranks"
+                assert sorted([*consumed, *rest]) == list(range(16)), f"{kind} on {world} ranks"
 
 
 @pytest.mark.slow
-def test_fsdp2_with_tensor_parallelism_goes_on_and_a_smaller_mesh_takes_over(
+def test_fsdp2_and_tp_resume_on_the_same_and_a_smaller_mesh(
     tmp_path: Path,
 ) -> None:
     whole, even, resumed = launch(
@@ -139,9 +141,9 @@ def test_fsdp2_with_tensor_parallelism_goes_on_and_a_smaller_mesh_takes_over(
     )
     check_same(resumed, whole, batches=3)
     again: dict[str, Any] = {"ckpt_path": str(tmp_path / "whole" / "step=2.ckpt"), "net": EVEN}
-    alike, tensor = launch(tmp_path, 2, ("2x1", "alike", again), ("1x2", "tensor", again))
+    data, tensor = launch(tmp_path, 2, ("2x1", "alike", again), ("1x2", "tensor", again))
     for rank in (0, 1):
-        assert alike[rank]["seen"] == even[2 * rank]["seen"][2:]
-        assert alike[rank]["losses"] == pytest.approx(even[2 * rank]["losses"][2:], rel=1e-4)
+        assert data[rank]["seen"] == even[2 * rank]["seen"][2:]
+        assert data[rank]["losses"] == pytest.approx(even[2 * rank]["losses"][2:], rel=1e-4)
     assert tensor[0]["seen"] == tensor[1]["seen"]
     assert len(tensor[0]["seen"]) == 12, "half of the first epoch, and the second"

@@ -1,5 +1,5 @@
-"""Every layout saves, and every layout loads what every other one saved, bit for bit, in real
-torchrun + gloo processes.
+"""Every layout saves, and every layout loads every other one's folder bit for bit, in real torchrun
++ gloo processes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ ALL = [*DEFAULT, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)]
 
 
 @pytest.mark.parametrize("row", ALL)
-def test_the_folder_holds_the_dense_state_and_no_trace_of_the_layout(
-    matrix: Matrix, row: str
-) -> None:
+def test_folder_holds_the_dense_state_without_layout(matrix: Matrix, row: str) -> None:
     wrong = [
         text for text in matrix.saved(world_of(row)) if text.split("/")[1].startswith(f"{row}:")
     ]
@@ -44,9 +42,9 @@ def test_the_folder_holds_the_dense_state_and_no_trace_of_the_layout(
     )
 
 
-def failures(cases: list[dict[str, object]], **wanted: str) -> str:
-    chosen = [case for case in cases if all(case[key] == value for key, value in wanted.items())]
-    assert chosen, f"no case with {wanted} was run"
+def failures(cases: list[dict[str, object]], **keys: str) -> str:
+    chosen = [case for case in cases if all(case[key] == value for key, value in keys.items())]
+    assert chosen, f"no case with {keys} was run"
     return "\n".join(
         f"{case['kind']}/{case['source']} -> {case['target']}, rank {case['rank']}: {text}"
         for case in chosen

@@ -1,11 +1,10 @@
-"""Real processes on two nodes with two tiers, killed at random moments, or ended without a word:
-what was saved is there.
+"""Real processes on two nodes with two tiers, killed at random moments or ended without closing:
+committed steps survive.
 """
 
 from __future__ import annotations
 
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -13,72 +12,54 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 import unified_ckpt as uc
-from tests.support.processes.killed import Spawn, check_whole, spawn
-from tests.support.processes.launch import HERE, environment
+from tests.support.processes.killed import Lives, Spawn, check_whole, spawn
+from tests.support.processes.launch import PROGRAMS, environment
 from tests.support.processes.tiers_worker import NODES, WORLD, serve
+
+pytestmark = pytest.mark.integration
 
 assert spawn, "the fixture"
 
 
-class Run:
-    """Lives of one run, and the store that outlives them."""
+class Run(Lives):
+    """A run on two nodes with two tiers."""
 
     def __init__(self, top: Path, spawn: Spawn) -> None:
-        self.top, self.output, self.spawn, self.lives = top, top / "output.txt", spawn, 0
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def log_text(self) -> str:
-        return self.output.read_text() if self.output.exists() else "(nothing)"
+        super().__init__(top, spawn, serve, WORLD)
+        self.top = top
 
     def steps(self, where: str) -> set[int]:
         return {
             int(path.name.rpartition("-")[2]) for path in (self.top / where).glob("checkpoint-*")
         }
 
-    def newest(self) -> int:
-        """The newest step that is on all nodes, or in the root."""
+    def latest_step(self) -> int:
+        """The latest step that is on all nodes, or in the root."""
         local = set.intersection(*(self.steps(f"local-{node}") for node in range(NODES)))
         return max(local | self.steps("root"), default=0)
 
-    def resumed(self) -> list[int]:
-        return [int(step) for step in re.findall(r"resumed 0 (\d+)", self.log_text())]
-
     def live(self, draw: random.Random) -> int:
-        """Resumes, saves for a while, is killed. Returns the step that it resumed from."""
-        self.lives += 1
-        before, already, merged = self.newest(), len(self.resumed()), self.steps("root")
-        arguments = (self.store.port, f"life-{self.lives}", self.top, 10**9, self.output)
-        ranks = [self.spawn.Process(target=serve, args=(rank, *arguments)) for rank in range(WORLD)]
-        for rank in ranks:
-            rank.start()
-        deadline, to_root = time.monotonic() + 100, draw.random() < 0.5
-        while (
-            len(self.resumed()) == already
-            or self.newest() <= before + 1
-            or (to_root and self.steps("root") == merged)
-        ):
-            assert all(rank.is_alive() for rank in ranks), self.log_text()
-            assert time.monotonic() < deadline, self.log_text()
-            time.sleep(0.002)
+        """Resume, save for a while, and be killed. Return the step resumed from."""
+        before, already, merged = self.latest_step(), len(self.resumed()), self.steps("root")
+        ranks, to_root = self.start(self.top, 10**9), draw.random() < 0.5
+
+        def saved() -> bool:
+            in_root = not to_root or self.steps("root") != merged
+            return len(self.resumed()) > already and self.latest_step() > before + 1 and in_root
+
+        self.wait(ranks, saved, seconds=100)
         time.sleep(draw.uniform(0.0, 0.5))
-        for rank in ranks:
-            rank.kill()
-        for rank in ranks:
-            rank.join(30)
-            assert rank.exitcode == -9, self.log_text()
+        self.kill(ranks)
         return self.resumed()[-1]
 
     def end(self, *, last_step: int) -> int:
-        """Resumes, saves up to a step, and ends. Returns the step that it resumed from."""
-        self.lives += 1
-        command = [sys.executable, str(HERE / "tiers_worker.py")]
-        arguments = (self.store.port, f"life-{self.lives}", self.top, last_step, self.output)
+        """Resume, save up to a step, and end. Return the step resumed from."""
+        command = [sys.executable, str(PROGRAMS / "tiers_worker.py")]
         ranks = [
-            subprocess.Popen([*command, *map(str, (rank, *arguments))], env=environment())
-            for rank in range(WORLD)
+            subprocess.Popen([*command, *map(str, arguments)], env=environment())
+            for arguments in self.arguments(self.top, last_step)
         ]
         assert [rank.wait(100) for rank in ranks] == [0] * WORLD, self.log_text()
         return self.resumed()[-1]
@@ -89,12 +70,12 @@ class Run:
 
 
 @pytest.mark.parametrize("moments", [range(3), pytest.param(range(3, 40), marks=pytest.mark.long)])
-def test_all_are_killed_at_some_moments_and_go_on_from_the_newest_step(
+def test_killed_ranks_resume_from_the_latest_step(
     tmp_path: Path, spawn: Spawn, moments: range
 ) -> None:
     run = Run(tmp_path, spawn)
     for moment in moments:
-        before = run.newest()
+        before = run.latest_step()
         resumed = run.live(random.Random(moment))
         assert before <= resumed <= before + 1, (
             "one more where the kill came between the renames of two nodes"
@@ -105,7 +86,7 @@ def test_all_are_killed_at_some_moments_and_go_on_from_the_newest_step(
     assert run.end(last_step=0) == max(run.steps("root")), "a node is lost"
 
 
-def test_processes_that_end_without_closing_end_their_merges(tmp_path: Path, spawn: Spawn) -> None:
+def test_exit_without_close_ends_merges(tmp_path: Path, spawn: Spawn) -> None:
     run = Run(tmp_path, spawn)
     assert run.end(last_step=4) == 0
     assert run.steps("root") == {4}, run.log_text()

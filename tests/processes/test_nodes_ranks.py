@@ -1,5 +1,5 @@
-"""Nodes as separate folders under torchrun, and as network namespaces: real FSDP2 and TP, saved
-here and loaded there.
+"""Nodes as separate folders under torchrun, and as network namespaces: real FSDP2 and TP jobs save
+and load.
 """
 
 from __future__ import annotations
@@ -18,37 +18,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes.launch import HERE, environment, torchrun
+from tests.support.processes.launch import PROGRAMS, environment, torchrun
 from tests.support.processes.merged import read_merged
 
 CHECKPOINT = "checkpoint-1"
 
 
-def run(
-    root: Path, what: str, world: int, per_node: int, folders: Sequence[str], **options: object
-) -> None:
-    tag = f"{what}-{world}-{per_node}-{random.randrange(1 << 30)}"
-    more = [item for name, value in options.items() for item in told(f"--{name}", value)]
-    arguments = [
-        what,
-        root,
-        "--tag",
-        tag,
-        "--per-node",
-        per_node,
-        "--folders",
-        ",".join(folders),
-        *more,
-    ]
-    torchrun(world, "worker_nodes.py", *arguments, timeout_seconds=150)
-    for rank in range(world):
-        assert json.loads((root / f"{tag}-{rank}.json").read_text()) == []
+def call(what: str, per_node: int, *folders: str, **options: object) -> dict[str, object]:
+    """A call of the worker. `folders`: of the nodes; those of one by colons."""
+    more = {"layout": "fsdp", "steps": [7], **options}
+    return {"what": what, "per_node": per_node, "folders": folders, **more}
 
 
-def told(name: str, value: object) -> list[object]:
-    if isinstance(value, bool):
-        return [name] * value
-    return [name, *value] if isinstance(value, list) else [name, value]
+def written(root: Path, *calls: dict[str, object]) -> Path:
+    path = root / f"calls-{len(list(root.glob('calls-*')))}.json"
+    path.write_text(json.dumps(calls))
+    return path
+
+
+def run(root: Path, world: int, *calls: dict[str, object]) -> None:
+    torchrun(world, "worker_nodes.py", written(root, *calls), timeout_seconds=150)
 
 
 def places(root: Path, count: int) -> list[str]:
@@ -58,108 +47,58 @@ def places(root: Path, count: int) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "background"),
     [
-        ("fsdp_tp", False),
+        pytest.param("fsdp_tp", False, marks=pytest.mark.integration),
         ("fsdp", True),
         pytest.param("fsdp", False, marks=pytest.mark.long),
         pytest.param("fsdp_tp", True, marks=pytest.mark.slow),
     ],
 )
 def test_two_nodes_of_two_ranks(tmp_path: Path, layout: str, background: bool) -> None:
-    """Saved twice; loaded where it was, with the folders swapped, by fewer ranks, by one with a
-    list, by more nodes than there were.
+    """Saved twice. Loaded in place, with the folders swapped, by fewer ranks, by one rank with a
+    list, and by more nodes.
     """
-    one, two = places(tmp_path, 2)
-    run(tmp_path, "save", 4, 2, [one, two], layout=layout, background=background, steps=[6, 7])
-    assert sorted(path.name for path in tmp_path.glob("node-*/*")) == [CHECKPOINT] * 2
-    assert any(Path(one).glob("*_shards*.safetensors")), "nothing is split over nodes"
-    run(tmp_path, "load", 1, 1, [f"{two}:{one}"], layout=layout, steps=[7])
-    run(tmp_path, "load", 4, 2, [two, one], layout=layout, steps=[7])
+    first, second = places(tmp_path, 2)
+    none = str(tmp_path / "none")
+    loads = [call("load", 2, second, first, layout=layout)]
     if layout == "fsdp":
-        run(tmp_path, "load", 2, 1, [one, two], layout=layout, steps=[7])
-        run(
-            tmp_path,
-            "load",
-            4,
-            1,
-            [two, str(tmp_path / "none"), one, str(tmp_path / "none")],
-            layout=layout,
-            steps=[7],
-        )
+        loads.append(call("load", 1, second, none, first, none))
+    save = call("save", 2, first, second, layout=layout, background=background, steps=[6, 7])
+    run(tmp_path, 4, save, *loads)
+    assert sorted(path.name for path in tmp_path.glob("node-*/*")) == [CHECKPOINT] * 2
+    assert any(Path(first).glob("*_shards*.safetensors")), "nothing is split over nodes"
+    run(tmp_path, 1, call("load", 1, f"{second}:{first}"))
+    if layout == "fsdp":
+        run(tmp_path, 2, call("load", 1, first, second))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("layout", "background"), [("fsdp_tp", True), ("fsdp", False)])
 def test_two_nodes_of_two_ranks_and_one_folder(
     tmp_path: Path, layout: str, background: bool
 ) -> None:
     """One merged checkpoint, as from one node; loaded by two nodes, and by one process."""
     folder = str(tmp_path / "shared" / CHECKPOINT)
-    run(
-        tmp_path,
-        "save",
-        4,
-        2,
-        [folder, folder],
-        layout=layout,
-        background=background,
-        alignment=4096,
-        steps=[6, 7],
-    )
+    options = {"background": background, "alignment": 4096, "steps": [6, 7]}
+    save = call("save", 2, folder, folder, layout=layout, **options)
+    run(tmp_path, 4, save, call("load", 2, folder, folder, layout=layout))
     assert os.listdir(tmp_path / "shared") == [CHECKPOINT]
     assert not any(Path(folder).glob("*_shards*"))
     assert {"up.weight", "down.weight/exp_avg"} <= read_merged(Path(folder)).keys()
-    run(tmp_path, "load", 1, 1, [folder], layout=layout, steps=[7])
-    run(tmp_path, "load", 4, 2, [folder, folder], layout=layout, steps=[7])
+    run(tmp_path, 1, call("load", 1, folder))
 
 
 # a node is killed
 
 
-def agent(
-    root: Path,
-    node: int,
-    port: int,
-    folders: Sequence[str],
-    host: str = "127.0.0.1",
-    prefix: Sequence[str] = (),
-    **options: object,
-) -> subprocess.Popen[str]:
-    """torchrun of one of two nodes of two ranks."""
-    what, tag = options.pop("what"), options.pop("tag", "agent")
-    more = [str(item) for name, value in options.items() for item in told(f"--{name}", value)]
-    command = [
-        *prefix,
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *(
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            "2",
-            "--node-rank",
-            str(node),
-            "--master-addr",
-            host,
-            "--master-port",
-            str(port),
-        ),
-        str(HERE / "worker_nodes.py"),
-        *(
-            str(what),
-            str(root),
-            "--tag",
-            str(tag),
-            "--per-node",
-            "2",
-            "--folders",
-            ",".join(folders),
-            *more,
-        ),
-    ]
-    output = (root / f"{tag}-{node}.txt").open("w")
-    with output:
+LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2")
+
+
+def agent(root: Path, node: int, port: int, calls: Path) -> subprocess.Popen[str]:
+    """Start torchrun for one of two nodes of two ranks."""
+    place = ("--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port))
+    with (root / f"agent-{node}.txt").open("w") as output:
         return subprocess.Popen(
-            command,
+            [*LAUNCH, *place, str(PROGRAMS / "worker_nodes.py"), str(calls)],
             env=environment() | {"WORKER_TIMEOUT_SECONDS": "110"},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -169,19 +108,19 @@ def agent(
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-def said(root: Path, tag: str) -> str:
+def outputs(root: Path) -> str:
     return "\n".join(
-        f"== {path.name}\n{path.read_text()}" for path in sorted(root.glob(f"{tag}-*.txt"))
+        f"== {path.name}\n{path.read_text()}" for path in sorted(root.glob("agent-*.txt"))
     )
 
 
 def end(children: Sequence[subprocess.Popen[str]]) -> None:
-    """Each agent is the leader of a session of its own: its workers are in it."""
+    """Kill each agent with its workers; an agent leads a session of its own."""
     for child in children:
         for pid in workers(child.pid):
             os.kill(pid, signal.SIGKILL)
@@ -191,15 +130,17 @@ def end(children: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def workers(pid: int) -> list[int]:
-    """Children and theirs."""
-    found: list[int] = []
+    """Pids of all descendants."""
+    pids: list[int] = []
     try:
-        own = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
-        return found
-    for one in own:
-        found += [one, *workers(one)]
-    return found
+        return pids
+    for child in children:
+        pids += [child, *workers(child)]
+    return pids
 
 
 SEEDS = [
@@ -209,65 +150,56 @@ SEEDS = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_node_is_killed_while_all_save(tmp_path: Path, seed: int) -> None:
-    """The other one's ranks end with an error; one whole save is there, the last that a rank has
-    told of or a later one.
+def test_node_is_killed_during_a_save(tmp_path: Path, seed: int) -> None:
+    """The other node's ranks raise an error. One whole save remains: the last step that a rank
+    printed, or a later one.
     """
     folders, port = places(tmp_path, 2), free_port()
-    children = [
-        agent(tmp_path, node, port, folders, what="forever", tag="forever") for node in (0, 1)
-    ]
+    calls = written(tmp_path, call("forever", 2, *folders))
+    children = [agent(tmp_path, node, port, calls) for node in (0, 1)]
     try:
         deadline = time.monotonic() + 90
-        while "saved 3" not in said(tmp_path, "forever"):
-            assert all(child.poll() is None for child in children), said(tmp_path, "forever")
-            assert time.monotonic() < deadline, said(tmp_path, "forever")
+        while "saved 3" not in outputs(tmp_path):
+            assert all(child.poll() is None for child in children), outputs(tmp_path)
+            assert time.monotonic() < deadline, outputs(tmp_path)
             time.sleep(0.02)
         time.sleep(random.Random(seed).uniform(0, 0.5))
         for pid in [*workers(children[1].pid), children[1].pid]:
             os.kill(pid, signal.SIGKILL)
         reached = max(
             int(word)
-            for word in said(tmp_path, "forever").replace("saved", " ").split()
+            for word in outputs(tmp_path).replace("saved", " ").split()
             if word.isdecimal() and int(word) < 10_000
         )
         assert children[0].wait(60) != 0
     finally:
         end(children)
-    assert "CheckpointError" in said(tmp_path, "forever") or "RankError" in said(
-        tmp_path, "forever"
-    )
-    run(tmp_path, "load", 1, 1, [":".join(folders)], steps=list(range(reached, reached + 200)))
+    assert "CheckpointError" in outputs(tmp_path) or "RankError" in outputs(tmp_path)
+    steps = list(range(reached, reached + 200))
+    run(tmp_path, 1, call("load", 1, ":".join(folders), steps=steps))
 
 
 # nodes as network namespaces
 
 
 def namespaces() -> str:
-    """Why two namespaces cannot be joined here; empty where they can."""
-    if (
-        shutil.which("ip") is None
-        or shutil.which("unshare") is None
-        or shutil.which("nsenter") is None
-    ):
+    """Return why two namespaces cannot be joined on this machine; empty if they can."""
+    if not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
         return "needs ip, unshare and nsenter"
     probe = (
         "ip link add v0 type veth peer name v1 && ip addr add 10.77.0.1/24 dev v0 && "
         "unshare -n true"
     )
-    found = subprocess.run(
+    unshare = subprocess.run(
         ["unshare", "-rn", "sh", "-c", probe],
         check=False,
         capture_output=True,
         text=True,
         timeout=20,
     )
-    return (
-        ""
-        if found.returncode == 0
-        else f"no network namespaces here: {found.stderr.strip() or found.returncode}"
-    )
+    return unshare.returncode * f"no network namespaces here: {unshare.stderr.strip()}"
 
 
 SETUP = """
@@ -282,8 +214,8 @@ ip addr add 10.77.0.1/24 dev v0
 ip link set v0 up
 nsenter -t $other -n sh -c 'ip link set lo up; ip addr add 10.77.0.2/24 dev v1; ip link set v1 up'
 sleep 0.2
-GLOO_SOCKET_IFNAME=v0 {first} > {root}/{tag}-0.txt 2>&1 & one=$!
-GLOO_SOCKET_IFNAME=v1 nsenter -t $other -n {second} > {root}/{tag}-1.txt 2>&1 & two=$!
+GLOO_SOCKET_IFNAME=v0 {first} > {root}/agent-0.txt 2>&1 & one=$!
+GLOO_SOCKET_IFNAME=v1 nsenter -t $other -n {second} > {root}/agent-1.txt 2>&1 & two=$!
 code=0
 wait $one || code=1
 wait $two || code=1
@@ -292,66 +224,36 @@ exit $code
 """
 
 
-def in_namespaces(
-    root: Path,
-    tag: str,
-    what: str,
-    folders: Sequence[str],
-    *,
-    master: str = "10.77.0.1",
-    hosts: str = "",
-    more: str = "",
-) -> None:
-    """Two agents of torchrun, each in a network of its own: nothing of one is reached at the
-    other's loopback address.
+def in_namespaces(root: Path, *calls: dict[str, object]) -> None:
+    """Run two torchrun agents, each in its own network namespace. Neither reaches the other's
+    loopback address.
     """
-    arguments = (
-        f"{what} {root} --tag {tag} --per-node 2 --folders {','.join(folders)} --steps 5 {more}"
-    )
-    common = (
-        f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2 "
-        f"--master-addr {master} --master-port 29511"
-    )
-    one, two = (
-        f"{common} --node-rank {node} {HERE / 'worker_nodes.py'} {arguments}" for node in (0, 1)
-    )
-    if hosts:  # the first node's own name is a loopback address in its /etc/hosts, as Debian has it
-        lines = ["127.0.0.1 localhost", f"127.0.1.1 {master}"]
-        (root / "hosts-0").write_text("\n".join(lines) + "\n")
-        (root / "hosts-1").write_text(f"127.0.0.1 localhost\n10.77.0.1 {master}\n")
-        one, two = (
-            f"unshare -m sh -c 'mount --bind {root}/hosts-{i} /etc/hosts && exec {command}'"
-            for i, command in enumerate((one, two))
-        )
-    script = SETUP.format(first=one, second=two, root=root, tag=tag)
-    env = environment() | {"WORKER_TIMEOUT_SECONDS": "60"}
-    found = subprocess.run(
+    tail = f"{PROGRAMS / 'worker_nodes.py'} {written(root, *calls)}"
+    place = "--master-addr 10.77.0.1 --master-port 29511"
+    first, second = (f"{' '.join(LAUNCH)} {place} --node-rank {node} {tail}" for node in (0, 1))
+    script = SETUP.format(first=first, second=second, root=root)
+    ended = subprocess.run(
         ["unshare", "-rnm", "--kill-child", "--fork", "--pid", "--mount-proc", "sh", "-c", script],
         check=False,
-        env=env,
+        env=environment() | {"WORKER_TIMEOUT_SECONDS": "60"},
         capture_output=True,
         text=True,
         timeout=150,
     )
-    assert found.returncode == 0, found.stderr + said(root, tag)
-    for rank in range(4):
-        assert json.loads((root / f"{tag}-{rank}.json").read_text()) == []
+    assert ended.returncode == 0, ended.stderr + outputs(root)
 
 
+@pytest.mark.integration
 def test_two_network_namespaces(tmp_path: Path) -> None:
-    """Each node has the other's folder at the load: every byte goes over the wire."""
-    why = namespaces()
-    if why:
+    """Each node has the other's folder at the load, so every byte travels over TCP."""
+    if why := namespaces():
         pytest.skip(why)
-    one, two = places(tmp_path, 2)
-    in_namespaces(tmp_path, "save", "save", [one, two])
-    shutil.move(Path(two).parent, tmp_path / "moved")
-    in_namespaces(
-        tmp_path,
-        "load",
-        "load",
-        [str(tmp_path / "none" / CHECKPOINT), f"{one}:{tmp_path / 'moved' / CHECKPOINT}"],
-    )
+    first, second = places(tmp_path, 2)
     folder = str(tmp_path / "shared" / CHECKPOINT)
-    in_namespaces(tmp_path, "save-shared", "save", [folder, folder], more="--alignment 4096")
-    in_namespaces(tmp_path, "load-shared", "load", [folder, folder])
+    save_shared = call("save", 2, folder, folder, alignment=4096)
+    in_namespaces(
+        tmp_path, call("save", 2, first, second), save_shared, call("load", 2, folder, folder)
+    )
+    shutil.move(Path(second).parent, tmp_path / "moved")
+    moved = f"{first}:{tmp_path / 'moved' / CHECKPOINT}"
+    in_namespaces(tmp_path, call("load", 2, str(tmp_path / "none" / CHECKPOINT), moved))

@@ -1,48 +1,37 @@
-"""docs/examples/plain_pytorch.py as its users run it: stopped, and gone on with on as many
-processes, fewer and more.
+"""docs/examples/plain_pytorch.py as users run it: stopped, then continued on as many processes,
+fewer and more.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes.launch import environment, torchrun
+from tests.support.processes.launch import run_example
 
 pytestmark = pytest.mark.slow  # a minute
-SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "plain_pytorch.py"
 EPOCH = 7  # steps
 
 
 def run(world: int, *arguments: object) -> dict[int, tuple[float, set[int]]]:
-    """By step: the loss, and the samples of all ranks."""
-    if world > 1:
-        said = torchrun(world, str(SCRIPT), *arguments, timeout_seconds=120)
-    else:
-        command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-        ended = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, timeout=120, check=False
-        )
-        said = ended.stdout
-        assert ended.returncode == 0, said + ended.stderr
-    found: dict[int, tuple[float, set[int]]] = {}
+    """Return, by step, the loss and the samples of all ranks."""
+    output = run_example("plain_pytorch.py", world, *arguments)
+    logged: dict[int, tuple[float, set[int]]] = {}
     lines = re.compile(
         r"step (\d+) rank \d loss ([\d.e+-]+) samples (\[[\d, ]+\])"
-    )  # those of two ranks may run together
-    for step, loss, samples in lines.findall(said):
-        known, seen = found.get(int(step), (float(loss), set()))
+    )  # lines of two ranks may be joined
+    for step, loss, samples in lines.findall(output):
+        known, known_samples = logged.get(int(step), (float(loss), set()))
         assert known == float(loss)
-        assert not seen & set(json.loads(samples))
-        found[int(step)] = known, seen | set(json.loads(samples))
-    return found
+        assert not known_samples & set(json.loads(samples))
+        logged[int(step)] = known, known_samples | set(json.loads(samples))
+    return logged
 
 
-def test_on_as_many_ranks_bit_by_bit(tmp_path: Path) -> None:
+def test_example_resumes_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
     straight = run(2, tmp_path / "straight", "--until", 10)
     assert (
         run(2, tmp_path / "run", "--until", 4) | run(2, tmp_path / "run", "--until", 10) == straight
@@ -54,9 +43,9 @@ def test_on_as_many_ranks_bit_by_bit(tmp_path: Path) -> None:
     assert digests[0] == digests[1], "every tensor, the optimizer's and the average's too"
 
 
-def test_on_two_ranks_then_one_then_two(tmp_path: Path) -> None:
-    """FSDP2, then no process group, then DDP. With one batch over all ranks each step has the same
-    samples in any world, and its loss.
+def test_example_resumes_on_two_ranks_then_one_then_two(tmp_path: Path) -> None:
+    """FSDP2, then no process group, then DDP. The global batch is fixed, so each step has the same
+    samples and loss in any world.
     """
     straight = run(1, tmp_path / "straight", "--until", 2 * EPOCH + 4, "--dropout", 0)
     lives = run(2, tmp_path / "run", "--until", 4, "--dropout", 0, "--fsdp")

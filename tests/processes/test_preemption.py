@@ -1,5 +1,5 @@
-"""Real processes: SIGTERM to one rank only. All stop after a common step with a good checkpoint,
-and go on from it.
+"""SIGTERM to one rank of real processes: all ranks stop after a common step with a good checkpoint,
+and resume from it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import unified_ckpt as uc
 from tests.support.processes.launch import torchrun
 
 
-def test_sigterm_to_one_rank_stops_all_after_a_common_step_with_a_good_checkpoint(
+def test_sigterm_to_one_rank_saves_and_stops_all(
     tmp_path: Path,
 ) -> None:
     torchrun(2, "worker_manager.py", tmp_path, timeout_seconds=120)

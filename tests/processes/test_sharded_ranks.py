@@ -1,5 +1,5 @@
 """Hugging Face's Trainer with sharded models: FSDP2 through Accelerate, and models sharded at load.
-The cases are in the worker.
+`worker_sharded.py` has the cases.
 """
 
 from __future__ import annotations
@@ -9,44 +9,45 @@ from pathlib import Path
 
 import pytest
 
-import unified_ckpt as uc
-from tests.support.processes.launch import torchrun
+from tests.support.processes.launch import PROGRAMS, torchrun
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "hf_trainer_sharded.py"
+pytestmark = pytest.mark.integration
+
+EXAMPLE = PROGRAMS.parents[2] / "docs" / "examples" / "hf_trainer_sharded.py"
 
 
 def run(root: Path, world: int, *cases: str) -> None:
     torchrun(world, "worker_sharded.py", root, *cases, timeout_seconds=280)
 
 
-def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path) -> None:
-    """transformers cannot resume a model that is sharded at load, and loads no FSDP2 model from a
-    folder that from_pretrained opens.
+def test_resume_is_bitwise(tmp_path: Path) -> None:
+    """transformers alone cannot resume a model sharded at load, nor load an FSDP2 model from a
+    `from_pretrained` folder.
     """
     run(tmp_path, 2, "same:accelerate", "same:tp=2")
 
 
 @pytest.mark.slow
-def test_other_ways_to_shard_and_what_a_trainer_does_besides(tmp_path: Path) -> None:
+def test_other_shardings_and_trainer_features(tmp_path: Path) -> None:
     run(
         tmp_path,
         2,
         "same:fsdp=2",
         "same:dp_replicate=2",
         "same:accelerate:llama:accumulate",
-        "stock:accelerate",
+        "native:accelerate",
         "refusals:-",
     )
     run(tmp_path, 2, "best:accelerate", "alone:accelerate", "best:fsdp=2", "alone:fsdp=2")
 
 
 @pytest.mark.slow
-def test_errors_that_users_make_are_told_on_every_rank(tmp_path: Path) -> None:
+def test_user_errors_are_raised_on_every_rank(tmp_path: Path) -> None:
     run(tmp_path, 2, "same:fsdp=2", "errors:accelerate:fsdp=2", "errors:fsdp=2:fsdp=2")
 
 
 @pytest.mark.slow
-def test_other_layouts_and_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_resume_in_other_layouts_and_world_sizes(tmp_path: Path) -> None:
     run(tmp_path, 1, "same:plain")
     run(
         tmp_path,
@@ -63,14 +64,18 @@ def test_other_layouts_and_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_of_the_stock_trainer_go_on_in_layouts_that_it_cannot_load(
+def test_native_checkpoints_resume_in_other_layouts(
     tmp_path: Path,
 ) -> None:
-    run(tmp_path, 1, "stock_stop:plain")
+    run(tmp_path, 1, "native_stop:plain")
     run(
-        tmp_path, 2, "stock_into:accelerate:plain", "stock_into:tp=2:plain", "stock_stop:accelerate"
+        tmp_path,
+        2,
+        "native_into:accelerate:plain",
+        "native_into:tp=2:plain",
+        "native_stop:accelerate",
     )
-    run(tmp_path, 1, "stock_into:plain:accelerate")
+    run(tmp_path, 1, "native_into:plain:accelerate")
 
 
 @pytest.mark.slow
@@ -81,8 +86,8 @@ def test_adapters_under_fsdp2(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_experts_over_ranks(tmp_path: Path) -> None:
-    """Experts stacked in memory; with `ep` each rank has some of them. The number of param groups
-    differs between the layouts.
+    """Experts are stacked in memory; with `ep` each rank has some of them. The number of param
+    groups differs between layouts.
     """
     run(
         tmp_path,
@@ -103,23 +108,7 @@ def test_experts_over_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["accelerate", "tp=2"])
-def test_killed_in_the_middle_of_a_save(tmp_path: Path, layout: str) -> None:
-    """A job that dies while it saves goes on from the checkpoint before, and ends as if nothing had
-    been.
-    """
-    run(tmp_path, 2, f"same:{layout}")
-    with pytest.raises(RuntimeError, match=r"SIGKILL|Signal 9"):
-        run(tmp_path, 2, f"killed:{layout}")
-    left = os.listdir(tmp_path / f"killed-{layout}")
-    assert [name for name in left if name.startswith("checkpoint-")] == ["checkpoint-2"], left
-    assert any(name.startswith(".unified-") for name in left), "it was in the middle"
-    assert uc.verify(tmp_path / f"killed-{layout}" / "checkpoint-2", deep=True).ok
-    run(tmp_path, 2, f"after:{layout}")
-
-
-@pytest.mark.slow
-def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_example_continues_on_fewer_ranks(tmp_path: Path) -> None:
     for world, steps in [(2, 10), (1, 20)]:
         torchrun(world, str(EXAMPLE), tmp_path, steps, timeout_seconds=280)
     assert {"checkpoint-15", "checkpoint-20"} <= set(os.listdir(tmp_path))

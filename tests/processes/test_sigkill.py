@@ -10,10 +10,12 @@ import pytest
 
 from tests.support.processes.killed import Scene, Spawn, live_through, spawn
 
+pytestmark = pytest.mark.integration
+
 __all__ = ["spawn"]  # fixtures
 
 
-def test_10_moments(tmp_path: Path, spawn: Spawn) -> None:
+def test_killed_at_10_moments(tmp_path: Path, spawn: Spawn) -> None:
     live_through(Scene(tmp_path, spawn), range(10))
 
 
@@ -21,5 +23,5 @@ def test_10_moments(tmp_path: Path, spawn: Spawn) -> None:
 @pytest.mark.parametrize(
     "part", [0, 2, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 3, 4))]
 )
-def test_50_moments(tmp_path: Path, spawn: Spawn, part: int) -> None:
+def test_killed_at_50_moments(tmp_path: Path, spawn: Spawn, part: int) -> None:
     live_through(Scene(tmp_path, spawn), range(100 + 10 * part, 110 + 10 * part))

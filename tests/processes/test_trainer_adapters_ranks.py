@@ -1,5 +1,5 @@
-"""Adapters and the place in the data under DDP: resumed by two processes as if not stopped, and by
-one at the same sample.
+"""Adapters and the data position under DDP: two processes resume as if not stopped, and one resumes
+at the same sample.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from peft import PeftModel
 import unified_ckpt as uc
 from tests.support.adapter_models import lora
 from tests.support.processes.launch import torchrun
-from tests.support.trainer_positions import seen, train
+from tests.support.trainer_positions import recording_trainer, train
 from tests.support.trainers import model
 
 pytestmark = [
@@ -22,13 +22,16 @@ pytestmark = [
 ]
 
 
-def test_two_processes_go_on_and_one_takes_the_rest_of_the_samples(tmp_path: Path) -> None:
+def test_two_ranks_resume_and_one_continues_the_samples(tmp_path: Path) -> None:
     torchrun(2, "worker_trainer_adapters.py", tmp_path, timeout_seconds=240)
-    first, second = (torch.load(tmp_path / f"taken-{rank}.pt") for rank in range(2))
+    first, second = (torch.load(tmp_path / f"samples-{rank}.pt") for rank in range(2))
     order = [
-        i for at in range(0, len(first), 2) for taken in (first, second) for i in taken[at : at + 2]
+        i
+        for start in range(0, len(first), 2)
+        for samples in (first, second)
+        for i in samples[start : start + 2]
     ]
-    alone = seen(tmp_path / "alone", batch=6, of=lora(), save_strategy="no")
+    alone = recording_trainer(tmp_path / "alone", batch=6, net=lora(), save_strategy="no")
     assert train(alone, resume=True) == order[60:], "12 of epoch 1 were taken, in rounds of 2 by 2"
     folder = tmp_path / "run" / "checkpoint-15"
     assert uc.verify(folder, deep=True).ok

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer under DDP: stopped and resumed by as many processes, and by fewer."""
+"""Hugging Face's Trainer under DDP: stopped, then resumed by as many processes and by fewer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ pytestmark = pytest.mark.slow  # a minute
 def run(
     root: Path, name: str, world: int, *arguments: object
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    told = root / f"{name}-{world}-{len(arguments)}.pt"
+    output = root / f"{name}-{world}-{len(arguments)}.pt"
     torchrun(
-        world, "worker_trainer.py", root / name, "--told", told, *arguments, timeout_seconds=120
+        world, "worker_trainer.py", root / name, "--output", output, *arguments, timeout_seconds=120
     )
-    found: tuple[dict[str, torch.Tensor], list[float]] = torch.load(told)
-    return found
+    results: tuple[dict[str, torch.Tensor], list[float]] = torch.load(output)
+    return results
 
 
-def test_ddp_resumed_by_as_many_and_by_one(tmp_path: Path) -> None:
+def test_ddp_resumes_on_as_many_ranks_and_on_one(tmp_path: Path) -> None:
     weights, losses = run(tmp_path, "straight", 2)
     run(tmp_path, "run", 2, "--stop", 4)
     shutil.copytree(tmp_path / "run", tmp_path / "alone")

@@ -1,6 +1,4 @@
-"""Training goes on after a save as if nothing had happened: the same bits in the same layout, the
-same losses in any other.
-"""
+"""Training after a resume: the same bits in the same layout, the same losses in any other."""
 
 from __future__ import annotations
 
@@ -15,26 +13,26 @@ TOLERANCE = 2e-5  # relative; sums in another order, in float32
 
 
 @pytest.mark.parametrize("row", ALL)
-def test_in_the_same_layout_the_losses_are_the_same_bits(matrix: Matrix, row: str) -> None:
+def test_same_layout_gives_bitwise_losses(matrix: Matrix, row: str) -> None:
     losses = matrix.losses(row)
     assert losses["again"] == losses["after"]
 
 
 @pytest.mark.parametrize("row", ALL)
-def test_the_layout_itself_gives_the_losses_of_the_dense_run(matrix: Matrix, row: str) -> None:
+def test_layout_gives_the_losses_of_the_dense_run(matrix: Matrix, row: str) -> None:
     losses, dense = matrix.losses(row), matrix.losses("plain")
     assert losses["before"] + losses["after"] == pytest.approx(
         dense["before"] + dense["after"], rel=TOLERANCE
     )
 
 
-def test_the_loss_moves_enough_for_these_tests_to_mean_something(matrix: Matrix) -> None:
+def test_loss_moves_enough_to_be_compared(matrix: Matrix) -> None:
     losses = matrix.losses("plain")["before"] + matrix.losses("plain")["after"]
     assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize("target", DEFAULT)
-def test_after_a_reshard_the_losses_are_those_of_the_dense_run(matrix: Matrix, target: str) -> None:
+def test_reshard_continues_with_the_dense_losses(matrix: Matrix, target: str) -> None:
     dense = matrix.losses("plain")
     cases = [
         case

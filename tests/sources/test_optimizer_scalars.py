@@ -1,20 +1,19 @@
-"""Non-tensor optimizer state, such as an int `step`, is kept by every format with state by name."""
+"""Non-tensor optimizer state, such as an int `step`, survives in every format."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers.optimization import Adafactor
 
 import unified_ckpt as uc
+from tests.support.dcp_folders import save_dcp
 from tests.support.nanotrons import LAYERS
 from tests.support.nanotrons import write as write_nanotron
 
@@ -24,18 +23,12 @@ def state(step: Any) -> dict[str, Any]:
     return {"state": {"w": {"step": step, "exp_avg": torch.ones(3)}}, "param_groups": groups}
 
 
-def save(state_dict: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "Saving without distributed", which is meant
-        dcp.save(state_dict, checkpoint_id=str(path), no_dist=True)
-
-
 def nested(root: Path) -> None:
-    save({"model": {"w": torch.ones(3)}, "optimizer": state(5)}, root)
+    save_dcp({"model": {"w": torch.ones(3)}, "optimizer": state(5)}, root)
 
 
 def flat(root: Path) -> None:
-    save(
+    save_dcp(
         {
             "model": {"w": torch.ones(3)},
             "optim": {
@@ -49,13 +42,13 @@ def flat(root: Path) -> None:
 
 
 def lightning(root: Path) -> None:
-    save({"state_dict": {"w": torch.ones(3)}, "optimizer_0": state(5)}, root)
+    save_dcp({"state_dict": {"w": torch.ones(3)}, "optimizer_0": state(5)}, root)
     torch.save({"global_step": 5, "pytorch-lightning_version": "2"}, root / "meta.pt")
 
 
 def accelerate(root: Path) -> None:
-    save({"model": {"w": torch.ones(3)}}, root / "pytorch_model_fsdp_0")
-    save({"optimizer": state(5)}, root / "optimizer_0")
+    save_dcp({"model": {"w": torch.ones(3)}}, root / "pytorch_model_fsdp_0")
+    save_dcp({"optimizer": state(5)}, root / "optimizer_0")
 
 
 def ranks(root: Path) -> None:
@@ -67,7 +60,7 @@ def ranks(root: Path) -> None:
 
 @pytest.mark.parametrize("write", [nested, flat, lightning, accelerate, ranks])
 def test_int_step_is_kept(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    """Bug: read and converted, then the optimizer's next step raised KeyError 'step'."""
+    """Once, the state was read and the optimizer's next step raised KeyError 'step'."""
     write(tmp_path / "c")
     uc.convert(tmp_path / "c", tmp_path / "ours")
     for path in (tmp_path / "c", tmp_path / "ours"):
@@ -107,7 +100,7 @@ def test_differing_ranks_are_refused(tmp_path: Path) -> None:
 
 
 def test_optimizer_with_int_step_resumes(tmp_path: Path) -> None:
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def create() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(4, 8)
         return model, Adafactor(
@@ -119,12 +112,12 @@ def test_optimizer_with_int_step_resumes(tmp_path: Path) -> None:
         model(torch.ones(2, 4)).square().sum().backward()
         optimizer.step()
 
-    model, optimizer = made()
+    model, optimizer = create()
     train(model, optimizer)
     weights, state = get_state_dict(model, optimizer)
-    save({"model": weights, "optimizer": state}, tmp_path / "c")
+    save_dcp({"model": weights, "optimizer": state}, tmp_path / "c")
     train(model, optimizer)
-    other, fresh = made()
+    other, fresh = create()
     uc.load(tmp_path / "c", model=other, optimizer=fresh)
     train(other, fresh)
     assert all(

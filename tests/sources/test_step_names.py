@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,12 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 
 import unified_ckpt as uc
-from tests.support.lightnings import fit
+from tests.sources.conformance_cases import PYTORCH
 from tests.support.managers import (
     delete_file,
     delete_manifest,
@@ -39,7 +35,6 @@ from tests.support.orbaxes import job, train_state
 from tests.support.orbaxes import write as write_orbax
 from tests.support.paddles import copied
 from tests.support.refusals import same_error
-from tests.support.trainers import trainer
 from unified_ckpt.cli.main import main
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.sources.step_names import list_steps
@@ -51,9 +46,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:(pytorch_)?lightning",
 )
 
-# format -> the entry of step 8, and the files in it by which the format is known; none: it is a
-# file
-MARKS: dict[str, tuple[str, list[str]]] = {
+# format -> the entry of a step, and the files in it that identify the format; an entry without
+# files is a file itself
+ENTRIES: dict[str, tuple[str, list[str]]] = {
     "trainer": ("checkpoint-{}", ["trainer_state.json", "optimizer.pt"]),
     "paddle": ("checkpoint-{}", ["model_state.pdparams"]),
     "accelerate": ("checkpoints/checkpoint_{}", ["optimizer.bin"]),
@@ -67,9 +62,9 @@ MARKS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def mark(root: Path, kind: str, step: int) -> Path:
-    """An entry of which only the names are right."""
-    name, files = MARKS[kind]
+def touch_step(root: Path, kind: str, step: int) -> Path:
+    """Create an entry that has the names of a step, and no content."""
+    name, files = ENTRIES[kind]
     path = root / name.format(step)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not files:
@@ -80,9 +75,9 @@ def mark(root: Path, kind: str, step: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", MARKS)
+@pytest.mark.parametrize("kind", ENTRIES)
 def test_list_steps_of_each_framework(tmp_path: Path, kind: str) -> None:
-    paths = {step: mark(tmp_path, kind, step) for step in (8, 10, 9)}
+    paths = {step: touch_step(tmp_path, kind, step) for step in (8, 10, 9)}
     entries = list_steps(str(tmp_path))
     assert [(entry.number, entry.path, entry.format) for entry in entries] == [
         (step, str(paths[step]), kind) for step in (8, 9, 10)
@@ -102,14 +97,14 @@ def test_list_steps_ends_with_the_pointed_step(
     tmp_path: Path, kind: str, pointer: str, text: str
 ) -> None:
     for step in (7, 8, 9):
-        mark(tmp_path, kind, step)
+        touch_step(tmp_path, kind, step)
     (tmp_path / pointer).write_text(text)
     assert [(entry.number, entry.pointer) for entry in list_steps(str(tmp_path))] == [
         (7, ""),
         (9, ""),
         (8, pointer),
     ]
-    shutil.rmtree(mark(tmp_path, kind, 8))
+    shutil.rmtree(touch_step(tmp_path, kind, 8))
     assert [(entry.number, entry.format) for entry in list_steps(str(tmp_path))] == [
         (7, kind),
         (9, kind),
@@ -127,34 +122,6 @@ def test_list_steps_includes_a_tag_named_by_latest(tmp_path: Path) -> None:
     ]
 
 
-def test_list_steps_excludes_logs_configs_and_weights(tmp_path: Path) -> None:
-    for name in (
-        "logs",
-        "2024",
-        "runs/8",
-        "step-3",
-        "checkpoint-9",
-        ".unified-0123-checkpoint-7",
-        "8.orbax-checkpoint-tmp-1",
-        "version_0",
-    ):
-        (tmp_path / name).mkdir(parents=True)
-    for name in (
-        "config.json",
-        "model.safetensors",
-        "pytorch_model.bin",
-        "latest.log",
-        "2024/events.out",
-        "step-3/sample.png",
-        "latest",
-    ):
-        (tmp_path / name).touch()
-    (tmp_path / "checkpoint-10").mkdir()
-    (tmp_path / "checkpoint-10" / "checkpoint-is-incomplete.txt").touch()
-    assert list_steps(str(tmp_path)) == []
-    assert list_steps(str(tmp_path / "none")) == []
-
-
 def test_list_steps_includes_unified_and_broken_steps(tmp_path: Path) -> None:
     save_steps(tmp_path, 7)
     (tmp_path / "checkpoint-7").rename(tmp_path / "step-7")
@@ -170,7 +137,7 @@ def test_list_steps_includes_unified_and_broken_steps(tmp_path: Path) -> None:
 
 
 def test_list_steps_does_not_import_torch(tmp_path: Path) -> None:
-    mark(tmp_path, "trainer", 8)
+    touch_step(tmp_path, "trainer", 8)
     code = (
         "import sys, json; from unified_ckpt.sources.step_names import list_steps; "
         f"found = list_steps({str(tmp_path)!r})"
@@ -181,38 +148,7 @@ def test_list_steps_does_not_import_torch(tmp_path: Path) -> None:
     ) == [1, False]
 
 
-# ---- what the engines themselves write
-
-
-def of_trainer(top: Path) -> Path:
-    trainer(top, stock=True, max_steps=2).train()
-    return top / "checkpoint-2"
-
-
-def of_accelerate(top: Path) -> Path:
-    naming = ProjectConfiguration(project_dir=str(top), automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, project_config=naming)
-    module = torch.nn.Linear(4, 4)
-    module, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
-    module(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    return Path(accelerator.save_state())
-
-
-def of_lightning(top: Path) -> Path:
-    fit(top, stock=True, checkpoints={"filename": "{epoch}-{step}"}, max_steps=4)
-    return next(top.glob("*.ckpt"))
-
-
-def of_dcp(top: Path) -> Path:
-    found = state(2)
-    nested = {
-        "model": found["model"],
-        "optimizer": {"state": {"w": {"exp_avg": found["optimizer"]["w/exp_avg"]}}},
-    }
-    with warnings.catch_warnings(action="ignore"):  # one process
-        dcp.save(nested, checkpoint_id=top / "10", no_dist=True)
-    return top / "10"
+# ---- checkpoints that the frameworks write
 
 
 def of_megatron(top: Path) -> Path:
@@ -233,10 +169,18 @@ def of_nanotron(top: Path) -> Path:
     return top / "20"
 
 
+def case(name: str) -> Callable[[Path], Path]:
+    """Write the checkpoint of a conformance case."""
+    return lambda top: PYTORCH[name](top).path
+
+
 @dataclass(frozen=True)
 class Engine:
-    """`write`: the path of a whole step; `name`: of a step in a run; `pointer`: its file and text;
-    `without`: a part by position.
+    """How a framework names its steps.
+
+    `write` returns the path of a complete step. `name` is the pattern of a step in a run. `pointer`
+    is the file that names the latest step, with its text. `without` lists parts whose state is
+    stored by position.
     """
 
     write: Callable[[Path], Path]
@@ -246,10 +190,12 @@ class Engine:
 
 
 ENGINES = {
-    "trainer": Engine(of_trainer, "checkpoint-{}"),
-    "accelerate": Engine(of_accelerate, "checkpoints/checkpoint_{}", without=("optimizer",)),
-    "lightning": Engine(of_lightning, "lightning_logs/version_0/checkpoints/epoch=1-step={}.ckpt"),
-    "dcp": Engine(of_dcp, "{}"),
+    "trainer": Engine(case("trainer"), "checkpoint-{}"),
+    "accelerate": Engine(case("accelerate"), "checkpoints/checkpoint_{}", without=("optimizer",)),
+    "lightning": Engine(
+        case("lightning"), "lightning_logs/version_0/checkpoints/epoch=1-step={}.ckpt"
+    ),
+    "dcp": Engine(case("dcp"), "{}"),
     "megatron": Engine(of_megatron, "iter_{:0>7}", ("latest_checkpointed_iteration.txt", "{}")),
     "orbax": Engine(of_orbax, "checkpoints/{}"),
     "nanotron": Engine(of_nanotron, "{}", ("latest.txt", "{}")),
@@ -262,7 +208,7 @@ def whole_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda kind: ENGINES[kind].write(tmp_path_factory.mktemp(kind)))
 
 
-def put_step(root: Path, kind: str, whole: Path, step: int) -> Path:
+def add_step(root: Path, kind: str, whole: Path, step: int) -> Path:
     path = root / ENGINES[kind].name.format(step)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(whole, path) if whole.is_dir() else shutil.copyfile(whole, path)
@@ -271,12 +217,12 @@ def put_step(root: Path, kind: str, whole: Path, step: int) -> Path:
     return path
 
 
-def cut(path: Path) -> None:
-    """As a save that was cut off, or a copy: the largest file is half as long."""
-    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+def truncate(path: Path) -> None:
+    """Halve the largest file, as an interrupted save or copy would."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     largest = max(
-        (one for one in files if not one.name.startswith("random")),
-        key=lambda one: one.stat().st_size,
+        (file for file in files if not file.name.startswith("random")),
+        key=lambda file: file.stat().st_size,
     )
     os.truncate(largest, largest.stat().st_size // 2)
 
@@ -294,21 +240,21 @@ def targets_of(path: Path, *, without: tuple[str, ...] = ()) -> dict[str, dict[s
 def test_restore_uses_the_latest_usable_foreign_step(
     tmp_path: Path, whole_of: Callable[[str], Path], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Healthy, then the newest is broken, then both are."""
+    """Both steps are healthy; then the latest is broken; then both are."""
     whole = whole_of(kind)
     targets = targets_of(whole, without=ENGINES[kind].without)
-    older, newer = put_step(tmp_path, kind, whole, 8), put_step(tmp_path, kind, whole, 9)
+    older, newer = add_step(tmp_path, kind, whole, 8), add_step(tmp_path, kind, whole, 9)
     with manager_of(None, tmp_path) as manager:
         assert manager.restore(**targets) is not None
         assert f"{newer} is of another format ({kind})" in caplog.text
         assert any(tensor.any() for tensor in targets["model"].values())
-        cut(newer)
+        truncate(newer)
         caplog.clear()
         assert manager.restore(**targets) is not None
         assert f"{older} is of another format ({kind})" in caplog.text
         assert f"{newer} is skipped: " in caplog.text
-        cut(older)
-        names = "|".join(re.escape(str(one.relative_to(tmp_path))) for one in (older, newer))
+        truncate(older)
+        names = "|".join(re.escape(str(path.relative_to(tmp_path))) for path in (older, newer))
         with pytest.raises(
             uc.IncompleteError,
             match=rf"none of its steps can be loaded \(2\):\n  ({names}): .*\n  ({names}): ",
@@ -316,7 +262,7 @@ def test_restore_uses_the_latest_usable_foreign_step(
             manager.restore(**targets)
         caplog.clear()
         assert manager.restore(allow_fresh=True, **targets) is None
-        assert [str(one.relative_to(tmp_path)) in caplog.text for one in (older, newer)] == [
+        assert [str(path.relative_to(tmp_path)) in caplog.text for path in (older, newer)] == [
             True,
             True,
         ]
@@ -326,13 +272,13 @@ def test_restore_uses_the_latest_usable_foreign_step(
 def test_list_shows_foreign_steps_and_prune_keeps_them(
     tmp_path: Path, whole_of: Callable[[str], Path], kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    older, newer = (put_step(tmp_path, kind, whole_of(kind), step) for step in (8, 9))
-    cut(older)
+    older, newer = (add_step(tmp_path, kind, whole_of(kind), step) for step in (8, 9))
+    truncate(older)
     save_steps(tmp_path, 3, 4)
-    capsys.readouterr()  # of the engine
+    capsys.readouterr()  # what the framework printed
     assert main(["list", str(tmp_path), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
-    listed = {one["path"]: one for one in run["steps"]}
+    listed = {entry["path"]: entry for entry in run["steps"]}
     assert (
         listed[str(newer)]["format"],
         listed[str(newer)]["status"],
@@ -341,9 +287,9 @@ def test_list_shows_foreign_steps_and_prune_keeps_them(
     assert listed[str(older)]["status"] == "incomplete"
     assert listed[str(older)]["problem"]
     sizes = [
-        one.stat().st_size
-        for one in ([newer] if newer.is_file() else newer.rglob("*"))
-        if one.is_file()
+        entry.stat().st_size
+        for entry in ([newer] if newer.is_file() else newer.rglob("*"))
+        if entry.is_file()
     ]
     assert (listed[str(newer)]["nbytes"], listed[str(newer)]["files"]) == (sum(sizes), len(sizes))
     assert (
@@ -367,19 +313,17 @@ def test_list_shows_foreign_steps_and_prune_keeps_them(
     assert newer.exists()
 
 
-# ---- Which step is loaded, and when a run starts fresh
+# ---- which step is loaded, and when a run starts fresh
 
 
 @pytest.mark.parametrize("kind", ["nanotron", "megatron"])
 def test_restore_prefers_the_pointed_step(
     tmp_path: Path, whole_of: Callable[[str], Path], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the engine itself would, though a newer step is there: that one was left out on purpose,
-    or was cut off.
-    """
+    """The pointer wins over a later step, as in the framework itself."""
     named, newer = (
-        put_step(tmp_path, kind, whole_of(kind), 8),
-        put_step(tmp_path, kind, whole_of(kind), 9),
+        add_step(tmp_path, kind, whole_of(kind), 8),
+        add_step(tmp_path, kind, whole_of(kind), 9),
     )
     pointer, text = ENGINES[kind].pointer or ("", "")
     (tmp_path / pointer).write_text(text.format(8))
@@ -400,7 +344,7 @@ def test_restore_prefers_the_pointed_step(
 def test_restore_opens_unified_steps_under_other_names(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after a change of `step_prefix`, or of the root."""
+    """`step_prefix` or the root has changed since the saves."""
     save_steps(tmp_path / "checkpoints", 7)
     save_steps(tmp_path, 8)
     (tmp_path / "checkpoint-8").rename(tmp_path / "step-8")
@@ -414,22 +358,22 @@ def test_restore_opens_unified_steps_under_other_names(
 def test_restore_reads_the_step_from_the_file(
     tmp_path: Path, whole_of: Callable[[str], Path]
 ) -> None:
-    """Lightning's last.ckpt is of step 4; an older step has a number in its name."""
+    """Lightning's last.ckpt is of step 4; the older step has a number in its name."""
     whole = whole_of("lightning")
     for name in ("last.ckpt", "epoch=0-step=2.ckpt"):
         shutil.copyfile(whole, tmp_path / name)
     targets = targets_of(whole)
     with manager_of(None, tmp_path) as manager:
         assert manager.restore(**targets).step == 4  # type: ignore[union-attr]
-        cut(tmp_path / "last.ckpt")
+        truncate(tmp_path / "last.ckpt")
         assert manager.restore(**targets) is not None
 
 
 def test_restore_ignores_folders_that_are_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logs, configuration, weights in the root, saves that were cut off, what they replaced, and
-    another run's local tier.
+    """Logs, configuration, weights in the root, interrupted saves, replaced folders, and the local
+    tier of another run.
     """
     root, local = tmp_path / "run", tmp_path / "local"
     for name in (
@@ -438,6 +382,11 @@ def test_restore_ignores_folders_that_are_no_step(
         "lightning_logs/version_0",
         "checkpoint-5",
         ".unified-0123-checkpoint-7",
+        "runs/8",
+        "step-3",
+        "8.orbax-checkpoint-tmp-1",
+        "version_0",
+        "checkpoint-10",
     ):
         (root / name).mkdir(parents=True)
     for name in (
@@ -445,8 +394,14 @@ def test_restore_ignores_folders_that_are_no_step(
         "model.safetensors",
         "2024/events.out",
         ".unified-0123-checkpoint-7/model.safetensors",
+        "pytorch_model.bin",
+        "latest.log",
+        "latest",
+        "step-3/sample.png",
+        "checkpoint-10/checkpoint-is-incomplete.txt",
     ):
         (root / name).touch()
+    assert list_steps(str(root)) == list_steps(str(root / "none")) == []
     save_steps(root, 3)
     (root / "checkpoint-3").rename(root / ".replaced-0123-checkpoint-3")
     save_steps(local, 9, 10)
@@ -494,8 +449,8 @@ def test_restore_raises_if_unified_steps_are_unusable(
 def test_restore_raises_on_all_ranks_if_one_node_lacks_a_step(
     tmp_path: Path, whole_of: Callable[[str], Path]
 ) -> None:
-    """Each node has a root of its own; the step is on the second one only."""
-    path = put_step(tmp_path / "node-1", "dcp", whole_of("dcp"), 8)
+    """Each node has a root of its own, and only the second one holds the step."""
+    path = add_step(tmp_path / "node-1", "dcp", whole_of("dcp"), 8)
 
     def act(comm: Comm, **more: bool) -> object:
         with manager_of(comm, tmp_path / f"node-{comm.rank}", node=f"node {comm.rank}") as manager:
@@ -503,5 +458,5 @@ def test_restore_raises_on_all_ranks_if_one_node_lacks_a_step(
 
     same_error(try_ranks(2, act), uc.IncompleteError, r"8: rank 0's node does not have it")
     assert run_ranks(2, partial(act, allow_fresh=True)) == [None, None]
-    put_step(tmp_path / "node-0", "dcp", whole_of("dcp"), 8)
+    add_step(tmp_path / "node-0", "dcp", whole_of("dcp"), 8)
     assert None not in run_ranks(2, act)

@@ -1,4 +1,4 @@
-"""Storages that stop at a gate, and models for tests of background saves."""
+"""Storages that block until a latch opens, and models for tests of background saves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SECONDS = 30.0  # far more than any of this needs
 QUICK = uc.SaveOptions(fsync=False, timeout_seconds=SECONDS)
 
 
-class Gate:
-    """Blocks every rank's storage until it opens. `reached`: a rank waits at it."""
+class Latch:
+    """Blocks every rank's storage until it opens. `reached`: a rank waits for it."""
 
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -31,27 +31,27 @@ class Gate:
         self.opened.set()
 
     def storage(self, root: str) -> LocalStorage:
-        gate = self
+        latch = self
 
-        class Gated(LocalStorage):
+        class Blocked(LocalStorage):
             def make_folder(self, name: str) -> None:
-                gate.passing()
+                latch.passing()
                 super().make_folder(name)
 
             def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
-                gate.passing()
+                latch.passing()
                 super().write_at(name, start, buffers)
 
-        return Gated(root)
+        return Blocked(root)
 
     def passing(self) -> None:
         self.reached.set()
         if not self.opened.wait(SECONDS):
-            raise uc.StorageError("the gate stays closed")
+            raise uc.StorageError("the latch stays closed")
 
 
 class Storages:
-    """Says which storage the saves of each rank get; a sound one unless it is told otherwise."""
+    """Chooses the storage of each rank's saves: a LocalStorage unless `kinds` names another."""
 
     def __init__(self) -> None:
         self.kinds: dict[
@@ -65,21 +65,21 @@ class Storages:
 
 @pytest.fixture
 def storages(monkeypatch: pytest.MonkeyPatch) -> Storages:
-    found = Storages()
-    monkeypatch.setattr(api, "LocalStorage", found)
-    return found
+    storages_by_rank = Storages()
+    monkeypatch.setattr(api, "LocalStorage", storages_by_rank)
+    return storages_by_rank
 
 
 @pytest.fixture
-def gate(storages: Storages) -> Iterator[Gate]:
-    made = Gate()
-    storages.kinds["all"] = made.storage
-    yield made
-    made.open()
+def latch(storages: Storages) -> Iterator[Latch]:
+    closed = Latch()
+    storages.kinds["all"] = closed.storage
+    yield closed
+    closed.open()
 
 
 def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """No element is zero."""
+    """Values that depend on shape and seed; no element is zero."""
     count = torch.Size(shape).numel()
     return (
         (torch.arange(count, dtype=torch.int64) * 31 + seed * 7919)
@@ -135,10 +135,10 @@ def part_of(name: str, rank: int, world: int, seed: int) -> Tensor:
     )
 
 
-def made(
+def rank_state(
     comm: Comm, seed: int, *, replicas: int = 1
 ) -> tuple[Net, torch.optim.Optimizer, dict[str, Tensor]]:
-    """A module, its AdamW with state, and a further part, of a rank. The same for all replicas."""
+    """A rank's module, its AdamW with state, and another part; equal for all replicas."""
     world = comm.world // replicas
     rank = comm.rank % world
     net = Net(rank, world, seed)
@@ -157,7 +157,7 @@ def made(
 
 
 class Late:
-    """Copies of the saves' threads wait until `go`."""
+    """Copies made by the save threads wait until `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.began = threading.Event(), threading.Event()
@@ -174,6 +174,6 @@ class Late:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
-    made = Late(monkeypatch)
-    yield made
-    made.go.set()
+    copies = Late(monkeypatch)
+    yield copies
+    copies.go.set()

@@ -15,29 +15,31 @@ CALLS: list[str] = []
 
 
 def renamed(parts: Parts) -> dict[str, dict[str, Any]]:
-    """Names only: nothing is read."""
+    """Rename tensors; nothing is read."""
     return {
         part: {f"net.{name}": tensor for name, tensor in tensors.items()}
         for part, tensors in parts.items()
     }
 
 
-def turned(parts: Parts) -> dict[str, dict[str, Any]]:
-    """A function for each tensor, one of known shape, and one that is there."""
+def transposed(parts: Parts) -> dict[str, dict[str, Any]]:
+    """Return a function per tensor, one LazyTensor, and two further tensors."""
     model = parts["model"]
 
     def called(name: str) -> torch.Tensor:
         CALLS.append(name)
         return model[name][...].T
 
-    found: dict[str, Callable[[], torch.Tensor] | torch.Tensor | uc.LazyTensor] = {
+    transposed_model: dict[str, Callable[[], torch.Tensor] | torch.Tensor | uc.LazyTensor] = {
         name: partial(called, name) for name in model
     }
-    one = model["lazy"]
-    found["lazy"] = uc.LazyTensor(one.dtype, tuple(reversed(one.shape)), partial(called, "lazy"))
-    found["new"] = torch.arange(3)
-    found["master"] = parts["master_weights"]["w"]
-    return {"model": found}
+    stored_lazy = model["lazy"]
+    transposed_model["lazy"] = uc.LazyTensor(
+        stored_lazy.dtype, tuple(reversed(stored_lazy.shape)), partial(called, "lazy")
+    )
+    transposed_model["new"] = torch.arange(3)
+    transposed_model["master"] = parts["master_weights"]["w"]
+    return {"model": transposed_model}
 
 
 def lying(parts: Parts) -> dict[str, dict[str, Any]]:

@@ -14,8 +14,8 @@ NAME = "checkpoint-7"
 
 
 def put(folder: Path, *, seed: int = 0) -> Path:
-    """Three files of the model, one of two digest blocks; an optimizer; extra state with bytes;
-    what a trainer adds.
+    """Write a model of three files (one of two digest blocks), an optimizer, extra state with
+    bytes, and files of a trainer.
     """
     draw = torch.Generator().manual_seed(seed)
     model = {
@@ -38,7 +38,7 @@ def put(folder: Path, *, seed: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nobody changes this one."""
+    """A checkpoint that no test changes."""
     return put(tmp_path_factory.mktemp("good") / NAME)
 
 

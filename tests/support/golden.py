@@ -49,7 +49,7 @@ def master_weights() -> dict[str, torch.Tensor]:
 
 
 def optimizer() -> dict[str, torch.Tensor]:
-    """Two moments and a step of one parameter."""
+    """Two moments and a step count of one parameter."""
     return {
         "embed.weight/exp_avg": tensor("exp_avg", ROWS, 4),
         "embed.weight/exp_avg_sq": tensor("exp_avg_sq", ROWS, 4),
@@ -58,12 +58,12 @@ def optimizer() -> dict[str, torch.Tensor]:
 
 
 def ema() -> dict[str, torch.Tensor]:
-    """A further part."""
+    """An extra part."""
     return {"embed.weight": tensor("ema", ROWS, 4)}
 
 
 def adapter() -> dict[str, torch.Tensor]:
-    """An adapter in PEFT's names."""
+    """An adapter under PEFT's names."""
     return {
         "base_model.model.q_proj.lora_A.weight": tensor("lora_A", 2, 4),
         "base_model.model.q_proj.lora_B.weight": tensor("lora_B", 4, 2),
@@ -71,7 +71,7 @@ def adapter() -> dict[str, torch.Tensor]:
 
 
 def bfloat16_model() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A model whose first tensor is its rounded master, and whose second has none."""
+    """A model whose first tensor is its rounded master; the second has no master."""
     masters = {"trained": tensor("trained", 4, 4) + 2.0**-12}
     return {"trained": masters["trained"].bfloat16(), "frozen": tensor("frozen", 3)}, masters
 
@@ -86,12 +86,11 @@ def _attach(folder: str) -> None:
 
 
 def _write_nodes(root: Path) -> None:
-    """Two nodes with folders of their own; each byte is on both."""
+    """Write two nodes' folders; each byte is stored on both nodes."""
     layout = uc.Layout(mesh={"dp": NODES}, rules={"embed.weight": {"dp": 0}})
 
     def act(comm: Comm) -> None:
-        with make_checkpointer(comm) as checkpointer:
-            checkpointer._node = f"node-{comm.rank}"
+        with make_checkpointer(comm, node=f"node-{comm.rank}") as checkpointer:
             checkpointer.save(
                 root / f"node-{comm.rank}" / "checkpoint-7",
                 model={
@@ -107,7 +106,7 @@ def _write_nodes(root: Path) -> None:
     run_ranks(NODES, act)
 
 
-def _everything() -> Mapping[str, Any]:
+def _full_state() -> Mapping[str, Any]:
     return {
         "model": model(),
         "master_weights": master_weights(),
@@ -124,7 +123,7 @@ def _everything() -> Mapping[str, Any]:
 def write(root: Path) -> None:
     """Write the folders that `root` does not have."""
     if not (root / "everything").exists():
-        uc.save(root / "everything", **_everything())
+        uc.save(root / "everything", **_full_state())
     if not (root / "several-files").exists():
         uc.save(root / "several-files", model=model(), options=uc.SaveOptions(max_file_bytes=200))
     if not (root / "without-model").exists():

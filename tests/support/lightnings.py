@@ -111,7 +111,7 @@ def samples() -> TensorDataset:
 def trainer(
     out: Path | str,
     *,
-    stock: bool = False,
+    native: bool = False,
     checkpoints: dict[str, Any] | None = None,
     callbacks: Any = (),
     **arguments: Any,
@@ -122,7 +122,7 @@ def trainer(
         if checkpoints is None
         else [ModelCheckpoint(**{"dirpath": str(out), "filename": "{step}", **checkpoints})]
     )
-    ours = [] if stock else [UnifiedCheckpointCallback(save_options=OPTIONS)]
+    ours = [] if native else [UnifiedCheckpointCallback(save_options=OPTIONS)]
     quiet = {
         "logger": False,
         "enable_progress_bar": False,

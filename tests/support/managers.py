@@ -17,7 +17,7 @@ import torch
 import unified_ckpt as uc
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import make_checkpointer
+from unified_ckpt.testing import set_comm
 
 QUICK: dict[str, Any] = {"asynchronous": False, "retry_seconds": 0.0, "on_preemption": False}
 
@@ -30,9 +30,7 @@ def manager_of(
     node: str | None = None,
     **options: Any,
 ) -> uc.CheckpointManager:
-    """A manager with foreground saves and without pauses, unless `options` of `ManagerOptions`
-    differ.
-    """
+    """A manager with foreground saves and without pauses; `options` override `ManagerOptions`."""
     save_options = save_options or uc.SaveOptions(timeout_seconds=30)
     manager = uc.CheckpointManager(
         root,
@@ -41,7 +39,7 @@ def manager_of(
         node=node,
     )
     if comm is not None:
-        manager._checkpointer._comm = make_checkpointer(comm)._comm
+        set_comm(manager._checkpointer, comm)
     return manager
 
 
@@ -63,7 +61,7 @@ def check_state(targets: dict[str, Any], step: int) -> None:
 
 
 def save_steps(root: Path, *steps: int, full: bool = True, **arguments: Any) -> None:
-    """Save steps as a run does."""
+    """Save these steps in turn."""
     for step in steps:
         uc.save(root / f"checkpoint-{step}", step=step, **state(step, full=full), **arguments)
 
@@ -104,21 +102,21 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-class Gate:
+class RootLatch:
     """The storage of the root: writes wait while it is closed, and fail while `failures` remain."""
 
     def __init__(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
         self.open.set()
         self.failures = 0
-        gate = self
+        latch = self
 
         class Slow(LocalStorage):
             def write_at(self, name: str, start: int, buffers: Any) -> None:
-                gate.reached.set()
-                gate.open.wait(60)
-                if gate.failures:
-                    gate.failures -= 1
+                latch.reached.set()
+                latch.open.wait(60)
+                if latch.failures:
+                    latch.failures -= 1
                     self._call("write", name, fail)
                 super().write_at(name, start, buffers)
 

@@ -1,6 +1,4 @@
-"""A manifest or an index that a test changes and seals anew: for tests of what it says, not of
-bytes that are damaged.
-"""
+"""Edits a manifest or an index and seals it anew: tests of wrong content with a correct digest."""
 
 from __future__ import annotations
 
@@ -14,18 +12,18 @@ from unified_ckpt.format.names import MANIFEST, index_name
 
 
 def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """What `edit` makes of the folder's manifest is as if it had been written so."""
-    told = json.loads((folder / MANIFEST).read_text())
-    edit(told)
-    (folder / MANIFEST).write_bytes(sealed(told))
+    """Apply `edit` to the folder's manifest and seal it anew."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    edit(manifest)
+    (folder / MANIFEST).write_bytes(sealed(manifest))
 
 
 def edit_index(folder: Path, part: str, edit: Callable[[dict[str, Any]], object]) -> None:
-    """What `edit` makes of the part's index is as if it had been written so."""
+    """Apply `edit` to the part's index and seal it anew."""
     path = folder / index_name(part)
-    told = json.loads(path.read_text())
-    edit(told)
-    path.write_text(json.dumps(told))
+    index = json.loads(path.read_text())
+    edit(index)
+    path.write_text(json.dumps(index))
     edit_manifest(
         folder,
         lambda manifest: manifest["parts"][part].update(
@@ -34,7 +32,7 @@ def edit_index(folder: Path, part: str, edit: Callable[[dict[str, Any]], object]
     )
 
 
-def sealed(told: dict[str, Any]) -> bytes:
-    """The bytes of a manifest with these fields, and the digest of those bytes."""
-    fields = {name: value for name, value in told.items() if name != "crc"}
+def sealed(manifest: dict[str, Any]) -> bytes:
+    """Encode a manifest of these fields together with the digest of the bytes."""
+    fields = {name: value for name, value in manifest.items() if name != "crc"}
     return add_crc(json.dumps({**fields, "crc": "0" * 16}).encode())

@@ -53,7 +53,7 @@ KINDS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Made:
+class HubModel:
     """`state`: tensors under the hub's names; `moments`: their moments, by name and state."""
 
     model: Any
@@ -62,7 +62,7 @@ class Made:
     moments: Mapping[str, torch.Tensor]
 
 
-def make(kind: str, folder: Path) -> Made:
+def make(kind: str, folder: Path) -> HubModel:
     torch.manual_seed(len(kind))
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
     with torch.no_grad():
@@ -74,20 +74,20 @@ def make(kind: str, folder: Path) -> Made:
     state = load_file(folder / "model.safetensors")
     moments = {f"{name}/exp_avg": torch.randn(tensor.shape) for name, tensor in state.items()}
     moments |= {f"{name}/exp_avg_sq": torch.rand(tensor.shape) for name, tensor in state.items()}
-    return Made(model, folder, state, moments)
+    return HubModel(model, folder, state, moments)
 
 
-def tree_of(made: Made, *, stacked: bool, trained: bool) -> Any:
-    config = made.model.config
+def tree_of(hub_model: HubModel, *, stacked: bool, trained: bool) -> Any:
+    config = hub_model.model.config
     states = [
-        made.state,
+        hub_model.state,
         *(
-            {name: made.moments[f"{name}/{one}"] for name in made.state}
-            for one in ("exp_avg", "exp_avg_sq")
+            {name: hub_model.moments[f"{name}/{state_name}"] for name in hub_model.state}
+            for state_name in ("exp_avg", "exp_avg_sq")
         ),
     ]
     trees = [
-        MaxText(config, mapped(one, as_numpy), power=n).tree(stacked=stacked, vocab=128)
-        for n, one in enumerate(states)
+        MaxText(config, mapped(state_name, as_numpy), power=n).tree(stacked=stacked, vocab=128)
+        for n, state_name in enumerate(states)
     ]
     return train_state(*trees) if trained else {"params": {"params": trees[0]}}

@@ -311,10 +311,12 @@ def by_groups(model: list[Tensors], states: States, *, expert: bool | None) -> d
     ]
     state, groups, masters, index = {}, [], [], 0
     for decay in (True, False):
-        mine = [(n, name) for n, name in params if no_decay(name, model[n][name]) != decay]
-        groups.append(group(decay, bool(expert), params=list(range(index, index + len(mine)))))
-        masters.append([states["param"][n][name] for n, name in mine])
-        for n, name in mine:
+        group_params = [(n, name) for n, name in params if no_decay(name, model[n][name]) != decay]
+        groups.append(
+            group(decay, bool(expert), params=list(range(index, index + len(group_params))))
+        )
+        masters.append([states["param"][n][name] for n, name in group_params])
+        for n, name in group_params:
             state[index] = {key: states[key][n][name] for key in ("exp_avg", "exp_avg_sq")}
             index += 1
     if expert:
@@ -379,7 +381,7 @@ def write(root: Path, job: Job, hub: Mapping[str, Tensors], **more: Any) -> Path
             for pp in range(job.pp):
                 for ep in range(job.ep):
                     if job.etp == 1 and job.ep > 1 and ep % job.tp != tp:
-                        continue  # experts' ranks are counted along others' tensor parallelism
+                        continue  # expert ranks count along the dense layers' TP
                     write_rank(
                         folder, job, hub, (tp, pp, ep, 0 if job.etp == 1 else tp), backend, more
                     )
@@ -454,7 +456,7 @@ def write_rank(
             for kind in kinds
         ]
         content["optimizer"] = parts if len(parts) > 1 else parts[0]
-        # of each holder of a tensor one rank writes: here the last for experts, the first for all
+        # one holder of each tensor writes it: the last for experts, else the first
         # else
         buffers = [
             flat(job, pp, model, states, expert=kind)

@@ -133,7 +133,7 @@ def of_rank(
     ):
         split = LAYERS[name][2]
         if dp and not share(local_of(expected[f"master_weights:{name}"], split, rank)).numel():
-            continue  # too few elements for all
+            continue  # fewer elements than ranks
         state[index] = {
             key: share(local_of(expected[f"optimizer:{name}/{key}"], split, rank))
             for key in ("exp_avg", "exp_avg_sq")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.reshard_cases import Case, cases, global_array
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
-from unified_ckpt.testing import DrawnLayout, HeldTensor
+from unified_ckpt.testing import DrawnLayout, DrawnTensor
 
 SPECS = {
     "big": TensorSpec("F32", (600, 450)),  # two digest blocks
@@ -32,7 +32,7 @@ def spec_of(fqn: str) -> TensorSpec:
 
 
 def cuts_of(layout: str, spec: TensorSpec, nodes: int, ranks: int) -> tuple[ShardDim, ...]:
-    """Of a mesh (nodes, ranks), row-major."""
+    """Shard dims of a tensor on a mesh (nodes, ranks), row-major."""
     world, last = nodes * ranks, len(spec.shape) - 1
     if not spec.shape or 0 in spec.shape:
         return ()
@@ -50,7 +50,7 @@ def cuts_of(layout: str, spec: TensorSpec, nodes: int, ranks: int) -> tuple[Shar
         )
     if (
         layout == "columns over nodes, rows inside, interleaved"
-    ):  # TP across, and FSDP over what TP has cut
+    ):  # TP over nodes, FSDP over the TP shards
         return (ShardDim(last, nodes, ranks), ShardDim(last, ranks, 1, 2))
     if layout == "padded":
         return (ShardDim(0, world, 1, 1, -(-spec.shape[0] // world) + 1),)
@@ -69,7 +69,7 @@ LAYOUTS = [
 
 
 def arranged(layout: str, nodes: int, ranks: int) -> DrawnLayout:
-    world, held = nodes * ranks, []
+    world, tensors = nodes * ranks, []
     for number, (part, fqn) in enumerate(KEYS):
         spec = spec_of(fqn)
         if layout == "stages":  # each tensor on one node, cut over its ranks
@@ -78,21 +78,27 @@ def arranged(layout: str, nodes: int, ranks: int) -> DrawnLayout:
             cuts = (
                 (ShardDim(0, ranks, 1),) if spec.shape and 0 not in spec.shape and ranks > 1 else ()
             )
-            held.append(
-                HeldTensor(
+            tensors.append(
+                DrawnTensor(
                     TensorDecl(part, fqn, spec, Sharding(cuts, members if cuts else ())), members
                 )
             )
             continue
         cuts = tuple(cut for cut in cuts_of(layout, spec, nodes, ranks) if cut.size > 1)
-        held.append(HeldTensor(TensorDecl(part, fqn, spec, Sharding(cuts)), tuple(range(world))))
-    return DrawnLayout(world, tuple(held))
+        tensors.append(
+            DrawnTensor(TensorDecl(part, fqn, spec, Sharding(cuts)), tuple(range(world)))
+        )
+    return DrawnLayout(world, tuple(tensors))
 
 
 def case_of(layout: str, nodes: int, ranks: int) -> Case:
     saved = arranged(layout, nodes, ranks)
     return Case(
-        {one.decl.key: global_array(one.decl.key, one.decl.spec) for one in saved.tensors}, saved
+        {
+            tensor.decl.key: global_array(tensor.decl.key, tensor.decl.spec)
+            for tensor in saved.tensors
+        },
+        saved,
     )
 
 
@@ -104,8 +110,8 @@ def places(nodes: int, ranks: int) -> list[int]:
 def scattered(
     draw: st.DrawFn, *, max_world: int, max_tensors: int, max_nbytes: int = 800_000
 ) -> tuple[Case, list[int], list[tuple[list[int], list[int | None]]]]:
-    """A case; the node of each rank at the save; for each load, the node of each rank and
-    where each folder is now, None for away.
+    """Draw a case; the node of each rank at the save; for each load, the node of each rank and the
+    folder of each node, None where it is away.
     """
     case = draw(cases(max_world=max_world, max_tensors=max_tensors, loads=2, max_nbytes=max_nbytes))
     most = draw(st.integers(1, 4))
@@ -113,14 +119,17 @@ def scattered(
         st.lists(st.integers(0, most - 1), min_size=case.saved.world, max_size=case.saved.world)
     )
     loads = []
-    for wanted in case.loaded:
-        own = draw(st.lists(st.integers(0, 3), min_size=wanted.world, max_size=wanted.world))
-        where = [draw(st.sampled_from([*sorted(set(own)) * 2, None])) for _ in set(nodes)]
-        loads.append((own, where))
+    for layout in case.loaded:
+        nodes_of_ranks = draw(
+            st.lists(st.integers(0, 3), min_size=layout.world, max_size=layout.world)
+        )
+        where = [
+            draw(st.sampled_from([*sorted(set(nodes_of_ranks)) * 2, None])) for _ in set(nodes)
+        ]
+        loads.append((nodes_of_ranks, where))
     return case, nodes, loads
 
 
-# By default always the same ones, and small: elements that are wanted one by one, with others
-# between, are read one by one, 60 µs each.
+# By default the same small cases each time: scattered elements are read one by one, 60 µs each.
 FEW = {"max_world": 4, "max_tensors": 2, "max_nbytes": 100_000}
 FUNCTION_FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -1,38 +1,71 @@
-"""Saves of two simulated nodes on storages that fail, and what they leave."""
+"""Saves of simulated nodes on storages that fail, and the folders they leave."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import unified_ckpt as uc
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, fine, folder_of, on_node
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, fine, on_node
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, try_ranks
 
-NODES = [0, 0, 1, 1]
+
+@dataclass(frozen=True)
+class Ranks:
+    """The node of each rank. `shared`: all save to one folder, not to one of each node."""
+
+    nodes: Sequence[int]
+    shared: bool = False
+
+    @property
+    def world(self) -> int:
+        return len(self.nodes)
+
+    def place(self, root: Path, rank: int) -> Path:
+        return root / ("shared" if self.shared else f"node-{self.nodes[rank]}")
+
+    def left(self, root: Path) -> dict[str, list[str]]:
+        """The names at each place, hidden ones too."""
+        places = sorted({self.place(root, rank) for rank in range(self.world)})
+        return {
+            place.name: sorted(path.name for path in place.iterdir()) if place.exists() else []
+            for place in places
+        }
+
+
+PROCESS = Ranks((0,))
+PAIR = Ranks((0, 0))
+SHARED = Ranks((0, 0, 1, 1), shared=True)
+EACH = Ranks((0, 0, 1, 1))
+
 FULL = {
     "w": torch.arange(500 * 90, dtype=torch.float32).reshape(500, 90),
     "o": torch.arange(900.0).reshape(30, 30),
     "b": torch.arange(5.0),
 }
-LAYOUT = uc.Layout(
-    mesh={"dp": 4}, rules={"w": {"dp": 0}, "o": {"dp": 1}}, shapes={"w": (500, 90), "o": (30, 30)}
-)
-QUICK = SAVE.model_copy(update={"timeout_seconds": 10.0})
+QUICK = SAVE.model_copy(update={"timeout_seconds": 10.0, "write_alignment": 4096})
 REPLACE = QUICK.model_copy(update={"if_exists": "replace"})
-Storages = Callable[[int, str], LocalStorage]  # by node and folder
+Storages = Callable[[int, str], LocalStorage]  # by rank and folder
 
 
-def contents(step: int, rank: int) -> dict[str, torch.Tensor]:
+def layout_of(world: int) -> uc.Layout:
+    rules = {"w": {"dp": 0}, "o": {"dp": 1}}
+    return uc.Layout({"dp": world}, rules, {"w": (500, 90), "o": (30, 30)})
+
+
+LAYOUT = layout_of(4)
+
+
+def contents(step: int, rank: int, world: int = 4) -> dict[str, torch.Tensor]:
     whole = {name: tensor + step for name, tensor in FULL.items()}
     return {
-        "w": whole["w"].chunk(4)[rank].clone(),
-        "o": whole["o"].chunk(4, 1)[rank].clone(),
+        "w": whole["w"].chunk(world)[rank].clone(),
+        "o": whole["o"].chunk(world, 1)[rank].clone(),
         "b": whole["b"],
     }
 
@@ -41,68 +74,65 @@ def save(
     root: Path,
     step: int,
     *,
+    ranks: Ranks = EACH,
     storages: Storages | None = None,
     background: bool = False,
     name: str = NAME,
-    **what: object,
+    **changes: object,
 ) -> list[uc.SaveReport | BaseException]:
     def act(comm: Comm) -> uc.SaveReport:
-        node = NODES[comm.rank]
-        storage = (lambda place: storages(node, place)) if storages is not None else None
-        with on_node(comm, NODES, storage=storage) as made:
-            call = made.save_async if background else made.save
-            told = {
-                "model": contents(step, comm.rank),
-                "layout": LAYOUT,
+        storage = (lambda place: storages(comm.rank, place)) if storages is not None else None
+        with on_node(comm, ranks.nodes, storage=storage) as checkpointer:
+            call = checkpointer.save_async if background else checkpointer.save
+            defaults = {
+                "model": contents(step, comm.rank, ranks.world),
+                "parts": {"ema": contents(step + 50, comm.rank, ranks.world)},
+                "layout": layout_of(ranks.world),
                 "step": step,
-                "extra": {"step": step},
+                "extra": {"step": step, "seen": bytes(2000)},
                 "rank_extra": (comm.rank, step),
                 "options": QUICK,
             }
-            found = call(folder_of(root, node).with_name(name), **{**told, **what})
-            return found.result(60) if background else found
+            saved = call(ranks.place(root, comm.rank) / name, **{**defaults, **changes})
+            return saved.result(60) if background else saved
 
-    return try_ranks(4, act)
+    return try_ranks(ranks.world, act)
 
 
-def load_all(root: Path, name: str) -> list[int | BaseException]:
-    """The step that each of four ranks loads, all of it."""
+def load_all(root: Path, name: str, ranks: Ranks = EACH) -> list[int | BaseException]:
+    """Load on all ranks, compare every tensor, and return each rank's step."""
 
     def act(comm: Comm) -> int:
-        target = {
-            key: torch.full_like(tensor, -1) for key, tensor in contents(0, comm.rank).items()
-        }
-        with on_node(comm, NODES) as made:
-            report = made.load(
-                folder_of(root, NODES[comm.rank]).with_name(name),
-                model=target,
-                layout=LAYOUT,
-                options=LOAD,
-            )
+        state = contents(0, comm.rank, ranks.world)
+        model, ema = ({key: torch.full_like(state[key], -1) for key in state} for _ in range(2))
+        arguments = {"parts": {"ema": ema}, "layout": layout_of(ranks.world), "options": LOAD}
+        with on_node(comm, ranks.nodes) as checkpointer:
+            place = ranks.place(root, comm.rank) / name
+            report = checkpointer.load(place, model=model, **arguments)
         assert report.step is not None
-        assert report.extra == {"step": report.step}
+        assert report.extra == {"step": report.step, "seen": bytes(2000)}
         assert report.rank_extra == (comm.rank, report.step)
-        right = contents(report.step, comm.rank)
-        assert all(torch.equal(target[key], right[key]) for key in right)
+        for target, step in ((model, report.step), (ema, report.step + 50)):
+            right = contents(step, comm.rank, ranks.world)
+            assert all(torch.equal(target[key], right[key]) for key in right)
         return report.step
 
-    return try_ranks(4, act)
+    return try_ranks(ranks.world, act)
 
 
-def loads(root: Path, *, name: str = NAME) -> int:
-    """The step of the checkpoint that is there."""
-    (step,) = set(fine(load_all(root, name)))
+def loads(root: Path, *, name: str = NAME, ranks: Ranks = EACH) -> int:
+    """Return the step of the checkpoint that loads."""
+    (step,) = set(fine(load_all(root, name, ranks)))
     return step
 
 
-def left(root: Path) -> dict[int, list[str]]:
-    return {node: sorted(os.listdir(folder_of(root, node).parent)) for node in (0, 1)}
+def faulty(
+    where: Collection[int], fuse: FaultPoint, kind: type[FaultyStorage] = FaultyStorage
+) -> Storages:
+    """Storages of these ranks that stop together."""
+    return lambda rank, place: kind(place, fuse) if rank in where else LocalStorage(place)
 
 
-def faulty(where: Sequence[int], fuse: FaultPoint) -> Storages:
-    return lambda node, place: FaultyStorage(place, fuse) if node in where else LocalStorage(place)
-
-
-def full_at(number: int, node: int) -> Storages:
-    """The disk of one node's ranks is full from their write `number` on, each counting its own."""
-    return lambda at, place: FullStorage(place, number) if at == node else LocalStorage(place)
+def full_storage(number: int, where: Collection[int]) -> Storages:
+    """Full disks: each of these ranks' writes fail from number `number` on."""
+    return lambda rank, place: FullStorage(place, number) if rank in where else LocalStorage(place)

@@ -29,7 +29,9 @@ def layout(world: int, *, copies: int = 1) -> uc.Layout | None:
     )
 
 
-def held(rank: int, world: int, *, copies: int = 1, step: int = 0) -> dict[str, torch.Tensor]:
+def local_state(
+    rank: int, world: int, *, copies: int = 1, step: int = 0
+) -> dict[str, torch.Tensor]:
     size = world // copies
     return {
         name: (full + step).chunk(size, int(name == "v"))[rank % size].clone()
@@ -38,28 +40,28 @@ def held(rank: int, world: int, *, copies: int = 1, step: int = 0) -> dict[str, 
 
 
 def save(
-    root: Path, nodes: Sequence[int], *, copies: int = 1, step: int = 0, **what: object
+    root: Path, nodes: Sequence[int], *, copies: int = 1, step: int = 0, **arguments: object
 ) -> list[uc.SaveReport]:
     def act(comm: Comm) -> uc.SaveReport:
         world = comm.world
-        with on_node(comm, nodes) as made:
-            return made.save(
+        with on_node(comm, nodes) as checkpointer:
+            return checkpointer.save(
                 folder_of(root, nodes[comm.rank]),
-                model=held(comm.rank, world, copies=copies, step=step),
+                model=local_state(comm.rank, world, copies=copies, step=step),
                 layout=layout(world, copies=copies),
                 step=step,
                 extra={"step": step, "bytes": bytes(9000)},
                 rank_extra=f"rank {comm.rank} at {step}",
-                **{"options": SAVE, **what},
+                **{"options": SAVE, **arguments},
             )
 
     return run_ranks(len(nodes), act)
 
 
-def flip(file: Path, *, at: float = 0.9) -> None:
-    """One bit."""
+def flip(file: Path, *, position: float = 0.9) -> None:
+    """Flip one bit. `position`: as a fraction of the file's size."""
     body = bytearray(file.read_bytes())
-    body[int(len(body) * at)] ^= 4
+    body[int(len(body) * position)] ^= 4
     file.write_bytes(body)
 
 
@@ -68,4 +70,4 @@ def shorten(file: Path) -> None:
 
 
 def break_header(file: Path) -> None:
-    flip(file, at=20 / file.stat().st_size)
+    flip(file, position=20 / file.stat().st_size)

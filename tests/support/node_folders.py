@@ -26,15 +26,27 @@ def inventory(
 ) -> Inventory:
     listing, spans = classify(stored)
     return Inventory(
-        root=f"/{number}", node=number, folder_id="", save_id=save_id, created="2026-01-01T00:00:00+00:00", group_count=count, group_number=number,  # noqa: E501
-        ranks=(2 * number, 2 * number + 1), files=("model.safetensors",), tensor_list=listing, spans=spans, problems=lost, world_size=2 * count,  # noqa: E501
-        totals={}, rank_extras=0,
-    )  # fmt: skip
+        root=f"/{number}",
+        node=number,
+        folder_id="",
+        save_id=save_id,
+        created="2026-01-01T00:00:00+00:00",
+        group_count=count,
+        group_number=number,
+        ranks=(2 * number, 2 * number + 1),
+        files=("model.safetensors",),
+        tensor_list=listing,
+        spans=spans,
+        problems=lost,
+        world_size=2 * count,
+        totals={},
+        rank_extras=0,
+    )
 
 
 SPECS = {
     ("model", "w"): TensorSpec("F32", (6, 4)),
-    ("model", "v"): TensorSpec("F32", (6, 4)),  # as `w`: often cut alike
+    ("model", "v"): TensorSpec("F32", (6, 4)),  # like `w`: often cut the same way
     ("model", "x"): TensorSpec("BF16", (6, 4)),
     ("optimizer", "w"): TensorSpec("F32", (6, 4)),
     ("model", "line"): TensorSpec("I64", (5,)),
@@ -42,21 +54,21 @@ SPECS = {
     ("model", "zero"): TensorSpec("F32", ()),
     ("model", "empty"): TensorSpec("F32", (0, 3)),
 }
-Held = dict[Key, list[Box]]
+BoxesByKey = dict[Key, list[Box]]
 
 
-def stored_of(held: Held) -> Stored:
-    found: dict[str, dict[str, TensorSpec]] = {}
-    for (part, fqn), boxes in held.items():
+def stored_of(boxes_by_key: BoxesByKey) -> Stored:
+    stored: dict[str, dict[str, TensorSpec]] = {}
+    for (part, fqn), boxes in boxes_by_key.items():
         spec = SPECS[part, fqn]
         for box in boxes:
             if box.shape == spec.shape:
-                found.setdefault(part, {})[fqn] = spec
+                stored.setdefault(part, {})[fqn] = spec
             else:
-                found.setdefault(part + SHARD_SUFFIX, {})[shard_name(fqn, box, spec.shape)] = (
+                stored.setdefault(part + SHARD_SUFFIX, {})[shard_name(fqn, box, spec.shape)] = (
                     TensorSpec(spec.dtype, box.shape)
                 )
-    return found
+    return stored
 
 
 @st.composite
@@ -67,7 +79,10 @@ def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
 
 
-def whole_of(save: Sequence[Held]) -> ClusterIndex:
+def whole_of(save: Sequence[BoxesByKey]) -> ClusterIndex:
     return build_index(
-        [inventory(stored_of(held), number=i, count=len(save)) for i, held in enumerate(save)]
+        [
+            inventory(stored_of(boxes_by_key), number=i, count=len(save))
+            for i, boxes_by_key in enumerate(save)
+        ]
     )

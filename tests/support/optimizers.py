@@ -73,7 +73,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.store_param_remainders = store_param_remainders and master_weights
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
-    def _keeps_remainders(self, param: torch.Tensor) -> bool:
+    def _has_remainders(self, param: torch.Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
 
     def _initialize_state(
@@ -84,8 +84,8 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
     ) -> None:
         dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[name]
-        made = torch.zeros_like if zero_buffer or store_param_remainders else torch.empty_like
-        state = made(_local(param), dtype=dtype, requires_grad=False)
+        allocate = torch.zeros_like if zero_buffer or store_param_remainders else torch.empty_like
+        state = allocate(_local(param), dtype=dtype, requires_grad=False)
         if isinstance(param, DTensor):
             state = DTensor.from_local(
                 state, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
@@ -105,7 +105,7 @@ class FusedAdam(torch.optim.Optimizer):
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
     ) -> None:
-        remainders = state_name == "master_param" and self._keeps_remainders(param)
+        remainders = state_name == "master_param" and self._has_remainders(param)
         assert unscaled_state.dtype == (torch.int16 if remainders else torch.float32)
         if state_name not in self.state[param]:
             self._initialize_state(param, state_name, False, remainders)
@@ -113,7 +113,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         state = _local(self.state[param][state_name])
-        remainders = state_name == "master_param" and self._keeps_remainders(param)
+        remainders = state_name == "master_param" and self._has_remainders(param)
         assert state.dtype == (torch.int16 if remainders else self.name_to_dtype_map[state_name])
         return state if remainders else state.float()
 
@@ -144,7 +144,7 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             self.state[param] = {}
             for name, value in state_dict["state"][number].items():
-                remainders = name == "master_param" and self._keeps_remainders(param)
+                remainders = name == "master_param" and self._has_remainders(param)
                 self.set_scaled_state(
                     param, name, _local(value) if remainders else _local(value).float()
                 )
@@ -159,7 +159,7 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = group["step"] + 1 if "step" in group else 1
             for param in group["params"]:
                 if len(self.state[param]) == 0:
-                    self.initialize_state(param, self._keeps_remainders(param))
+                    self.initialize_state(param, self._has_remainders(param))
                 if param.grad is not None:
                     self._update(param, group)
         return loss
@@ -172,7 +172,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight, low = _local(param), param.dtype in (torch.float16, torch.bfloat16)
         if low and self.master_weights:
             master = state["master_param"]
-            if self._keeps_remainders(param):
+            if self._has_remainders(param):
                 master = joined(weight, master)
         else:
             master = weight.float()
@@ -180,7 +180,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._adam(master, _local(param.grad).float(), moment, square, group)  # type: ignore[arg-type]
         state["exp_avg"].copy_(moment)
         state["exp_avg_sq"].copy_(square)
-        if self._keeps_remainders(param):
+        if self._has_remainders(param):
             high, remainder = split(master)
             weight.copy_(high)
             state["master_param"].copy_(remainder)
@@ -197,24 +197,24 @@ class FusedAdam(torch.optim.Optimizer):
         square: torch.Tensor,
         group: Mapping[str, Any],
     ) -> None:
-        """In float32, in place, as the kernel `multi_tensor_adam` computes it."""
+        """One Adam step in float32, in place, as the kernel `multi_tensor_adam` computes it."""
         (first, second), number = group["betas"], group["step"]
-        one, two = (
+        moment_correction, square_correction = (
             (1 - first**number, 1 - second**number) if group["bias_correction"] else (1.0, 1.0)
         )
         if not self.adam_w_mode:
             grad = grad + group["weight_decay"] * weight
         moment.mul_(first).add_(grad, alpha=1 - first)
         square.mul_(second).addcmul_(grad, grad, value=1 - second)
-        update = (moment / one) / ((square / two).sqrt() + group["eps"])
+        update = (moment / moment_correction) / ((square / square_correction).sqrt() + group["eps"])
         if self.adam_w_mode:
             update = update + group["weight_decay"] * weight
         weight.sub_(update, alpha=group["lr"])
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float32 master as a bfloat16 parameter and int16 remainders; the parameter is rounded by
-    the remainder's sign.
+    """Split a float32 master into a bfloat16 parameter and int16 remainders. The remainder's sign
+    decides the rounding.
     """
     bits = master.view(torch.int32)
     low = bits.to(torch.int16)
@@ -223,6 +223,6 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The float32 master of `split`."""
+    """Join what `split` returned to the float32 master."""
     bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
     return bits.view(torch.float32)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from unified_ckpt.core.planning.exchange import RankIO, TileRange
-from unified_ckpt.core.planning.slabs import choose_grain, segments, slab_boxes
+from unified_ckpt.core.planning.slabs import choose_granularity, segments, slab_boxes
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
@@ -101,7 +101,7 @@ NDIM, SHORT, OTHER = (
     st.sampled_from([1, 2, 3, 5, 8, 12, 40]),
 )
 NUMEL = st.sampled_from([17_000, 40_000, 150_000])
-ONE_IN_FOUR = st.sampled_from([False, False, False, True])
+QUARTER_CHANCE = st.sampled_from([False, False, False, True])
 KIND = st.sampled_from(["plain", "plain", "plain", "count", "padded"])
 SECTIONS, PADDING = st.integers(2, 4), st.integers(0, 3)
 
@@ -114,7 +114,7 @@ def _shuffled(draw: st.DrawFn, items: Iterable[int]) -> list[int]:
 
 def _shape(draw: st.DrawFn) -> tuple[int, ...]:
     """Draw a shape of few elements, or of 17,000 and more."""
-    if draw(ONE_IN_FOUR):
+    if draw(QUARTER_CHANCE):
         return tuple(draw(SHORT) for _ in range(draw(NDIM)))
     others = [draw(OTHER) for _ in range(max(draw(NDIM), 1) - 1)]
     return tuple(_shuffled(draw, [*others, -(-draw(NUMEL) // prod(others))]))
@@ -128,7 +128,7 @@ def worlds(draw: st.DrawFn, *, max_decls: int = 3) -> World:
     """
     sizes = draw(MESH)
     strides, world = mesh_strides(sizes), prod(sizes)
-    permuted = tuple(_shuffled(draw, range(world))) if draw(ONE_IN_FOUR) else ()
+    permuted = tuple(_shuffled(draw, range(world))) if draw(QUARTER_CHANCE) else ()
     decls = []
     for number in range(draw(st.integers(1, max_decls))):
         shape = _shape(draw)
@@ -148,7 +148,7 @@ def _shard_dims(
     draw: st.DrawFn, shape: tuple[int, ...], sizes: list[int], strides: list[int]
 ) -> Iterator[ShardDim]:
     for i in _shuffled(draw, range(len(sizes))):
-        if sizes[i] == 1 or not shape or draw(ONE_IN_FOUR):
+        if sizes[i] == 1 or not shape or draw(QUARTER_CHANCE):
             continue
         dim = draw(SEED) % len(shape)
         kind = draw(KIND)
@@ -218,16 +218,16 @@ def segment_writers(
     decl: TensorDecl, rank_set: Sequence[int]
 ) -> Iterator[tuple[frozenset[int], int]]:
     """Yield (ranks that may write a segment, its bytes) of one large tensor."""
-    grain = choose_grain(decl.spec, decl.sharding)
+    granularity = choose_granularity(decl.spec, decl.sharding)
     ranks_by_coordinates: dict[tuple[int, ...], list[int]] = {}
     for rank in rank_set:
-        position = grain.outer.position(rank)
+        position = granularity.outer.position(rank)
         assert position is not None
-        ranks_by_coordinates.setdefault(grain.outer.coordinates(position), []).append(rank)
+        ranks_by_coordinates.setdefault(granularity.outer.coordinates(position), []).append(rank)
     for coordinates, ranks in ranks_by_coordinates.items():
         yield (
             frozenset(ranks),
-            sum(s.stop - s.start for s in segments(decl.spec, grain.outer, coordinates)),
+            sum(s.stop - s.start for s in segments(decl.spec, granularity.outer, coordinates)),
         )
 
 

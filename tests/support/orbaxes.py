@@ -1,7 +1,5 @@
-"""Checkpoints of Orbax for tests: trees as MaxText has them, made from Hugging Face's weights head
-by head, and written by Orbax itself.
-
-Shares no line with what reads them.
+"""Writes checkpoints with Orbax itself. MaxText's trees are built from Hugging Face weights, head
+by head. No code is shared with the reader.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.processes.launch import HERE, environment
+from tests.support.processes.launch import PROGRAMS, environment
 
 Arrays = Mapping[str, Any]
 
@@ -43,9 +41,9 @@ def job(
 
 
 def write(jobs: Sequence[Mapping[str, Any]], scratch: Path, *, processes: int = 1) -> None:
-    """In other processes: JAX is none of ours."""
+    """Write in other processes, so that JAX is not imported here."""
     scratch.write_bytes(pickle.dumps(list(jobs)))
-    command = [sys.executable, str(HERE / "orbax_writer.py"), str(scratch)]
+    command = [sys.executable, str(PROGRAMS / "orbax_writer.py"), str(scratch)]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -76,11 +74,13 @@ def as_numpy(tensor: torch.Tensor) -> Any:
 
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return tensor.numpy()
 
 
 def train_state(weights: Any, first: Any, second: Any, *, step: int = 7) -> Any:
-    """As MaxText's: Linen's shape of a train state."""
+    """A tree with the shape of MaxText's Linen train state."""
     count = np.int32(step)
     return {
         "params": {"params": weights},
@@ -90,10 +90,11 @@ def train_state(weights: Any, first: Any, second: Any, *, step: int = 7) -> Any:
 
 
 class MaxText:
-    """Hugging Face's tensors, or moments of them, in MaxText's form. `power`: 0 of weights, 1 and 2
-    of the moments.
+    """Hugging Face's tensors, or their moments, in MaxText's form. `power`: 0 for weights, 1 and 2
+    for the moments.
 
-    A weight that MaxText multiplies by s has gradients of 1/s; one that it adds to, the same.
+    A weight that MaxText multiplies by s has gradients scaled by 1/s. A weight it adds a constant
+    to has the same gradients.
     """
 
     def __init__(self, config: Any, state: Arrays, *, power: int = 0) -> None:
@@ -125,8 +126,8 @@ class MaxText:
         return array[..., [half * (i % 2) + i // 2 for i in range(self.head)]]
 
     def attention(self, layer: str) -> dict[str, Any]:
-        of = {name: self.state[f"{layer}.self_attn.{name}_proj.weight"] for name in "qkvo"}
-        query = self.rotated(self.split(of["q"], self.heads))
+        weights = {name: self.state[f"{layer}.self_attn.{name}_proj.weight"] for name in "qkvo"}
+        query = self.rotated(self.split(weights["q"], self.heads))
         if self.kind in ("llama", "mistral", "mixtral", "gemma", "gemma2"):
             query = self.scaled(
                 query,
@@ -136,12 +137,15 @@ class MaxText:
                 ),
             )
         out = np.stack(
-            [of["o"][:, head * self.head : (head + 1) * self.head].T for head in range(self.heads)]
+            [
+                weights["o"][:, head * self.head : (head + 1) * self.head].T
+                for head in range(self.heads)
+            ]
         )  # [H, D, E]
-        found = {
+        tree = {
             "query": {"kernel": query},
-            "key": {"kernel": self.rotated(self.split(of["k"], self.kv_heads))},
-            "value": {"kernel": self.split(of["v"], self.kv_heads)},
+            "key": {"kernel": self.rotated(self.split(weights["k"], self.kv_heads))},
+            "value": {"kernel": self.split(weights["v"], self.kv_heads)},
             "out": {"kernel": out},
         }
         if self.kind == "qwen2":
@@ -150,15 +154,15 @@ class MaxText:
                 ("key", self.kv_heads),
                 ("value", self.kv_heads),
             ):
-                found[name]["bias"] = self.state[f"{layer}.self_attn.{name[0]}_proj.bias"].reshape(
+                tree[name]["bias"] = self.state[f"{layer}.self_attn.{name[0]}_proj.bias"].reshape(
                     heads, self.head
                 )
         if self.kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             for name in ("query", "key"):
-                found[f"{name}_norm"] = {
+                tree[f"{name}_norm"] = {
                     "scale": self.norm(f"{layer}.self_attn.{name[0]}_norm.weight")
                 }
-        return found
+        return tree
 
     def feed_forward(self, layer: str) -> dict[str, Any]:
         if self.kind in ("mixtral", "qwen3_moe"):
@@ -173,44 +177,44 @@ class MaxText:
                 else ("gate_proj", "up_proj", "down_proj")
             )
             count = getattr(self.config, "num_local_experts", None) or self.config.num_experts
-            found = {"gate": {"kernel": self.state[f"{layer}.{inner}.gate.weight"].T}}
-            for theirs, ours in zip(("wi_0", "wi_1", "wo"), names, strict=True):
-                found[theirs] = np.stack(
+            tree = {"gate": {"kernel": self.state[f"{layer}.{inner}.gate.weight"].T}}
+            for maxtext_name, hub_name in zip(("wi_0", "wi_1", "wo"), names, strict=True):
+                tree[maxtext_name] = np.stack(
                     [
-                        self.state[f"{layer}.{inner}.experts.{i}.{ours}.weight"].T
+                        self.state[f"{layer}.{inner}.experts.{i}.{hub_name}.weight"].T
                         for i in range(count)
                     ]
                 )
-            return {block: found}
+            return {block: tree}
         names = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
         return {
             "mlp": {
-                theirs: {"kernel": self.state[f"{layer}.mlp.{ours}.weight"].T}
-                for theirs, ours in names.items()
+                maxtext_name: {"kernel": self.state[f"{layer}.mlp.{hub_name}.weight"].T}
+                for maxtext_name, hub_name in names.items()
             }
         }
 
     def layer(self, number: int) -> dict[str, Any]:
-        at = f"model.layers.{number}"
+        prefix = f"model.layers.{number}"
         before, after = (
-            self.norm(f"{at}.input_layernorm.weight"),
-            self.norm(f"{at}.post_attention_layernorm.weight"),
+            self.norm(f"{prefix}.input_layernorm.weight"),
+            self.norm(f"{prefix}.post_attention_layernorm.weight"),
         )
-        found = {"self_attention": self.attention(at), **self.feed_forward(at)}
+        tree = {"self_attention": self.attention(prefix), **self.feed_forward(prefix)}
         if self.kind == "gemma":
             return {
-                **found,
+                **tree,
                 "pre_self_attention_norm": {"scale": before},
                 "pre_ffw_norm": {"scale": after},
             }
         if "gemma" not in self.kind:
             return {
-                **found,
+                **tree,
                 "pre_self_attention_layer_norm": {"scale": before},
                 "post_self_attention_layer_norm": {"scale": after},
             }
         inner, last = (
-            self.norm(f"{at}.{name}_feedforward_layernorm.weight") for name in ("pre", "post")
+            self.norm(f"{prefix}.{name}_feedforward_layernorm.weight") for name in ("pre", "post")
         )
         norms = {
             "pre_self_attention_norm": before,
@@ -218,7 +222,7 @@ class MaxText:
             "pre_ffw_norm": inner,
             "post_ffw_norm": last,
         }
-        return {**found, **{name: {"scale": scale} for name, scale in norms.items()}}
+        return {**tree, **{name: {"scale": scale} for name, scale in norms.items()}}
 
     def decoder(self, *, stacked: bool) -> dict[str, Any]:
         count = self.config.num_hidden_layers
@@ -228,16 +232,16 @@ class MaxText:
             layers = [
                 {
                     f"{name}_{which}": tree
-                    for which, one in (("local", local), ("global", other))
-                    for name, tree in one.items()
+                    for which, layer in (("local", local), ("global", other))
+                    for name, tree in layer.items()
                 }
                 for local, other in pairs
             ]
         if self.kind == "gemma3_text" and stacked:
             whole = count - count % 6
-            found = {"layers": {f"layers_{i}": stack(layers[i:whole:6]) for i in range(6)}}
+            full_groups = {"layers": {f"layers_{i}": stack(layers[i:whole:6]) for i in range(6)}}
             return {
-                **found,
+                **full_groups,
                 "layers_remainder": {
                     f"layers_{i}": layers[whole + i] for i in range(count - whole)
                 },
@@ -245,11 +249,11 @@ class MaxText:
         return (
             {"layers": stack(layers)}
             if stacked
-            else {f"layers_{i}": one for i, one in enumerate(layers)}
+            else {f"layers_{i}": layer for i, layer in enumerate(layers)}
         )
 
     def tree(self, *, stacked: bool, vocab: int) -> dict[str, Any]:
-        """`vocab`: rows of the embedding, those beyond the model's are zeros."""
+        """`vocab`: rows of the embedding; rows beyond the model's are zeros."""
         scale = np.sqrt(self.config.hidden_size) if "gemma" in self.kind else 1.0
         embedding = (
             self.scaled(self.state["model.embed_tokens.weight"], scale)
@@ -272,9 +276,9 @@ class MaxText:
 
 
 def stack(layers: Sequence[Any]) -> Any:
-    """On axis 1, as `nn.scan` does with MaxText's param_scan_axis."""
+    """Stack on axis 1, as `nn.scan` does with MaxText's param_scan_axis."""
     if isinstance(layers[0], dict):
-        return {name: stack([one[name] for one in layers]) for name in layers[0]}
+        return {name: stack([layer[name] for layer in layers]) for name in layers[0]}
     return np.stack(layers, axis=1)
 
 
@@ -283,8 +287,8 @@ def leaves(tree: Any, *, prefix: str = "") -> dict[str, Any]:
         return {prefix: tree}
     return {
         name: leaf
-        for key, one in tree.items()
-        for name, leaf in leaves(one, prefix=f"{prefix}.{key}" if prefix else key).items()
+        for key, subtree in tree.items()
+        for name, leaf in leaves(subtree, prefix=f"{prefix}.{key}" if prefix else key).items()
     }
 
 

@@ -1,5 +1,5 @@
-"""Folders of PaddleNLP's for tests, and what is in them as the files have it.
-`fixtures/paddle/README.md` says who wrote them.
+"""PaddleNLP folders for tests, and their contents as the files store them.
+`fixtures/paddle/README.md` names their origin.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "paddle"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-BESIDE = ("config.json", "trainer_state.json", "scheduler.pdparams")
 
 
 def stored(folder: Path, stem: str) -> dict[str, torch.Tensor]:
-    """All that a part's files hold, under their names; U16 are the bits of bfloat16."""
-    found: dict[str, torch.Tensor] = {}
+    """All tensors of a part's files, by name; U16 holds the bits of bfloat16."""
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
-        found |= load_file(path)
+        tensors |= load_file(path)
     return {
         name: tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
 
 
 def as_torch(name: str, tensor: torch.Tensor, *, tied: bool = False) -> torch.Tensor:
-    """Paddle's tensor as torch has it, by a list of layers that is not the library's."""
+    """Convert Paddle's tensor to torch's form, by a list of layers independent of the library's."""
     layer = name.partition("/")[0].split(".")[-2]
     return (
         tensor.t()
@@ -43,7 +42,7 @@ def torch_name(name: str) -> str:
 
 
 def copied(name: str, to: Path) -> Path:
-    """A fixture to change, whole: `single_O2` has its optimizer only."""
+    """Copy a fixture to change; `single_O2` has an optimizer only."""
     if name == "single_O2":
         shutil.copytree(FIXTURES / "single_bf16", to)
         shutil.copytree(FIXTURES / name, to, dirs_exist_ok=True)
@@ -53,7 +52,7 @@ def copied(name: str, to: Path) -> Path:
 
 
 def llama(*, tied: bool = False, **more: Any) -> LlamaForCausalLM:
-    """A model as large as those of the fixtures."""
+    """A model of the fixtures' size."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied, **more))

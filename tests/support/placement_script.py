@@ -1,8 +1,8 @@
-"""Four gloo processes that place real DTensors and compare each with the slices of the global
-tensor that it was made from.
+"""Four gloo processes place real DTensors. Each is compared with the slices of the global tensor it
+was cut from.
 
-Run as a script: `placing.py FOLDER`. Rank r writes `FOLDER/r.json`: case -> what was found wrong,
-empty when nothing was.
+Run as a script: `placement_script.py FOLDER`. Rank r writes `FOLDER/r.json`: case -> problems; an
+empty list if there were none.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from datetime import timedelta
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
-# DTensor imports it at its first operation: once here, not once in each process
+# DTensor imports it at its first operation: import it once, before the fork
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing import start_processes
 
@@ -53,27 +53,27 @@ def numbered(*shape: int) -> torch.Tensor:
 
 def compare(
     rank: int,
-    what: str,
+    label: str,
     tensor: torch.Tensor,
     whole: torch.Tensor,
     *,
     placer: ShardingResolver | None = None,
     everywhere: bool = True,
 ) -> Problems:
-    """What the placed tensor says, against the tensor that it was cut from."""
+    """Compare a resolved tensor with the global tensor that it was cut from."""
     placed = (placer or ShardingResolver(rank, range(WORLD), None)).resolve("w", tensor)
     if placed is None:
-        return [f"{what}: rank {rank} is said to be outside the mesh"]
-    rule = f"{what}: rank {rank}: {describe_sharding(placed.sharding)}"
+        return [f"{label}: rank {rank} is said to be outside the mesh"]
+    rule = f"{label}: rank {rank}: {describe_sharding(placed.sharding)}"
     if placed.shape != tuple(whole.shape):
         return [f"{rule}: global shape {placed.shape}, really {tuple(whole.shape)}"]
-    found = torch.full_like(placed.local, -1)
+    actual = torch.full_like(placed.local, -1)
     for in_global, in_local in placed.sharding.boxes(rank, placed.shape):
-        found[slices(in_local)] = whole[slices(in_global)]
+        actual[slices(in_local)] = whole[slices(in_global)]
     problems = (
         []
-        if torch.equal(found, placed.local)
-        else [f"{rule}: says {found.tolist()}, really {placed.local.tolist()}"]
+        if torch.equal(actual, placed.local)
+        else [f"{rule}: says {actual.tolist()}, really {placed.local.tolist()}"]
     )
     rules: list[Sharding] = [placed.sharding] * WORLD
     if everywhere:
@@ -95,112 +95,101 @@ def slices(box: object) -> tuple[slice, ...]:
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The DTensor that torch makes of a tensor which every rank has: nothing is sent, and uneven
-    strided shards work too.
+    """Cut a DTensor from a tensor that every rank has. Nothing is sent, and uneven strided shards
+    work.
     """
     return distribute_tensor(whole, mesh, list(placements), src_data_rank=None)
 
 
-def spread(
-    rank: int,
-    mesh: DeviceMesh,
-    shapes: Sequence[tuple[int, ...]],
-    placements: Sequence[Sequence[Placement]],
-) -> Problems:
+NONE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
+
+
+def strided(dim: int, factor: int) -> Placement:
+    return _StridedShard(dim, split_factor=factor)
+
+
+# ranks of a mesh, by its dims; shapes of tensors; placements of each
+MESHES: list[tuple[list[Any], list[tuple[int, ...]], Sequence[Sequence[Placement]]]] = [
+    (
+        [0, 1, 2, 3],
+        [(8, 4), (5, 3), (3, 9), (1, 1), (4, 0, 4)],
+        [[NONE], [ROWS], [COLUMNS], [Shard(-1)], [strided(0, 2)]],
+    ),
+    (
+        [[0, 1], [2, 3]],
+        [(8, 8), (5, 7), (3, 2)],
+        list(product([NONE, ROWS, COLUMNS], [NONE, ROWS, COLUMNS])),
+    ),
+    (
+        [[0, 1], [2, 3]],
+        [(8, 8), (16, 12), (9, 7), (3, 5)],
+        [
+            [strided(0, 2), ROWS],
+            [strided(0, 2), COLUMNS],
+            [strided(0, 2), NONE],
+            [NONE, strided(0, 2)],
+            [COLUMNS, strided(0, 2)],
+            [strided(1, 4), ROWS],
+            [strided(1, 3), NONE],
+        ],
+    ),
+    *(
+        (
+            ranks,
+            [(8, 4), (5, 3)],
+            [[ROWS] * dims, [COLUMNS] * dims, [Shard(i % 2) for i in range(dims)]],
+        )
+        for ranks, dims in (
+            ([[0, 1, 2, 3]], 2),
+            ([[0], [1], [2], [3]], 2),
+            ([[[0, 1]], [[2, 3]]], 3),
+            ([[[0, 1], [2, 3]]], 3),
+        )
+    ),
+    (
+        [[0, 2], [1, 3]],
+        [(8, 8), (5, 7)],
+        [[ROWS, COLUMNS], [ROWS, ROWS], [ROWS, NONE], [NONE, COLUMNS], [NONE, NONE]],
+    ),
+    (  # no stride gives these coordinates
+        [[0, 3], [1, 2]],
+        [(8, 8), (5, 7)],
+        [[NONE, ROWS], [NONE, COLUMNS], [NONE, NONE]],
+    ),
+]
+
+
+@case
+def placements_on_meshes(rank: int) -> Problems:
     problems = []
-    for shape, one in product(shapes, placements):
-        whole = numbered(*shape)
-        problems += compare(rank, f"{one} of {shape}", cut(whole, mesh, one), whole)
+    for ranks, shapes, placements in MESHES:
+        mesh = DeviceMesh("cpu", torch.tensor(ranks))
+        for shape, placement in product(shapes, placements):
+            whole, label = numbered(*shape), f"{placement} of {shape} over {ranks}"
+            problems += compare(rank, label, cut(whole, mesh, placement), whole)
     return problems
-
-
-@case
-def one_mesh_dim(rank: int) -> Problems:
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
-    shapes = [(8, 4), (5, 3), (3, 9), (1, 1), (4, 0, 4)]
-    return spread(
-        rank,
-        mesh,
-        shapes,
-        [[Replicate()], [Shard(0)], [Shard(1)], [Shard(-1)], [_StridedShard(0, split_factor=2)]],
-    )
-
-
-@case
-def two_mesh_dims(rank: int) -> Problems:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    each = [Replicate(), Shard(0), Shard(1)]
-    return spread(rank, mesh, [(8, 8), (5, 7), (3, 2)], list(product(each, each)))
-
-
-@case
-def strided_shards_of_two_mesh_dims(rank: int) -> Problems:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    strided = _StridedShard(0, split_factor=2)
-    placements: list[list[Placement]] = [
-        [strided, Shard(0)],
-        [strided, Shard(1)],
-        [strided, Replicate()],
-        [Replicate(), strided],
-    ]
-    placements += [
-        [Shard(1), strided],
-        [_StridedShard(1, split_factor=4), Shard(0)],
-        [_StridedShard(1, split_factor=3), Replicate()],
-    ]
-    return spread(rank, mesh, [(8, 8), (16, 12), (9, 7), (3, 5)], placements)
-
-
-@case
-def mesh_dims_of_one(rank: int) -> Problems:
-    problems = []
-    for sizes in [(1, 4), (4, 1), (2, 1, 2), (1, 2, 2)]:
-        mesh = init_device_mesh("cpu", sizes)
-        each: list[list[Placement]] = [
-            [Shard(0)] * len(sizes),
-            [Shard(1)] * len(sizes),
-            [Shard(i % 2) for i in range(len(sizes))],
-        ]
-        problems += spread(rank, mesh, [(8, 4), (5, 3)], each)
-    return problems
-
-
-@case
-def permuted_meshes(rank: int) -> Problems:
-    none = Replicate()
-    regular = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("a", "b"))
-    placements = [
-        [Shard(0), Shard(1)],
-        [Shard(0), Shard(0)],
-        [Shard(0), none],
-        [none, Shard(1)],
-        [none, none],
-    ]
-    problems = spread(rank, regular, [(8, 8), (5, 7)], placements)
-    listed = DeviceMesh(
-        "cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("a", "b")
-    )  # no stride gives these coordinates
-    return problems + spread(
-        rank, listed, [(8, 8), (5, 7)], [[none, Shard(0)], [none, Shard(1)], [none, none]]
-    )
 
 
 @case
 def descending_meshes(rank: int) -> Problems:
-    """Torch's collectives sort the ranks of a group and its coordinates do not, so only what it
-    gathers says what the tensor is.
+    """Torch's collectives sort the ranks of a group; mesh coordinates do not. Only the gathered
+    tensor shows its contents.
     """
     problems = []
     for ranks in ([[3, 2], [1, 0]], [[1, 0], [2, 3]], [[1, 3], [0, 2]], [[0, 3], [1, 2]]):
         mesh = DeviceMesh("cpu", torch.tensor(ranks))
-        for one in ([Shard(0), Shard(1)], [Shard(0), Replicate()]):
-            tensor = distribute_tensor(numbered(4, 4), mesh, one)
+        for placement in ([Shard(0), Shard(1)], [Shard(0), Replicate()]):
+            tensor = distribute_tensor(numbered(4, 4), mesh, placement)
             try:
                 problems += compare(
-                    rank, f"{one} over {ranks}", tensor, tensor.full_tensor(), everywhere=False
+                    rank,
+                    f"{placement} over {ranks}",
+                    tensor,
+                    tensor.full_tensor(),
+                    everywhere=False,
                 )
             except LayoutError:
-                continue  # to refuse such a mesh is right, too
+                continue  # a refusal of such a mesh is right, too
     return problems
 
 
@@ -225,12 +214,14 @@ def slices_of_a_mesh(rank: int) -> Problems:
     return compare(rank, "tp of (pp, tp)", cut(whole, mesh["tp"], [Shard(0)]), whole)
 
 
-def pieces(rank: int, what: str, module: nn.Module, wholes: dict[str, torch.Tensor]) -> Problems:
+def pieces(
+    rank: int, label: str, module: nn.Module, full_tensors: dict[str, torch.Tensor]
+) -> Problems:
     state = module.state_dict()
     return [
         text
-        for fqn, whole in wholes.items()
-        for text in compare(rank, f"{what} {fqn}", state[fqn], whole)
+        for fqn, full in full_tensors.items()
+        for text in compare(rank, f"{label} {fqn}", state[fqn], full)
     ]
 
 
@@ -243,62 +234,13 @@ def layers(shapes: Sequence[tuple[int, int]]) -> tuple[nn.Module, dict[str, torc
 
 
 @case
-def fsdp2(rank: int) -> Problems:
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
-    module, wholes = layers([(8, 4), (5, 3), (3, 7), (1, 2), (9, 1)])
-    return pieces(rank, "fsdp", fully_shard(module, mesh=mesh), wholes)
-
-
-@case
 def fsdp2_over_columns(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
-    module, wholes = layers([(5, 8), (3, 4)])
+    module, full_tensors = layers([(5, 8), (3, 4)])
     fully_shard(
         module, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else Shard(0)
     )
-    return pieces(rank, "fsdp", module, wholes)
-
-
-@case
-def hsdp(rank: int) -> Problems:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    module, wholes = layers([(8, 4), (5, 3), (1, 7)])
-    return pieces(rank, "hsdp", fully_shard(module, mesh=mesh), wholes)
-
-
-@case
-def tensor_parallel(rank: int) -> Problems:
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-    module, wholes = layers([(8, 4), (4, 8), (6, 5), (5, 6)])
-    plan = {
-        "0": ColwiseParallel(),
-        "1": RowwiseParallel(),
-        "2": ColwiseParallel(),
-        "3": RowwiseParallel(),
-    }
-    return pieces(rank, "tp", parallelize_module(module, mesh, plan), wholes)
-
-
-@case
-def fsdp2_and_tensor_parallel(rank: int) -> Problems:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    module, wholes = layers([(8, 4), (4, 8), (12, 5), (7, 12)])
-    plan = {
-        "0": ColwiseParallel(),
-        "1": RowwiseParallel(),
-        "2": ColwiseParallel(),
-        "3": RowwiseParallel(),
-    }
-    parallelize_module(module, mesh["tp"], plan)
-    return pieces(rank, "fsdp x tp", fully_shard(module, mesh=mesh["dp"]), wholes)
-
-
-@case
-def fsdp2_and_tensor_parallel_uneven(rank: int) -> Problems:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    module, wholes = layers([(9, 4), (7, 3), (3, 3), (1, 2)])
-    parallelize_module(module, mesh["tp"], {str(i): ColwiseParallel() for i in range(4)})
-    return pieces(rank, "fsdp x tp", fully_shard(module, mesh=mesh["dp"]), wholes)
+    return pieces(rank, "fsdp", module, full_tensors)
 
 
 @case
@@ -306,17 +248,17 @@ def fsdp2_over_packed_tensor_parallel(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     problems = []
     for rows, split_factor in [(16, 2), (24, 3), (16, 4), (8, 2), (12, 2), (20, 2)]:
-        module, wholes = layers([(rows, 3)])
+        module, full_tensors = layers([(rows, 3)])
         for name in ("weight", "bias"):
             packed = cut(
-                wholes[f"0.{name}"], mesh["tp"], [_StridedShard(0, split_factor=split_factor)]
+                full_tensors[f"0.{name}"], mesh["tp"], [_StridedShard(0, split_factor=split_factor)]
             )
             module[0].register_parameter(name, nn.Parameter(packed))  # type: ignore[index]
         problems += pieces(
             rank,
             f"{split_factor} packed in {rows} rows",
             fully_shard(module, mesh=mesh["dp"]),
-            wholes,
+            full_tensors,
         )
     return problems
 
@@ -324,11 +266,11 @@ def fsdp2_over_packed_tensor_parallel(rank: int) -> Problems:
 @case
 def fsdp2_over_packed_columns(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    module, wholes = layers([(6, 16)])
-    packed = cut(wholes["0.weight"], mesh["tp"], [_StridedShard(1, split_factor=2)])
+    module, full_tensors = layers([(6, 16)])
+    packed = cut(full_tensors["0.weight"], mesh["tp"], [_StridedShard(1, split_factor=2)])
     module[0].weight = nn.Parameter(packed)  # type: ignore[index,union-attr]
-    module[0].bias = nn.Parameter(cut(wholes["0.bias"], mesh["tp"], [Replicate()]))  # type: ignore[index,union-attr]
-    return pieces(rank, "packed columns", fully_shard(module, mesh=mesh["dp"]), wholes)
+    module[0].bias = nn.Parameter(cut(full_tensors["0.bias"], mesh["tp"], [Replicate()]))  # type: ignore[index,union-attr]
+    return pieces(rank, "packed columns", fully_shard(module, mesh=mesh["dp"]), full_tensors)
 
 
 @case
@@ -340,33 +282,6 @@ def experts(rank: int) -> Problems:
     module.experts = nn.Parameter(cut(whole, mesh["ep"], [Shard(0)]))
     fully_shard(module, mesh=mesh["fsdp"], shard_placement_fn=lambda p: Shard(1))
     return pieces(rank, "experts", module, {"experts": whole})
-
-
-def split_by_hand(
-    rank: int, rule: dict[str, object], part: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh
-) -> Problems:
-    module = nn.Module()
-    module.w = nn.Parameter(part.clone())
-    fully_shard(module, mesh=mesh)
-    layout = Layout(mesh={"dp": 2, "tp": 2}, rules={"w": rule})  # type: ignore[dict-item]
-    return compare(
-        rank,
-        f"by hand {rule}",
-        module.state_dict()["w"],
-        whole,
-        placer=ShardingResolver(rank, range(WORLD), layout),
-    )
-
-
-@case
-def layout_rules_over_fsdp2(rank: int) -> Problems:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    tp = mesh.get_local_rank("tp")
-    rows, columns = numbered(12, 5), numbered(5, 12)
-    return [
-        *split_by_hand(rank, {"tp": 0}, rows.chunk(2)[tp], rows, mesh["dp"]),
-        *split_by_hand(rank, {"tp": 1}, columns.chunk(2, 1)[tp], columns, mesh["dp"]),
-    ]
 
 
 @case
@@ -387,7 +302,7 @@ def raised(text: str, act: Callable[[], object], kind: type[Exception] = LayoutE
 
 
 @case
-def sums_to_come_are_refused(rank: int) -> Problems:
+def partial_sums_are_refused(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (2, 2))
     tensor = DTensor.from_local(numbered(2, 2), mesh, [Shard(0), Partial()])
     text = "on mesh dim 1, expected Shard or Replicate; redistribute the tensor first"
@@ -395,8 +310,8 @@ def sums_to_come_are_refused(rank: int) -> Problems:
 
 
 @case
-def meshes_speak_of_global_ranks(rank: int) -> Problems:
-    """A call of a subgroup: positions count inside it, meshes use global rank numbers."""
+def meshes_name_global_ranks(rank: int) -> Problems:
+    """In a call of a subgroup, positions count inside the group; meshes use global ranks."""
     members = (1, 3)
     group = dist.new_group(list(members))
     mesh = DeviceMesh("cpu", torch.tensor(members))
@@ -421,7 +336,7 @@ def meshes_speak_of_global_ranks(rank: int) -> Problems:
 
 
 @case
-def what_people_read(rank: int) -> Problems:
+def mesh_shapes_for_messages(rank: int) -> Problems:
     placer = ShardingResolver(rank, range(WORLD), None)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for _ in range(3):
@@ -444,11 +359,11 @@ def run(rank: int, folder: str, port: int) -> None:
 def results(rank: int) -> Iterator[tuple[str, Problems]]:
     for name, act in CASES.items():
         try:
-            found = act(rank)
+            problems = act(rank)
         except Exception:
-            found = [traceback.format_exc()]
+            problems = [traceback.format_exc()]
         dist.barrier()
-        yield name, found
+        yield name, problems
 
 
 if __name__ == "__main__":

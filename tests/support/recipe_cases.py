@@ -1,4 +1,4 @@
-"""Draws recipes, with the same calls of numpy as oracle."""
+"""Draws recipes, with the same numpy calls as oracle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
 
 @st.composite
 def refactored(draw: st.DrawFn, count: int) -> tuple[int, ...]:
-    """A shape of so many elements."""
+    """Draw a shape of this many elements."""
     if count == 1 and draw(st.booleans()):
         return ()
     size = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
@@ -27,7 +27,7 @@ def refactored(draw: st.DrawFn, count: int) -> tuple[int, ...]:
 
 @st.composite
 def recipe(draw: st.DrawFn, depth: int = 4) -> tuple[Recipe, np.ndarray, Values]:
-    """A recipe, what it makes, and the stored tensors."""
+    """Draw a recipe, its result, and the stored tensors."""
     if depth == 0 or draw(st.integers(0, 5)) == 0:
         shape, key = draw(shapes()), ("model", f"w{draw(st.integers(0, 10**9))}")
         value = (
@@ -36,32 +36,32 @@ def recipe(draw: st.DrawFn, depth: int = 4) -> tuple[Recipe, np.ndarray, Values]
             .astype(np.float32)
         )
         return Stored(key, shape), value, {key: value}
-    of, value, stored = draw(recipe(depth - 1))
+    base, value, stored = draw(recipe(depth - 1))
     dims = list(range(value.ndim))
     kind = draw(st.sampled_from(["turn", "reshape", "cut", "pick", "join", "stack", "scale"]))
     if kind == "turn":
         order = draw(st.permutations(dims))
-        return recipes.permute(of, order), value.transpose(order), stored
+        return recipes.permute(base, order), value.transpose(order), stored
     if kind == "reshape":
         shape = draw(refactored(value.size))
-        return recipes.reshape(of, shape), value.reshape(shape), stored
+        return recipes.reshape(base, shape), value.reshape(shape), stored
     if kind == "scale":
-        return recipes.scale(of, 0.5), value * np.float32(0.5), stored
+        return recipes.scale(base, 0.5), value * np.float32(0.5), stored
     if kind == "stack":
         dim = draw(st.integers(0, value.ndim))
-        return recipes.stack([of, of], dim), np.stack([value, value], dim), stored
+        return recipes.stack([base, base], dim), np.stack([value, value], dim), stored
     if not dims:
-        return of, value, stored
+        return base, value, stored
     dim = draw(st.sampled_from(dims))
     if kind == "join":
-        return recipes.concat([of, of, of], dim), np.concatenate([value] * 3, dim), stored
+        return recipes.concat([base, base, base], dim), np.concatenate([value] * 3, dim), stored
     if kind == "pick":
         index = draw(st.integers(0, value.shape[dim] - 1))
-        return recipes.select_index(of, dim, index), value.take(index, dim), stored
+        return recipes.select_index(base, dim, index), value.take(index, dim), stored
     low = draw(st.integers(0, value.shape[dim] - 1))
     high = draw(st.integers(low + 1, value.shape[dim]))
     return (
-        recipes.slice_dim(of, dim, low, high),
+        recipes.slice_dim(base, dim, low, high),
         value[(*[slice(None)] * dim, slice(low, high))],
         stored,
     )

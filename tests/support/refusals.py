@@ -1,4 +1,4 @@
-"""What tests of bad input share: one error for all ranks."""
+"""Shared by tests of bad input: one error for all ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ HARD = 60.0  # seconds; no rank may take longer
 
 
 def same_error(
-    found: Sequence[object], kind: type[uc.CheckpointError], match: str
+    errors: Sequence[object], kind: type[uc.CheckpointError], match: str
 ) -> uc.CheckpointError:
-    """Every rank raised this very class, with one text."""
-    for error in found:
+    """Check that every rank raised this class with one text."""
+    for error in errors:
         assert type(error) is kind, f"{error!r}"
         with pytest.raises(kind, match=match):
             raise error
-    assert len({str(error) for error in found}) == 1
-    assert isinstance(found[0], uc.CheckpointError)
-    return found[0]
+    assert len({str(error) for error in errors}) == 1
+    assert isinstance(errors[0], uc.CheckpointError)
+    return errors[0]
 
 
-# Formats that are known and not read: an entry of a folder, or a file -> what the error says of it.
+# Formats that are recognized but not read: entry of a folder, or file -> text of the error.
 REFUSED = {
     "model.gguf": r"GGUF .*is not supported(.|\n)*gguf_file=",
     "megatron.nemo": r"NeMo is not supported(.|\n)*export_ckpt",

@@ -19,15 +19,18 @@ from tests.support.oracles import Array, filled, local_part
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
+from unified_ckpt.engine.save.probe_topology import Connections
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.topology import Topology
+from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, LocalTensor
 from unified_ckpt.testing import DrawnLayout, drawn_layouts, run_ranks, specs
 
-# the slowest drawn case takes 14 s alone on the node: runs of one byte, read one by one
+# the slowest case takes 14 s on an idle machine: runs of one byte, read one by one
 SECONDS = 90.0
 NAME = "checkpoint-1"
 GARBAGE = 0xA5
@@ -35,58 +38,60 @@ INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def global_array(key: Key, spec: TensorSpec) -> Array:
-    """Random bits, the same for one name; a bool has two values only."""
+    """Random bits, equal for equal names; a bool has two values only."""
     array = filled(spec, seed=sum(map(ord, "".join(key))))
     return array & 1 if spec.dtype == "BOOL" else array
 
 
 def garbage(spec: TensorSpec, dtype: np.dtype[np.generic]) -> Array:
-    """Elements of a target that nothing was read into."""
+    """A target's elements before a load."""
     return np.frombuffer(bytearray([GARBAGE]) * spec.nbytes, dtype=dtype)
 
 
-def tensor_of(array: Array, dtype: str, *, turned: bool) -> torch.Tensor:
-    """The array's bits as a tensor; `turned`: its memory is column-major."""
-    dense = np.array(array, order="F" if turned else "C")
+def tensor_of(array: Array, dtype: str, *, column_major: bool) -> torch.Tensor:
+    """The array's bits as a tensor, column-major in memory on request."""
+    dense = np.array(array, order="F" if column_major else "C")
     return torch.from_numpy(dense).view(TORCH_DTYPES[dtype])
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """Row-major, whatever the memory's order is."""
+    """The tensor's bytes in row-major order."""
     return tensor.view(INTS[tensor.element_size()]).numpy().tobytes()
 
 
 @dataclass(frozen=True)
 class Case:
-    """One save and the loads from it. `turned`: the tensors whose parts are not contiguous in
+    """One save and the loads from it. `column_major`: the tensors whose parts are not contiguous in
     memory.
     """
 
     arrays: Mapping[Key, Array]
     saved: DrawnLayout
     loaded: tuple[DrawnLayout, ...] = ()
-    turned: frozenset[Key] = frozenset()
+    column_major: frozenset[Key] = frozenset()
 
     def spec(self, key: Key) -> TensorSpec:
-        return next(one.decl.spec for one in self.saved.tensors if one.decl.key == key)
+        return next(tensor.decl.spec for tensor in self.saved.tensors if tensor.decl.key == key)
 
     def part(self, row: TensorDecl, array: Array) -> LocalTensor:
-        return LocalTensor(row, tensor_of(array, row.spec.dtype, turned=row.key in self.turned))
+        return LocalTensor(
+            row, tensor_of(array, row.spec.dtype, column_major=row.key in self.column_major)
+        )
 
     def state(self, rank: int) -> FlatState:
         parts = [
             self.part(row, local_part(self.arrays[row.key], row.sharding, rank))
             for row in self.saved.decls(rank)
         ]
-        return FlatState(tensors=parts, requested={part for part, _ in self.arrays})
+        return FlatState(tensors=parts, requested_parts={part for part, _ in self.arrays})
 
-    def target(self, wanted: DrawnLayout, rank: int) -> FlatState:
+    def target(self, layout: DrawnLayout, rank: int) -> FlatState:
         parts = []
-        for row in wanted.decls(rank):
+        for row in layout.decls(rank):
             shape = row.sharding.local_shape(rank, row.spec.shape)
             array = garbage(row.spec, self.arrays[row.key].dtype)
             parts.append(self.part(row, array[: np.prod(shape, dtype=int)].reshape(shape)))
-        return FlatState(tensors=parts, requested={part for part, _ in self.arrays})
+        return FlatState(tensors=parts, requested_parts={part for part, _ in self.arrays})
 
 
 @st.composite
@@ -110,8 +115,10 @@ def cases(
     loaded = tuple(
         draw(drawn_layouts(tensors=tensors, max_world=most, complete=False)) for most in worlds
     )
-    turned = frozenset(key for key, _ in tensors if draw(st.integers(0, 4)) == 0)
-    return Case({key: global_array(key, spec) for key, spec in tensors}, saved, loaded, turned)
+    column_major = frozenset(key for key, _ in tensors if draw(st.integers(0, 4)) == 0)
+    return Case(
+        {key: global_array(key, spec) for key, spec in tensors}, saved, loaded, column_major
+    )
 
 
 @pytest.fixture(scope="module")
@@ -145,49 +152,63 @@ def request_of(state: FlatState, **options: object) -> SaveRequest:
     )
 
 
+def one_node(comm: Comm) -> Topology:
+    """All ranks on one node, with one folder."""
+    return Topology.shared_folder(comm.rank, [0] * comm.world)
+
+
+def save_call(
+    comm: Comm, storage: LocalStorage, name: str, request: SaveRequest, cache: SaveCache
+) -> SaveCall:
+    """A call of save by ranks of one node."""
+    connections = Connections(one_node(comm), comm, SHARED_MEMORY)
+    return SaveCall(comm, storage, name, request, cache, SECONDS, connections)
+
+
 def save_case(case: Case, root: Path, **options: object) -> Writes:
     writes = Writes()
 
     def act(comm: Comm) -> None:
-        kept = SaveCache()
+        cache = SaveCache()
         save(
-            SaveCall(
+            save_call(
                 comm,
                 Recorded(root, writes, comm.rank),
                 NAME,
                 request_of(case.state(comm.rank), **options),
-                kept,
-                SECONDS,
+                cache,
             )
         )
-        kept.tile_buffers.close()
+        cache.tile_buffers.close()
 
     run_ranks(case.saved.world, act)
     return writes
 
 
 def check_folder(case: Case, folder: Path) -> dict[Key, tuple[str, int, int]]:
-    """Each tensor is whole in the file that its part's index names. Returns where: file, first
-    byte, end.
+    """Check that the file named by the index holds each tensor whole. Return file, first byte and
+    end.
     """
     places: dict[Key, tuple[str, int, int]] = {}
     for part in {part for part, _ in case.arrays}:
         weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())[
             "weight_map"
         ]
-        assert weight_map.keys() == {fqn for one, fqn in case.arrays if one == part}
+        assert weight_map.keys() == {fqn for array_part, fqn in case.arrays if array_part == part}
         for file in set(weight_map.values()):
             with safe_open(folder / file, framework="pt") as opened:
                 assert opened.metadata() == {"format": "pt"}
-                assert set(opened.keys()) == {fqn for fqn, at in weight_map.items() if at == file}
+                assert set(opened.keys()) == {
+                    fqn for fqn, tensor_file in weight_map.items() if tensor_file == file
+                }
                 for fqn in opened.keys():  # noqa: SIM118  # not a mapping
-                    found = opened.get_tensor(fqn)
+                    stored = opened.get_tensor(fqn)
                     spec = case.spec((part, fqn))
-                    assert (found.dtype, tuple(found.shape)) == (
+                    assert (stored.dtype, tuple(stored.shape)) == (
                         TORCH_DTYPES[spec.dtype],
                         spec.shape,
                     )
-                    assert bits(found) == case.arrays[part, fqn].tobytes()
+                    assert bits(stored) == case.arrays[part, fqn].tobytes()
             places.update(
                 {(part, fqn): (file, *span) for fqn, span in spans_of(folder / file).items()}
             )
@@ -208,8 +229,8 @@ def spans_of(file: Path) -> dict[str, tuple[int, int]]:
 
 
 def check_written_once(writes: Writes, folder: Path) -> None:
-    """The writes of all ranks tile every file; the probe is the one file that is gone."""
-    assert {path.name for path in folder.iterdir()} == set(writes.spans) - {"probe"}
+    """Check that the writes of all ranks tile every file. Only the probe file may be gone."""
+    assert {path.name for path in folder.iterdir()} == set(writes.spans) - {"unified_save_id"}
     for path in folder.iterdir():
         spans = sorted(writes.spans[path.name])
         assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])], (

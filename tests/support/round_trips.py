@@ -1,9 +1,9 @@
-"""Round trips: whatever is saved, by whatever options, is an error before the first byte, or a run
-that goes on unharmed.
+"""Round trips: every save, under any options, either fails before the first byte or resumes
+unharmed.
 
-How state could be lost: a part that nobody stores, a tensor without a master, a master that nobody
-takes, an optimizer of another kind. `verdict_of_save` and `verdict_of_load` are the rules, written
-without the package's help.
+State could be lost with a part that no rank stores, a tensor without a master, a master that no
+target loads, or another kind of optimizer. `verdict_of_save` and `verdict_of_load` are the rules,
+written without the package.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAXTEXT: tuple[dict[str, object], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """One way through a checkpoint. `parts`: what the options say; `options`: what gives them."""
+    """One save and load. `parts`: the parts to store; `options`: where that choice comes from."""
 
     spec: JobSpec
     steps: int
@@ -63,7 +63,7 @@ CHOICES = (*(chosen for size in range(4) for chosen in combinations(NAMES, size)
 
 
 def draw_case(pick: Pick) -> Case:
-    """Any job, saved by any options in any way, and loaded into any target."""
+    """Draw a job, a way to save it, and a target."""
     spec = JobSpec(pick(PRECISIONS), frozenset(trait for trait in TRAITS if pick((False, True))))
     kind = None if spec.precision == "master_dict" else USUAL.get(spec.precision, "AdamW")
     others = (
@@ -73,7 +73,7 @@ def draw_case(pick: Pick) -> Case:
     )
     ways = (
         WAYS if kind is not None else tuple(way for way in WAYS if way != "lazy")
-    )  # lazy copies wait for an Optimizer's step
+    )  # a lazy copy waits for the step of an Optimizer
     parts: tuple[str, ...] | None = None
     options = uc.SaveOptions(
         fsync=False, model_dtype="bfloat16" if spec.precision == "model_dtype" else None
@@ -93,17 +93,17 @@ def draw_case(pick: Pick) -> Case:
 
 
 def stored_parts(case: Case, job: Job) -> set[str]:
-    """The parts that the job has and the options choose, as names that the caller uses."""
-    given = {"model", "optimizer"} | ({"ema"} if job.ema else set())
-    given |= {"master_weights"} if job.masters() or case.spec.precision == "model_dtype" else set()
-    return given if case.parts is None else given & set(case.parts)
+    """The job's parts that the options choose, by the caller's names."""
+    parts = {"model", "optimizer"} | ({"ema"} if job.ema else set())
+    parts |= {"master_weights"} if job.masters() or case.spec.precision == "model_dtype" else set()
+    return parts if case.parts is None else parts & set(case.parts)
 
 
 def verdict_of_save(case: Case, job: Job) -> str:
     """ "error", "success", or "either" where the rules leave it open."""
     stored = stored_parts(case, job)
     if case.parts is not None and set(case.parts) - stored:
-        known = {"master_weights"}  # a job may have none yet, and may have none at all
+        known = {"master_weights"}  # a job may have no state yet, or never
         return (
             "error"
             if set(case.parts) - stored - known or not stored or "model" not in stored
@@ -136,7 +136,7 @@ def verdict_of_load(case: Case, job: Job) -> str:
 
 
 def save(case: Case, job: Job, root: Path) -> None:
-    """Saves step `case.steps` in the case's way."""
+    """Save step `case.steps` in the case's way."""
     state = job.targets()
     if case.way.startswith("manager"):
         options = uc.ManagerOptions(
@@ -170,7 +170,7 @@ def load(case: Case, targets: dict[str, Any], root: Path) -> uc.LoadReport:
 
 
 def target_of(case: Case, shard: Shard) -> Job:
-    """The job that takes the checkpoint: other values everywhere."""
+    """The job to load into: every value differs from the saved ones."""
     kind: str | None = case.target
     usual = USUAL.get(case.spec.precision, "AdamW")
     if case.target in ("fresh", "warmed"):
@@ -184,7 +184,7 @@ def target_of(case: Case, shard: Shard) -> Job:
 
 
 def error_of(act: Callable[[], object]) -> uc.CheckpointError | None:
-    """The error that a call ends with, of the kinds that callers are told to expect."""
+    """The documented error that a call raises, or None."""
     try:
         act()
     except uc.CheckpointError as error:
@@ -193,7 +193,7 @@ def error_of(act: Callable[[], object]) -> uc.CheckpointError | None:
 
 
 def unsharded(model: nn.Module) -> nn.Module:
-    """The model as it is."""
+    """Return the model unchanged."""
     return model
 
 
@@ -231,8 +231,8 @@ def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = u
 
 
 def check_model(case: Case, job: Job, root: Path, at_save: Mapping[str, Any], shard: Shard) -> None:
-    """Where not everything can be resumed: the model comes back by itself, bit for bit, however it
-    is stored.
+    """Check that the model alone loads bit for bit, however it is stored, when the rest cannot be
+    resumed.
     """
     stored = stored_parts(case, job)
     if case.spec.precision == "model_dtype" and "master_weights" not in stored:

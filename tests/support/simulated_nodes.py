@@ -1,6 +1,4 @@
-"""Nodes as folders: thread ranks that are told which node they are on, each with a place of
-its own to save to.
-"""
+"""Nodes as folders: thread ranks with an assigned node, each saving to its node's folder."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.load import request
 from unified_ckpt.engine.load.load import LoadRequest
 from unified_ckpt.engine.save.request import SaveArguments, SaveRequest
+from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import WritePolicy
@@ -40,42 +39,48 @@ Paths = Sequence[Path]
 
 @pytest.fixture(autouse=True)
 def states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `State` may be given as the model: tensors by any rule, which no Layout could name."""
+    """Accept a `FlatState` as the model: tensors with shardings that no Layout can describe."""
     save_request, load_request = api.save_request, request.load_request
 
-    def to_save(comm: Comm, what: SaveArguments, options: uc.SaveOptions) -> SaveRequest:
-        state: Any = what.get("model")
+    def to_save(comm: Comm, arguments: SaveArguments, options: uc.SaveOptions) -> SaveRequest:
+        state: Any = arguments.get("model")
         if not isinstance(state, FlatState):
-            return save_request(comm, what, options)
+            return save_request(comm, arguments, options)
         return SaveRequest(
             state,
-            what.get("extra"),
-            what.get("rank_extra"),
+            arguments.get("extra"),
+            arguments.get("rank_extra"),
             None,
             set(),
             {},
-            what.get("step"),
-            what.get("metrics") or {},
-            what.get("attach"),
+            arguments.get("step"),
+            arguments.get("metrics") or {},
+            arguments.get("attach"),
             options,
         )
 
     def to_load(
-        comm: Comm, folder: Any, what: Any, *, strict: bool, options: uc.LoadOptions
+        comm: Comm,
+        folder: Any,
+        arguments: Any,
+        *,
+        options: uc.LoadOptions,
+        policy: ReadPolicy,
     ) -> LoadRequest:
-        if not isinstance(what.model, FlatState):
-            return load_request(comm, folder, what, strict=strict, options=options)
+        if not isinstance(arguments["model"], FlatState):
+            return load_request(comm, folder, arguments, options=options, policy=policy)
         return LoadRequest(
             source=folder,
-            state=what.model,
+            state=arguments["model"],
             metadata=folder.metadata(),
             optimizer=None,
             layout=None,
             matched_rules=set(),
-            strict=strict,
+            strict=arguments["strict"],
             options=options,
-            extra=what.extra,
-            rank_extra=what.rank_extra,
+            policy=policy,
+            extra=arguments["extra"],
+            rank_extra=arguments["rank_extra"],
         )
 
     monkeypatch.setattr(api, "save_request", to_save)
@@ -84,13 +89,13 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def twice(saved: Path, tmp_path: Path) -> Path:
-    """What the module's `saved` has of two nodes with a copy each, to be damaged."""
+    """A copy to damage of the module's `saved` folders of two nodes with a replica each."""
     return Path(shutil.copytree(saved / "twice", tmp_path / "twice"))
 
 
 @pytest.fixture
 def once(saved: Path, tmp_path: Path) -> Path:
-    """The same of one copy over two nodes."""
+    """A copy to damage of the module's `saved` folders of two nodes with one replica in all."""
     return Path(shutil.copytree(saved / "once", tmp_path / "once"))
 
 
@@ -98,11 +103,10 @@ def once(saved: Path, tmp_path: Path) -> Path:
 def on_node(
     comm: Comm, nodes: Sequence[int], *, storage: Callable[[str], LocalStorage] | None = None
 ) -> Iterator[uc.Checkpointer]:
-    """A Checkpointer of a rank on its node. `storage`: what it writes to, by the folder's path."""
-    made = make_checkpointer(comm)
-    made._node = f"node {nodes[comm.rank]}"
+    """A Checkpointer of a rank on its node. `storage`: makes its storage from a folder's path."""
+    checkpointer = make_checkpointer(comm, node=f"node {nodes[comm.rank]}")
     if storage is not None:
-        locate = made._locate
+        locate = checkpointer._locate
 
         def locate_storage(
             path: str | os.PathLike[str], policy: WritePolicy
@@ -110,11 +114,11 @@ def on_node(
             local, name = locate(path, policy)
             return storage(local.root), name
 
-        made._locate = locate_storage  # type: ignore[method-assign]
+        checkpointer._locate = locate_storage  # type: ignore[method-assign]
     try:
-        yield made
+        yield checkpointer
     finally:
-        made.close()
+        checkpointer.close()
 
 
 def folder_of(root: Path, node: int) -> Path:
@@ -122,53 +126,53 @@ def folder_of(root: Path, node: int) -> Path:
 
 
 def save_all(
-    root: Path, nodes: Sequence[int], state: Callable[[int], Any], **what: Any
+    root: Path, nodes: Sequence[int], state: Callable[[int], Any], **arguments: Any
 ) -> list[uc.SaveReport]:
-    """Each rank saves to its node's folder."""
+    """Save on every rank to its node's folder."""
 
     def act(comm: Comm) -> uc.SaveReport:
-        with on_node(comm, nodes) as made:
-            return made.save(
+        with on_node(comm, nodes) as checkpointer:
+            return checkpointer.save(
                 folder_of(root, nodes[comm.rank]),
                 model=state(comm.rank),
-                **{"options": SAVE, **what},
+                **{"options": SAVE, **arguments},
             )
 
     return run_ranks(len(nodes), act)
 
 
-def save_case(case: Case, root: Path, nodes: Sequence[int], **what: Any) -> list[uc.SaveReport]:
-    return save_all(root, nodes, case.state, **what)
+def save_case(
+    case: Case, root: Path, nodes: Sequence[int], **arguments: Any
+) -> list[uc.SaveReport]:
+    return save_all(root, nodes, case.state, **arguments)
 
 
 def load_case(
     case: Case,
-    wanted: DrawnLayout,
+    layout: DrawnLayout,
     nodes: Sequence[int],
     paths: Mapping[int, Paths],
-    **what: Any,
+    **arguments: Any,
 ) -> list[uc.LoadReport | BaseException]:
-    """Loads from the folders of each node, and compares every byte of the ranks that got
-    through.
-    """
+    """Load from each node's folders, and compare every byte of the ranks that succeed."""
 
     def act(comm: Comm) -> uc.LoadReport:
-        state = case.target(wanted, comm.rank)
-        with on_node(comm, nodes) as made:
-            report = made.load(
-                list(paths[nodes[comm.rank]]), model=state, **{"options": LOAD, **what}
+        state = case.target(layout, comm.rank)
+        with on_node(comm, nodes) as checkpointer:
+            report = checkpointer.load(
+                list(paths[nodes[comm.rank]]), model=state, **{"options": LOAD, **arguments}
             )
         for part in state.tensors:
             oracle = local_part(case.arrays[part.decl.key], part.decl.sharding, comm.rank)
             assert bits(part.local) == oracle.tobytes(), (comm.rank, part.decl)
         return report
 
-    return try_ranks(wanted.world, act)
+    return try_ranks(layout.world, act)
 
 
 def keys_in_store(comm: Comm) -> int:
-    """Collective. How many keys the ranks have in their store when each has deleted what it can, on
-    rank 0; 0 elsewhere.
+    """Collective. Rank 0 returns the number of keys in the store after every rank has deleted its
+    own; the others return 0.
     """
     with counting(comm):
         return int(comm._store.num_keys()) if comm.rank == 0 else 0
@@ -176,9 +180,7 @@ def keys_in_store(comm: Comm) -> int:
 
 @contextmanager
 def counting(comm: Comm) -> Iterator[None]:
-    """Collective. Every rank has deleted what it can of its keys, and waits until rank 0 has left
-    the block.
-    """
+    """Collective. Every rank deletes its keys, and waits until rank 0 leaves the block."""
     meeting = comm.begin_collective("count", cached=False, timeout_seconds=SECONDS)
     meeting.collect("tidy", b"1", dst=0, ranks=range(comm.world))
     if comm.rank == 0:
@@ -189,14 +191,14 @@ def counting(comm: Comm) -> Iterator[None]:
         yield
 
 
-class Held:
-    """What this process holds that may not grow: threads and open files."""
+class ResourceUsage:
+    """Threads and open files of this process, which may not grow."""
 
     def __init__(self) -> None:
         self.threads, self.files = self._now()
 
     def no_more(self) -> None:
-        """Nothing is held that was not at first, once threads that are about to end are gone."""
+        """Check that nothing has grown, once ending threads are gone."""
         bound, deadline = (self.threads, self.files), time.monotonic() + SECONDS
         while any(now > most for now, most in zip(self._now(), bound, strict=True)):
             assert time.monotonic() < deadline, (
@@ -209,33 +211,35 @@ class Held:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
-def fine(found: Sequence[Result | BaseException]) -> list[Result]:
-    """What all ranks returned."""
+def fine(outcomes: Sequence[Result | BaseException]) -> list[Result]:
+    """Return the results of all ranks; raise the first error."""
     results: list[Result] = []
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-        results.append(one)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
     return results
 
 
-def gaps(case: Case, nodes: Sequence[int], there: Sequence[int]) -> tuple[list[Key], list[Key]]:
-    """Tensors of which the nodes `there` have a part only, and those of which they have nothing;
-    by what their ranks held.
+def gaps(case: Case, nodes: Sequence[int], present: Sequence[int]) -> tuple[list[Key], list[Key]]:
+    """Tensors that the nodes `present` hold in part, and tensors they do not hold at all, from the
+    ranks' shardings.
     """
     parts, unknown = [], []
-    for one in case.saved.tensors:
-        mask = np.zeros(one.decl.spec.shape, dtype=bool)
-        holders = [rank for rank in one.ranks if nodes[rank] in there]
+    for tensor in case.saved.tensors:
+        mask = np.zeros(tensor.decl.spec.shape, dtype=bool)
+        holders = [rank for rank in tensor.ranks if nodes[rank] in present]
         boxes = [
-            box for rank in holders for box, _ in one.decl.sharding.boxes(rank, one.decl.spec.shape)
+            box
+            for rank in holders
+            for box, _ in tensor.decl.sharding.boxes(rank, tensor.decl.spec.shape)
         ]
         for box in boxes:
             mask[where(box)] = True
         if mask.size == 0 and holders:
             continue
         if not mask.any():
-            unknown.append(one.decl.key)
+            unknown.append(tensor.decl.key)
         elif not mask.all():
-            parts.append(one.decl.key)
+            parts.append(tensor.decl.key)
     return parts, unknown

@@ -17,9 +17,9 @@ BEST = {
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """Return the state file without the run's folder and speed."""
-    found: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
-    found["best_model_checkpoint"] = Path(found["best_model_checkpoint"] or "").name
-    for entry in found["log_history"]:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    state["best_model_checkpoint"] = Path(state["best_model_checkpoint"] or "").name
+    for entry in state["log_history"]:
         for key in [key for key in entry if "runtime" in key or "per_second" in key]:
             del entry[key]
-    return found
+    return state

@@ -29,31 +29,31 @@ class Numbered(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": ids, "labels": ids}
 
 
-class Seen(Trainer):
+class RecordingTrainer(Trainer):
     """Records the samples that it trained on."""
 
-    taken: list[int]
+    samples: list[int]
 
     def training_step(
         self, model: Any, inputs: dict[str, torch.Tensor], *more: Any
     ) -> torch.Tensor:
-        if not hasattr(self, "taken"):
-            self.taken = []
-        self.taken += inputs["input_ids"][:, 0].tolist()
+        if not hasattr(self, "samples"):
+            self.samples = []
+        self.samples += inputs["input_ids"][:, 0].tolist()
         return super().training_step(model, inputs, *more)
 
 
-def seen(
+def recording_trainer(
     out: Path,
     *callbacks: TrainerCallback,
     batch: int,
-    stock: bool = False,
+    native: bool = False,
     data: Any = None,
-    of: Any = None,
+    net: Any = None,
     **more: Any,
-) -> Seen:
+) -> RecordingTrainer:
     in_background = more.pop("async_save", False)
-    told = TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(out),
         **{"num_train_epochs": 3, "save_steps": 15, "seed": 5, "logging_steps": 100, **more},
         per_device_train_batch_size=batch,
@@ -63,21 +63,21 @@ def seen(
     )
     ours = (
         []
-        if stock
+        if native
         else [
             UnifiedCheckpointCallback(
                 save_options=uc.SaveOptions(fsync=False), async_save=in_background
             )
         ]
     )
-    return Seen(
-        model=of or model(),
-        args=told,
+    return RecordingTrainer(
+        model=net or model(),
+        args=arguments,
         train_dataset=data or Numbered(),
         callbacks=[*ours, *callbacks],
     )
 
 
-def train(made: Seen, resume: bool = False) -> list[int]:
-    made.train(resume_from_checkpoint=resume or None)
-    return made.taken
+def train(trainer: RecordingTrainer, resume: bool = False) -> list[int]:
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer.samples

@@ -49,11 +49,11 @@ def model() -> LlamaForCausalLM:
 def trainer(
     out: Path,
     *callbacks: TrainerCallback,
-    stock: bool = False,
+    native: bool = False,
     net: torch.nn.Module | None = None,
     **arguments: Any,
 ) -> Trainer:
-    told = TrainingArguments(
+    training_arguments = TrainingArguments(
         output_dir=str(out),
         **{
             "max_steps": STEPS,
@@ -67,23 +67,23 @@ def trainer(
         use_cpu=True,
         disable_tqdm=True,
     )
-    ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))]
+    ours = [] if native else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))]
     return Trainer(
         model=net or model(),
-        args=told,
+        args=training_arguments,
         train_dataset=Sequences(),
         eval_dataset=Sequences(),
         callbacks=[*ours, *callbacks],
     )
 
 
-def losses(of: Trainer) -> list[float]:
-    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+def losses(trained: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
 
 
-def check_same(one: Trainer, other: Trainer) -> None:
-    assert losses(one) == losses(other)
-    weights = other.model.state_dict()
+def check_same(actual: Trainer, expected: Trainer) -> None:
+    assert losses(actual) == losses(expected)
+    weights = expected.model.state_dict()
     assert all(
-        torch.equal(tensor, weights[name]) for name, tensor in one.model.state_dict().items()
+        torch.equal(tensor, weights[name]) for name, tensor in actual.model.state_dict().items()
     )

@@ -118,7 +118,7 @@ def _adam(
 
 
 class DictAdam:
-    """What a hand-written loop keeps: masters by name, and moments as {"fqn/state": tensor}."""
+    """State of a hand-written loop: masters by name, and moments as {"fqn/state": tensor}."""
 
     def __init__(self, model: nn.Module) -> None:
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -203,7 +203,7 @@ class Job:
 
     @torch.no_grad()
     def train(self, steps: range) -> None:
-        """Takes these steps, numbered over the life of the run."""
+        """Run these steps, numbered over the life of the run."""
         for step in steps:
             for name, param in self.model.named_parameters():
                 param.grad = _noise(name, step, param) if param.requires_grad else None
@@ -220,7 +220,7 @@ class Job:
 
     @torch.no_grad()
     def round_masters(self) -> None:
-        """What a checkpoint without masters can give back: masters that are the model's values."""
+        """Set each master to its parameter's value, as a checkpoint without masters restores it."""
         if self.spec.precision == "model_dtype":
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if tensor.dtype == torch.float32:
@@ -234,13 +234,13 @@ class Job:
 
     def targets(self) -> dict[str, Any]:
         """The arguments of a save or a load."""
-        found: dict[str, Any] = {
+        live: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.loop.moments if self.loop else self.optimizer,
         }
         if self.loop is not None:
-            found["master_weights"] = self.loop.masters
-        return found | ({"parts": {"ema": self.ema}} if self.ema else {})
+            live["master_weights"] = self.loop.masters
+        return live | ({"parts": {"ema": self.ema}} if self.ema else {})
 
     def masters(self) -> set[str]:
         """Names of the parameters that have a master now."""
@@ -260,7 +260,7 @@ class Job:
         )
 
     def state(self) -> dict[str, tuple[torch.dtype, torch.Tensor]]:
-        """Every value that decides how the run goes on, copied, by a name that tells what it is."""
+        """Copies of every value that decides how the run continues, by name."""
         values: dict[str, torch.Tensor] = {
             f"model:{name}": tensor for name, tensor in self.model.state_dict().items()
         }
@@ -279,32 +279,34 @@ class Job:
 
 
 def _is_master(param: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the state holds what the parameter is rounded from; the low bits of it, or a copy of
-    a float32 parameter, are not that.
+    """Whether the state holds the master of the parameter. The master's low bits, or a copy of a
+    float32 parameter, do not count.
     """
     return param.dtype in LOW and MASTER in state and state[MASTER].dtype == torch.float32
 
 
 def differences(
-    one: Mapping[str, tuple[torch.dtype, torch.Tensor]],
-    other: Mapping[str, tuple[torch.dtype, torch.Tensor]],
+    actual: Mapping[str, tuple[torch.dtype, torch.Tensor]],
+    expected: Mapping[str, tuple[torch.dtype, torch.Tensor]],
 ) -> list[str]:
-    """The names whose values are not the same bit for bit."""
-    names = sorted({*one, *other})
+    """Names whose values differ in any bit."""
+    names = sorted({*actual, *expected})
     return [
         name
         for name in names
-        if name not in one or name not in other or not _equal(one[name], other[name])
+        if name not in actual or name not in expected or not _equal(actual[name], expected[name])
     ]
 
 
-def _equal(one: tuple[torch.dtype, torch.Tensor], other: tuple[torch.dtype, torch.Tensor]) -> bool:
-    same = one[0] == other[0] and one[1].shape == other[1].shape
-    return same and one[1].numpy().tobytes() == other[1].numpy().tobytes()
+def _equal(
+    actual: tuple[torch.dtype, torch.Tensor], expected: tuple[torch.dtype, torch.Tensor]
+) -> bool:
+    same = actual[0] == expected[0] and actual[1].shape == expected[1].shape
+    return same and actual[1].numpy().tobytes() == expected[1].numpy().tobytes()
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor as bytes, copied; its shape in front."""
+    """The whole tensor as bytes, copied, with its shape in front."""
     if isinstance(tensor, DTensor):
         wide = (
             tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor

@@ -1,4 +1,4 @@
-"""Tensors derived from ranges of others: slices of the view against torch's own."""
+"""Tensors derived from ranges of others: slices of the view equal slices by torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.views.derived import ElementRange, RangesTensor, derive
 
@@ -97,7 +96,7 @@ def test_names_are_derivable_and_unused_tensors(folder: Path) -> None:
         with pytest.raises(KeyError, match="not there"):
             view["model"]["not there"]
         with pytest.raises(uc.NotFoundError, match="float32/0: does not exist in the checkpoint"):
-            view.source.read("model", "float32/0", Box((0, 0), (1, 1)))
+            view.source.read_into(("model", "float32/0"), 0, memoryview(bytearray(4)))
 
 
 def test_whole_tensors_keep_their_digests(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tensors of shards, read as if they were whole, against the tensors themselves."""
+"""Tensors stored as shards, read as if they were whole, equal the tensors themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_ckpt.core.sharding.boxes import Box, full_box
-from unified_ckpt.engine.source.protocol import SourceMetadata
+from unified_ckpt.engine.source.protocol import SourceMetadata, read_box
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.runtime.torch_state.tensors import as_bytes
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
@@ -20,7 +20,7 @@ KEY = ("model", "w")
 
 
 def make_shard(tensor: torch.Tensor, box: Box) -> TensorShard:
-    """A shard whose memory is not row-major."""
+    """Return a shard whose memory is not row-major."""
     piece = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
     strided = piece.transpose(0, -1).contiguous().transpose(0, -1) if piece.dim() else piece.clone()
     return TensorShard(box, lambda: strided, f"file of {box}")
@@ -28,19 +28,19 @@ def make_shard(tensor: torch.Tensor, box: Box) -> TensorShard:
 
 @st.composite
 def tilings(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
-    """Boxes that cover a box exactly once."""
+    """Draw boxes that cover a box exactly once."""
     dims = [d for d, n in enumerate(box.shape) if n > 1]
     if not dims or depth == 0:
         return [box]
     dim = draw(st.sampled_from(dims))
-    at = draw(st.integers(1, box.shape[dim] - 1))
+    cut = draw(st.integers(1, box.shape[dim] - 1))
 
     def part(low: int, high: int) -> Box:
         offsets = tuple(o + low if d == dim else o for d, o in enumerate(box.offsets))
         return Box(offsets, tuple(high - low if d == dim else n for d, n in enumerate(box.shape)))
 
-    return draw(tilings(part(0, at), depth - 1)) + draw(
-        tilings(part(at, box.shape[dim]), depth - 1)
+    return draw(tilings(part(0, cut), depth - 1)) + draw(
+        tilings(part(cut, box.shape[dim]), depth - 1)
     )
 
 
@@ -61,12 +61,11 @@ def test_any_byte_range_and_box_equals_the_tensor(
     expected = bytes(as_bytes(tensor.contiguous()))
     start = data.draw(st.integers(0, len(expected)))
     buffer = bytearray(data.draw(st.integers(0, len(expected) - start)))
-    catalog = source.catalog([KEY])
-    catalog.storage.read_at(catalog.locations[KEY].file, start, memoryview(buffer))
+    source.read_into(KEY, start, memoryview(buffer))
     assert bytes(buffer) == expected[start : start + len(buffer)]
     box = data.draw(st.sampled_from(boxes))
-    taken = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
-    assert source.read(*KEY, box) == bytes(as_bytes(taken.contiguous()))
+    selected = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
+    assert read_box(source, KEY, box) == bytes(as_bytes(selected.contiguous()))
 
 
 def test_box_shape_with_other_dims() -> None:
@@ -82,7 +81,9 @@ def test_box_shape_with_other_dims() -> None:
         format="test",
         metadata=SourceMetadata(),
     )
-    assert source.read(*KEY, Box((1, 2), (2, 3))) == bytes(as_bytes(tensor[1:3, 2:5].contiguous()))
+    assert read_box(source, KEY, Box((1, 2), (2, 3))) == bytes(
+        as_bytes(tensor[1:3, 2:5].contiguous())
+    )
 
 
 WRONG: list[tuple[str, Callable[[], ShardedTensor], type[Exception], str]] = [
@@ -137,6 +138,8 @@ def test_shard_of_unexpected_shape_is_refused_when_read() -> None:
         torch.float32, (4,), [TensorShard(Box((0,), (4,)), lambda: torch.ones(5), "shard-3.pt")]
     )
     with pytest.raises(FormatError, match=r"shard-3.pt: got a shard of model:w with shape \(5,\)"):
-        ShardedSource("folder", {KEY: sharded}, format="test", metadata=SourceMetadata()).read(
-            *KEY, Box((0,), (4,))
+        read_box(
+            ShardedSource("folder", {KEY: sharded}, format="test", metadata=SourceMetadata()),
+            KEY,
+            Box((0,), (4,)),
         )

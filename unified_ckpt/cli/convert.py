@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from contextlib import ExitStack
+from dataclasses import asdict
 
 from tqdm import tqdm
 
-from unified_ckpt.cli.source_args import source_options
+from unified_ckpt.cli.arguments import source_options
 from unified_ckpt.cli.text import count_text, human_size, printable
 from unified_ckpt.engine.rewrite.convert import ConvertReport
 from unified_ckpt.exports.convert import convert
@@ -45,7 +46,7 @@ def run(arguments: Namespace) -> int:
             fsync=not arguments.no_fsync,
         )
     if is_first_rank and arguments.json:
-        print(json.dumps(_as_json(report), indent=2))
+        print(json.dumps(asdict(report), indent=2))
     elif is_first_rank:
         print("\n".join(_text(report)))
     return 0
@@ -72,20 +73,3 @@ def _text(report: ConvertReport) -> list[str]:
     if report.left_out:
         lines.append(f"  neither read nor copied: {', '.join(map(printable, report.left_out))}")
     return lines
-
-
-def _as_json(report: ConvertReport) -> dict[str, object]:
-    return {
-        "path": report.path,
-        "format": report.format,
-        "id": report.id,
-        "step": report.step,
-        "seconds": report.seconds,
-        "tensors": dict(report.tensors),
-        "nbytes": dict(report.nbytes),
-        "compared": report.compared,
-        "verified": report.verified,
-        "notes": list(report.notes),
-        "left_out": list(report.left_out),
-        "existed": report.existed,
-    }

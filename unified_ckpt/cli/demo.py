@@ -16,7 +16,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,7 +26,7 @@ from typing import Any
 KILL_AFTER = 16  # steps; 4 processes are killed in the first save after this one
 UNTIL_2_RANKS, UNTIL_1_RANK = 32, 48  # steps at which 2 processes stop, then 1 process
 SAVE_EVERY, SHOW_EVERY = 8, 4
-KILL_BYTES = 2_000_000  # a save is killed after writing this many
+KILL_BYTES = 2_000_000  # the save is killed after writing this many
 ATTEMPTS = 4
 TOLERANCE = 1e-4  # relative, between a layout's loss and that of the uninterrupted process
 TIMEOUT_SECONDS = 180.0
@@ -48,6 +47,7 @@ class Run:
     log: Path
     output: Path
     lines_read: int = 0
+    killed: bool = False
     pids: list[int] = field(default_factory=list)
 
     def entries(self) -> Iterator[dict[str, Any]]:
@@ -62,6 +62,7 @@ class Run:
 
     def kill(self) -> int:
         """Send SIGKILL to torchrun and every rank. Return the number of ranks."""
+        self.killed = True
         self.process.kill()
         for pid in self.pids:
             with suppress(ProcessLookupError):
@@ -72,48 +73,35 @@ class Run:
 
 @dataclass(slots=True)
 class Demo:
-    """The demo's folder and processes, and what it has measured."""
+    """The demo's folder and processes, and what it has measured.
+
+    `baseline`: the losses by step of one process that is never interrupted.
+    """
 
     root: Path
     quiet: bool
-    baseline: Run | None = None  # one process, never interrupted
-    baseline_losses: dict[int, float] = field(default_factory=dict)
+    baseline: dict[int, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    running: list[Run] = field(default_factory=list)
+    jobs: list[Run] = field(default_factory=list)
 
     def print_line(self, text: str = "") -> None:
         """Print a line, except with `--json`."""
         if not self.quiet:
             print(text, flush=True)
 
-    def launch(
-        self, name: str, *, dp: int, tp: int, until: int, save_every: int, resume: Path | None
-    ) -> Run:
-        """Start a training job on dp * tp processes that trains until step `until`."""
-        arguments = [
-            str(self.root),
-            str(self.root / f"{name}.log"),
-            "--corpus",
-            str(self.root / "corpus.txt"),
-        ]
-        arguments += [
-            "--dp",
-            str(dp),
-            "--tp",
-            str(tp),
-            "--until",
-            str(until),
-            "--save-every",
-            str(save_every),
-        ]
-        arguments += ["--resume", str(resume)] if resume else []
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(dp * tp)]
-            if dp * tp > 1
-            else []
-        )
-        command = [sys.executable, *launcher, "-m", "unified_ckpt.cli.demo_train", *arguments]
-        output = self.root / f"{name}.out"
+    def launch(self, name: str, *, dp: int, tp: int, until: int, resume: Path | None = None) -> Run:
+        """Start a training job on dp * tp processes that trains until step `until`.
+
+        All but the baseline save.
+        """
+        ranks, save_every = dp * tp, 0 if name == "baseline" else SAVE_EVERY
+        log, output = self.root / f"{name}.log", self.root / f"{name}.out"
+        launcher = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
+        options = f"--dp {dp} --tp {tp} --until {until} --save-every {save_every}".split()
+        command = [sys.executable, *(launcher if ranks > 1 else ())]
+        command += ["-m", "unified_ckpt.cli.demo_train", str(self.root), str(log), *options]
+        command += ["--corpus", str(self.root / "corpus.txt")]
+        command += ["--resume", str(resume)] if resume else []
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -124,56 +112,38 @@ class Demo:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=environment
             )
-        run = Run(name, process, self.root / f"{name}.log", output)
-        self.running.append(run)
-        return run
+        self.jobs.append(Run(name, process, log, output))
+        return self.jobs[-1]
 
-    def follow(self, run: Run, layout: str, *, killed: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield a run's log entries as they appear and print its steps, until the run ends."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while True:
-            ended = run.process.poll()
-            for entry in run.entries():
+    def follow(self, job: Run, layout: str) -> Iterator[dict[str, Any]]:
+        """Yield a job's log entries as they appear, and print its steps, until it ends."""
+        ended, deadline = None, time.monotonic() + TIMEOUT_SECONDS
+        while ended is None:
+            ended = job.process.poll()
+            for entry in job.entries():
                 if entry["event"] == "step":
-                    self.record_step(entry, layout)
+                    self.record_step(entry["step"], entry["loss"], layout)
                 elif entry["event"] == "saved":
-                    name, seconds = Path(entry["path"]).name, entry["seconds"]
-                    self.print_line(
-                        f"      {name} saved: {entry['nbytes'] / 1e6:.1f} MB in {seconds:.3f} s"
-                    )
+                    size, seconds = entry["nbytes"] / 1e6, entry["seconds"]
+                    name = Path(entry["path"]).name
+                    self.print_line(f"      {name} saved: {size:.1f} MB in {seconds:.3f} s")
                 yield entry
-            if ended is not None:
-                break
             if time.monotonic() > deadline:
-                raise DemoError(f"{run.name} ran past {TIMEOUT_SECONDS:.0f} s:\n{tail(run.output)}")
+                raise DemoError(f"{job.name} ran past {TIMEOUT_SECONDS:.0f} s:\n{tail(job.output)}")
             time.sleep(0.02)
-        if ended and not killed:
-            raise DemoError(f"{run.name} ended with {ended}:\n{tail(run.output)}")
+        if ended and not job.killed:
+            raise DemoError(f"{job.name} ended with {ended}:\n{tail(job.output)}")
 
-    def baseline_loss(self, step: int) -> float:
-        """Return the baseline's loss at a step, waiting until it is there."""
-        assert self.baseline is not None
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while step not in self.baseline_losses:
-            has_ended = self.baseline.process.poll() is not None
-            self.baseline_losses |= {
-                entry["step"]: entry["loss"]
-                for entry in self.baseline.entries()
-                if entry["event"] == "step"
-            }
-            if step not in self.baseline_losses:
-                if has_ended or time.monotonic() > deadline:
-                    output = tail(self.baseline.output)
-                    raise DemoError(f"the baseline did not reach step {step}:\n{output}")
-                time.sleep(0.02)
-        return self.baseline_losses[step]
-
-    def record_step(self, entry: dict[str, Any], layout: str) -> None:
+    def record_step(self, step: int, loss: float, layout: str) -> None:
         """Record a step next to the baseline's loss, and print some of them."""
-        step, loss = entry["step"], entry["loss"]
-        baseline = self.baseline_loss(step)
+        if layout == "baseline":
+            self.baseline[step] = loss
+            return
+        baseline = self.baseline[step]
         difference = abs(loss - baseline) / abs(baseline)
-        is_new_layout = not self.rows or self.rows[-1]["layout"] != layout
+        if step % SHOW_EVERY == 0 or not self.rows or self.rows[-1]["layout"] != layout:
+            cells = step, layout, f"{loss:.6f}", f"{baseline:.6f}", f"{difference:.1e}"
+            self.print_line(COLUMNS.format(*cells))
         self.rows.append(
             {
                 "step": step,
@@ -183,10 +153,6 @@ class Demo:
                 "difference": difference,
             }
         )
-        if is_new_layout or step % SHOW_EVERY == 0:
-            self.print_line(
-                COLUMNS.format(step, layout, f"{loss:.6f}", f"{baseline:.6f}", f"{difference:.1e}")
-            )
 
 
 def tail(output: Path) -> str:
@@ -226,17 +192,11 @@ def work_folder(folder: str | None, *, keep: bool) -> Iterator[Path]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def staging_folders(root: Path) -> set[Path]:
-    """Return the staging folders, of running or interrupted saves."""
-    return {root / name for name in os.listdir(root) if name.startswith(".unified-")}
-
-
-def written_size(folder: Path) -> tuple[int, int]:
-    """Return the number of files in a folder and the bytes on disk; (0, 0) if there is none."""
-    stats = []
-    with suppress(FileNotFoundError):
-        stats = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
-    return len(stats), sum(entry.st_blocks for entry in stats) * 512
+def written_sizes(root: Path, name: str) -> list[int]:
+    """Return the bytes on disk of each file that an unfinished save of `name` has written."""
+    with suppress(FileNotFoundError):  # the save ends meanwhile
+        return [file.stat().st_blocks * 512 for file in root.glob(f".unified-*-{name}/*")]
+    return []
 
 
 def latest_verified(demo: Demo) -> Path:
@@ -262,37 +222,24 @@ def latest_verified(demo: Demo) -> Path:
 def train_until_killed(demo: Demo, resume: Path | None) -> bool:
     """Train on 4 processes, FSDP2 x TP, and kill the first save after `KILL_AFTER`.
 
-    Return whether that save was interrupted.
+    Return whether the kill came before the save was complete; if not, the save is deleted.
+    `resume`: where to continue after such a kill. The next one then comes at the first byte.
     """
-    layout = "4 ranks, FSDP2 dp2 x tp2"
-    existing = staging_folders(demo.root)
-    run = demo.launch(
-        f"four-{len(demo.running)}",
-        dp=2,
-        tp=2,
-        until=KILL_AFTER + SAVE_EVERY,
-        save_every=SAVE_EVERY,
-        resume=resume,
-    )
-    for entry in demo.follow(run, layout):
-        if entry["event"] in ("step", "saved") and entry["step"] >= KILL_AFTER + (
-            entry["event"] == "step"
-        ):
-            break
-    interrupted = demo.root / f"checkpoint-{KILL_AFTER + SAVE_EVERY}"
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not (new_folders := staging_folders(demo.root) - existing) and not interrupted.exists():
-        if time.monotonic() > deadline or (
-            run.process.poll() is not None and not interrupted.exists()
-        ):
-            raise DemoError(f"the save to kill never started:\n{tail(run.output)}")
+    killed_step, layout = KILL_AFTER + SAVE_EVERY, "4 ranks, FSDP2 dp2 x tp2"
+    interrupted = demo.root / f"checkpoint-{killed_step}"
+    job = demo.launch(f"four-{len(demo.jobs)}", dp=2, tp=2, until=killed_step, resume=resume)
+    entries = demo.follow(job, layout)
+    while next(entries).get("step", 0) <= KILL_AFTER:
+        pass
+    deadline, kill_bytes = time.monotonic() + TIMEOUT_SECONDS, KILL_BYTES if resume is None else 1
+    written: list[int] = []
+    while sum(written) < kill_bytes and not interrupted.exists():
+        if time.monotonic() > deadline or job.process.poll() is not None:
+            raise DemoError(f"the save to kill was not seen:\n{tail(job.output)}")
         time.sleep(2e-4)
-    folder, seen_at = new_folders.pop() if new_folders else interrupted, time.monotonic()
-    patience = 1.0 if resume is None else 0.0  # kill at once if the last kill came too late
-    while written_size(folder)[1] < KILL_BYTES and time.monotonic() - seen_at < patience:
-        time.sleep(2e-4)
-    ranks = run.kill()
-    for _ in demo.follow(run, layout, killed=True):
+        written = written_sizes(demo.root, interrupted.name)
+    ranks = job.kill()
+    for _ in entries:
         pass
     if interrupted.exists():
         demo.print_line(
@@ -301,10 +248,9 @@ def train_until_killed(demo: Demo, resume: Path | None) -> bool:
         )
         shutil.rmtree(interrupted)
         return False
-    files, nbytes = written_size(folder)
     demo.print_line(
-        f"      SIGKILL to {ranks} ranks during the save of {interrupted.name}; it leaves {files} "
-        f"files, {nbytes / 1e6:.1f} MB, no manifest"
+        f"      SIGKILL to {ranks} ranks during the save of {interrupted.name}; it leaves "
+        f"{len(written)} files, {sum(written) / 1e6:.1f} MB or more, no manifest"
     )
     return True
 
@@ -340,22 +286,14 @@ def run_demo(demo: Demo) -> dict[str, Any]:
     size = write_corpus(demo.root / "corpus.txt")
     python = sys.version.split()[0]
     demo.print_line(
-        f"Text: {size / 1e3:.0f} kB of docstrings of Python {python}; a token is a byte."
+        f"Text: {size / 1e3:.0f} kB of docstrings of Python {python}; a token is a byte.\n"
+        f"4 processes train a Llama on it and save every {SAVE_EVERY} steps.\n"
+        "The baseline is a single process that is never interrupted; it runs first.\n"
+        f"Every step is compared with it, every {SHOW_EVERY}th is shown.\n"
     )
-    demo.print_line(f"4 processes train a Llama on it and save every {SAVE_EVERY} steps.")
-    demo.print_line("The baseline is a single process that is never interrupted.")
-    demo.print_line(f"Every step is compared with it, every {SHOW_EVERY}th is shown.\n")
-    warm_up = threading.Thread(
-        target=lambda: importlib.import_module("transformers.models.llama.modeling_llama"),
-        daemon=True,
-    )
-    warm_up.start()  # the import takes seconds, and is needed at the end
-    demo.baseline = demo.launch(
-        "baseline", dp=1, tp=1, until=UNTIL_1_RANK, save_every=0, resume=None
-    )
+    baseline = demo.launch("baseline", dp=1, tp=1, until=UNTIL_1_RANK)
+    list(demo.follow(baseline, "baseline"))
     demo.print_line(COLUMNS.format("step", "layout", "loss", "baseline", "difference"))
-    # Let the baseline run ahead: waiting for it would delay the kill.
-    demo.baseline_loss(KILL_AFTER + SAVE_EVERY)
     resume: Path | None = None
     for _ in range(ATTEMPTS):
         if train_until_killed(demo, resume):
@@ -365,26 +303,20 @@ def run_demo(demo: Demo) -> dict[str, Any]:
         raise DemoError(f"in {ATTEMPTS} attempts the save was complete before the kill")
     checkpoint = latest_verified(demo)
     demo.print_line(f"      resuming from {checkpoint.name} with 2 processes")
-    two_ranks = demo.launch(
-        "two", dp=1, tp=2, until=UNTIL_2_RANKS, save_every=SAVE_EVERY, resume=checkpoint
-    )
-    for _ in demo.follow(two_ranks, "2 ranks, tp2"):
-        pass
+    two_ranks = demo.launch("two", dp=1, tp=2, until=UNTIL_2_RANKS, resume=checkpoint)
+    list(demo.follow(two_ranks, "2 ranks, tp2"))
     checkpoint = latest_verified(demo)
     demo.print_line(
         f"      resuming from {checkpoint.name} with 1 process, without a process group"
     )
-    one_rank = demo.launch(
-        "one", dp=1, tp=1, until=UNTIL_1_RANK, save_every=SAVE_EVERY, resume=checkpoint
-    )
-    entries = list(demo.follow(one_rank, "1 process"))
+    single_process = demo.launch("one", dp=1, tp=1, until=UNTIL_1_RANK, resume=checkpoint)
+    *_, probe = demo.follow(single_process, "1 process")
     checkpoint = latest_verified(demo)
-    probe = next(entry["loss"] for entry in entries if entry["event"] == "probe")
     text, loss = generate(demo, checkpoint)
     demo.print_line(f"\nAutoModelForCausalLM.from_pretrained({checkpoint.name!r}) generates:\n")
     demo.print_line("  " + text.replace("\n", "\n  ") + "\n")
     return {
-        "probe": probe,
+        "probe": probe["loss"],
         "from_pretrained": loss,
         "text": text,
         "seconds": time.perf_counter() - started,
@@ -392,46 +324,34 @@ def run_demo(demo: Demo) -> dict[str, Any]:
 
 
 def evaluate(demo: Demo, measured: dict[str, Any]) -> dict[str, Any]:
-    """Add to the measurements whether training continued as it should have."""
+    """Print whether training continued as it should have; add that to the measurements."""
     by_step: dict[int, list[float]] = {}
     for row in demo.rows:
         by_step.setdefault(row["step"], []).append(row["loss"])
     differences = [max(losses) - min(losses) for losses in by_step.values() if len(losses) > 1]
-    worst = max(row["difference"] for row in demo.rows)
-    losses = [demo.rows[0]["loss"], demo.rows[-1]["loss"]]
-    is_complete = sorted(by_step) == list(range(1, UNTIL_1_RANK + 1))
+    worst, twice = max(row["difference"] for row in demo.rows), max(differences, default=0.0)
+    probe, loss = measured["probe"], measured["from_pretrained"]
     passed = (
-        is_complete
+        sorted(by_step) == list(range(1, UNTIL_1_RANK + 1))
         and worst <= TOLERANCE
-        and losses[1] < losses[0]
-        and abs(measured["probe"] - measured["from_pretrained"]) <= 1e-6
+        and demo.rows[-1]["loss"] < demo.rows[0]["loss"]
+        and abs(probe - loss) <= 1e-6
+    )
+    demo.print_line(
+        f"{UNTIL_1_RANK} steps: losses differ from the baseline's by at most {worst:.1e} "
+        f"(relative; allowed {TOLERANCE:.0e}).\n"
+        f"{len(differences)} steps were computed in two layouts: losses differ by at most "
+        f"{twice:.1e}.\n"
+        f"Next batch: loss {probe:.7f} in the trainer, {loss:.7f} from the folder.\n"
+        f"{'PASSED' if passed else 'FAILED'} in {measured['seconds']:.0f} s."
     )
     return {
         **measured,
         "passed": passed,
         "worst": worst,
         "steps_in_two_layouts": len(differences),
-        "worst_of_those": max(differences, default=0.0),
+        "worst_of_those": twice,
     }
-
-
-def print_summary(demo: Demo, verdict: dict[str, Any]) -> None:
-    """Print the last lines."""
-    worst, twice = verdict["worst"], verdict["worst_of_those"]
-    repeated, probe = verdict["steps_in_two_layouts"], verdict["probe"]
-    demo.print_line(
-        f"{UNTIL_1_RANK} steps: losses differ from the baseline's by at most {worst:.1e} "
-        f"(relative; allowed {TOLERANCE:.0e})."
-    )
-    demo.print_line(
-        f"{repeated} steps were computed in two layouts: losses differ by at most {twice:.1e}."
-    )
-    demo.print_line(
-        f"Next batch: loss {probe:.7f} in the trainer, {verdict['from_pretrained']:.7f} from the "
-        "folder."
-    )
-    outcome = "PASSED" if verdict["passed"] else "FAILED"
-    demo.print_line(f"{outcome} in {verdict['seconds']:.0f} s.")
 
 
 def run(arguments: Any) -> int:
@@ -450,19 +370,17 @@ def run(arguments: Any) -> int:
             try:
                 verdict = evaluate(demo, run_demo(demo))
             finally:
-                for job in demo.running:
+                for job in demo.jobs:
                     list(job.entries())  # collects the process ids
                     if job.process.poll() is None:
                         job.kill()
             if as_json:
                 print(json.dumps({"rows": demo.rows, **verdict}))
-            print_summary(demo, verdict)
-            kept = (
+            demo.print_line(
                 f"The folders are in {root}."
                 if keep or folder
                 else "The folders are deleted; pass --keep to keep them."
             )
-            demo.print_line(kept)
             return 0 if verdict["passed"] else 1
     except DemoError as error:
         print(f"unified-ckpt demo: {error}", file=sys.stderr)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 
 from tqdm import tqdm
 
-from unified_ckpt.cli.source_args import source_options
+from unified_ckpt.cli.arguments import source_options
 from unified_ckpt.cli.tensor_tree import natural_key, spec_text, table
 from unified_ckpt.cli.text import count_text, human_size, printable
-from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.source.diff import Difference, DiffReport, diff_sources
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.sources import open_source
@@ -88,18 +88,5 @@ def _describe(difference: Difference) -> str:
 
 
 def _as_json(report: DiffReport) -> dict[str, object]:
-    def spec_json(spec: TensorSpec | None) -> dict[str, object] | None:
-        return None if spec is None else {"dtype": spec.dtype, "shape": list(spec.shape)}
-
-    differences = [
-        {
-            "part": difference.part,
-            "name": difference.name,
-            "first": spec_json(difference.first),
-            "second": spec_json(difference.second),
-            "elements": difference.elements,
-            "max_abs": difference.max_abs,
-        }
-        for difference in sorted(report.differences, key=_sort_key)
-    ]
+    differences = [asdict(difference) for difference in sorted(report.differences, key=_sort_key)]
     return {"equal": report.equal, "bytes_read": report.bytes_read, "differences": differences}

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from unified_ckpt.cli.source_args import source_options
+from unified_ckpt.cli.arguments import source_options
 from unified_ckpt.cli.tensor_tree import Line, collapse, natural_key, spec_text, table, tree
 from unified_ckpt.cli.text import count_text, extra_text, human_size, options_text, printable
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import format_ranks
-from unified_ckpt.engine.folder.reader import Folder
+from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest import Manifest

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unified_ckpt.cli.retention_args import retention_rules, usage_error
+from unified_ckpt.cli.arguments import existing_root, retention_rules, usage_error
 from unified_ckpt.cli.text import count_text, human_size, printable
 from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError
@@ -40,14 +40,14 @@ _COLUMN_TITLES = ("step", "size", "files", "created", "took", "kind", "status", 
 class _RunListing:
     """A folder with checkpoints, and the run's local directory if one was given.
 
-    `kept_reasons` maps paths to the rules that keep them. `foreign_saves` are saves in the local
-    directory that belong to other runs. `foreign_entries` are steps of other frameworks by path;
-    they are in `scan`, but do not count for the rules.
+    `retention_reasons` maps paths to the rules that keep them. `foreign_saves` are saves in the
+    local directory that belong to other runs. `foreign_entries` are steps of other frameworks by
+    path; they are in `scan`, but do not count for the rules.
     """
 
     path: str
     scan: Scan
-    kept_reasons: dict[str, tuple[str, ...]]
+    retention_reasons: dict[str, tuple[str, ...]]
     local: str | None = None
     foreign_saves: frozenset[str] = frozenset()
     foreign_entries: dict[str, StepEntry] = field(default_factory=dict)
@@ -62,14 +62,12 @@ def run(arguments: Namespace) -> int:
     if (error_text := usage_error(arguments)) is not None:
         print(f"unified-ckpt list: {error_text}", file=sys.stderr)
         return 2
-    root = os.path.realpath(writable_path(arguments.root))
-    if not os.path.isdir(root):
-        raise NotFoundError(f"{root}: no such folder")
+    root = existing_root(arguments)
     if arguments.local is None:
-        seen_paths: set[str] = set()
-        folders = _run_folders(root, _DEPTH, arguments.prefix, seen_paths)
+        listed_paths: set[str] = set()
+        folders = _run_folders(root, _DEPTH, arguments.prefix, listed_paths)
         runs = [
-            _list_run(path, arguments.prefix, retention_rules(arguments), seen_paths)
+            _list_run(path, arguments.prefix, retention_rules(arguments), listed_paths)
             for path in folders
         ]
     else:
@@ -88,7 +86,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _run_folders(
-    folder: str, depth: int, prefix: str, seen_paths: Collection[str]
+    folder: str, depth: int, prefix: str, listed_paths: Collection[str]
 ) -> Iterator[str]:
     """Yield the folder and the folders below it that may be runs, that is, are no steps.
 
@@ -97,7 +95,7 @@ def _run_folders(
     yield folder
     for name in _subfolders(folder) if depth else ():
         path = os.path.join(folder, name)
-        if name.startswith(prefix) or path in seen_paths:
+        if name.startswith(prefix) or path in listed_paths:
             continue
         try:
             _subfolders(path)
@@ -105,7 +103,7 @@ def _run_folders(
             message = f"skipping {printable(path)}, which cannot be read: {error.strerror}"
             print(f"unified-ckpt list: {message}", file=sys.stderr)
         else:
-            yield from _run_folders(path, depth - 1, prefix, seen_paths)
+            yield from _run_folders(path, depth - 1, prefix, listed_paths)
 
 
 def _subfolders(folder: str) -> list[str]:
@@ -117,16 +115,16 @@ def _subfolders(folder: str) -> list[str]:
         )
 
 
-def _list_run(path: str, prefix: str, rules: Rules, seen_paths: set[str]) -> _RunListing:
-    """List one run, without steps of other frameworks that a run above has in `seen_paths`."""
+def _list_run(path: str, prefix: str, rules: Rules, listed_paths: set[str]) -> _RunListing:
+    """List one run, without steps of other frameworks that a run above has in `listed_paths`."""
     scanned = scan(LocalStorage(path), prefix)
     entries = _foreign_entries(path, scanned, prefix)
-    entries = {path: entry for path, entry in entries.items() if path not in seen_paths}
-    seen_paths.update(entries)
+    entries = {path: entry for path, entry in entries.items() if path not in listed_paths}
+    listed_paths.update(entries)
     return _RunListing(
         path,
         _with_entries(scanned, entries),
-        _kept_reasons(scanned.complete, rules),
+        _retention_reasons(scanned.complete, rules),
         foreign_entries=entries,
     )
 
@@ -137,9 +135,9 @@ def _foreign_entries(root: str, scanned: Scan, prefix: str) -> dict[str, StepEnt
     An entry with a unified name that cannot be read remains as the scan sees it; unified steps
     in subfolders belong to other runs.
     """
-    own_paths = {entry.path for entry in scanned.steps}
+    scanned_paths = {entry.path for entry in scanned.steps}
     entries = foreign_steps(scanned, list_steps(root, prefix=prefix))
-    entries = [entry for entry in entries if entry.readable or entry.path not in own_paths]
+    entries = [entry for entry in entries if entry.readable or entry.path not in scanned_paths]
     return {
         entry.path: entry
         for entry in entries
@@ -186,8 +184,8 @@ def _list_tiers(root: str, local: str, arguments: Namespace) -> _RunListing:
     local_retention = local_retention_rules(
         ManagerOptions(keep_latest_local=arguments.keep_latest_local)
     )
-    kept_in_root = _kept_reasons(root_scan.complete, retention_rules(arguments))
-    kept_in_local = _kept_reasons(
+    reasons_in_root = _retention_reasons(root_scan.complete, retention_rules(arguments))
+    reasons_in_local = _retention_reasons(
         [record for record in local_scan.complete if record.save_id not in foreign_ids],
         local_retention,
     )
@@ -195,7 +193,7 @@ def _list_tiers(root: str, local: str, arguments: Namespace) -> _RunListing:
         [*root_scan.steps, *local_scan.steps],
         key=lambda record: (
             -1 if record.step is None else record.step,
-            record.path in kept_in_local,
+            record.path in reasons_in_local,
             record.path,
         ),
     )
@@ -204,14 +202,14 @@ def _list_tiers(root: str, local: str, arguments: Namespace) -> _RunListing:
     return _RunListing(
         root,
         _with_entries(merged, entries),
-        kept_in_root | kept_in_local,
+        reasons_in_root | reasons_in_local,
         local,
         foreign_ids,
         entries,
     )
 
 
-def _kept_reasons(records: list[StepRecord], rules: Rules) -> dict[str, tuple[str, ...]]:
+def _retention_reasons(records: list[StepRecord], rules: Rules) -> dict[str, tuple[str, ...]]:
     by_step = retained([record.retention_entry for record in records], rules)
     return {
         record.path: by_step[record.retention_entry.step]
@@ -221,41 +219,24 @@ def _kept_reasons(records: list[StepRecord], rules: Rules) -> dict[str, tuple[st
 
 
 def _as_json(listing: _RunListing) -> dict[str, Any]:
-    steps = [
-        {
-            **asdict(record),
-            "full": record.full,
-            "kept_by": _kept_by(listing, record),
-            **_tier_json(listing, record),
-            **_format_json(listing, record),
-        }
-        for record in listing.scan.steps
-    ]
     result = {
         "path": listing.path,
-        "steps": steps,
+        "steps": [_step_json(listing, record) for record in listing.scan.steps],
         "stale": [asdict(stale) for stale in listing.scan.stale_folders],
     }
     return result if listing.local is None else {**result, "local": listing.local}
 
 
-def _tier_json(listing: _RunListing, record: StepRecord) -> dict[str, Any]:
-    if listing.local is None:
-        return {}
-    of_this_run = record.save_id not in listing.foreign_saves
-    return {"tier": listing.tier(record.path), "of_this_run": of_this_run}
-
-
-def _format_json(listing: _RunListing, record: StepRecord) -> dict[str, str]:
-    """Return the format, and the framework's own file that names this step as its latest."""
+def _step_json(listing: _RunListing, record: StepRecord) -> dict[str, Any]:
+    """Return a step. `pointer`: the framework's own file that names it as its latest."""
+    reasons = listing.retention_reasons.get(record.path, ())
+    fields = {**asdict(record), "full": record.full, "kept_by": list(reasons)}
+    if listing.local is not None:
+        fields["tier"] = listing.tier(record.path)
+        fields["of_this_run"] = record.save_id not in listing.foreign_saves
     entry = listing.foreign_entries.get(record.path)
-    if entry is None:
-        return {"format": UNIFIED, "pointer": ""}
-    return {"format": entry.format, "pointer": entry.pointer}
-
-
-def _kept_by(listing: _RunListing, record: StepRecord) -> list[str]:
-    return list(listing.kept_reasons.get(record.path, ()))
+    step_format, pointer = (UNIFIED, "") if entry is None else (entry.format, entry.pointer)
+    return {**fields, "format": step_format, "pointer": pointer}
 
 
 def _text(listing: _RunListing) -> list[str]:
@@ -291,7 +272,7 @@ def _row(listing: _RunListing, record: StepRecord) -> tuple[str, ...]:
     status = f"{record.status}: {printable(record.problem)}" if record.problem else record.status
     if record.step is None:
         return printable(record.name), size, files, "", "", "", status, ""
-    took = "" if record.seconds is None else f"{record.seconds:.1f} s"
+    duration = "" if record.seconds is None else f"{record.seconds:.1f} s"
     kind = "full" if record.full else "model only" if record.parts else ""
     kind += f", without {', '.join(record.omitted_parts)}" if record.omitted_parts else ""
     entry = listing.foreign_entries.get(record.path)
@@ -300,8 +281,8 @@ def _row(listing: _RunListing, record: StepRecord) -> tuple[str, ...]:
     if record.save_id in listing.foreign_saves:
         status += ", of another run"
     step = str(record.step) if record.status != "misnamed" else printable(record.name)
-    kept_by = ", ".join(_kept_by(listing, record))
-    return step, size, files, record.created or "", took, kind, status, kept_by
+    rules = ", ".join(listing.retention_reasons.get(record.path, ()))
+    return step, size, files, record.created or "", duration, kind, status, rules
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

@@ -11,15 +11,192 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
-from unified_ckpt.cli import retention_args, source_args
+from unified_ckpt.cli.arguments import (
+    PREFIX_ARGUMENT,
+    RULE_ARGUMENTS,
+    RULES_DESCRIPTION,
+    SOURCE_ARGUMENTS,
+    Argument,
+    add_arguments,
+    age_hours,
+    argument,
+    byte_size,
+    positive_int,
+)
 from unified_ckpt.errors import CheckpointError
 
 _PATH_HELP = "checkpoint or Hugging Face model folder, local or an fsspec URL"
-_MATCH_HELP = "only tensors whose name or part:name matches"
-_PART_HELP = "only this part (repeatable)"
+_MATCH = argument("--match", metavar="GLOB", help="only tensors whose name or part:name matches")
+_PART = argument(
+    "--part", action="append", default=[], metavar="PART", help="only this part (repeatable)"
+)
+_JSON = argument("--json", action="store_true", help="print one JSON object")
+
+
+@dataclass(frozen=True, slots=True)
+class _Verb:
+    """The arguments of a verb.
+
+    `source`: the argument that names what to read, if its format can be described by others.
+    `has_rules`: it takes retention rules.
+    """
+
+    help: str
+    description: str
+    arguments: tuple[Argument, ...]
+    source: str | None = None
+    has_rules: bool = False
+
+
+_VERBS = {
+    "inspect": _Verb(
+        "show what a checkpoint holds",
+        "Show what a checkpoint holds. Reads headers only.",
+        (
+            argument("path", metavar="PATH", help=_PATH_HELP),
+            _MATCH,
+            argument(
+                "--all",
+                action="store_true",
+                help="one line per tensor, with its file, instead of a tree",
+            ),
+        ),
+        source="PATH",
+    ),
+    "verify": _Verb(
+        "check or repair a checkpoint",
+        "Check sizes and headers against the manifest.",
+        (
+            argument("path", metavar="PATH", help=_PATH_HELP),
+            argument("--deep", action="store_true", help="also read and digest every byte"),
+            argument(
+                "--repair", action="store_true", help="check every byte and repair what is damaged"
+            ),
+            argument(
+                "--from",
+                action="append",
+                default=[],
+                dest="sources",
+                metavar="OTHER",
+                help="repair from this folder of the same save (repeatable)",
+            ),
+        ),
+    ),
+    "diff": _Verb(
+        "show what differs between two checkpoints",
+        "Compare two checkpoints of any formats, tensor by tensor.",
+        (
+            argument("first", metavar="A", help="checkpoint of any format"),
+            argument("second", metavar="B", help="another one"),
+            _PART,
+            _MATCH,
+            argument("--deep", action="store_true", help="also read tensors with equal digests"),
+        ),
+        source="A",
+    ),
+    "convert": _Verb(
+        "write a checkpoint of any format in another format",
+        "Write SRC to DST in another format, and verify the result.",
+        (
+            argument(
+                "sources",
+                nargs="+",
+                metavar="SRC",
+                help="checkpoint of any format, or the folders of one save on several nodes",
+            ),
+            argument(
+                "target",
+                metavar="DST",
+                help="folder to write; under torchrun, all processes write to it",
+            ),
+            argument(
+                "--to",
+                default="unified",
+                metavar="FORMAT",
+                help="unified (default), huggingface (model only), maxtext, torch, dcp, paddle",
+            ),
+            _PART,
+            argument(
+                "--dtype",
+                choices=("float32", "bfloat16", "float16", "float64"),
+                help="write the model's tensors in this dtype",
+            ),
+            argument(
+                "--max-file-size",
+                type=byte_size,
+                default=5_000_000_000,
+                metavar="N",
+                help="largest file, such as 5GB (default)",
+            ),
+            argument(
+                "--if-exists",
+                choices=("error", "keep", "replace"),
+                default="error",
+                help="what to do if DST holds a checkpoint (default: error)",
+            ),
+            argument(
+                "--no-compare",
+                action="store_true",
+                help="allow master weights that, cast down, differ from the model",
+            ),
+            argument("--no-fsync", action="store_true", help="return before all bytes are on disk"),
+        ),
+        source="SRC",
+    ),
+    "list": _Verb(
+        "list the checkpoints of one run or several",
+        "List the checkpoints under a root, and what interrupted saves left.",
+        (
+            argument("root", metavar="ROOT", help="folder of one run, or of several"),
+            argument("--local", metavar="DIR", help="local directory of a run with two tiers"),
+            argument(
+                "--keep-latest-local",
+                type=positive_int,
+                default=1,
+                metavar="N",
+                help="checkpoints that stay in the local directory (default: 1)",
+            ),
+            PREFIX_ARGUMENT,
+        ),
+        has_rules=True,
+    ),
+    "prune": _Verb(
+        "remove checkpoints that no rule keeps",
+        "Remove checkpoints that no rule keeps, without asking for confirmation.",
+        (
+            argument("root", metavar="ROOT", help="folder of one run"),
+            argument("--dry-run", action="store_true", help="only show what would be removed"),
+            argument(
+                "--incomplete",
+                action="store_true",
+                help="also remove incomplete folders that are named like a step",
+            ),
+            argument(
+                "--stale", action="store_true", help="also remove what interrupted saves left"
+            ),
+            argument(
+                "--older-than-hours",
+                type=age_hours,
+                default=24.0,
+                metavar="H",
+                help="minimum age for --incomplete and --stale (default: 24)",
+            ),
+            PREFIX_ARGUMENT,
+        ),
+        has_rules=True,
+    ),
+    "demo": _Verb(
+        "train, be killed, resume on fewer processes",
+        "Train a small model, kill it during a save, resume it: about a minute.",
+        (
+            argument("--dir", metavar="DIR", help="work in this empty folder and keep it"),
+            argument("--keep", action="store_true", help="keep the temporary folder"),
+        ),
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,176 +226,15 @@ def _build_parser() -> argparse.ArgumentParser:
         prog="unified-ckpt", description="Inspect, verify, convert and prune checkpoints."
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for add_verb in (
-        _add_inspect,
-        _add_verify,
-        _add_diff,
-        _add_convert,
-        _add_list,
-        _add_prune,
-        _add_demo,
-    ):
-        verb: argparse.ArgumentParser = add_verb(verbs)
-        verb.add_argument("--json", action="store_true", help="print one JSON object")
+    for name, verb in _VERBS.items():
+        verb_parser = verbs.add_parser(name, help=verb.help, description=verb.description)
+        add_arguments(verb_parser, (*verb.arguments, _JSON))
+        if verb.source is not None:
+            add_arguments(
+                verb_parser.add_argument_group(f"how to read {verb.source}"), SOURCE_ARGUMENTS
+            )
+        if verb.has_rules:
+            add_arguments(
+                verb_parser.add_argument_group("what to keep", RULES_DESCRIPTION), RULE_ARGUMENTS
+            )
     return parser
-
-
-def _add_inspect(verbs: Any) -> argparse.ArgumentParser:
-    inspect: argparse.ArgumentParser = verbs.add_parser(
-        "inspect",
-        help="show what a checkpoint holds",
-        description="Show what a checkpoint holds. Reads headers only.",
-    )
-    inspect.add_argument("path", metavar="PATH", help=_PATH_HELP)
-    inspect.add_argument("--match", metavar="GLOB", help=_MATCH_HELP)
-    inspect.add_argument(
-        "--all", action="store_true", help="one line per tensor, with its file, instead of a tree"
-    )
-    source_args.add_source_arguments(inspect, argument="PATH")
-    return inspect
-
-
-def _add_verify(verbs: Any) -> argparse.ArgumentParser:
-    verify: argparse.ArgumentParser = verbs.add_parser(
-        "verify",
-        help="check or repair a checkpoint",
-        description="Check sizes and headers against the manifest.",
-    )
-    verify.add_argument("path", metavar="PATH", help=_PATH_HELP)
-    verify.add_argument("--deep", action="store_true", help="also read and digest every byte")
-    verify.add_argument(
-        "--repair", action="store_true", help="check every byte and repair what is damaged"
-    )
-    verify.add_argument(
-        "--from",
-        action="append",
-        default=[],
-        dest="sources",
-        metavar="OTHER",
-        help="repair from this folder of the same save (repeatable)",
-    )
-    return verify
-
-
-def _add_diff(verbs: Any) -> argparse.ArgumentParser:
-    diff: argparse.ArgumentParser = verbs.add_parser(
-        "diff",
-        help="show what differs between two checkpoints",
-        description="Compare two checkpoints of any formats, tensor by tensor.",
-    )
-    diff.add_argument("first", metavar="A", help="checkpoint of any format")
-    diff.add_argument("second", metavar="B", help="another one")
-    diff.add_argument("--part", action="append", default=[], metavar="PART", help=_PART_HELP)
-    diff.add_argument("--match", metavar="GLOB", help=_MATCH_HELP)
-    diff.add_argument("--deep", action="store_true", help="also read tensors with equal digests")
-    source_args.add_source_arguments(diff, argument="A")
-    return diff
-
-
-def _add_convert(verbs: Any) -> argparse.ArgumentParser:
-    convert: argparse.ArgumentParser = verbs.add_parser(
-        "convert",
-        help="write a checkpoint of any format in another format",
-        description="Write SRC to DST in another format, and verify the result.",
-    )
-    convert.add_argument(
-        "sources",
-        nargs="+",
-        metavar="SRC",
-        help="checkpoint of any format, or the folders of one save on several nodes",
-    )
-    convert.add_argument(
-        "target", metavar="DST", help="folder to write; under torchrun, all processes write to it"
-    )
-    convert.add_argument(
-        "--to",
-        default="unified",
-        metavar="FORMAT",
-        help="unified (default), huggingface (model only), maxtext, torch, dcp, paddle",
-    )
-    convert.add_argument("--part", action="append", default=[], metavar="PART", help=_PART_HELP)
-    convert.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16", "float64"),
-        help="write the model's tensors in this dtype",
-    )
-    convert.add_argument(
-        "--max-file-size",
-        type=retention_args.byte_size,
-        default=5_000_000_000,
-        metavar="N",
-        help="largest file, such as 5GB (default)",
-    )
-    convert.add_argument(
-        "--if-exists",
-        choices=("error", "keep", "replace"),
-        default="error",
-        help="what to do if DST holds a checkpoint (default: error)",
-    )
-    convert.add_argument(
-        "--no-compare",
-        action="store_true",
-        help="allow master weights that, cast down, differ from the model",
-    )
-    convert.add_argument(
-        "--no-fsync", action="store_true", help="return before all bytes are on disk"
-    )
-    source_args.add_source_arguments(convert, argument="SRC")
-    return convert
-
-
-def _add_list(verbs: Any) -> argparse.ArgumentParser:
-    listing: argparse.ArgumentParser = verbs.add_parser(
-        "list",
-        help="list the checkpoints of one run or several",
-        description="List the checkpoints under a root, and what interrupted saves left.",
-    )
-    listing.add_argument("root", metavar="ROOT", help="folder of one run, or of several")
-    listing.add_argument("--local", metavar="DIR", help="local directory of a run with two tiers")
-    listing.add_argument(
-        "--keep-latest-local",
-        type=retention_args.positive_int,
-        default=1,
-        metavar="N",
-        help="checkpoints that stay in the local directory (default: 1)",
-    )
-    retention_args.add_retention_arguments(listing)
-    return listing
-
-
-def _add_prune(verbs: Any) -> argparse.ArgumentParser:
-    prune: argparse.ArgumentParser = verbs.add_parser(
-        "prune",
-        help="remove checkpoints that no rule keeps",
-        description="Remove checkpoints that no rule keeps, without asking for confirmation.",
-    )
-    prune.add_argument("root", metavar="ROOT", help="folder of one run")
-    prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
-    prune.add_argument(
-        "--incomplete",
-        action="store_true",
-        help="also remove incomplete folders that are named like a step",
-    )
-    prune.add_argument(
-        "--stale", action="store_true", help="also remove what interrupted saves left"
-    )
-    prune.add_argument(
-        "--older-than-hours",
-        type=retention_args.age_hours,
-        default=24.0,
-        metavar="H",
-        help="minimum age for --incomplete and --stale (default: 24)",
-    )
-    retention_args.add_retention_arguments(prune)
-    return prune
-
-
-def _add_demo(verbs: Any) -> argparse.ArgumentParser:
-    demo: argparse.ArgumentParser = verbs.add_parser(
-        "demo",
-        help="train, be killed, resume on fewer processes",
-        description="Train a small model, kill it during a save, resume it: about a minute.",
-    )
-    demo.add_argument("--dir", metavar="DIR", help="work in this empty folder and keep it")
-    demo.add_argument("--keep", action="store_true", help="keep the temporary folder")
-    return demo

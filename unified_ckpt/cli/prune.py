@@ -10,18 +10,19 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from unified_ckpt.cli.arguments import existing_root, retention_rules, usage_error
 from unified_ckpt.cli.list import stale_text
-from unified_ckpt.cli.retention_args import retention_rules, usage_error
 from unified_ckpt.cli.text import count_text, human_size, printable
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.steps.remove import remove, remove_broken, remove_folder
 from unified_ckpt.manager.steps.rotate import damaged_saves, removable
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, foreign_steps, scan
-from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.detect.names import format_title
 from unified_ckpt.sources.step_names import list_steps
 
@@ -30,18 +31,16 @@ _UNKNOWN_WRITER = "no file shows that this library wrote it"
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """A folder, and whether to remove it.
+    """A folder, and why it is removed, or why not.
 
-    `save_id` is that of a complete checkpoint, which is removed only while nobody reads it.
-    `record` is that of an incomplete one, which is removed only while it is unchanged.
+    `remove` removes it, and returns False if it may not, as `in_use` says. None: it stays.
     """
 
     name: str
     nbytes: int
-    remove: bool
     reason: str
-    save_id: str | None = None
-    record: StepRecord | None = None
+    remove: Callable[[], bool | None] | None = None
+    in_use: str = "it is being read"
 
 
 def run(arguments: Namespace) -> int:
@@ -54,9 +53,7 @@ def run(arguments: Namespace) -> int:
         message = "nothing to do; pass a rule such as --keep-latest, --incomplete or --stale"
         print(f"unified-ckpt prune: {message}", file=sys.stderr)
         return 2
-    root = os.path.realpath(writable_path(arguments.root))
-    if not os.path.isdir(root):
-        raise NotFoundError(f"{root}: no such folder")
+    root = existing_root(arguments)
     storage = LocalStorage(root)
     scanned = scan(storage, arguments.prefix)
     if not scanned.steps and not scanned.stale_folders:
@@ -70,10 +67,8 @@ def run(arguments: Namespace) -> int:
     if arguments.incomplete:
         decisions += _incomplete(storage, scanned, arguments.prefix, min_age_seconds)
     if arguments.stale:
-        decisions += _stale_folders(scanned, min_age_seconds)
-    removed, failed = _remove(
-        storage, decisions, prefix=arguments.prefix, dry_run=arguments.dry_run
-    )
+        decisions += _stale_folders(storage, scanned, min_age_seconds)
+    removed, failed = _remove(decisions, dry_run=arguments.dry_run)
     _print_result(arguments, root, decisions, removed, failed)
     return 1 if failed else 0
 
@@ -81,12 +76,13 @@ def run(arguments: Namespace) -> int:
 def _by_rules(storage: LocalStorage, scanned: Scan, rules: Rules) -> Iterator[_Decision]:
     """Yield complete checkpoints that no rule keeps, and newer ones that are damaged."""
     problems = damaged_saves(storage, scanned)
-    for record in removable(scanned, rules, protected=(), excluded=problems):
-        yield _Decision(record.name, record.nbytes, True, "no rule keeps it", record.save_id)
+    for record in removable(scanned, rules, excluded=problems):
+        removal = partial(remove, storage, record.name, save_id=record.save_id or "")
+        yield _Decision(record.name, record.nbytes, "no rule keeps it", removal)
     for record in scanned.complete:
         if record.save_id in problems:
             reason = f"damaged, and ignored by the rules: {problems[record.save_id]}"
-            yield _Decision(record.name, record.nbytes, False, reason)
+            yield _Decision(record.name, record.nbytes, reason)
 
 
 def _incomplete(
@@ -100,10 +96,12 @@ def _incomplete(
             continue
         if formats.get(record.path):
             reason = f"written by another framework ({formats[record.path]})"
-            yield _Decision(record.name, record.nbytes, False, reason)
+            yield _Decision(record.name, record.nbytes, reason)
         else:
-            remove, reason = _decide_incomplete(storage, record, min_age_seconds)
-            yield _Decision(record.name, record.nbytes, remove, reason, record=record)
+            is_removed, reason = _decide_incomplete(storage, record, min_age_seconds)
+            removal = partial(remove_broken, storage, record, prefix) if is_removed else None
+            in_use = "it has changed, or is being read"
+            yield _Decision(record.name, record.nbytes, reason, removal, in_use)
 
 
 def _decide_incomplete(
@@ -123,43 +121,35 @@ def _age_seconds(storage: LocalStorage, record: StepRecord) -> float:
     return time.time() - max(os.stat(storage.path(name)).st_mtime for name in names)
 
 
-def _stale_folders(scanned: Scan, min_age_seconds: float) -> Iterator[_Decision]:
+def _stale_folders(
+    storage: LocalStorage, scanned: Scan, min_age_seconds: float
+) -> Iterator[_Decision]:
     for stale in scanned.stale_folders:
+        removal = None
         if stale.only_copy:
-            remove, reason = False, stale_text(stale)
+            reason = stale_text(stale)
         elif not stale.is_unified:
-            remove, reason = False, _UNKNOWN_WRITER
+            reason = _UNKNOWN_WRITER
         elif stale.age_seconds < min_age_seconds:
-            remove, reason = False, f"a save may be writing to it: {stale_text(stale)}"
+            reason = f"a save may be writing to it: {stale_text(stale)}"
         else:
-            remove, reason = True, f"left by an interrupted save: {stale_text(stale)}"
-        yield _Decision(stale.name, stale.nbytes, remove, reason)
+            removal = partial(remove_folder, storage, stale.name)
+            reason = f"left by an interrupted save: {stale_text(stale)}"
+        yield _Decision(stale.name, stale.nbytes, reason, removal)
 
 
-def _remove(
-    storage: LocalStorage, decisions: list[_Decision], *, prefix: str, dry_run: bool
-) -> tuple[list[_Decision], dict[str, str]]:
+def _remove(decisions: list[_Decision], *, dry_run: bool) -> tuple[list[_Decision], dict[str, str]]:
     """Return what was removed, or would be, and why the rest could not be removed."""
     removed: list[_Decision] = []
     failed: dict[str, str] = {}
     for decision in decisions:
-        if not decision.remove:
+        if decision.remove is None:
             continue
         try:
-            if dry_run:
-                removed.append(decision)
-            elif decision.record is not None:
-                if remove_broken(storage, decision.record, prefix):
-                    removed.append(decision)
-                else:
-                    failed[decision.name] = "it has changed, or is being read"
-            elif decision.save_id is None:
-                remove_folder(storage, decision.name)
-                removed.append(decision)
-            elif remove(storage, decision.name, save_id=decision.save_id):
-                removed.append(decision)
+            if not dry_run and decision.remove() is False:
+                failed[decision.name] = decision.in_use
             else:
-                failed[decision.name] = "it is being read"
+                removed.append(decision)
         except CheckpointError as error:
             failed[decision.name] = str(error)
     return removed, failed
@@ -173,8 +163,10 @@ def _print_result(
     failed: dict[str, str],
 ) -> None:
     nbytes = sum(decision.nbytes for decision in removed)
-    kept = {decision.name: decision.reason for decision in decisions if not decision.remove}
-    kept |= failed
+    remaining = {
+        decision.name: decision.reason for decision in decisions if decision.remove is None
+    }
+    remaining |= failed
     if arguments.json:
         result = {
             "root": root,
@@ -183,7 +175,7 @@ def _print_result(
                 decision.name: {"nbytes": decision.nbytes, "reason": decision.reason}
                 for decision in removed
             },
-            "kept": kept,
+            "kept": remaining,
             "nbytes": nbytes,
         }
         print(json.dumps(result, indent=2))
@@ -192,6 +184,6 @@ def _print_result(
     for decision in removed:
         name, size = printable(decision.name), human_size(decision.nbytes)
         print(f"{verb} {name}  {size}  {printable(decision.reason)}")
-    for name, reason in kept.items():
+    for name, reason in remaining.items():
         print(f"kept {printable(name)}: {printable(reason)}")
     print(f"{root}: {verb} {count_text(len(removed), 'folder')}, {human_size(nbytes)}")

@@ -12,7 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from unified_ckpt.cli.text import count_text, human_size
-from unified_ckpt.engine.folder.reader import Folder, open_path
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report, verify_with_replicas
 from unified_ckpt.engine.repair.repair import RepairReport, repair
 from unified_ckpt.errors import IntegrityError

@@ -17,11 +17,10 @@ from unified_ckpt.core.recipes import (
     Scaled,
     Sliced,
     Stored,
-    shift_box,
     split_by_operand,
     unpermute_box,
 )
-from unified_ckpt.core.sharding.boxes import Box, full_box
+from unified_ckpt.core.sharding.boxes import Box, full_box, shift
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.reshape import copy_count, reshape_map
 from unified_ckpt.errors import FormatError
@@ -67,7 +66,7 @@ def _used_boxes(recipe: Recipe, box: Box) -> Iterator[tuple[Stored, Box] | None]
         case Permuted():
             yield from _used_boxes(recipe.operand, unpermute_box(recipe, box))
         case Sliced():
-            yield from _used_boxes(recipe.operand, shift_box(recipe, box))
+            yield from _used_boxes(recipe.operand, shift(box, recipe.box.offsets))
         case Scaled():
             yield from _used_boxes(recipe.operand, box)
         case AllEqual():

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, product
+from itertools import accumulate, islice
 from math import prod
 from typing import Any
 
-from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, runs
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, relative_to, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError
 
@@ -265,22 +265,10 @@ def split_by_operand(recipe: Concatenated, box: Box) -> Iterator[tuple[Recipe, B
             yield operand, relative_to(common, start), relative_to(common, box.offsets)
 
 
-def relative_to(box: Box, origin: Sequence[int]) -> Box:
-    """Return the box with offsets counted from `origin`."""
-    return Box(tuple(a - b for a, b in zip(box.offsets, origin, strict=True)), box.shape)
-
-
 def unpermute_box(recipe: Permuted, box: Box) -> Box:
     """Return the box of the operand that a box of a permuted recipe corresponds to."""
     inverse = [recipe.dims.index(d) for d in range(len(recipe.dims))]
     return Box(tuple(box.offsets[d] for d in inverse), tuple(box.shape[d] for d in inverse))
-
-
-def shift_box(recipe: Sliced, box: Box) -> Box:
-    """Return the box of the operand that a box of a sliced recipe corresponds to."""
-    return Box(
-        tuple(a + b for a, b in zip(recipe.box.offsets, box.offsets, strict=True)), box.shape
-    )
 
 
 def leaves(recipe: Recipe) -> Iterator[Stored | External]:
@@ -385,22 +373,6 @@ def _merge_runs(pieces: Sequence[Run]) -> Iterator[Run]:
         last = piece
     if last is not None:
         yield last
-
-
-def chunk_boxes(shape: Sequence[int], limit: int) -> Iterator[Box]:
-    """Split a tensor into contiguous boxes of at most `limit` elements, as large as possible."""
-    if prod(shape) <= limit:
-        yield full_box(shape)
-        return
-    dim = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) <= limit)
-    rows = max(limit // max(prod(shape[dim + 1 :]), 1), 1)
-    for index in product(*(range(size) for size in shape[:dim])):
-        for low in range(0, shape[dim], rows):
-            count = min(rows, shape[dim] - low)
-            yield Box(
-                (*index, low, *(0 for _ in shape[dim + 1 :])),
-                (*(1 for _ in index), count, *shape[dim + 1 :]),
-            )
 
 
 def _positive_dim(recipe: Recipe, dim: int) -> int:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from unified_ckpt.core.intervals import to_intervals
+from unified_ckpt.errors import CheckpointError
+
 MAX_SHOWN = 20  # items listed in one message; the others are counted
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as compact text: `0-3, 8`."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    shown = [f"{a}-{b}" if a != b else str(a) for a, b in spans[:MAX_SHOWN]]
+    spans = to_intervals(sorted(ranks))
+    shown = [f"{a}-{b - 1}" if a < b - 1 else str(a) for a, b in spans[:MAX_SHOWN]]
     return ", ".join(shown) + (
         f", and {len(spans) - MAX_SHOWN} more" if len(spans) > MAX_SHOWN else ""
     )
@@ -25,3 +23,9 @@ def format_list(title: str, items: Sequence[str]) -> str:
     """Return a title and its items as indented lines, at most `MAX_SHOWN` of them."""
     remainder = f"\n  … and {len(items) - MAX_SHOWN} more" if len(items) > MAX_SHOWN else ""
     return f"{title} ({len(items)}):\n  " + "\n  ".join(items[:MAX_SHOWN]) + remainder
+
+
+def raise_if_any(error: type[CheckpointError], title: str, items: Sequence[str]) -> None:
+    """Raise an error that lists the items, unless there are none."""
+    if items:
+        raise error(format_list(title, items))

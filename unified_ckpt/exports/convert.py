@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder.commit import read_manifest_at
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
-from unified_ckpt.engine.nodes.discover import gather_node_numbers
+from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
 from unified_ckpt.engine.rewrite.tensors import tensor_sizes
 from unified_ckpt.engine.rewrite.weights_check import compare_masters
+from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.exports.side_files import (
@@ -31,9 +32,9 @@ from unified_ckpt.exports.side_files import (
     main_dtype,
     side_files,
 )
-from unified_ckpt.options import ConvertOptions, LoadOptions
+from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm import comm as comms
-from unified_ckpt.runtime.comm.topology import node_id
+from unified_ckpt.runtime.comm.topology import gather_topology
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent, is_url
 from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
@@ -91,42 +92,25 @@ def convert(
         _check_disjoint(path, storage.path(target_name))
     operation, timeout = f"conversion of {source_names}", convert_options.timeout_seconds
     with ExitStack() as resources:
-        nodes = [0]
-        if comm.world > 1:
-            nodes = gather_node_numbers(comm, operation, node_id(), timeout_seconds=timeout)
-        source = open_on_all_ranks(
-            comm,
-            source_names,
-            paths,
-            nodes,
-            resources,
-            LoadOptions(source=convert_options.source, timeout_seconds=timeout),
-        )
-        source = _with_model(source, convert_options)
-        request = _convert_request(convert_options, paths, source)
+        topology = gather_topology(comm, operation, timeout_seconds=timeout)
+        opening = OpenRequest(source_names, paths, topology, timeout, ReadPolicy())
+        source = open_on_all_ranks(comm, opening, convert_options.source, resources)
+        request, files = _convert_request(convert_options, paths), SideFiles()
         request = replace(request, progress=progress or request.progress)
-        source = _verify_first(comm, source, convert_options, paths)
-        source = _select_parts(source, convert_options, main_path)
-        source, files, dtype = _with_side_files(
-            source, convert_options, main_path, weights_only=request.without_manifest
-        )
+        try:
+            if not isinstance(source, Exception):
+                request, source, files = _prepare(
+                    request, source, convert_options, paths, main_path, verify=comm.rank == 0
+                )
+        except Exception as error:  # every rank raises it in the conversion
+            source = error
         if convert_options.to in _EXPORTED:
             report = _export(
                 comm, source, convert_options, storage.path(target_name), request, main_path
             )
             files = _side_files_of_export(files, convert_options.to)
         else:
-            request = replace(
-                request,
-                attach=partial(
-                    copy_side_files,
-                    source=main_path,
-                    copied=files.copied,
-                    config=convert_options.source.config,
-                    dtype=dtype,
-                ),
-            )
-            report = convert_source(comm, source, storage, target_name, request, nodes=nodes)
+            report = convert_source(comm, source, storage, target_name, request, topology=topology)
     if report.existed or not files.left_out:
         return report
     if comm.rank == 0:
@@ -135,11 +119,8 @@ def convert(
     return replace(report, left_out=files.left_out)
 
 
-def _convert_request(
-    options: ConvertOptions, paths: Sequence[str], source: Source | Exception
-) -> ConvertRequest:
-    """Return the engine's arguments. `source` is the one before parts are selected and cast."""
-    to_unified = options.to == "unified"
+def _convert_request(options: ConvertOptions, paths: Sequence[str]) -> ConvertRequest:
+    """Return the engine's arguments that do not depend on the source."""
     return ConvertRequest(
         source_path=", ".join(paths),
         recorded_options=options.model_dump(
@@ -152,8 +133,7 @@ def _convert_request(
         fsync=options.fsync,
         timeout_seconds=options.timeout_seconds,
         without_manifest=options.to in _WITHOUT_MANIFEST,
-        compare_masters=to_unified and _compares_masters(options),
-        uncast_source=source if to_unified and not isinstance(source, Exception) else None,
+        compare_masters=options.to == "unified" and _compares_masters(options),
     )
 
 
@@ -173,14 +153,47 @@ def _check_options(options: ConvertOptions, target_path: str) -> None:
         )
 
 
-def _verify_first(
-    comm: comms.Comm, source: Source | Exception, options: ConvertOptions, paths: Sequence[str]
-) -> Source | Exception:
-    """Return the source, or on rank 0 the error that verifying it raised.
+def _prepare(
+    request: ConvertRequest,
+    source: Source,
+    options: ConvertOptions,
+    paths: Sequence[str],
+    main_path: str,
+    *,
+    verify: bool,
+) -> tuple[ConvertRequest, Source, SideFiles]:
+    """Return the complete request, the source as it is to be written, and its side files."""
+    if options.to != "unified" or MODEL in (options.parts or ()):
+        source = with_model(source)
+    if options.to == "unified":
+        request = replace(request, uncast_source=source)
+    if verify:
+        _verify_first(source, options, paths)
+    source, config = _select_parts(source, options, main_path), options.source.config
+    if config is not None and not os.path.isfile(config_path(config)):
+        raise NotFoundError(
+            f"{config}: does not exist; give a config.json, or a folder that has one"
+        )
+    _check_maxtext_names(source, options, main_path)
+    files = side_files(main_path, source.format, weights_only=request.without_manifest)
+    if options.to not in ("unified", "huggingface"):
+        check_modules(main_path, options.to)
+    specs = source.specs(MODEL, source.names(MODEL)) if MODEL in source.parts else {}
+    attach = partial(
+        copy_side_files,
+        source=main_path,
+        copied=files.copied,
+        config=config,
+        dtype=main_dtype(specs),
+    )
+    return replace(request, attach=attach), source, files
 
-    Tensors that are cast, changed or exported cannot be compared with their digests and master
-    weights while they are written, so they are compared first. Several folders are compared with
-    their digests as they are read.
+
+def _verify_first(source: Source, options: ConvertOptions, paths: Sequence[str]) -> None:
+    """Verify a source whose tensors are cast, changed or exported.
+
+    They cannot be compared with their digests and master weights while they are written. Several
+    folders are compared with their digests as they are read.
     """
     source_options = options.source
     exported = options.to not in ("unified", "huggingface")
@@ -190,52 +203,15 @@ def _verify_first(
         or source_options.layers is not None
         or source_options.conversion_fn is not None
     )
-    if comm.rank or isinstance(source, Exception) or not (exported or changed):
-        return source
-    try:
-        (path, *other_paths) = paths
-        if not other_paths and not is_url(path) and read_manifest_at(path) is not None:
-            with closing(open_path(path, lock=False)) as folder:
-                problems = verify_folder(folder, deep=True).problems
-            if problems:
-                raise IntegrityError(
-                    format_list(f"{path}: is damaged; nothing was written", list(problems))
-                )
-        if options.compare and options.to != "unified":
-            compare_masters(source, ", ".join(paths))
-    except Exception as error:  # every rank raises it in the conversion
-        return error
-    return source
-
-
-def _with_side_files(
-    source: Source | Exception, options: ConvertOptions, main_path: str, *, weights_only: bool
-) -> tuple[Source | Exception, SideFiles, str | None]:
-    """Return source, side files and the model's dtype; an error takes the place of the source."""
-    if isinstance(source, Exception):
-        return source, SideFiles(), None
-    config = options.source.config
-    try:
-        if config is not None and not os.path.isfile(config_path(config)):
-            raise NotFoundError(
-                f"{config}: does not exist; give a config.json, or a folder that has one"
-            )
-        _check_maxtext_names(source, options, main_path)
-        files = side_files(main_path, source.format, weights_only=weights_only)
-        if options.to not in ("unified", "huggingface"):
-            check_modules(main_path, options.to)
-        dtype = (
-            main_dtype(source.specs(MODEL, source.names(MODEL))) if MODEL in source.parts else None
-        )
-        return source, files, dtype
-    except Exception as error:  # every rank raises it in the conversion
-        return error, SideFiles(), None
-
-
-def _with_model(source: Source | Exception, options: ConvertOptions) -> Source | Exception:
-    """Return the source, with the model if it is to be written."""
-    needs_model = options.to != "unified" or MODEL in (options.parts or ())
-    return with_model(source) if needs_model and not isinstance(source, Exception) else source
+    if not (exported or changed):
+        return
+    (path, *other_paths) = paths
+    if not other_paths and not is_url(path) and read_manifest_at(path) is not None:
+        with closing(open_path(path, lock=False)) as folder:
+            problems = verify_folder(folder, deep=True).problems
+        raise_if_any(IntegrityError, f"{path}: is damaged; nothing was written", list(problems))
+    if options.compare and options.to != "unified":
+        compare_masters(source, ", ".join(paths))
 
 
 def _compares_masters(options: ConvertOptions) -> bool:
@@ -331,35 +307,28 @@ def _config(options: ConvertOptions, main_path: str) -> str | None:
     )
 
 
-def _select_parts(
-    source: Source | Exception, options: ConvertOptions, main_path: str
-) -> Source | Exception:
+def _select_parts(source: Source, options: ConvertOptions, main_path: str) -> Source:
     """Return the source as it is to be written."""
-    if isinstance(source, Exception):
-        return source
     parts: Collection[str] | None = options.parts
     if parts is None and options.to == "huggingface":
         parts = (MODEL,)
-    try:
-        if source.metadata().pads:
-            raise FormatError(
-                "rename: `pad` has no effect in a conversion, which has no existing target; use "
-                "the rule when loading"
-            )
-        if options.to == "unified" and parts is not None:
-            source, parts = without_model(source, parts)
-        if parts is not None or options.model_dtype is not None:
-            dtype = options.model_dtype
-            model_dtype = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
-            source = SelectedSource(source, parts=parts, model_dtype=model_dtype)
-        if options.to == "maxtext":
-            config = _config(options, main_path)
-            if config is None:
-                raise FormatError(
-                    "MaxText's names and shapes depend on the model's config.json; give --config, "
-                    "or put it into the source"
-                )
-            source = maxtext_view(source, read_config(config))
-    except Exception as error:  # every rank raises it in the conversion
-        return error
-    return source
+    if source.metadata().paddable_dims:
+        raise FormatError(
+            "rename: `pad` has no effect in a conversion, which has no existing target; use the "
+            "rule when loading"
+        )
+    if options.to == "unified" and parts is not None:
+        source, parts = without_model(source, parts)
+    if parts is not None or options.model_dtype is not None:
+        dtype = options.model_dtype
+        model_dtype = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
+        source = SelectedSource(source, parts=parts, model_dtype=model_dtype)
+    if options.to != "maxtext":
+        return source
+    config = _config(options, main_path)
+    if config is None:
+        raise FormatError(
+            "MaxText's names and shapes depend on the model's config.json; give --config, or put "
+            "it into the source"
+        )
+    return maxtext_view(source, read_config(config))

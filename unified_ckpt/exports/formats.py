@@ -18,9 +18,15 @@ from functools import partial
 from secrets import token_hex
 from typing import Any
 
-from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.source.protocol import Catalog, Location, Source, SourceMetadata
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.engine.folder.if_exists import (
+    PublishTarget,
+    check_target_name,
+    resolve_if_exists,
+)
+from unified_ckpt.engine.folder.transaction import rename_if_free
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_chunks
 from unified_ckpt.errors import FormatError, IntegrityError, StorageError
 from unified_ckpt.exports.dcp import StateEntry, write_entries
 from unified_ckpt.exports.paddle import write_paddle
@@ -70,7 +76,6 @@ def write_torch(source: Source, path: str, args: ExportArgs) -> None:
         )
     with open(path, "xb") as file:
         write_archive(file, _state_dict(source, args.progress))
-        _flush(file, args.fsync)
     with closing(open_torch_file(path, SourceOptions())) as opened:
         _check_written(source, opened, [MODEL])
 
@@ -82,21 +87,17 @@ def write_dcp(source: Source, path: str, args: ExportArgs) -> None:
     "optimizer" is as `get_state_dict` returns it.
     """
     os.mkdir(path)
-    write_entries(path, _state_entries(source, args.progress), partial(_flush, fsync=args.fsync))
+    write_entries(path, _state_entries(source, args.progress))
     with closing(open_dcp(path, SourceOptions())) as opened:
         _check_written(source, opened, source.parts)
-
-
-def _write_paddle(source: Source, path: str, args: ExportArgs) -> None:
-    write_paddle(
-        source, path, SourceOptions(config=args.config), max_file_bytes=args.max_file_bytes
-    )
 
 
 EXPORTS: Mapping[str, Callable[[Source, str, ExportArgs], None]] = {
     "torch": write_torch,
     "dcp": write_dcp,
-    "paddle": _write_paddle,
+    "paddle": lambda source, path, args: write_paddle(
+        source, path, SourceOptions(config=args.config), max_file_bytes=args.max_file_bytes
+    ),
 }
 
 
@@ -104,17 +105,19 @@ def export(source: Source, target_format: str, path: str, args: ExportArgs) -> N
     """Write the source to an absolute path.
 
     StorageError if something other than an empty folder is there, or if writing fails. After any
-    error, nothing new is at `path`.
+    error but one of the last sync, nothing new is at `path`.
     """
     folder, name = os.path.split(path)
-    storage, target = LocalStorage(folder), commit.PublishTarget(name, "error")
-    commit.check_existing_entries(storage, target)
-    commit.resolve_if_exists(storage, target)
+    storage, target = LocalStorage(folder), PublishTarget(name, "error")
+    check_target_name(storage, target)
+    resolve_if_exists(storage, target)
     staging = staging_name(name, token_hex(8))
     staging_path = storage.path(staging)
     try:
         EXPORTS[target_format](source, staging_path, args)
-        if not commit.rename_if_free(storage, staging, name):
+        if args.fsync:
+            storage.sync_tree(staging)
+        if not rename_if_free(storage, staging, name):
             raise StorageError(f"{path}: was created while the export ran; choose another name")
     except OSError as error:
         _remove(staging_path)
@@ -122,6 +125,8 @@ def export(source: Source, target_format: str, path: str, args: ExportArgs) -> N
     except BaseException:
         _remove(staging_path)
         raise
+    if args.fsync:
+        storage.sync_folder("")  # makes the name durable
 
 
 def _remove(path: str) -> None:
@@ -129,12 +134,6 @@ def _remove(path: str) -> None:
         shutil.rmtree(path)
     elif os.path.lexists(path):
         os.remove(path)
-
-
-def _flush(file: Any, fsync: bool) -> None:
-    file.flush()
-    if fsync:
-        os.fsync(file.fileno())
 
 
 def _check_written(source: Source, written: Source, parts: Any) -> None:
@@ -150,10 +149,9 @@ def _check_written(source: Source, written: Source, parts: Any) -> None:
             if written_specs.get(name, spec) != spec
         ]
         problems += [f"{part}:{name}" for name in specs.keys() - known_names]
-    if problems:
-        raise IntegrityError(
-            format_list("the tensors written differ from the source; this is a bug", problems)
-        )
+    raise_if_any(
+        IntegrityError, "the tensors written differ from the source; this is a bug", problems
+    )
 
 
 def _tensors(source: Source, part: str, progress: Progress) -> dict[str, StreamedTensor]:
@@ -161,12 +159,11 @@ def _tensors(source: Source, part: str, progress: Progress) -> dict[str, Streame
     if part not in source.parts:
         return {}
     specs = source.specs(part, source.names(part))
-    catalog = source.catalog([(part, name) for name in specs])
     tensors = {
         name: StreamedTensor(
             TORCH_DTYPES[spec.dtype],
             spec.shape,
-            partial(_chunks, catalog, catalog.locations[part, name], spec.nbytes, progress),
+            partial(_chunks, source, (part, name), spec.nbytes, progress),
         )
         for name, spec in specs.items()
     }
@@ -175,17 +172,13 @@ def _tensors(source: Source, part: str, progress: Progress) -> dict[str, Streame
     return tensors | {alias: tensors[name] for alias, name in source.aliases(part).items()}
 
 
-def _chunks(
-    catalog: Catalog, location: Location, nbytes: int, progress: Progress
-) -> Iterator[memoryview]:
-    for start in range(0, nbytes, _CHUNK_NBYTES):
-        buffer = memoryview(bytearray(min(_CHUNK_NBYTES, nbytes - start)))
-        catalog.storage.read_at(location.file, location.start + start, buffer)
+def _chunks(source: Source, key: Key, nbytes: int, progress: Progress) -> Iterator[memoryview]:
+    for chunk in read_chunks(source, key, nbytes, chunk_nbytes=_CHUNK_NBYTES):
         yield from (
-            buffer[offset : offset + BULK.call_nbytes]
-            for offset in range(0, len(buffer), BULK.call_nbytes)
+            chunk[offset : offset + BULK.call_nbytes]
+            for offset in range(0, len(chunk), BULK.call_nbytes)
         )
-        progress(len(buffer))
+        progress(len(chunk))
 
 
 def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
@@ -198,11 +191,11 @@ def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
     if OPTIMIZER in source.parts or metadata.groups:
         state_dict[OPTIMIZER] = _optimizer(metadata, _tensors(source, OPTIMIZER, progress))
     other_entries = _other_entries(source, metadata)
-    duplicates = sorted(state_dict.keys() & other_entries.keys())
-    if duplicates:
-        raise FormatError(
-            format_list("part names conflict with reserved keys of the file", duplicates)
-        )
+    raise_if_any(
+        FormatError,
+        "part names conflict with reserved keys of the file",
+        sorted(state_dict.keys() & other_entries.keys()),
+    )
     return state_dict | other_entries
 
 
@@ -233,11 +226,11 @@ def _optimizer(metadata: SourceMetadata, tensors: Tensors) -> dict[str, Any]:
         }
         for group in metadata.groups
     ]
-    unexpected = sorted(states.keys() - positions.keys())
-    if unexpected:
-        raise FormatError(
-            format_list("parameters with optimizer state are in no param group", unexpected)
-        )
+    raise_if_any(
+        FormatError,
+        "parameters with optimizer state are in no param group",
+        sorted(states.keys() - positions.keys()),
+    )
     return {
         "state": {positions[fqn]: states[fqn] for fqn in positions if fqn in states},
         "param_groups": groups,

@@ -15,11 +15,11 @@ import torch
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
 from unified_ckpt.sources.orbax.arrays import chunk_boxes
 from unified_ckpt.sources.orbax.maxtext_names import TensorLink, parse_sizes, tensor_links
 from unified_ckpt.sources.orbax.maxtext_transforms import (
@@ -34,6 +34,7 @@ from unified_ckpt.views.shards import (
     CACHE_NBYTES,
     ShardedSource,
     ShardedTensor,
+    SourceExtras,
     TensorShard,
     sharded_tensor,
     whole_tensor,
@@ -93,7 +94,7 @@ def maxtext_view(
         tensors,
         format="maxtext",
         metadata=_renamed_metadata(metadata, maxtext_name_of),
-        close=source.close,
+        extras=SourceExtras(close=source.close),
     )
 
 
@@ -105,14 +106,16 @@ def _step_counts(
     FormatError for other non-tensor state, and if steps differ.
     """
     hf_names = {link.hf_name for links in links_by_tensor.values() for link in links}
-    unsupported = [
-        f"{OPTIMIZER}:{name}/{key}"
-        for name, state in metadata.scalars.items()
-        for key, value in state.items()
-        if name not in hf_names or key != "step" or not isinstance(value, int | float)
-    ]
-    if unsupported:
-        raise FormatError(format_list("MaxText: has no name for", unsupported))
+    raise_if_any(
+        FormatError,
+        "MaxText: has no name for",
+        [
+            f"{OPTIMIZER}:{name}/{key}"
+            for name, state in metadata.scalars.items()
+            for key, value in state.items()
+            if name not in hf_names or key != "step" or not isinstance(value, int | float)
+        ],
+    )
     counts: dict[str, float] = {}
     for maxtext_name, links in links_by_tensor.items():
         steps = {
@@ -157,14 +160,9 @@ def _check_tensors(source: Source, all_links: Iterable[TensorLink]) -> None:
         for part, names in known_names.items()
         for name in sorted(set(source.names(part)) - names)
     ]
-    if missing:
-        raise IncompleteError(
-            format_list("MaxText: the checkpoint lacks tensors of the model", missing)
-        )
-    if mismatched:
-        raise FormatError(format_list("MaxText: shapes differ from the configuration", mismatched))
-    if unsupported:
-        raise FormatError(format_list("MaxText: has no name for", unsupported))
+    raise_if_any(IncompleteError, "MaxText: the checkpoint lacks tensors of the model", missing)
+    raise_if_any(FormatError, "MaxText: shapes differ from the configuration", mismatched)
+    raise_if_any(FormatError, "MaxText: has no name for", unsupported)
 
 
 def _maxtext_tensor(
@@ -211,10 +209,8 @@ def _maxtext_tensor(
             shards.append(
                 TensorShard(stacked_box(box, link.indices), load, f"{part}:{name}", cache=True)
             )
-    try:
+    with error_prefix(f"{part}:{next(iter(links_by_name))}"):
         return sharded_tensor(dtype, next(iter(links_by_name.values())).shape, shards)
-    except CheckpointError as error:
-        raise type(error)(f"{part}:{next(iter(links_by_name))}: {error}") from error
 
 
 def _load_box(
@@ -227,7 +223,7 @@ def _load_box(
 
 
 def _read_box(source: Source, part: str, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(bytearray(source.read(part, name, box)), dtype=dtype).reshape(box.shape)
+    return from_bytes(read_box(source, (part, name), box), dtype, box.shape)
 
 
 def _common_step(

@@ -1,9 +1,11 @@
 """Writes any source as a PaddleNLP Unified Checkpoint: names, orientation, optimizer states,
 indexes.
 
-One process writes. How state could be lost: a tensor has no place in PaddleNLP's format, or is
+One process writes, in chunks; `safetensors.serialize_file` needs the tensors of a file in memory.
+
+How state could be lost: a tensor has no place in PaddleNLP's format, or is
 wrongly transposed. So everything is planned before the first byte is written, and the folder is
-read back and compared with the source before it gets its name.
+read back and compared with the source.
 """
 
 from __future__ import annotations
@@ -11,31 +13,32 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
-from uuid import uuid4
 
 import torch
 
 from unified_ckpt.core.planning.file_layout import split_files
-from unified_ckpt.core.sharding.boxes import Box, full_box
+from unified_ckpt.core.sharding.boxes import Box, chunk_boxes, full_box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.diff import diff_sources
 from unified_ckpt.engine.source.protocol import Source, read_box
-from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
+from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
 from unified_ckpt.format import names
 from unified_ckpt.format.header import encode_header, file_order
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_bytes, as_contiguous
+from unified_ckpt.runtime.torch_state.tensors import (
+    TORCH_DTYPES,
+    as_bytes,
+    as_contiguous,
+    from_bytes,
+)
 from unified_ckpt.sources.detect.paddle import PEFT
 from unified_ckpt.sources.paddle.beta_powers import beta_power
 from unified_ckpt.sources.paddle.files import BFLOAT16_AS_UINT16
@@ -69,11 +72,11 @@ class _OutputTensor:
 def write_paddle(
     source: Source, folder: str, options: SourceOptions, *, max_file_bytes: int
 ) -> None:
-    """Write model, master weights and optimizer to a new folder.
+    """Write model, master weights and optimizer to a new folder, which the caller syncs.
 
     `options.config` is the model's config.json, or a folder that has one. FormatError for what
-    PaddleNLP's format cannot hold, StorageError if `folder` exists: nothing is written then.
-    IntegrityError if what was written differs from the source.
+    PaddleNLP's format cannot hold: nothing is written then. IntegrityError if what was written
+    differs from the source.
     """
     config = read_optional_config(options.config) if options.config else None
     if config is None:
@@ -81,43 +84,20 @@ def write_paddle(
             "PaddleNLP's names and orientation depend on the model's config.json; set "
             "SourceOptions(config=...)"
         )
-    if os.path.lexists(folder):
-        raise StorageError(f"{folder}: exists; choose another name")
     model = parse_config(config)
     stems = _file_stems(source)
     outputs_by_stem = {stem: _plan_part(source, part, model) for part, stem in stems.items()}
-    parent, name = os.path.split(os.path.abspath(folder))
-    os.makedirs(parent, exist_ok=True)
-    staging = names.staging_name(name, uuid4().hex)
-    with LocalStorage(parent, write_policy=BULK) as storage:
-        storage.make_folder(staging)
-        try:
-            for stem, outputs in outputs_by_stem.items():
-                weight_map = _write_files(
-                    source, storage, staging, stem, outputs, max_file_bytes=max_file_bytes
-                )
-                _write_json(
-                    storage,
-                    staging,
-                    names.index_name(stem),
-                    _index(stem, outputs, weight_map, masters=MASTER in stems),
-                )
-            _write_json(
-                storage,
-                staging,
-                "config.json",
-                _config(config, source, adapter=stems[MODEL] == PEFT),
-            )
-            extra = source.metadata().extra
-            if isinstance(extra, dict) and isinstance(extra.get("trainer_state"), dict):
-                _write_json(storage, staging, "trainer_state.json", extra["trainer_state"])
-            _verify(source, storage.path(staging), stems, model)
-            storage.sync_folder(staging)
-            storage.rename(staging, name)
-            storage.sync_folder("")
-        except BaseException:
-            shutil.rmtree(storage.path(staging), ignore_errors=True)
-            raise
+    os.mkdir(folder)
+    with LocalStorage(folder, write_policy=BULK) as storage:
+        for stem, outputs in outputs_by_stem.items():
+            weight_map = _write_files(source, storage, stem, outputs, max_file_bytes=max_file_bytes)
+            index = _index(stem, outputs, weight_map, masters=MASTER in stems)
+            _write_json(storage, names.index_name(stem), index)
+        _write_json(storage, "config.json", _config(config, source, adapter=stems[MODEL] == PEFT))
+        extra = source.metadata().extra
+        if isinstance(extra, dict) and isinstance(extra.get("trainer_state"), dict):
+            _write_json(storage, "trainer_state.json", extra["trainer_state"])
+    _verify(source, folder, stems, model)
 
 
 def _file_stems(source: Source) -> dict[str, str]:
@@ -183,8 +163,7 @@ def _plan_part(source: Source, part: str, model: ModelConfig) -> list[_OutputTen
                 )
         except CheckpointError as error:
             problems.append(f"{part}:{name}: {error}")
-    if problems:
-        raise FormatError(format_list("PaddleNLP's format has no place for", problems))
+    raise_if_any(FormatError, "PaddleNLP's format has no place for", problems)
     return sorted(outputs, key=lambda out: _natural_key(out.name))
 
 
@@ -227,7 +206,7 @@ def _state_tensors(
             "group"
         )
     step_tensor = torch.frombuffer(
-        bytearray(source.read(OPTIMIZER, stored, full_box(spec.shape))),
+        read_box(source, (OPTIMIZER, stored), full_box(spec.shape)),
         dtype=TORCH_DTYPES[spec.dtype],
     )
     steps = int(step_tensor[0])
@@ -253,7 +232,6 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 def _write_files(
     source: Source,
     storage: LocalStorage,
-    staging: str,
     stem: str,
     outputs: Sequence[_OutputTensor],
     *,
@@ -270,42 +248,27 @@ def _write_files(
             (name, output.spec.dtype, output.spec.shape) for name, output in file_outputs.items()
         )
         header_bytes, entries = encode_header(items, metadata={"format": "np"})
-        path = f"{staging}/{file}"
-        storage.write_at(path, 0, [memoryview(header_bytes)])
+        storage.write_at(file, 0, [memoryview(header_bytes)])
         for name, entry in entries.items():
             offset = entry.start
-            for chunk in _row_chunks(source, file_outputs[name]):
-                storage.write_at(path, offset, [chunk])
+            for chunk in _chunks(source, file_outputs[name]):
+                storage.write_at(file, offset, [chunk])
                 offset += len(chunk)
-        storage.sync(path)
+        storage.close()
         weight_map |= dict.fromkeys(file_outputs, file)
     return weight_map
 
 
-def _row_chunks(source: Source, output: _OutputTensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in Paddle's orientation, some rows at a time."""
+def _chunks(source: Source, output: _OutputTensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in Paddle's orientation, in chunks."""
     if output.stored is None:
         yield as_bytes(torch.tensor([output.power], dtype=torch.float32, device="cpu"))
         return
-    catalog = source.catalog([output.stored])
     spec = source.specs(output.stored[0], [output.stored[1]])[output.stored[1]]
-    shape = output.spec.shape
-    row_nbytes = itemsize(spec.dtype) * prod(shape[1:])
-    rows_per_chunk = max(1, _CHUNK_NBYTES // max(1, row_nbytes))
-    for first_row in range(0, shape[0] if shape else 1, rows_per_chunk):
-        rows = (
-            Box(
-                (first_row, *(0,) * (len(shape) - 1)),
-                (min(rows_per_chunk, shape[0] - first_row), *shape[1:]),
-            )
-            if shape
-            else full_box(())
-        )
-        box = Box(rows.offsets[::-1], rows.shape[::-1]) if output.transposed else rows
-        data = bytearray(read_box(catalog.storage, catalog.locations[output.stored], spec, box))
-        if not data:
-            continue
-        tensor = torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).view(box.shape)
+    dtype = TORCH_DTYPES[spec.dtype]
+    for chunk in chunk_boxes(output.spec.shape, _CHUNK_NBYTES // dtype.itemsize):
+        box = Box(chunk.offsets[::-1], chunk.shape[::-1]) if output.transposed else chunk
+        tensor = from_bytes(read_box(source, output.stored, box), dtype, box.shape)
         yield as_bytes(as_contiguous(tensor.t()) if output.transposed else tensor)
 
 
@@ -337,8 +300,8 @@ def _config(config: Mapping[str, Any], source: Source, *, adapter: bool) -> dict
     }
 
 
-def _write_json(storage: LocalStorage, staging: str, file: str, value: Mapping[str, Any]) -> None:
-    storage.put(f"{staging}/{file}", json.dumps(value, indent=4).encode(), fsync=True)
+def _write_json(storage: LocalStorage, file: str, value: Mapping[str, Any]) -> None:
+    storage.put(file, json.dumps(value, indent=4).encode(), fsync=False)
 
 
 def _verify(source: Source, written: str, stems: Mapping[str, str], model: ModelConfig) -> None:

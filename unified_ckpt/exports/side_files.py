@@ -18,7 +18,7 @@ from typing import Any
 
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.backup import engine_files
-from unified_ckpt.engine.folder.commit import read_manifest_at
+from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import index, names
 from unified_ckpt.runtime.storage.regular_files import check_regular_files, open_binary
@@ -136,12 +136,12 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
     entries = sorted(os.listdir(source))
     manifest = read_manifest_at(source)
     if manifest is not None:
-        own_files = engine_files(manifest)
+        listed_files = engine_files(manifest)
         return SideFiles(
             tuple(
                 name
                 for name in entries
-                if name not in own_files and not (weights_only and name in _TRAINING_ONLY)
+                if name not in listed_files and not (weights_only and name in _TRAINING_ONLY)
             )
         )
     copied_patterns = (*_HF_FILES, *(_HF_MODEL_FILES if source_format in _MODEL_FOLDERS else ()))

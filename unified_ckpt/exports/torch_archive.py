@@ -4,6 +4,9 @@ chunks.
 The layout is that of torch/serialization.py: a zip archive whose entries are stored uncompressed.
 `<name>/data.pkl` is the pickle; `<name>/data/<key>` holds each storage, aligned to 64 bytes;
 `<name>/byteorder` and `<name>/version` follow.
+
+`torch.save` needs all tensors in memory. Under `torch.serialization.skip_data` (2.13) it leaves
+space for their bytes instead, but then the entries have wrong CRCs: `zipfile` refuses them.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ _MAGIC = b"UCPACK01"
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind for kind in (list, dict, int, float, set, str, tuple, bool, bytes)
 }
+_MAPPINGS: dict[str, Any] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS = (dict, Counter, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, deque)
@@ -242,7 +243,7 @@ class _Decoder:
             raise FormatError(f"{path_text(path)}: {error}") from None
         if leaf is not NotImplemented:
             return leaf
-        if tag in ("dict", "Counter", "OrderedDict", "defaultdict"):
+        if tag == "defaultdict" or tag in _MAPPINGS:
             return self._mapping(tag, node, path)
         if tag not in _SEQUENCES and tag != "torch.Size":
             raise FormatError(
@@ -290,11 +291,7 @@ class _Decoder:
             return defaultdict(
                 None if node["factory"] is None else _FACTORIES[node["factory"]], items
             )
-        if tag == "Counter":
-            counter: Counter[Any] = Counter()
-            dict.update(counter, items)
-            return counter
-        return OrderedDict(items) if tag == "OrderedDict" else items
+        return _MAPPINGS[tag](items)
 
 
 def path_text(path: Path) -> str:

@@ -79,43 +79,43 @@ def block_crcs(buffer: Buffer, *, start: int, block_nbytes: int = BLOCK_NBYTES) 
 
 
 def combine_blocks(
-    parts: Iterable[BlockCrc], *, nbytes: int, block_nbytes: int = BLOCK_NBYTES
+    pieces: Iterable[BlockCrc], *, nbytes: int, block_nbytes: int = BLOCK_NBYTES
 ) -> tuple[dict[int, int], list[int]]:
     """Combine CRCs of partial blocks, in any order, into CRCs by block of a tensor of `nbytes`.
 
     Returns the complete blocks, and the numbers of blocks that are covered only in part. Raises
-    IntegrityError for parts that overlap or leave their block.
+    IntegrityError for pieces that overlap or leave their block.
     """
-    parts = list(parts)
+    pieces = list(pieces)
     if (
-        len(parts) == 1
-        and parts[0].start == parts[0].block == 0
-        and parts[0].stop == nbytes <= block_nbytes
+        len(pieces) == 1
+        and pieces[0].start == pieces[0].block == 0
+        and pieces[0].stop == nbytes <= block_nbytes
     ):
-        return {0: parts[0].crc}, []  # fast path: most tensors of most models
+        return {0: pieces[0].crc}, []  # fast path: most tensors of most models
     by_block: dict[int, list[BlockCrc]] = {}
-    for part in parts:
-        border = part.block * block_nbytes
-        if not border <= part.start < part.stop <= min(border + block_nbytes, nbytes):
+    for piece in pieces:
+        border = piece.block * block_nbytes
+        if not border <= piece.start < piece.stop <= min(border + block_nbytes, nbytes):
             raise IntegrityError(
-                f"digest: got bytes [{part.start}, {part.stop}) of a tensor of {nbytes} bytes, "
-                f"expected a range within block {part.block}"
+                f"digest: got bytes [{piece.start}, {piece.stop}) of a tensor of {nbytes} bytes, "
+                f"expected a range within block {piece.block}"
             )
-        by_block.setdefault(part.block, []).append(part)
+        by_block.setdefault(piece.block, []).append(piece)
     complete: dict[int, int] = {}
     partial: list[int] = []
-    for block, block_parts in sorted(by_block.items()):
-        block_parts.sort(key=lambda part: part.start)
-        for left, right in pairwise(block_parts):
+    for block, block_pieces in sorted(by_block.items()):
+        block_pieces.sort(key=lambda piece: piece.start)
+        for left, right in pairwise(block_pieces):
             if right.start < left.stop:
                 raise IntegrityError(
                     f"digests of block {block} overlap: got [{left.start}, {left.stop}) "
                     f"and [{right.start}, {right.stop})"
                 )
         combined, combined_nbytes = combine_all(
-            (part.crc, part.stop - part.start) for part in block_parts
+            (piece.crc, piece.stop - piece.start) for piece in block_pieces
         )
-        # Parts do not overlap, so an equal number of bytes means that the block is complete.
+        # Pieces do not overlap, so an equal number of bytes means that the block is complete.
         if combined_nbytes == min(block_nbytes, nbytes - block * block_nbytes):
             complete[block] = combined
         else:
@@ -123,10 +123,11 @@ def combine_blocks(
     return complete, partial
 
 
-def serialize(parts: Iterable[tuple[int, BlockCrc]]) -> bytes:
+def serialize(pieces: Iterable[tuple[int, BlockCrc]]) -> bytes:
     """Return (tensor index, BlockCrc) pairs as 40 bytes each, to send to another rank."""
     return b"".join(
-        _RECORD.pack(tensor, part.block, part.start, part.stop, part.crc) for tensor, part in parts
+        _RECORD.pack(tensor, piece.block, piece.start, piece.stop, piece.crc)
+        for tensor, piece in pieces
     )
 
 

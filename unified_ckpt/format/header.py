@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER, ITEM_BITS, nbytes
-from unified_ckpt.errors import FormatError, IntegrityError
+from unified_ckpt.errors import FormatError, IntegrityError, error_prefix
 from unified_ckpt.format.json_text import parse_json
 
 MAX_HEADER_NBYTES = 100_000_000  # of the JSON; the safetensors library refuses more
@@ -40,7 +40,7 @@ TensorItem = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: row-major bytes [start, stop) of the file."""
+    """One tensor of a header: row-major bytes [start, stop) of the file, unlike `data_offsets`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ def encode_header(
         encoded_spec = spec_cache.get((dtype, shape))
         if encoded_spec is None:
             encoded_spec = (
-                _checked_nbytes(name, dtype, shape),
+                _checked_nbytes(f"tensor {name!r}", dtype, shape),
                 f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[',
             )
             spec_cache[dtype, shape] = encoded_spec
@@ -150,8 +150,14 @@ def parse_header(
     canonical = _parse_canonical(body, data_start, file_size)
     if canonical is not None:
         return canonical
-    tensors = _parse_json(body, file)
-    _check_metadata(tensors.pop(_METADATA, {}), file)
+    tensors = parse_json(body, file=f"{file}: header")
+    if not isinstance(tensors, dict):
+        raise FormatError(
+            f"{file}: header: got a JSON {type(tensors).__name__}, expected an object"
+        )
+    metadata = tensors.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError(f"{file}: header: {_METADATA} is not an object of strings")
     entries = {
         name: _parse_entry(name, fields, data_start, file) for name, fields in tensors.items()
     }
@@ -222,16 +228,15 @@ def _canonical_shape(dtype: str, dims: str) -> tuple[tuple[int, ...], int] | Non
         return None
 
 
-def _checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    if not _is_shape(shape):
+def _checked_nbytes(tensor: str, dtype: str, shape: Any) -> int:
+    """Return the bytes of a tensor. FormatError, naming it, for an invalid shape."""
+    if not isinstance(shape, tuple | list) or not _is_shape(shape):
         raise FormatError(
-            f"tensor {name!r}: got shape {shape}, "
+            f"{tensor}: got shape {str(shape)[:200]}, "
             f"expected at most {_MAX_DIMS} integers from 0 with a product below 2**59"
         )
-    try:
+    with error_prefix(tensor):
         return nbytes(dtype, shape)
-    except FormatError as error:
-        raise FormatError(f"tensor {name!r}: {error}") from None
 
 
 def _is_shape(dims: tuple[Any, ...] | list[Any]) -> bool:
@@ -244,20 +249,6 @@ def _is_shape(dims: tuple[Any, ...] | list[Any]) -> bool:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_INT
-
-
-def _parse_json(body: bytes, file: str) -> dict[str, Any]:
-    header = parse_json(body, file=f"{file}: header")
-    if not isinstance(header, dict):
-        raise FormatError(f"{file}: header: got a JSON {type(header).__name__}, expected an object")
-    return header
-
-
-def _check_metadata(metadata: Any, file: str) -> None:
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        raise FormatError(f"{file}: header: {_METADATA} is not an object of strings")
 
 
 def _parse_entry(name: str, fields: Any, data_start: int, file: str) -> Entry:
@@ -274,11 +265,7 @@ def _parse_entry(name: str, fields: Any, data_start: int, file: str) -> Entry:
         raise FormatError(
             f"{tensor}: got unknown dtype {dtype!r}, expected one of {', '.join(ITEM_BITS)}"
         )
-    if not isinstance(shape, list) or not _is_shape(shape):
-        raise FormatError(
-            f"{tensor}: got shape {str(shape)[:200]}, "
-            f"expected at most {_MAX_DIMS} integers from 0 with a product below 2**59"
-        )
+    needed = _checked_nbytes(tensor, dtype, shape)
     match offsets:
         case [start, stop] if _is_size(start) and _is_size(stop):
             pass
@@ -289,10 +276,6 @@ def _parse_entry(name: str, fields: Any, data_start: int, file: str) -> Entry:
             )
     if start > stop:
         raise FormatError(f"{tensor}: got data_offsets {offsets}, expected start <= stop")
-    try:
-        needed = nbytes(dtype, shape)
-    except FormatError as error:
-        raise FormatError(f"{tensor}: {error}") from None
     if stop - start != needed:
         raise FormatError(
             f"{tensor}: got {stop - start} bytes from data_offsets, "

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
-from unified_ckpt.errors import FormatError
+from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.format.json_text import parse_json
 
 
@@ -53,11 +53,9 @@ def parse_index(encoded: bytes, *, file: str) -> Index:
     for name, value in weight_map.items():
         if not isinstance(value, str):
             raise FormatError(f"{file}: tensor {name!r}: got file {value!r}, expected a string")
-    for value in set(weight_map.values()):
-        try:
+    with error_prefix(file):
+        for value in set(weight_map.values()):
             check_file_name(value)
-        except FormatError as error:
-            raise FormatError(f"{file}: {error}") from None
     return Index(_total_size(content.get("metadata")), weight_map)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
@@ -34,34 +35,26 @@ _MAX_SHOWN = 5
 _SHOWN_CHARS = 80
 
 
-def _validate_file_name(name: str) -> str:
-    return _validate(check_file_name, name)
+def _checked_by(check: Callable[[str], None]) -> AfterValidator:
+    """Return a validator for names that `check` accepts."""
 
+    def validate(name: str) -> str:
+        try:
+            check(name)
+        except FormatError as error:
+            raise ValueError(str(error)) from None
+        return name
 
-def _validate_part_name(name: str) -> str:
-    return _validate(check_part_name, name)
-
-
-def _validate_save_id(save_id: str) -> str:
-    return _validate(check_save_id, save_id)
-
-
-def _validate(check: Any, name: str) -> str:
-    try:
-        check(name)
-    except FormatError as error:
-        raise ValueError(str(error)) from None
-    return name
+    return AfterValidator(validate)
 
 
 def _validate_utc(text: str) -> str:
-    offset = datetime.fromisoformat(text).utcoffset()
-    if offset != timedelta(0):
+    if datetime.fromisoformat(text).utcoffset() != timedelta(0):
         raise ValueError("expected a time in UTC, as in 2026-01-31T12:00:00+00:00")
     return text
 
 
-FileName = Annotated[str, AfterValidator(_validate_file_name)]
+FileName = Annotated[str, _checked_by(check_file_name)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
@@ -248,7 +241,7 @@ class Manifest(_Record):
     """
 
     format_version: str = FORMAT_VERSION
-    save_id: Annotated[str, AfterValidator(_validate_save_id)]
+    save_id: Annotated[str, _checked_by(check_save_id)]
     step: Size | None = None
     created: Annotated[str, AfterValidator(_validate_utc)]
     world_size: Ranks
@@ -256,7 +249,7 @@ class Manifest(_Record):
     metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
     mesh: dict[str, Any] = {}
-    parts: dict[Annotated[str, AfterValidator(_validate_part_name)], Part]
+    parts: dict[Annotated[str, _checked_by(check_part_name)], Part]
     omitted_parts: list[str] = []
     digests: DigestFile | None = None
     extra_file: NamedFile | None = None
@@ -362,14 +355,11 @@ def _check_crc(encoded: bytes, recorded: object, file: str) -> None:
             f"{file}: got crc {ascii(recorded)[:_SHOWN_CHARS]}, expected 16 lower-case hex digits"
         )
     before, _, after = encoded.rpartition(recorded.encode())  # crc is the last field
-    computed = 0
-    for piece in (before, _NO_CRC.encode(), after):
-        computed = digests.crc(piece, computed)
-    if f"{computed:016x}" != recorded:
+    computed = f"{digests.crc(before + _NO_CRC.encode() + after):016x}"
+    if computed != recorded:
         raise IntegrityError(
-            f"{file}: is not the file that was written: got CRC {computed:016x}, "
-            f"expected {recorded}; "
-            "repair it from a copy (`unified-ckpt verify --repair --from`)"
+            f"{file}: is not the file that was written: got CRC {computed}, expected {recorded}; "
+            "copy the whole folder from an intact copy"
         )
 
 

@@ -13,7 +13,9 @@ MANIFEST = "unified_checkpoint.json"
 DIGESTS = "digests.safetensors"
 EXTRA = "extra.safetensors"
 RANK_EXTRA = "rank_extra.safetensors"
-MARKER = "probe"  # in a staging folder; other ranks check that they see the same folder
+SAVE_ID_FILE = (
+    "unified_save_id"  # in a staging folder; by it, ranks check that they see the same folder
+)
 REPLICAS = "replicas"  # subfolder with copies of other node groups' folders, by their numbers
 
 # A part with this name would overwrite files of the checkpoint itself.

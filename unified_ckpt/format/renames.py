@@ -36,7 +36,7 @@ class Step(_Strict):
     scale: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
-    def _check_one_change(self) -> Step:
+    def _check_single_operation(self) -> Step:
         if len(self.model_fields_set) != 1:
             raise ValueError(
                 f"got a step with {', '.join(sorted(self.model_fields_set)) or 'no operation'}, "

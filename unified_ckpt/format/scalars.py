@@ -56,14 +56,6 @@ def _tagged(tag: str, value: Any) -> dict[str, Any]:
     return {"$type": tag, "value": value}
 
 
-def _encode_int(value: int) -> Any:
-    return value if value.bit_length() <= _INT_BITS else _tagged("int", hex(value))
-
-
-def _encode_float(value: float) -> Any:
-    return value if math.isfinite(value) else _tagged("float", _float_text(value))
-
-
 def _float_text(value: float) -> str:
     # float.hex() contains "x" and "p", so 16 hex digits can only be the bits of a NaN.
     bits = struct.pack(">d", value).hex()
@@ -82,10 +74,6 @@ def _encode_str(value: str) -> Any:
         if is_unicode(value)
         else _tagged("str", _base64(value.encode(errors="surrogatepass")))
     )
-
-
-def _encode_range(value: range) -> Any:
-    return _tagged("range", [hex(bound) for bound in (value.start, value.stop, value.step)])
 
 
 def _encode_datetime(value: datetime) -> Any:
@@ -128,9 +116,8 @@ def _encode_numpy(value: Any) -> dict[str, Any]:
 
 def _numpy_scalar(value: list[Any]) -> Any:
     dtype, stored = value
-    return blobs.restore(
-        {"$type": "numpy.ndarray", "dtype": dtype, "shape": []}, _unbase64(stored)
-    )[()]
+    node = {"$type": "numpy.ndarray", "dtype": dtype, "shape": []}
+    return blobs.restore(node, _unbase64(stored))[()]
 
 
 def _numpy_text(name: str, value: str) -> Any:
@@ -173,11 +160,13 @@ def _unbase64(text: str) -> bytes:
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 _ENCODE: dict[type, Callable[[Any], Any]] = {
-    int: _encode_int,
-    float: _encode_float,
+    int: lambda value: value if value.bit_length() <= _INT_BITS else _tagged("int", hex(value)),
+    float: lambda value: value if math.isfinite(value) else _tagged("float", _float_text(value)),
     str: _encode_str,
     complex: lambda value: _tagged("complex", [_float_text(value.real), _float_text(value.imag)]),
-    range: _encode_range,
+    range: lambda value: _tagged(
+        "range", [hex(bound) for bound in (value.start, value.stop, value.step)]
+    ),
     datetime: _encode_datetime,
     date: lambda value: _tagged("date", value.isoformat()),
     timedelta: lambda value: _tagged("timedelta", [value.days, value.seconds, value.microseconds]),

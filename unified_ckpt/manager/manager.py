@@ -7,70 +7,53 @@ Every rank creates one manager and calls the same methods in the same order.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.api import Checkpointer, Path
 from unified_ckpt.core.retention import ranked
-from unified_ckpt.engine.load.load import LoadReport
+from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
-from unified_ckpt.errors import (
-    CheckpointError,
-    FormatError,
-    IncompleteError,
-    IntegrityError,
-    NotFoundError,
-    StorageError,
-)
-from unified_ckpt.manager.restore import (
+from unified_ckpt.engine.save.request import SaveArguments, StateArguments, check_argument_names
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager.restore.targets import (
     RestorePoint,
     RestoreRequest,
-    decode_point,
-    diagnose,
-    encode_point,
+    recoverable_errors,
     required_parts,
     resolve_paths,
-    select,
     weight_parts,
 )
 from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.rules.existing import with_existing_rule
 from unified_ckpt.manager.rules.metrics import Metrics
+from unified_ckpt.manager.run_steps import RunSteps
 from unified_ckpt.manager.save_scheduler import SaveJob, SaveScheduler
-from unified_ckpt.manager.steps.rotate import rotate_after_save
-from unified_ckpt.manager.steps.scan import BadStep, Scan, StepRecord, scan, step_name
+from unified_ckpt.manager.steps.scan import StepRecord, step_name
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
-from unified_ckpt.manager.tiers.cluster_scan import ClusterScan, decode_record
 from unified_ckpt.manager.tiers.tiers import SaveTarget, TieredStorage
-from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
-from unified_ckpt.runtime.comm.topology import first_ranks
-from unified_ckpt.runtime.storage.locks import shared_lock
-from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
+from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
+from unified_ckpt.runtime.storage.storage import writable_path
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 _LOG = logging.getLogger("unified_ckpt")
-# the optimizer, for its master weights
-_PARAMETER_TARGETS = ("model", "optimizer", "master_weights", "parts", "layout", "strict")
-# Errors after which an older step is tried. The headers of an own step were checked before, so its
-# FormatError is the caller's mistake.
-_OWN_STEP_ERRORS = (IntegrityError, IncompleteError, StorageError, NotFoundError)
-_FOREIGN_STEP_ERRORS = (IntegrityError, IncompleteError, FormatError)
 
 
 class CheckpointManager:
     """Checkpoints as `<prefix><step>` folders under a local root. A context manager that owns
     signal handlers and a `Checkpointer`.
 
-    `options`: when to save and what to keep. `save_options` and `load_options`: how. A complete
-    step of a previous run stays, except that the last save replaces it; `save_options` may set
+    `options`: when to save and what to keep. `save_options` and `load_options`: how. An
+    existing complete step stays unless `restore` loaded an earlier one; `save_options` may set
     another `if_exists`. `group` and `node` are those of `Checkpointer`.
     """
 
@@ -87,26 +70,24 @@ class CheckpointManager:
         self.root = os.path.realpath(writable_path(os.fspath(root)))
         self.options = resolve_paths(options or ManagerOptions())
         self._load_options = load_options or LoadOptions()
-        self._save_options = with_default_if_exists(
-            save_options or SaveOptions(), if_exists="keep_complete"
-        )
+        self._save_options = save_options or SaveOptions()
         self._checkpointer = Checkpointer(self.root, group=group, node=node)
         self._tiers: TieredStorage | None = None
         if self.options.enabled and self.options.local_directory is not None:
             timeout, checkpointer = self._save_options.timeout_seconds, self._checkpointer
-            nodes = partial(checkpointer._resolve_nodes, f"two tiers of {self.root}", timeout)
+            topology = partial(checkpointer._resolve_ranks, f"two tiers of {self.root}", timeout)
             self._tiers = TieredStorage(
                 self.root,
                 self.options,
                 ranks=checkpointer._get_comm,
-                nodes=nodes,
+                topology=topology,
                 timeout_seconds=timeout,
             )
+        self._steps = RunSteps(self.root, self.options, self._checkpointer, self._tiers)
         self._scheduler = SaveScheduler(
             self._checkpointer, self.options, tiers=self._tiers, on_commit=self._on_commit
         )
         self._last_reasons: tuple[int, tuple[str, ...]] | None = None
-        self._bad_steps: frozenset[BadStep] = frozenset()  # met by `restore`
         self._stop_signals = StopSignals(self.options)
         self._metrics = Metrics(best_metric=self.options.best_metric)
         self._warned = when.saves_automatically(self.options) or not self.options.enabled
@@ -125,8 +106,7 @@ class CheckpointManager:
             return
         try:
             self._close(this_rank_only=True)
-        except Exception as failure:
-            # raise the original error
+        except Exception as failure:  # raise the original error
             _LOG.warning("%s: the save in flight failed: %s", self.root, failure)
 
     def should_save(self, step: int) -> bool:
@@ -139,16 +119,17 @@ class CheckpointManager:
         *,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
-        **arguments: Any,
+        **arguments: Unpack[StateArguments],
     ) -> SaveReport | PendingSave | None:
         """Save if the options ask for it, or with `force`. Call it on every rank after every step,
         with the arguments of `Checkpointer.save`.
 
         Returns None if no save is due, the step is saved already, the save failed and may fail, or
-        an existing step of a previous run stays (with a warning; a background save logs it when it
-        ends). Wrong arguments raise at once. Failures of the storage or of a rank raise after
-        `raise_after` failed saves in a row.
+        an existing step stays (with a warning; a background save logs it when it ends). Wrong
+        arguments raise at once. Failures of the storage or of a rank raise after `raise_after`
+        failed saves in a row.
         """
+        check_argument_names(arguments, StateArguments, function="CheckpointManager.save")
         reasons = self._save_reasons(step)
         if not self.options.enabled or not (reasons or force):
             self._warn_no_trigger()
@@ -161,13 +142,16 @@ class CheckpointManager:
         return self._scheduler.save_sync(job, is_last=self.should_stop)
 
     def finish(
-        self, step: int, *, metrics: Mapping[str, float] | None = None, **arguments: Any
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        **arguments: Unpack[StateArguments],
     ) -> SaveReport | None:
         """Save the last step, if `on_completion` and not saved yet, and wait. Raises if that fails.
-
-        A step of a previous run is replaced, with a warning: no later save follows, and this state
-        is nowhere else.
+        An existing step stays as in `save`.
         """
+        check_argument_names(arguments, StateArguments, function="CheckpointManager.finish")
         if not (self.options.enabled and self.options.on_completion):
             self.wait()
             return None
@@ -195,7 +179,11 @@ class CheckpointManager:
         return self._stop_signals.stopped
 
     def restore(
-        self, step: int | None = None, *, allow_fresh: bool = False, **targets: Any
+        self,
+        step: int | None = None,
+        *,
+        allow_fresh: bool = False,
+        **targets: Unpack[LoadArguments],
     ) -> LoadReport | None:
         """Load the latest valid step of both tiers that has the parts of the targets, or load
         `step`. Takes the targets of `Checkpointer.load`.
@@ -209,23 +197,32 @@ class CheckpointManager:
         Incomplete steps are skipped with a warning and stay. Raises IncompleteError if steps exist,
         none can be used and no path is set; `allow_fresh` logs a warning and returns None instead.
         """
+        check_argument_names(targets, LoadArguments, function="CheckpointManager.restore")
         self.wait()
         load_failures: dict[str, str] = {}
         last_error: CheckpointError | None = None
+        options = targets.get("options") or self._load_options
         while self.options.enabled:
             with contextlib.ExitStack() as locks:
-                point = self._select_restore_point(
-                    step, targets, load_failures, locks, allow_fresh=allow_fresh
+                request = RestoreRequest(
+                    step,
+                    required_parts(targets, options),
+                    targets.get("strict", True),
+                    allow_fresh,
+                    options,
                 )
-                self._bad_steps |= frozenset(point.bad_steps)
-                if self._tiers is not None:
-                    self._tiers.bad_steps = self._bad_steps
+                point = self._steps.select(
+                    request,
+                    load_failures,
+                    locks,
+                    timeout_seconds=self._load_options.timeout_seconds,
+                )
                 if point.kind == "none":
                     break
                 try:
                     return self._load(point, targets)
                 except CheckpointError as error:
-                    if not isinstance(error, _recoverable_errors(point, step)):
+                    if not isinstance(error, recoverable_errors(point, step)):
                         raise
                     load_failures[point.path], last_error = str(error), error
         if last_error is not None:
@@ -238,7 +235,7 @@ class CheckpointManager:
         `steps`, `latest` and `best` read the disk from this rank only, so nodes with folders of
         their own may differ; see `common_steps`.
         """
-        return list({record.step: record for record in self._scan().complete}.values())
+        return list({record.step: record for record in self._steps.scan().complete}.values())
 
     def latest(self) -> StepRecord | None:
         """Return the latest complete checkpoint, or None."""
@@ -264,27 +261,7 @@ class CheckpointManager:
         A step counts if the nodes have a complete copy of it between them. `path` is where this
         node has it, or reads it in a load. Opens every checkpoint if there are several nodes.
         """
-
-        def encode_steps(cluster: ClusterScan | None) -> bytes:
-            scanned = self._scan_all(cluster)
-            loadable = [
-                record
-                for record in scanned.complete
-                if cluster is None or not cluster.diagnose(record, diagnose_root=diagnose)
-            ]
-            unique = {record.step: record for record in loadable}.values()
-            return json.dumps(
-                [[asdict(record), self._is_local(record.path)] for record in unique]
-            ).encode()
-
-        body = self._broadcast_from_rank0(
-            "steps", encode_steps, timeout_seconds=self._save_options.timeout_seconds
-        )
-        decoded = [(decode_record(fields), local) for fields, local in json.loads(body)]
-        return [
-            replace(record, path=self._node_path(record.path, local=local))
-            for record, local in decoded
-        ]
+        return self._steps.common(timeout_seconds=self._save_options.timeout_seconds)
 
     def wait(self) -> None:
         """Block until no save and no copy to the root is in flight. Raises the error of a failed
@@ -335,11 +312,6 @@ class CheckpointManager:
         elif self._tiers is not None:
             self._tiers.flush()
 
-    def _scan(self) -> Scan:
-        if self._tiers is not None:
-            return self._tiers.scan()
-        return scan(LocalStorage(self.root), self.options.step_prefix)
-
     def _warn_no_trigger(self) -> None:
         """Log once, on rank 0, that a save was left out and no option ever triggers one."""
         if not self._warned and self._checkpointer._get_comm().rank == 0:
@@ -371,150 +343,44 @@ class CheckpointManager:
         self,
         step: int,
         metrics: Mapping[str, float] | None,
-        arguments: Mapping[str, Any],
+        arguments: StateArguments,
         *,
         for_root: bool,
     ) -> SaveJob:
-        """Build a save, with the arguments that the manager adds. A step that was found damaged is
-        replaced.
-        """
-        requested = arguments.get("options")
-        options = (
-            self._save_options
-            if requested is None
-            else with_default_if_exists(requested, if_exists="keep_complete")
+        """Build a save, with the arguments that the manager adds."""
+        options = with_existing_rule(
+            arguments.get("options") or self._save_options,
+            step,
+            later=self._steps.later,
+            damaged=self._steps.damaged.values(),
         )
-        if any(bad.step == step for bad in self._bad_steps):
-            options = options.model_copy(update={"if_exists": "replace"})
         stored_metrics = self._metrics.storable(
             metrics, step=step, rank=self._checkpointer._get_comm().rank
         )
-        save_arguments = {**arguments, "step": step, "metrics": stored_metrics, "options": options}
-        return SaveJob(step, step_name(step, self.options.step_prefix), save_arguments, for_root)
+        save_arguments: SaveArguments = {**arguments, "step": step, "metrics": stored_metrics}
+        name = step_name(step, self.options.step_prefix)
+        return SaveJob(step, name, save_arguments, options, for_root)
 
-    def _select_restore_point(
-        self,
-        step: int | None,
-        targets: Mapping[str, Any],
-        load_failures: Mapping[str, str],
-        locks: contextlib.ExitStack,
-        *,
-        allow_fresh: bool,
-    ) -> RestorePoint:
-        """Select on rank 0 what to load, and broadcast it. Collective. Rank 0 locks the folder
-        against removal while `locks` is open.
-        """
-        options = targets.get("options") or self._load_options
-        request = RestoreRequest(
-            step,
-            required_parts(targets, options),
-            targets.get("strict", True),
-            allow_fresh,
-            options,
-        )
-
-        def encode_selection(cluster: ClusterScan | None) -> bytes:
-            point = select(
-                self._scan_all(cluster),
-                self.options,
-                request,
-                root=self.root,
-                load_failures=load_failures,
-                cluster=cluster,
-            )
-            if point.path:
-                # removed meanwhile: the load raises on all ranks
-                with contextlib.suppress(NotFoundError):
-                    locks.enter_context(shared_lock(point.path))
-            return encode_point(
-                replace(point, local=point.kind == "own" and self._is_local(point.path))
-            )
-
-        point = decode_point(
-            self._broadcast_from_rank0(
-                "restore", encode_selection, timeout_seconds=self._load_options.timeout_seconds
-            )
-        )
-        if point.kind == "own":
-            return replace(point, path=self._node_path(point.path, local=point.local))
-        if point.kind == "foreign":
-            return replace(point, path=self._node_path(point.path, local=False, name=point.name))
-        return point
-
-    def _broadcast_from_rank0(
-        self,
-        operation: str,
-        encode: Callable[[ClusterScan | None], bytes],
-        *,
-        timeout_seconds: float,
-    ) -> bytes:
-        """Broadcast what `encode` returns on rank 0. Collective. With several nodes `encode` gets a
-        view of all of them.
-        """
-        comm, checkpointer = self._checkpointer._get_comm(), self._checkpointer
-        leaders = first_ranks(
-            checkpointer._resolve_nodes(f"{operation} of {self.root}", timeout_seconds)
-        )
-        collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
-        with collective.step("select"):
-            cluster = None
-            if len(leaders) > 1 and collective.rank in leaders:
-                directory = self._tiers.local_directory if self._tiers is not None else self.root
-                cluster = ClusterScan(
-                    collective,
-                    comm,
-                    leaders,
-                    root=self.root,
-                    directory=directory,
-                    prefix=self.options.step_prefix,
-                )
-            if collective.rank == 0:
-                body = encode(cluster)
-                if cluster is not None:
-                    cluster.close()
-                collective.put("selection", body)
-            elif cluster is not None:
-                cluster.serve()
-            return collective.get("selection")
-
-    def _scan_all(self, cluster: ClusterScan | None) -> Scan:
-        """Scan both tiers, on all nodes. Rank 0 only."""
-        if cluster is None:
-            return self._scan()
-        return cluster.scan(scan(LocalStorage(self.root), self.options.step_prefix))
-
-    def _is_local(self, path: str) -> bool:
-        return os.path.dirname(path) != self.root
-
-    def _node_path(self, path: str, *, local: bool, name: str = "") -> str:
-        """Return the path of a step on this node, whose folders may have other names. On one node,
-        rank 0's path.
-        """
-        if not any(self._checkpointer._nodes or ()):
-            return path
-        directory = self._tiers.local_directory if self._tiers is not None and local else self.root
-        return os.path.join(directory, name or os.path.split(path)[1])
-
-    def _load(self, point: RestorePoint, targets: Mapping[str, Any]) -> LoadReport:
+    def _load(self, point: RestorePoint, targets: LoadArguments) -> LoadReport:
         options = targets.get("options") or self._load_options
         if point.kind == "parameters":
-            parameter_targets = {
-                name: targets[name] for name in _PARAMETER_TARGETS if name in targets
+            # with the optimizer, for its master weights
+            parts = weight_parts(point.path, targets, options)
+            arguments: LoadArguments = {
+                **targets,
+                "extra": None,
+                "rank_extra": None,
+                "options": options.model_copy(update={"parts": parts}),
             }
-            weights = options.model_copy(
-                update={"parts": weight_parts(point.path, targets, options)}
-            )
-            return replace(
-                self._checkpointer.load(point.path, **parameter_targets, options=weights),
-                step=None,
-                extra=None,
-                rank_extra=None,
-            )
-        report = self._checkpointer.load(point.path, **{**targets, "options": options})
+            report = self._checkpointer.load(point.path, **arguments)
+            return replace(report, step=None, extra=None, rank_extra=None)
+        arguments = {**targets, "options": options}
+        report = self._checkpointer.load(point.path, **arguments)
+        self._steps.mark_restored(point)
         if point.kind == "foreign" and report.step is None:
             return replace(report, step=point.step)  # known only from the folder name
-        if point.kind == "own" and point.step is not None:
-            self._scheduler.mark_restored(point.step, point.save_id, in_root=point.in_root)
+        if point.kind == "unified" and point.step is not None:
+            self._scheduler.mark_restored(point.step, in_root=point.in_root)
         return report
 
     def _on_commit(self, job: SaveJob, target: SaveTarget) -> None:
@@ -522,26 +388,6 @@ class CheckpointManager:
         not fail the save.
         """
         if self._tiers is not None:
-            self._tiers.on_commit(
-                target, job.step, for_root=job.for_root, options=job.arguments["options"]
-            )
-            return
-        _, topology = self._checkpointer._topologies.get(self.root, (None, None))
-        comm = topology.comm if topology is not None else self._checkpointer._get_comm()
-        if comm.rank == 0:  # one rank per root
-            rules = when.retention_rules(self.options)
-            bad_ids = {bad_step.save_id for bad_step in self._bad_steps}
-            rotate_after_save(
-                LocalStorage(self.root),
-                self.options.step_prefix,
-                rules,
-                protected=lambda: {job.step},
-                excluded=bad_ids,
-            )
-
-
-def _recoverable_errors(point: RestorePoint, step: int | None) -> tuple[type[Exception], ...]:
-    """Return the errors after which `restore` tries the next restore point."""
-    if point.kind == "own":
-        return _OWN_STEP_ERRORS
-    return _FOREIGN_STEP_ERRORS if point.kind == "foreign" and step is None else ()
+            self._tiers.on_commit(target, job.step, for_root=job.for_root, options=job.options)
+        else:
+            self._steps.apply_retention(job.step)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from unified_ckpt.api import Checkpointer
-from unified_ckpt.engine.folder.commit import StepPath
+from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.request import SaveArguments
 from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.rules.existing import kept_text
 from unified_ckpt.manager.rules.retry import FailureCount, is_transient
-from unified_ckpt.manager.steps.scan import read_step_record
 from unified_ckpt.manager.tiers.tiers import SaveTarget, TieredStorage
-from unified_ckpt.options import ManagerOptions
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.options import ManagerOptions, SaveOptions
 
 _LOG = logging.getLogger("unified_ckpt")
 _Result = TypeVar("_Result")
@@ -29,23 +29,25 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """One save. `arguments`: of `Checkpointer.save`. `for_root`: due in the root, not only in the
-    local tier.
+    """One save. `arguments`: of `Checkpointer.save`, without its options. `for_root`: due in the
+    root, not only in the local tier.
     """
 
     step: int
     name: str
-    arguments: dict[str, Any]
+    arguments: SaveArguments
+    options: SaveOptions
     for_root: bool = True
 
-    def arguments_at(self, target: SaveTarget) -> dict[str, Any]:
-        """Return the arguments for this target."""
-        if not target.replace:
-            return self.arguments
-        return {
-            **self.arguments,
-            "options": self.arguments["options"].model_copy(update={"if_exists": "replace"}),
-        }
+    def arguments_at(self, target: SaveTarget) -> SaveArguments:
+        """Return the arguments for this target, with the options.
+
+        A local save replaces what has its name: `if_exists` is about the root.
+        """
+        options = self.options
+        if target.local:
+            options = options.model_copy(update={"if_exists": "replace"})
+        return {**self.arguments, "options": options}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +86,17 @@ class SaveScheduler:
         self._last_begun_at = time.monotonic()
         self.last_begun: int | None = None
         self.last_good: int | None = None
-        self._own_ids: set[str] = set()  # of the restored save and all saves since
         self._last_in_root: int | None = None  # last good step in the root, or to be copied there
 
-    def mark_restored(self, step: int, save_id: str, *, in_root: bool) -> None:
+    def mark_restored(self, step: int, *, in_root: bool) -> None:
         """Record the step that the run resumed from. `in_root`: that save is in the root."""
-        self._own_ids = {save_id}  # the run has gone back from earlier saves
         self.last_begun = self.last_good = step
         self._last_in_root = step if in_root else None
         self._last_begun_at = time.monotonic()
 
     def save_sync(self, job: SaveJob, *, is_last: bool) -> SaveReport | None:
-        """Save now. Returns None if the save failed, is done already, or an existing step of a
-        previous run stays.
+        """Save now. Returns None if the save failed, is done already, or an existing step
+        stays.
 
         `is_last`: no later save follows; it goes to the root, and a failure is raised.
         """
@@ -106,19 +106,18 @@ class SaveScheduler:
         ):
             return None
         self._mark_begun(job)
-        job = self._with_replace(job) if is_last else job
 
         def start(target: SaveTarget) -> SaveReport:
-            return self._checkpointer.save(StepPath(target.path), **job.arguments_at(target))
+            return self._checkpointer.save(ManagedPath(target.path), **job.arguments_at(target))
 
         result = self._save_with_fallback(job, start, retried=False, is_last=is_last)
         if result is None:
             return None
         target, report = result
-        if self._is_previous_run(report):
+        if report.existed:
             self._warn_existing(job, report)
             return None
-        self._mark_saved(job, report)
+        self._mark_saved(job)
         self._on_commit(job, target)
         if is_last and target.local and self._tiers is not None:
             self._tiers.flush()
@@ -135,14 +134,14 @@ class SaveScheduler:
             return None
 
         def after_commit(target: SaveTarget, report: SaveReport) -> None:
-            if self._is_previous_run(report):
+            if report.existed:
                 self._warn_existing(job, report)
             else:
                 self._on_commit(job, target)
 
         def start(target: SaveTarget) -> PendingSave:
             return self._checkpointer.save_async(
-                StepPath(target.path),
+                ManagedPath(target.path),
                 lazy=self._options.lazy,
                 after_commit=lambda report: after_commit(target, report),
                 **job.arguments_at(target),
@@ -166,9 +165,8 @@ class SaveScheduler:
         if in_flight is None:
             return
         try:
-            report = in_flight.pending.result()
-            if not self._is_previous_run(report):
-                self._mark_saved(in_flight.job, report)
+            if not in_flight.pending.result().existed:
+                self._mark_saved(in_flight.job)
         except Exception as error:
             self._count_failure(in_flight, error, strict=strict, is_last=is_last)
         finally:
@@ -238,7 +236,7 @@ class SaveScheduler:
         if self._tiers is not None:
             direct = job.for_root and self._direct_next
             target = self._tiers.select_target(
-                job.step, job.name, for_root=job.for_root, direct=direct, is_last=is_last
+                job.name, for_root=job.for_root, direct=direct, is_last=is_last
             )
         if target.local:
             try:
@@ -250,8 +248,6 @@ class SaveScheduler:
             if not job.for_root:
                 return None
             target = SaveTarget(job.name)
-        if self._tiers is not None:
-            self._tiers.begin_direct(job.step)
         self._direct_next = self._direct_next and not job.for_root
         result = self._retry(lambda: start(target), retried=retried, is_last=is_last)
         return None if result is None else (target, result)
@@ -282,43 +278,10 @@ class SaveScheduler:
                 )
             time.sleep(when.backoff_seconds(self._options, attempts))
 
-    def _with_replace(self, job: SaveJob) -> SaveJob:
-        """Make the last save replace an existing step of a previous run: its state is nowhere
-        else.
-        """
-        options = job.arguments["options"]
-        if options.if_exists != "keep_complete":
-            return job
-        if self._checkpointer._get_comm().rank == 0:
-            existing = read_step_record(
-                LocalStorage(str(self._checkpointer._root)), job.name, self._options.step_prefix
-            )
-            if existing.status == "complete" and existing.save_id not in self._own_ids:
-                self._warn(
-                    "%s: save %s of a previous run is replaced by the last save of this run",
-                    existing.path,
-                    existing.save_id,
-                )
-        return replace(
-            job,
-            arguments={
-                **job.arguments,
-                "options": options.model_copy(update={"if_exists": "replace"}),
-            },
-        )
-
-    def _is_previous_run(self, report: SaveReport) -> bool:
-        return report.existed and report.id not in self._own_ids
-
     def _warn_existing(self, job: SaveJob, report: SaveReport) -> None:
-        text = (
-            "step %d is not saved: %s is save %s of a previous run and stays; "
-            "to replace it, set SaveOptions(if_exists='replace')"
-        )
-        self._warn(text, job.step, report.path, report.id)
+        self._warn("step %d is not saved: %s", job.step, kept_text(report.path, report.id))
 
-    def _mark_saved(self, job: SaveJob, report: SaveReport) -> None:
-        self._own_ids.add(report.id)
+    def _mark_saved(self, job: SaveJob) -> None:
         self._failures.clear()
         self.last_good = job.step
         if job.for_root:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from types import TracebackType
 
 
 class _GCPause:
@@ -19,30 +18,22 @@ class _GCPause:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._depth = 0
-        self._was_enabled = self._is_registered = False
+        self._was_enabled = False
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._is_registered:
-                os.register_at_fork(after_in_child=self._reset_after_fork)
-                self._is_registered = True
             if not self._depth:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
             self._depth += 1
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._depth -= 1
             if not self._depth and self._was_enabled:
                 gc.enable()
 
-    def _reset_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Restore the collector in a child, which lacks the threads that paused it."""
         self._lock = threading.Lock()
         if self._depth and self._was_enabled:
@@ -51,3 +42,4 @@ class _GCPause:
 
 
 gc_paused = _GCPause()  # one, as the collector is one per process
+os.register_at_fork(after_in_child=gc_paused.reset_after_fork)

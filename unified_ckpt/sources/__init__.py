@@ -1,7 +1,7 @@
-"""Opens checkpoints that other frameworks wrote as Sources; knows which format a path holds.
+"""Opens checkpoints of any format as Sources; knows which format a path holds.
 
-Unified checkpoints and plain Hugging Face safetensors folders are not among these formats: the
-engine reads those itself.
+Unified checkpoints and plain Hugging Face safetensors folders have no `Format` here: the engine
+reads them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import absolute_path, is_url, strip_file_scheme
 from unified_ckpt.sources.detect.names import Format, detect_format, detect_unsupported
-
-# What a damaged file may raise in a reader; RuntimeError includes RecursionError.
-_DAMAGE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-    OSError,
-)
+from unified_ckpt.sources.files.parsing import DAMAGE_ERRORS
 
 
 def resolve_format(path: str, options: SourceOptions) -> Format | None:
@@ -59,7 +49,7 @@ def open_source(
         else:
             opened = _open_format(detected, path, options)
         stack.callback(opened.close)
-        source = apply_options(opened, options)
+        source = wrap_in_views(opened, options)
         stack.pop_all()
     return source
 
@@ -79,14 +69,14 @@ def _open_format(detected: Format, path: str, options: SourceOptions) -> Source:
     open_function = getattr(import_module(f"{__name__}.{module}"), function)
     try:
         return cast("Source", open_function(absolute_path(path), options))
-    except _DAMAGE_ERRORS as error:
+    except DAMAGE_ERRORS as error:
         cause = f"{type(error).__name__}: {error}"
         raise FormatError(
             f"{path}: is damaged, or was not written by {detected.title}: {cause}"
         ) from error
 
 
-def apply_options(source: Source, options: SourceOptions) -> Source:
+def wrap_in_views(source: Source, options: SourceOptions) -> Source:
     """Wrap a source in the views that the options ask for, if any."""
     if options.rename is None and options.layers is None and options.conversion_fn is None:
         return source

@@ -120,16 +120,16 @@ def list_steps(root: str, *, prefix: str = "checkpoint-") -> list[StepEntry]:
     steps. Empty folders and unfinished saves are not listed. A missing folder has no steps.
     Raises StorageError if a folder cannot be listed.
     """
-    own_pattern = StepNamePattern(re.compile(f"{re.escape(prefix)}([0-9]{{1,18}})"))
+    prefix_pattern = StepNamePattern(re.compile(f"{re.escape(prefix)}([0-9]{{1,18}})"))
     entries = [
         entry
         for folder in _step_folders(root)
-        for entry in _list_folder(root, folder, (own_pattern, *STEP_NAME_PATTERNS))
+        for entry in _list_folder(root, folder, (prefix_pattern, *STEP_NAME_PATTERNS))
     ]
-    return newest_first(entries)[::-1]
+    return sort_by_recency(entries)[::-1]
 
 
-def newest_first(steps: list[StepEntry]) -> list[StepEntry]:
+def sort_by_recency(steps: list[StepEntry]) -> list[StepEntry]:
     """Sort steps in the order in which to try them: highest number first.
 
     A step that a pointer file names comes before the others in its folder.
@@ -279,7 +279,7 @@ def read_step(
 ) -> StepContents:
     """Open a step as a load would, without reading any tensor."""
     if not entry.readable:
-        return StepContents(entry.number, problem=_one_line(_unreadable_reason(entry), entry))
+        return StepContents(entry.number, problem=_single_line(_unreadable_reason(entry), entry))
     last_file = _LAST_WRITTEN_FILE.get(entry.format)
     if last_file is not None and not os.path.isfile(os.path.join(entry.path, last_file)):
         return StepContents(entry.number, problem=f"{last_file}, which is written last, is missing")
@@ -287,13 +287,13 @@ def read_step(
         with closing(open_source(entry.path, options)) as source:
             metadata, parts = source.metadata(), set(source.parts)
     except CheckpointError as error:
-        return StepContents(entry.number, problem=_one_line(str(error), entry))
+        return StepContents(entry.number, problem=_single_line(str(error), entry))
     if metadata.groups or metadata.scalars:
         parts.add("optimizer")  # SGD without momentum has no tensors
     return StepContents(entry.number if metadata.step is None else metadata.step, frozenset(parts))
 
 
-def _one_line(problem: str, entry: StepEntry) -> str:
+def _single_line(problem: str, entry: StepEntry) -> str:
     """Return an error on one line without the path, which callers print themselves."""
     return " ".join(problem.split()).removeprefix(f"{entry.path}: ").removeprefix(f"{entry.path}/")
 

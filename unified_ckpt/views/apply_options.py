@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from unified_ckpt.engine.source.by_position import IndexedOptimizerSource, Order
-from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.protocol import IndexedOptimizerSource, Order, Source
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.renames import Renames, parse_renames
 from unified_ckpt.options import SourceOptions
@@ -17,14 +16,15 @@ def apply_options(source: Source, options: SourceOptions) -> Source:
 
     NotFoundError or FormatError if a file or function is missing, or does not fit the source.
     """
-    if not isinstance(source, IndexedOptimizerSource):
+    indexed = source.indexed
+    if indexed is None:
         return _apply(source, options)
 
     def named(order: Order | None) -> Source:
-        renamed_source = _apply(source.with_stored_order, options)
+        renamed_source = _apply(indexed.with_stored_order, options)
         if order is not None and options.optimizer_order is None:
             source_order = [
-                list(own_group["names"]) for own_group in renamed_source.metadata().groups
+                list(source_group["names"]) for source_group in renamed_source.metadata().groups
             ]
             target_order = [[name for name, _ in group] for group in order]
             if source_order != target_order:
@@ -36,7 +36,7 @@ def apply_options(source: Source, options: SourceOptions) -> Source:
                 )
         return renamed_source
 
-    return IndexedOptimizerSource(_apply(source.without_optimizer(), options), named)
+    return IndexedOptimizerSource(_apply(indexed.without_optimizer, options), named)
 
 
 def _apply(source: Source, options: SourceOptions) -> Source:

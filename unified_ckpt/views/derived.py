@@ -11,11 +11,9 @@ shapes of all operands are checked before the first byte is read.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from unified_ckpt.core.recipes import (
     External,
@@ -28,17 +26,22 @@ from unified_ckpt.core.recipes import (
     reshape,
     slice_dim,
 )
-from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.source.protocol import Catalog, Location, Source, SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
+from unified_ckpt.engine.source.protocol import (
+    Location,
+    Locations,
+    Source,
+    SourceMetadata,
+    WrappedSource,
+)
+from unified_ckpt.errors import FormatError, NotFoundError, error_prefix
 from unified_ckpt.format.digests import BLOCK_NBYTES
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_bytes, as_contiguous
-from unified_ckpt.views.derived_storage import DerivedStorage, chunk_storage, unique_prefix
-from unified_ckpt.views.materialize import materialize
-from unified_ckpt.views.shards import tensor_file
+from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.torch_state.flatten import MODEL
+from unified_ckpt.views.materialize import in_chunks
+from unified_ckpt.views.shards import ShardAssembler, ShardedTensor
 
 _MAX_RUNS = 4096  # a tensor of more runs is materialized
 
@@ -84,45 +87,30 @@ class ElementRange:
 
 @dataclass(frozen=True, slots=True)
 class RangesTensor:
-    """A tensor of this shape whose elements are the ranges, one after another."""
+    """A tensor of this shape whose elements are the ranges of tensors of `part`, one by one."""
 
     shape: tuple[int, ...]
     ranges: tuple[ElementRange, ...]
-
-    def in_part(self, part: str) -> Expr:
-        """Return the expression that makes this tensor from tensors of `part`."""
-        return _RangesExpr(part, self)
-
-
-@dataclass(frozen=True, slots=True)
-class _RangesExpr:
-    part: str
-    tensor: RangesTensor
+    part: str = MODEL
 
     @property
     def stored(self) -> Collection[Key]:
         """Keys of the tensors that have the ranges."""
-        return [(self.part, element_range.name) for element_range in self.tensor.ranges]
+        return [(self.part, element_range.name) for element_range in self.ranges]
 
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
         """Return the concatenated ranges. FormatError if a tensor is too short."""
         recipes = []
-        for element_range in self.tensor.ranges:
-            shape = shapes[self.part, element_range.name]
-            if element_range.first + element_range.count > prod(shape):
+        for element_range in self.ranges:
+            key, stop = (self.part, element_range.name), element_range.first + element_range.count
+            if stop > prod(shapes[key]):
                 raise FormatError(
-                    f"{element_range.name}: got {prod(shape)} elements, expected at least "
-                    f"{element_range.first + element_range.count}"
+                    f"{element_range.name}: got {prod(shapes[key])} elements, expected at least "
+                    f"{stop}"
                 )
-            recipes.append(
-                slice_dim(
-                    reshape(Stored((self.part, element_range.name), shape), (-1,)),
-                    0,
-                    element_range.first,
-                    element_range.first + element_range.count,
-                )
-            )
-        return reshape(concat(recipes, 0), self.tensor.shape)
+            flat = reshape(Stored(key, shapes[key]), (-1,))
+            recipes.append(slice_dim(flat, 0, element_range.first, stop))
+        return reshape(concat(recipes, 0), self.shape)
 
 
 def derive(
@@ -132,9 +120,11 @@ def derive(
     parts: Collection[str],
     unchanged: Collection[str] = (),
     refused: Collection[str] = (),
+    metadata: SourceMetadata | None = None,
 ) -> DerivedSource:
     """Return a source with these tensors, by name, in each of `parts`.
 
+    `metadata` replaces that of the original source if names in it change.
     `unchanged` parts are passed through; other parts are left out. Asking for the names of a
     `refused` part raises the error of the original source. A tensor whose operands are not all
     stored is left out; a stored tensor that no expression uses keeps its name.
@@ -150,7 +140,7 @@ def derive(
         used = {
             element_range.name for tensor in available.values() for element_range in tensor.ranges
         }
-        exprs[part] = {name: tensor.in_part(part) for name, tensor in available.items()} | {
+        exprs[part] = {name: replace(tensor, part=part) for name, tensor in available.items()} | {
             name: Renamed((part, name)) for name in sorted(stored - used)
         }
     new_names = {
@@ -165,10 +155,10 @@ def derive(
     for part in [part for part in source.parts if part in unchanged]:
         exprs[part] = {name: Renamed((part, name)) for name in source.names(part)}
         aliases[part] = dict(source.aliases(part))
-    return DerivedSource(source, exprs, aliases=aliases, refused=refused)
+    return DerivedSource(source, exprs, aliases=aliases, metadata=metadata, refused=refused)
 
 
-class DerivedSource:
+class DerivedSource(WrappedSource):
     """A Source whose tensors are expressions over another source, by part and name.
 
     `metadata` replaces that of the original source if names in it change.
@@ -183,17 +173,15 @@ class DerivedSource:
         metadata: SourceMetadata | None = None,
         refused: Collection[str] = (),
     ) -> None:
-        self._source = source
+        super().__init__(source)
         self._exprs = exprs
         self._aliases = aliases
         self._metadata = metadata
         self._refused = refused
         self._resolved: dict[Key, tuple[Recipe, TensorSpec]] = {}
-
-    @property
-    def format(self) -> str:
-        """Name of the original source's format."""
-        return self._source.format
+        self._runs: dict[Key, Sequence[Run] | None] = {}
+        self._materialized: dict[Key, ShardedTensor] = {}
+        self._assembler = ShardAssembler(self._materialized)
 
     @property
     def parts(self) -> Sequence[str]:
@@ -215,70 +203,56 @@ class DerivedSource:
         resolved = self._recipes([(part, name) for name in names])
         return {name: resolved[part, name][1] for name in names}
 
-    def read(self, part: str, name: str, box: Box) -> bytes:
-        """Return the row-major bytes of a box."""
-        recipe, spec = self._recipes([(part, name)])[part, name]
-        if not box.numel:
-            return b""
-        try:
-            return bytes(
-                as_bytes(
-                    as_contiguous(materialize(recipe, box, self._read, TORCH_DTYPES[spec.dtype]))
+    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
+        """Fill `buffer` with a tensor's bytes from byte `start`."""
+        if key not in self._resolved:
+            self._recipes([key])
+        recipe, spec = self._resolved[key]
+        element_runs = self._stored_runs(key)
+        if element_runs is None:
+            if key not in self._materialized:
+                self._materialized[key] = in_chunks(self._source, key, recipe, spec)
+            self._assembler.read_into(key, start, buffer)
+            return
+        element_nbytes, run_start, stop = itemsize(spec.dtype), 0, start + len(buffer)
+        for element_run in element_runs:
+            run_stop = run_start + element_run.count * element_nbytes
+            low, high = max(start, run_start), min(stop, run_stop)
+            if low < high:
+                self._source.read_into(
+                    element_run.stored,
+                    element_run.first * element_nbytes + low - run_start,
+                    buffer[low - start : high - start],
                 )
-            )
-        except FormatError as error:
-            raise FormatError(f"{part}:{name}: {error}") from error
+            run_start = run_stop
 
-    def catalog(self, keys: Collection[Key]) -> Catalog:
-        """Return storage and locations.
-
-        Tensors that are not a few stored runs get virtual files.
-        """
+    def locations(self, keys: Collection[Key]) -> Locations | None:
+        """Return where tensors that are one run of a stored tensor lie plainly in files."""
         resolved = self._recipes(keys)
-        stored_shapes = {
-            leaf.key: leaf.shape
-            for recipe, _ in resolved.values()
-            for leaf in leaves(recipe)
-            if isinstance(leaf, Stored)
+        single_runs = {
+            key: (runs[0], itemsize(resolved[key][1].dtype))
+            for key in keys
+            if (runs := self._stored_runs(key)) is not None and len(runs) == 1
         }
-        inner = self._source.catalog(stored_shapes.keys())
-        prefix = unique_prefix(inner.storage)
-        locations, spans, materialized = {}, {}, {}
-        for key, (recipe, spec) in resolved.items():
-            element_runs, element_nbytes = merged_runs(recipe), itemsize(spec.dtype)
-            if element_runs is None or len(element_runs) > _MAX_RUNS:
-                materialized[key] = recipe, spec
-                locations[key] = Location(prefix + tensor_file(*key), 0)
-                continue
-            pieces_locations = [
-                (
-                    element_run.count * element_nbytes,
-                    _shift(inner.locations[element_run.stored], element_run.first * element_nbytes),
-                )
-                for element_run in element_runs
-            ]
-            # with a log, the storage verifies
-            locations[key] = (
-                pieces_locations[0][1]
-                if len(pieces_locations) == 1
-                else Location(prefix + tensor_file(*key), 0)
-            )
-            if len(pieces_locations) > 1:
-                spans[prefix + tensor_file(*key)] = pieces_locations
-        leaf_keys = {
-            stored_leaf.key
-            for recipe, _ in materialized.values()
-            for stored_leaf in leaves(recipe)
-            if isinstance(stored_leaf, Stored)
-        }
-        digests = self._source.block_digests(leaf_keys) if inner.verification_log is None else {}
-        return Catalog(
-            DerivedStorage(
-                inner.storage, prefix, spans, chunk_storage(inner, digests, materialized)
-            ),
-            locations,
-            inner.verification_log,
+        stored = self._source.locations({run.stored for run, _ in single_runs.values()})
+        if stored is None:
+            return None
+        return Locations(
+            stored.storage,
+            {
+                key: Location(location.file, location.start + run.first * element_nbytes)
+                for key, (run, element_nbytes) in single_runs.items()
+                if (location := stored.by_key.get(run.stored)) is not None
+            },
         )
+
+    def _stored_runs(self, key: Key) -> Sequence[Run] | None:
+        """Return the stored runs that a tensor consists of, or None if it is materialized."""
+        if key not in self._runs:
+            element_runs = merged_runs(self._recipes([key])[key][0])
+            is_long = element_runs is not None and len(element_runs) > _MAX_RUNS
+            self._runs[key] = None if is_long else element_runs
+        return self._runs[key]
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return digests of tensors whose blocks are all stored blocks, and None for others."""
@@ -308,13 +282,10 @@ class DerivedSource:
         """Return everything beside tensors, under the new names."""
         return self._metadata or self._source.metadata()
 
-    def rank_extra(self, rank: int) -> Any:
-        """Return the state that this rank saved for itself."""
-        return self._source.rank_extra(rank)
-
     def close(self) -> None:
-        """Close the original source."""
-        self._source.close()
+        """Drop cached chunks and close the original source."""
+        self._assembler.clear()
+        super().close()
 
     def _recipes(self, keys: Collection[Key]) -> dict[Key, tuple[Recipe, TensorSpec]]:
         """Return recipes and specs of these tensors, checked and cached."""
@@ -339,19 +310,9 @@ class DerivedSource:
             for name, spec in self._source.specs(part, names).items()
         }
         for key, expr in unresolved.items():
-            try:
+            with error_prefix(f"{':'.join(key)}"):
                 self._resolved[key] = _resolve(expr, specs)
-            except CheckpointError as error:
-                raise type(error)(f"{':'.join(key)}: {error}") from error
         return {key: self._resolved[key] for key in keys}
-
-    def _read(self, key: Key, box: Box) -> torch.Tensor:
-        dtype = TORCH_DTYPES[self._source.specs(key[0], [key[1]])[key[1]].dtype]
-        return (
-            torch.frombuffer(bytearray(self._source.read(*key, box)), dtype=torch.uint8)
-            .view(dtype)
-            .view(box.shape)
-        )
 
 
 def _resolve(expr: Expr, specs: Mapping[Key, TensorSpec]) -> tuple[Recipe, TensorSpec]:
@@ -369,10 +330,6 @@ def _resolve(expr: Expr, specs: Mapping[Key, TensorSpec]) -> tuple[Recipe, Tenso
             "concatenation"
         )
     return recipe, spec
-
-
-def _shift(location: Location, nbytes: int) -> Location:
-    return Location(location.file, location.start + nbytes)
 
 
 def _stored_blocks(recipe: Recipe, spec: TensorSpec) -> list[tuple[Run, int, int]] | None:

@@ -1,8 +1,10 @@
-"""Computes any box of a tensor that a recipe describes, reading little more than it needs."""
+"""Computes tensors that a recipe describes, box by box, reading little more than a box needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from math import prod
 
 import torch
 
@@ -16,18 +18,56 @@ from unified_ckpt.core.recipes import (
     Scaled,
     Sliced,
     Stored,
-    relative_to,
-    shift_box,
+    leaves,
     split_by_operand,
     unpermute_box,
 )
-from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.boxes import Box, chunk_boxes, relative_to, shift
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.reshape import expand_box, reshape_map
-from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.torch_state.tensors import as_int_bits
+from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.engine.source.protocol import Source, read_box
+from unified_ckpt.errors import FormatError, error_prefix
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_int_bits, from_bytes
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
+
+CHUNK_NBYTES = 32 << 20  # long enough that the runs it is read in are long too
 
 Read = Callable[[Key, Box], torch.Tensor]
+
+
+def in_chunks(source: Source, key: Key, recipe: Recipe, spec: TensorSpec) -> ShardedTensor:
+    """Return a tensor as chunks that are computed when they are read, and cached for a while."""
+    dtype, name = TORCH_DTYPES[spec.dtype], ":".join(key)
+
+    def read(stored_key: Key, box: Box) -> torch.Tensor:
+        return from_bytes(read_box(source, stored_key, box), dtype, box.shape)
+
+    # an external tensor is loaded whole each time
+    has_external = any(isinstance(leaf, External) for leaf in leaves(recipe))
+    chunk_numel = prod(recipe.shape) if has_external else CHUNK_NBYTES // itemsize(spec.dtype)
+    chunks = [
+        TensorShard(box, partial(_compute_chunk, recipe, box, read, dtype, name), name, cache=True)
+        for box in chunk_boxes(recipe.shape, max(chunk_numel, 1))
+    ]
+    return sharded_tensor(dtype, recipe.shape, chunks)
+
+
+def _compute_chunk(
+    recipe: Recipe, box: Box, read: Read, dtype: torch.dtype, name: str
+) -> torch.Tensor:
+    if not box.numel:
+        return torch.empty(box.shape, dtype=dtype, device="cpu")
+    with error_prefix(name):
+        chunk = materialize(recipe, box, read, dtype)
+    # do not retain memory that the chunk does not use
+    is_view_of_larger = chunk.untyped_storage().nbytes() > chunk.nbytes
+    return (
+        as_int_bits(chunk).clone(memory_format=torch.contiguous_format).view(dtype)
+        if is_view_of_larger
+        else chunk
+    )
 
 
 def materialize(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) -> torch.Tensor:
@@ -45,13 +85,13 @@ def _materialize_bits(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) 
         case Stored():
             return as_int_bits(read(recipe.key, box))
         case External():
-            return as_int_bits(_external(recipe, dtype))[slices(box)]
+            return as_int_bits(_external(recipe, dtype))[box.slices]
         case Permuted():
             return _materialize_bits(
                 recipe.operand, unpermute_box(recipe, box), read, dtype
             ).permute(recipe.dims)
         case Sliced():
-            return _materialize_bits(recipe.operand, shift_box(recipe, box), read, dtype)
+            return _materialize_bits(recipe.operand, shift(box, recipe.box.offsets), read, dtype)
         case Concatenated():
             return _concat(recipe, box, read, dtype)
         case Reshaped():
@@ -66,11 +106,6 @@ def _materialize_bits(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) 
             return _all_equal(
                 [_materialize_bits(operand, box, read, dtype) for operand in recipe.operands]
             )
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    """Return the box as indices of a tensor."""
-    return tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))
 
 
 def _external(recipe: External, dtype: torch.dtype) -> torch.Tensor:
@@ -91,7 +126,7 @@ def _concat(recipe: Concatenated, box: Box, read: Read, dtype: torch.dtype) -> t
         return _materialize_bits(overlaps[0][0], overlaps[0][1], read, dtype)
     result = _empty_bits(box.shape, dtype)
     for operand, operand_box, result_box in overlaps:
-        result[slices(result_box)].copy_(_materialize_bits(operand, operand_box, read, dtype))
+        result[result_box.slices].copy_(_materialize_bits(operand, operand_box, read, dtype))
     return result
 
 
@@ -107,7 +142,7 @@ def _reshaped(recipe: Reshaped, box: Box, read: Read, dtype: torch.dtype) -> tor
             target.copy_(
                 _materialize_bits(recipe.operand, copy.box, read, dtype).reshape(target.shape)
             )
-    return result.reshape(expanded.shape)[slices(relative_to(box, expanded.offsets))]
+    return result.reshape(expanded.shape)[relative_to(box, expanded.offsets).slices]
 
 
 def _empty_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

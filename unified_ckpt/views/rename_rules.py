@@ -8,57 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
-from unified_ckpt.format.renames import Over, Renames, Rule, captures, substitute
+from unified_ckpt.format.renames import Over, Renames, Rule
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.views.derived import DerivedSource, Expr, Renamed
-from unified_ckpt.views.rule_outputs import STEP, RuleOutput, base_recipe
-
-
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """A rule that matches a name.
-
-    `targets` are the names that it outputs, with a placeholder for the number that it unstacks.
-    `layer` is the number that it stacks; `pattern_index`, which of its patterns matched.
-    """
-
-    rule_index: int
-    rule: Rule
-    targets: tuple[str, ...]
-    layer: str
-    pattern_index: int
-
-
-class _Rules:
-    """Some rules of a file, by their index in it."""
-
-    def __init__(self, indexed_rules: Sequence[tuple[int, Rule]]) -> None:
-        self._patterns = [
-            (rule_index, rule, pattern_index, pattern)
-            for rule_index, rule in indexed_rules
-            for pattern_index, pattern in enumerate(rule.patterns())
-        ]
-
-    def match(self, name: str) -> _Match | None:
-        """Return the first rule that matches the name. A rule that only pads keeps the name."""
-        for rule_index, rule, pattern_index, pattern in self._patterns:
-            regex_match = pattern.fullmatch(name)
-            if regex_match is not None:
-                values = captures(regex_match)
-                layer = values.pop(rule.stack.over) if rule.stack is not None else "0"
-                targets = (
-                    (name,)
-                    if rule.pads_only
-                    else tuple(substitute(target.name, values) for target in rule.to)
-                )
-                return _Match(rule_index, rule, targets, layer, pattern_index)
-        return None
+from unified_ckpt.views.renamed_metadata import renamed_metadata
+from unified_ckpt.views.rule_matches import (
+    RuleMatch,
+    Rules,
+    only_renames,
+    unstacked_count,
+    unstacked_name,
+)
+from unified_ckpt.views.rule_outputs import STEP, RuleOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +70,7 @@ def apply_renames(source: Source, renames: Renames, *, rules_path: str = "rules"
     plans = {part: _part_plan(source, part, renames) for part in source.parts}
     problems = [problem for plan in plans.values() for problem in plan.problems]
     used = {rule_index for plan in plans.values() for rule_index in plan.used}
-    rules = _rules_for_part(renames, MODEL)
+    rules = Rules(renames, MODEL)
     used |= {
         match.rule_index
         for match in map(rules.match, source.metadata().modules)
@@ -116,8 +82,7 @@ def apply_renames(source: Source, renames: Renames, *, rules_path: str = "rules"
                 f"rule {rule_index + 1} ({', '.join((*rule.match, *rule.regex))}): matches no "
                 "tensor; remove it, or set `optional = true`"
             )
-    if problems:
-        raise FormatError(format_list(f"{rules_path}: rules do not fit the checkpoint", problems))
+    raise_if_any(FormatError, f"{rules_path}: rules do not fit the checkpoint", problems)
     resolved = {
         part: _resolve_aliases(plan)
         for part, plan in plans.items()
@@ -131,17 +96,10 @@ def apply_renames(source: Source, renames: Renames, *, rules_path: str = "rules"
         for name, dims in plan.pads.items()
     }
     return DerivedSource(
-        source, exprs, aliases=aliases, metadata=_renamed_metadata(source, renames, pads)
-    )
-
-
-def _rules_for_part(renames: Renames, part: str) -> _Rules:
-    return _Rules(
-        [
-            (index, rule)
-            for index, rule in enumerate(renames.rules)
-            if rule.parts is None or part in rule.parts
-        ]
+        source,
+        exprs,
+        aliases=aliases,
+        metadata=renamed_metadata(source, renames, _shape_keys(source), pads),
     )
 
 
@@ -160,7 +118,7 @@ def _part_plan(source: Source, part: str, renames: Renames) -> _PartPlan:
             plan,
             source,
             _NamedTensors(part, keys | alias_keys, alias_keys, keys | alias_keys),
-            _rules_for_part(renames, part),
+            Rules(renames, part),
             renames,
         )
     return plan
@@ -170,13 +128,7 @@ def _plan_optimizer(
     plan: _PartPlan, source: Source, keys: Mapping[str, Key], renames: Renames
 ) -> None:
     """Apply the optimizer's own rules first; other state follows its parameter."""
-    optimizer_rules = _Rules(
-        [
-            (index, rule)
-            for index, rule in enumerate(renames.rules)
-            if rule.parts is not None and OPTIMIZER in rule.parts
-        ]
-    )
+    optimizer_rules = Rules(renames, OPTIMIZER, named_only=True)
     matched = {name: key for name, key in keys.items() if optimizer_rules.match(name) is not None}
     _apply_rules(
         plan, source, _NamedTensors(OPTIMIZER, matched, {}, keys), optimizer_rules, renames
@@ -185,7 +137,7 @@ def _plan_optimizer(
     for name in keys.keys() - matched.keys():
         fqn, _, state = name.rpartition("/")
         states.setdefault(state, {})[fqn] = keys[name]
-    model_rules, shape_keys = _rules_for_part(renames, MODEL), _shape_keys(source)
+    model_rules, shape_keys = Rules(renames, MODEL), _shape_keys(source)
     for state, keys_by_fqn in sorted(states.items()):
         _apply_rules(
             plan,
@@ -211,10 +163,10 @@ def _shape_keys(source: Source) -> dict[str, Key]:
 
 
 def _apply_rules(
-    plan: _PartPlan, source: Source, tensors: _NamedTensors, rules: _Rules, renames: Renames
+    plan: _PartPlan, source: Source, tensors: _NamedTensors, rules: Rules, renames: Renames
 ) -> None:
     """Plan what becomes of the tensors under the rules."""
-    matches: dict[tuple[int, tuple[str, ...]], list[tuple[_Match, str]]] = {}
+    matches: dict[tuple[int, tuple[str, ...]], list[tuple[RuleMatch, str]]] = {}
     for name, key in tensors.keys.items():
         match, is_alias = rules.match(name), name in tensors.alias_keys
         if match is not None:
@@ -252,7 +204,7 @@ def _pad_dims(source: Source, tensors: _NamedTensors, rule: Rule, name: str) -> 
 
 
 def _uneven_stacks(
-    matches: Mapping[tuple[int, tuple[str, ...]], Sequence[tuple[_Match, str]]],
+    matches: Mapping[tuple[int, tuple[str, ...]], Sequence[tuple[RuleMatch, str]]],
 ) -> Iterator[str]:
     """Describe stacks of one rule with different numbers: a last layer that lacks a tensor."""
     first: dict[int, tuple[str, set[str]]] = {}
@@ -274,7 +226,7 @@ def _add_outputs(
     source: Source,
     tensors: _NamedTensors,
     targets: Sequence[str],
-    matched: Sequence[tuple[_Match, str]],
+    matched: Sequence[tuple[RuleMatch, str]],
 ) -> None:
     """Plan the outputs of one rule for one set of target names."""
     rule, part, state = matched[0][0].rule, tensors.part, tensors.state
@@ -315,7 +267,7 @@ def _add_outputs(
 
 
 def _stack_rows(
-    rule: Rule, matched: Sequence[tuple[_Match, str]], output_names: str
+    rule: Rule, matched: Sequence[tuple[RuleMatch, str]], output_names: str
 ) -> tuple[list[list[str]], list[str]]:
     """Return the names that a rule matched, by number and pattern, and what is wrong with them."""
     names_by_layer: dict[str, dict[int, list[str]]] = {}
@@ -369,34 +321,14 @@ def _output_exprs(
 ) -> Iterator[tuple[str, Expr]]:
     rule = output.rule
     for target_index, target in enumerate(targets):
-        if _only_renames(rule):
+        if only_renames(rule):
             yield target, Renamed(output.rows[0][0])
         elif rule.unstack is None:
             yield target, replace(output, target=target_index)
         else:
-            for index in range(_unstacked_count(source, rule, shape_rows)):
-                yield (
-                    substitute(
-                        target,
-                        {rule.unstack.over: str(rule.unstack.start + index * rule.unstack.step)},
-                    ),
-                    replace(output, target=target_index, index=index),
-                )
-
-
-def _unstacked_count(source: Source, rule: Rule, shape_rows: Sequence[Sequence[Key]]) -> int:
-    """Return how many tensors a rule unstacks. FormatError if the dim does not exist."""
-    shapes = {
-        key: source.specs(key[0], [key[1]])[key[1]].shape for row in shape_rows for key in row
-    }
-    shape = base_recipe(rule, shape_rows, shapes, power=1).shape
-    dim = rule.unstack.dim if rule.unstack is not None else 0
-    if not -len(shape) <= dim < len(shape):
-        raise FormatError(
-            f"{':'.join(shape_rows[0][0])}: cannot unstack dim {dim} of shape {shape}; expected "
-            f"one of its {len(shape)} dims"
-        )
-    return shape[dim]
+            for index in range(unstacked_count(source, rule, shape_rows)):
+                name = unstacked_name(rule, target, index)
+                yield name, replace(output, target=target_index, index=index)
 
 
 def _add(
@@ -439,89 +371,3 @@ def _resolve_aliases(plan: _PartPlan) -> tuple[dict[str, Expr], dict[str, str]]:
         if first_names[plan.exprs[name]] != name
     }
     return {name: expr for name, expr in plan.exprs.items() if name not in aliases}, aliases
-
-
-# ---- metadata that uses names
-
-
-def _renamed_metadata(
-    source: Source, renames: Renames, pads: Mapping[Key, Sequence[int]]
-) -> SourceMetadata:
-    """Rename param groups and non-tensor optimizer state.
-
-    FormatError if parameters that are merged differ in them.
-    """
-    metadata = source.metadata()
-    shape_keys, rules = _shape_keys(source), _rules_for_part(renames, MODEL)
-
-    def new_names(fqn: str) -> list[str]:
-        match = rules.match(fqn)
-        if match is None:
-            return [] if renames.unmatched == "drop" else [fqn]
-        unstack = match.rule.unstack
-        if unstack is None:
-            return list(match.targets)
-        count = (
-            _unstacked_count(source, match.rule, [[shape_keys[fqn]]]) if fqn in shape_keys else 0
-        )
-        numbers = [str(unstack.start + index * unstack.step) for index in range(count)]
-        return [
-            substitute(target, {unstack.over: number})
-            for target in match.targets
-            for number in numbers
-        ]
-
-    owners: dict[str, int] = {}
-    groups = []
-    for group_index, group in enumerate(metadata.groups):
-        names = list(dict.fromkeys(name for fqn in group["names"] for name in new_names(fqn)))
-        for name in names:
-            owner = metadata.groups[owners.setdefault(name, group_index)]
-            if owner["options"] != group["options"]:
-                raise FormatError(
-                    f"{name}: merges parameters whose hyperparameters differ; put all of them into "
-                    "one param group"
-                )
-        groups.append({**group, "names": [name for name in names if owners[name] == group_index]})
-    scalars: dict[str, Mapping[str, Any]] = {}
-    for fqn, state in metadata.scalars.items():
-        for name in new_names(fqn):
-            if scalars.setdefault(name, state) != state:
-                raise FormatError(
-                    f"{name}: merges parameters whose optimizer state {', '.join(state)} differs; "
-                    "expected equal values"
-                )
-    modules = {
-        name: value
-        for fqn, value in metadata.modules.items()
-        for name in _module_names(fqn, rules, renames)
-    }
-    return replace(
-        metadata, groups=groups, scalars=scalars, modules=modules, pads={**metadata.pads, **pads}
-    )
-
-
-def _module_names(fqn: str, rules: _Rules, renames: Renames) -> Sequence[str]:
-    """Return the new names of a module's non-tensor state.
-
-    FormatError if a rule does more than rename.
-    """
-    match = rules.match(fqn)
-    if match is None:
-        return [] if renames.unmatched == "drop" else [fqn]
-    if not match.rule.drop and not _only_renames(match.rule):
-        raise FormatError(
-            f"{fqn}: is non-tensor state of a module, and a rule does more than rename it; add a "
-            "rule before it with `drop = true`"
-        )
-    return match.targets
-
-
-def _only_renames(rule: Rule) -> bool:
-    reshapes = (
-        rule.concat is not None
-        or rule.stack is not None
-        or rule.unstack is not None
-        or rule.split is not None
-    )
-    return not reshapes and not rule.steps and not any(target.steps for target in rule.to)

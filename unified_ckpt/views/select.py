@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.rewrite.weights_check import master_names
-from unified_ckpt.engine.source.protocol import Catalog, Location, Source, SourceMetadata, read_box
+from unified_ckpt.engine.source.protocol import (
+    Locations,
+    Source,
+    WrappedSource,
+)
 from unified_ckpt.errors import NotFoundError
-from unified_ckpt.runtime.storage.storage import Buffer, Reader
+from unified_ckpt.runtime.storage.storage import Buffer
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 
-class SelectedSource:
+class SelectedSource(WrappedSource):
     """A source with only `parts` (None for all), whose model is in `model_dtype`.
 
     `model_dtype` is a safetensors name. It applies to the model's floating-point tensors, which are
@@ -31,22 +33,19 @@ class SelectedSource:
     def __init__(
         self, source: Source, *, parts: Collection[str] | None, model_dtype: str | None
     ) -> None:
-        missing = sorted(set(parts or ()) - set(source.parts))
-        if missing:
-            raise NotFoundError(
-                format_list(f"the source has parts {', '.join(source.parts)}; it lacks", missing)
-            )
-        self._source, self._model_dtype = source, model_dtype
+        raise_if_any(
+            NotFoundError,
+            f"the source has parts {', '.join(source.parts)}; it lacks",
+            sorted(set(parts or ()) - set(source.parts)),
+        )
+        super().__init__(source)
+        self._model_dtype = model_dtype
         self._parts = [part for part in source.parts if parts is None or part in parts]
-
-    @property
-    def format(self) -> str:
-        """Name of the original source's format."""
-        return self._source.format
+        self._cast_by_key: dict[Key, _Cast | None] = {}  # of tensors read so far
 
     @property
     def parts(self) -> Sequence[str]:
-        """Names of the selected parts."""
+        """The selected parts."""
         return self._parts
 
     def names(self, part: str) -> Collection[str]:
@@ -64,27 +63,32 @@ class SelectedSource:
             for name, spec in self._source.specs(part, names).items()
         }
 
-    def read(self, part: str, name: str, box: Box) -> bytes:
-        """Return the row-major bytes of a box, after the cast."""
-        catalog = self.catalog([(part, name)])
-        return read_box(
-            catalog.storage, catalog.locations[part, name], self.specs(part, [name])[name], box
+    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
+        """Fill `buffer` with a tensor's bytes from byte `start`, after the cast."""
+        cast = self._cast_of(key)
+        if cast is None:
+            self._source.read_into(key, start, buffer)
+            return
+        element_nbytes, stored_nbytes = itemsize(cast.dtype), itemsize(cast.stored_dtype)
+        first, stop = start // element_nbytes, -(-(start + len(buffer)) // element_nbytes)
+        stored_bytes = bytearray((stop - first) * stored_nbytes)
+        if not stored_bytes:
+            return
+        self._source.read_into(cast.stored, first * stored_nbytes, memoryview(stored_bytes))
+        cast_tensor = (
+            torch.frombuffer(stored_bytes, dtype=torch.uint8)
+            .view(TORCH_DTYPES[cast.stored_dtype])
+            .to(TORCH_DTYPES[cast.dtype])
+        )
+        skip_nbytes = start - first * element_nbytes
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(
+            cast_tensor.view(torch.uint8)[skip_nbytes : skip_nbytes + len(buffer)]
         )
 
-    def catalog(self, keys: Collection[Key]) -> Catalog:
-        """Return storage and locations. Tensors that are cast get virtual files."""
+    def locations(self, keys: Collection[Key]) -> Locations | None:
+        """Return where tensors that are not cast lie plainly in files."""
         casts = self._casts(keys)
-        inner = self._source.catalog({casts[key].stored if key in casts else key for key in keys})
-        casting = {
-            ":".join(key): (inner.locations[cast.stored], cast) for key, cast in casts.items()
-        }
-        locations = {
-            key: Location(":".join(key), 0) if key in casts else inner.locations[key]
-            for key in keys
-        }
-        return Catalog(
-            _Casting(inner.storage, casting), locations, inner.verification_log, inner.locality
-        )
+        return self._source.locations([key for key in keys if key not in casts])
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return the stored digests of tensors that are not cast."""
@@ -93,18 +97,6 @@ class SelectedSource:
             **self._source.block_digests([key for key in keys if key not in casts]),
             **dict.fromkeys(casts),
         }
-
-    def metadata(self) -> SourceMetadata:
-        """Return everything beside tensors."""
-        return self._source.metadata()
-
-    def rank_extra(self, rank: int) -> Any:
-        """Return the state that this rank saved for itself."""
-        return self._source.rank_extra(rank)
-
-    def close(self) -> None:
-        """Close the original source."""
-        self._source.close()
 
     def _output_spec(self, part: str, spec: TensorSpec) -> TensorSpec:
         """The tensor's spec after the cast."""
@@ -115,6 +107,11 @@ class SelectedSource:
         ):
             return spec
         return TensorSpec(self._model_dtype, spec.shape)
+
+    def _cast_of(self, key: Key) -> _Cast | None:
+        if key not in self._cast_by_key:
+            self._cast_by_key[key] = self._casts([key]).get(key)
+        return self._cast_by_key[key]
 
     def _casts(self, keys: Collection[Key]) -> dict[Key, _Cast]:
         """The casts of those tensors that need one."""
@@ -145,51 +142,3 @@ class _Cast:
     stored: Key
     stored_dtype: str
     dtype: str
-
-
-class _Casting:
-    """A storage in which some virtual files are casts of stored tensors."""
-
-    def __init__(self, inner: Reader, casts: Mapping[str, tuple[Location, _Cast]]) -> None:
-        self._inner, self._casts, self.root = inner, casts, inner.root
-
-    def read_at(self, name: str, start: int, into: Buffer) -> None:
-        """Read any byte range of a file."""
-        view = memoryview(into).cast("B")
-        if name not in self._casts:
-            self._inner.read_at(name, start, into)
-            return
-        location, cast = self._casts[name]
-        element_nbytes, stored_nbytes = itemsize(cast.dtype), itemsize(cast.stored_dtype)
-        first, stop = start // element_nbytes, -(-(start + len(view)) // element_nbytes)
-        stored_bytes = bytearray((stop - first) * stored_nbytes)
-        if not stored_bytes:
-            return
-        self._inner.read_at(
-            location.file, location.start + first * stored_nbytes, memoryview(stored_bytes)
-        )
-        cast_tensor = (
-            torch.frombuffer(stored_bytes, dtype=torch.uint8)
-            .view(TORCH_DTYPES[cast.stored_dtype])
-            .to(TORCH_DTYPES[cast.dtype])
-        )
-        skip_nbytes = start - first * element_nbytes
-        torch.frombuffer(view, dtype=torch.uint8).copy_(
-            cast_tensor.view(torch.uint8)[skip_nbytes : skip_nbytes + len(view)]
-        )
-
-    def read(self, name: str) -> bytes:
-        """Return a whole file of the original storage."""
-        return self._inner.read(name)
-
-    def size(self, name: str) -> int | None:
-        """Return the size of a file of the original storage."""
-        return self._inner.size(name)
-
-    def names(self) -> list[str]:
-        """Return the files of the original storage."""
-        return self._inner.names()
-
-    def close(self) -> None:
-        """Close the original storage."""
-        self._inner.close()

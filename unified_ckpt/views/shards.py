@@ -11,19 +11,26 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 
 from unified_ckpt.core.nodes.coverage import coverage_gaps
-from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, is_inside, range_to_boxes
+from unified_ckpt.core.sharding.boxes import (
+    Box,
+    full_box,
+    intersect,
+    is_inside,
+    range_to_boxes,
+    relative_to,
+)
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.source.protocol import Catalog, Location, SourceMetadata, read_box
+from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata, VerificationLog
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer, copy_single_threaded
 from unified_ckpt.runtime.storage.storage import Buffer
@@ -106,11 +113,31 @@ def whole_tensor(tensor: torch.Tensor, file: str) -> ShardedTensor:
     )
 
 
-class ShardedSource:
-    """A Source of sharded tensors, by part and name.
+def _no_rank_extra(_: int) -> None:
+    """Return None: the format stores nothing by rank."""
 
-    `format` names the folder's format in messages. `refused` maps parts that exist but cannot be
-    read to the reason: asking for their names raises FormatError. `close` is called once.
+
+def _no_files() -> None:
+    """Do nothing: no file is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceExtras:
+    """What only some formats have.
+
+    `refused`: parts that exist but cannot be read, and the reason, which their `names` raise.
+    `rank_extra` returns the state that a rank saved for itself. `close` is called once.
+    """
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    rank_extra: Callable[[int], Any] = _no_rank_extra
+    close: Callable[[], object] = _no_files
+
+
+class ShardedSource(Source):
+    """A Source of sharded tensors, by part and name. Names are in the order of their files.
+
+    `format` names the folder's format in messages. `tensors` serve a source that combines several.
     """
 
     def __init__(
@@ -121,28 +148,18 @@ class ShardedSource:
         format: str,  # noqa: A002  # the name in the Source protocol
         metadata: SourceMetadata,
         aliases: Mapping[str, Mapping[str, str]] | None = None,
-        refused: Mapping[str, str] | None = None,
-        rank_extra: Callable[[int], Any] = lambda _: None,
-        close: Callable[[], object] = lambda: None,
+        extras: SourceExtras | None = None,
     ) -> None:
-        self._root, self._tensors, self._format, self._metadata = root, tensors, format, metadata
-        self._aliases, self._rank_extra, self._close = aliases or {}, rank_extra, close
-        self._refused = refused or {}
-        self._cache = ShardCache()
-        self._storage = ShardStorage(root, tensors, self._cache)
+        self._root, self.tensors, self.format, self._metadata = root, tensors, format, metadata
+        self._aliases, self._extras = aliases or {}, extras or SourceExtras()
+        self._refused = self._extras.refused
+        self.verification = VerificationLog()  # other formats have no digests
+        self._assembler = ShardAssembler(tensors)
         self._names: dict[str, dict[str, None]] = {}
-        for part, name in tensors:
+        for part, name in sorted(
+            tensors, key=lambda key: [shard.file for shard in tensors[key].shards[:1]]
+        ):
             self._names.setdefault(part, {})[name] = None
-
-    @property
-    def tensors(self) -> Mapping[Key, ShardedTensor]:
-        """Tensors by part and name, for a source that combines several."""
-        return self._tensors
-
-    @property
-    def format(self) -> str:
-        """Name of the format."""
-        return self._format
 
     @property
     def refused(self) -> Collection[str]:
@@ -166,27 +183,18 @@ class ShardedSource:
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
         """Return dtype and shape of these tensors. NotFoundError for names that do not exist."""
-        missing = [f"{part}:{name}" for name in names if (part, name) not in self._tensors]
-        if missing:
-            raise NotFoundError(format_list(f"{self._root}: these tensors do not exist", missing))
-        return {name: self._tensors[part, name].spec for name in names}
+        raise_if_any(
+            NotFoundError,
+            f"{self._root}: these tensors do not exist",
+            [f"{part}:{name}" for name in names if (part, name) not in self.tensors],
+        )
+        return {name: self.tensors[part, name].spec for name in names}
 
-    def read(self, part: str, name: str, box: Box) -> bytes:
-        """Return the row-major bytes of a box."""
-        spec = self.specs(part, [name])[name]
-        return read_box(self._storage, Location(tensor_file(part, name), 0), spec, box)
-
-    def catalog(self, keys: Collection[Key]) -> Catalog:
-        """Return storage and locations; the locality of a tensor is its first shard's file."""
-        locations = {key: Location(tensor_file(*key), 0) for key in keys}
-        locality = {
-            key: self._tensors[key].shards[0].file for key in keys if self._tensors[key].shards
-        }
-        return Catalog(self._storage, locations, locality=locality)
-
-    def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
-        """Return None for each tensor: other formats have no digests."""
-        return dict.fromkeys(keys)
+    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
+        """Fill `buffer` with a tensor's bytes from byte `start`."""
+        if key not in self.tensors:
+            self.specs(key[0], [key[1]])  # raises
+        self._assembler.read_into(key, start, buffer)
 
     def metadata(self) -> SourceMetadata:
         """Return everything beside tensors."""
@@ -194,12 +202,12 @@ class ShardedSource:
 
     def rank_extra(self, rank: int) -> Any:
         """Return the state that this rank saved for itself."""
-        return self._rank_extra(rank)
+        return self._extras.rank_extra(rank)
 
     def close(self) -> None:
         """Drop cached shards and close the files."""
-        self._cache.clear()
-        self._close()
+        self._assembler.clear()
+        self._extras.close()
 
 
 class ShardCache:
@@ -231,56 +239,37 @@ class ShardCache:
             self._loaded.clear()
 
 
-def tensor_file(part: str, name: str) -> str:
-    """Return the file name under which a storage serves a tensor."""
-    return f"{part}:{name}"
+class ShardAssembler:
+    """Reads byte ranges of tensors that are assembled from shards."""
 
+    def __init__(self, tensors: Mapping[Key, ShardedTensor]) -> None:
+        self._tensors, self._cache = tensors, ShardCache()
+        self._indexes: dict[Key, _ShardIndex] = {}  # of tensors read so far
 
-class ShardStorage:
-    """A storage with one virtual file per tensor: its elements, row-major."""
-
-    def __init__(self, root: str, tensors: Mapping[Key, ShardedTensor], cache: ShardCache) -> None:
-        self.root, self._cache = root, cache
-        self._tensors = {tensor_file(*key): tensor for key, tensor in tensors.items()}
-        self._indexes: dict[str, _ShardIndex] = {}  # of tensors read so far
-
-    def read_at(self, name: str, start: int, into: Buffer) -> None:
+    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
         """Read any byte range. Elements that it splits at either end are read whole and trimmed."""
-        view = memoryview(into).cast("B")
-        element_nbytes = itemsize(self._tensors[name].spec.dtype)
+        view = memoryview(buffer).cast("B")
+        element_nbytes = itemsize(self._tensors[key].spec.dtype)
         first, stop = start // element_nbytes, -(-(start + len(view)) // element_nbytes)
         if start % element_nbytes or (start + len(view)) % element_nbytes:
             aligned = bytearray((stop - first) * element_nbytes)
-            self._read_elements(name, first, stop, memoryview(aligned))
+            self._read_elements(key, first, stop, memoryview(aligned))
             view[:] = memoryview(aligned)[start - first * element_nbytes :][: len(view)]
         else:
-            self._read_elements(name, first, stop, view)
+            self._read_elements(key, first, stop, view)
 
-    def read(self, name: str) -> bytes:
-        """Return a whole tensor's bytes."""
-        data = bytearray(self.size(name) or 0)
-        self.read_at(name, 0, memoryview(data))
-        return bytes(data)
+    def clear(self) -> None:
+        """Drop cached shards."""
+        self._cache.clear()
 
-    def size(self, name: str) -> int | None:
-        """Return a tensor's size in bytes, or None if there is none of this name."""
-        return self._tensors[name].spec.nbytes if name in self._tensors else None
-
-    def names(self) -> list[str]:
-        """Return the names of all virtual files."""
-        return sorted(self._tensors)
-
-    def close(self) -> None:
-        """Do nothing: the source owns the files."""
-
-    def _read_elements(self, name: str, first: int, stop: int, view: memoryview) -> None:
+    def _read_elements(self, key: Key, first: int, stop: int, view: memoryview) -> None:
         """Copy elements [first, stop) of a tensor, row-major, into `view`."""
         if first >= stop:
             return
-        tensor = self._tensors[name]
-        shard_index = self._indexes.get(name)
+        tensor = self._tensors[key]
+        shard_index = self._indexes.get(key)
         if shard_index is None:
-            shard_index = self._indexes[name] = _ShardIndex(tensor.shards)
+            shard_index = self._indexes[key] = _ShardIndex(tensor.shards)
         dtype = TORCH_DTYPES[tensor.spec.dtype]
         flat_view, position = torch.frombuffer(view, dtype=dtype), 0  # [stop - first]
         for block in range_to_boxes(tensor.box_shape, first, stop):
@@ -290,18 +279,22 @@ class ShardStorage:
                 shard = tensor.shards[number]
                 common = intersect(block, shard.box)
                 if common is not None:
-                    elements = self._load(shard, dtype, name)[_slices(common, shard.box)]
-                    copy_single_threaded(block_view[_slices(common, block)], elements)
+                    elements = self._load(shard, dtype, key)[
+                        relative_to(common, shard.box.offsets).slices
+                    ]
+                    copy_single_threaded(
+                        block_view[relative_to(common, block.offsets).slices], elements
+                    )
                     # a cached shard may be a caller's mapping with changes that must not be dropped
                     if not shard.cache:
                         self._cache.pages.mark_read(elements)
 
-    def _load(self, shard: TensorShard, dtype: torch.dtype, name: str) -> torch.Tensor:
+    def _load(self, shard: TensorShard, dtype: torch.dtype, key: Key) -> torch.Tensor:
         loaded = self._cache.load(shard) if shard.cache else shard.load()
         if tuple(loaded.shape) != shard.box.shape or loaded.dtype != dtype:
             raise FormatError(
-                f"{shard.file}: got a shard of {name} with shape {tuple(loaded.shape)} and "
-                f"{loaded.dtype}, expected {shard.box.shape} and {dtype}"
+                f"{shard.file}: got a shard of {':'.join(key)} with shape {tuple(loaded.shape)} "
+                f"and {loaded.dtype}, expected {shard.box.shape} and {dtype}"
             )
         return loaded
 
@@ -328,10 +321,3 @@ class _ShardIndex:
 
 def _row_span(box: Box) -> tuple[int, int]:
     return (box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else (0, 1)
-
-
-def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
-    return tuple(
-        slice(start - outer_start, start - outer_start + count)
-        for start, outer_start, count in zip(box.offsets, outer.offsets, box.shape, strict=True)
-    )

@@ -8,7 +8,7 @@ group is incomplete. Each is refused by name, before anything is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import Source
@@ -213,17 +213,14 @@ def _uneven_lists(source: Source, names: Mapping[str, str], list_path: str, dim:
     if too_few_dims or not specs:
         return too_few_dims or [f"{list_path}: no tensor name starts with this"]
     counts = {name: spec.shape[dim] for name, spec in specs.items()}
-    expected = _most_common(list(counts.values()))
+    sizes = list(counts.values())
+    expected = max(sorted(set(sizes)), key=sizes.count)
     return [
         f"{name}: got {count} layers along dim {dim}, expected {expected} as in the rest of "
         f"{list_path}"
         for name, count in counts.items()
         if count != expected
     ]
-
-
-def _most_common(counts: Sequence[int]) -> int:
-    return max(sorted(set(counts)), key=counts.count)
 
 
 def _unstack_rule(list_path: str, dim: int, period: int) -> Rule:

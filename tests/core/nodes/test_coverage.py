@@ -1,4 +1,4 @@
-"""Gaps and differences of boxes, against a mask of elements."""
+"""Gaps and differences of boxes, compared with a mask of elements."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.node_folders import boxes_of
 from tests.support.oracles import where
 from unified_ckpt.core.nodes.coverage import coverage_gaps, subtract_box
 from unified_ckpt.core.sharding.boxes import Box
 
 
-def boxes_of(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
-    spans = [st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in shape]
-    return st.tuples(*spans).map(
-        lambda pairs: Box(tuple(low for low, _ in pairs), tuple(high - low for low, high in pairs))
-    )
-
-
 @st.composite
 def covers(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """Arbitrary boxes; or a tiling, sometimes with overlaps or without one of its boxes."""
+    """Draw arbitrary boxes, or a tiling, sometimes with overlaps or without one box."""
     shape = draw(st.sampled_from([(), (6,), (0,), (3, 0), (4, 5), (6, 1), (3, 4, 2)]))
     drawn = draw(st.lists(boxes_of(shape), max_size=5))
     if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""Shardings within a node group, against the elements each rank holds; and names of shards."""
+"""Shardings within a node group, compared with the elements of each rank; names of shards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.node_folders import boxes_of
 from tests.support.oracles import filled, local_part, where
 from unified_ckpt.core.nodes.node_groups import (
     SHARD_SUFFIX,
@@ -57,7 +58,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def replicas(case: Case) -> list[list[int]]:
-    """The ranks of the group by replica: those of one differ on sharded mesh dims only."""
+    """Return the ranks of the group by replica: ranks of one differ on sharded mesh dims only."""
     by_replica: dict[int, list[int]] = {}
     for rank in case.members:
         position = case.rule.position(rank)
@@ -70,7 +71,7 @@ def replicas(case: Case) -> list[list[int]]:
 
 
 def holds_all_elements(case: Case, ranks: list[int]) -> bool:
-    """Whether these ranks have every coordinate: then they hold all elements of any shape."""
+    """Return whether these ranks have every coordinate, and so all elements of any shape."""
     positions = [case.rule.position(rank) for rank in ranks]
     coordinates = {
         tuple(p // dim.stride % dim.size for dim in case.rule.shard_dims)
@@ -120,13 +121,6 @@ def test_group_sharding_of_an_incomplete_replica_is_none() -> None:
 # names
 
 
-def boxes_of(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
-    spans = [st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in shape]
-    return st.tuples(*spans).map(
-        lambda pairs: Box(tuple(low for low, _ in pairs), tuple(high - low for low, high in pairs))
-    )
-
-
 SIZED = st.lists(st.integers(0, 40), min_size=1, max_size=4).map(tuple)
 NAMES = st.one_of(
     st.text(),
@@ -147,10 +141,6 @@ def test_shard_names_round_trip(data: st.DataObject, fqn: str, shape: tuple[int,
     )
 
 
-def test_shard_name_in_full() -> None:
-    assert shard_name("w", Box((4, 0), (4, 16)), (32, 16)) == "w@4:8/32,0:16/16"
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -169,5 +159,6 @@ def test_shard_name_in_full() -> None:
     ],
 )
 def test_other_names_are_not_shard_names(name: str) -> None:
+    assert shard_name("w", Box((4, 0), (4, 16)), (32, 16)) == "w@4:8/32,0:16/16"
     assert parse_shard_name(name) is None
     assert base_key(("model" + SHARD_SUFFIX, name)) == ("model" + SHARD_SUFFIX, name)

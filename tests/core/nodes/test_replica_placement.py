@@ -1,4 +1,4 @@
-"""Replica placement: every unit is on enough nodes, and all nodes send about as much."""
+"""Replica placement: every unit is on enough nodes, and all nodes send about the same amount."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_shards_are_copied_around_a_ring() -> None:
         assert order == {(i - 1) % 4: ["a", "b"], (i - 2) % 4: ["a", "b"]}
 
 
-def test_of_two_holders_one_is_the_source() -> None:
+def test_two_holders_share_the_sending() -> None:
     """Nodes hold shards in pairs, and the pairs are replicas of each other."""
     holdings = [{f"file-{n}": f"{i % 2}/{n}" for n in range(64)} for i in range(4)]
     units = {name: [name] for holding in holdings for name in holding.values()}
     orders = place_replicas(holdings, units, copies=3)
-    given = [sum(len(order.get(i, ())) for order in orders) for i in range(4)]
-    assert sum(given) == 2 * 64
-    assert min(given) > 16
+    sent = [sum(len(order.get(i, ())) for order in orders) for i in range(4)]
+    assert sum(sent) == 2 * 64
+    assert min(sent) > 16
     assert place_replicas(holdings, units, copies=2) == [{(i - 1) % 4: []} for i in range(4)]

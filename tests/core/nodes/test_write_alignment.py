@@ -13,7 +13,7 @@ from unified_ckpt.core.nodes.write_alignment import (
     ANY_BYTE,
     WHOLE_FILES,
     WriteAlignment,
-    alignment_nbytes,
+    choose_alignment,
 )
 from unified_ckpt.runtime.comm.topology import file_system_type
 
@@ -25,7 +25,7 @@ BORDERS = st.lists(st.integers(1, 5000), min_size=0, max_size=12, unique=True)
 def test_a_block_is_written_by_one_node(
     nodes: list[int], borders: list[int], block: int, data: st.DataObject
 ) -> None:
-    """A file of 5,000 bytes whose ranges belong to arbitrary ranks, written in arbitrary chunks."""
+    """A file of 5,000 bytes; its ranges belong to arbitrary ranks and are written in any chunks."""
     volume, stops = WriteAlignment(tuple(nodes), block), [0, *sorted(borders), 5000]
     written: dict[int, set[int]] = {}  # byte -> writers
     for low, high in itertools.pairwise(stops):
@@ -77,10 +77,10 @@ def test_alignment_of_file_system_types() -> None:
         for name in "abcdefgh"
     }
     assert set().union(*files.values()) == {0, 1}, "files are spread over nodes"
-    assert alignment_nbytes(["ext4", "lustre"]) == ANY_BYTE
-    assert alignment_nbytes(["ext4", "nfs4"]) == 1 << 20
-    assert alignment_nbytes(["nfs4", "fuse.gcsfuse"]) == WHOLE_FILES
-    assert alignment_nbytes(["unknown"]) == WHOLE_FILES
+    assert choose_alignment(["ext4", "lustre"]) == ANY_BYTE
+    assert choose_alignment(["ext4", "nfs4"]) == 1 << 20
+    assert choose_alignment(["nfs4", "fuse.gcsfuse"]) == WHOLE_FILES
+    assert choose_alignment(["unknown"]) == WHOLE_FILES
 
 
 def test_a_rank_sends_to_few_ranks() -> None:

@@ -54,20 +54,6 @@ def test_files_are_as_few_and_as_even_as_the_order_allows(sizes: list[int], boun
     assert max(totals(sizes, files)) == best
 
 
-def test_a_tensor_over_the_limit_has_a_file_of_its_own() -> None:
-    assert split_files([3, 100, 3, 3], max_file_bytes=10) == [range(1), range(1, 2), range(2, 4)]
-    assert split_files([100, 100], max_file_bytes=10) == [range(1), range(1, 2)]
-
-
-def test_files_are_more_even_than_filling_in_order() -> None:
-    assert split_files([4] * 6, max_file_bytes=20) == [range(3), range(3, 6)]
-
-
-def test_empty_tensors_need_no_file_of_their_own() -> None:
-    assert split_files([0, 0, 0], max_file_bytes=1) == [range(3)]
-    assert count_files([0, 5, 0, 5, 0], max_file_bytes=10) == 1
-
-
 def test_no_tensors_no_files() -> None:
     assert count_files([], max_file_bytes=10) == 0
     assert split_files([], max_file_bytes=10) == []

@@ -3,12 +3,13 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import given
 
 from tests.support.oracles import World, coordinates_of, local_part, make_decl, where, worlds
 from unified_ckpt.core.planning.slabs import (
     SMALL_NBYTES,
-    choose_grain,
+    choose_granularity,
     segments,
     segments_nbytes,
     slab_boxes,
@@ -18,111 +19,88 @@ from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 
-
-def grain_fields(decl: TensorDecl) -> tuple[tuple[int, ...], int, int, bool]:
-    grain = choose_grain(decl.spec, decl.sharding)
-    return grain.outer.sharded_dims(), grain.outer_ndim, grain.slab_nbytes, grain.exchanged
+RUN = SMALL_NBYTES // 4  # elements that are just long enough for a write of their own
 
 
-def test_a_replicated_tensor_is_divided_at_any_element() -> None:
-    assert grain_fields(make_decl((512, 512))) == ((), 2, 4, False)
-
-
-def test_a_leading_dim_is_never_exchanged() -> None:
-    assert grain_fields(make_decl((4096, 16), ShardDim(0, 4096, 1))) == ((0,), 2, 4, False)
-    assert grain_fields(make_decl((1, 4096, 16), ShardDim(1, 4096, 1))) == ((1,), 3, 4, False), (
-        "dims of one before it do not count"
-    )
-
-
-def test_short_runs_of_an_inner_dim_are_exchanged_by_slabs() -> None:
-    assert grain_fields(make_decl((4096, 4096), ShardDim(1, 8, 1))) == ((), 1, 4096 * 4, True)
-    assert grain_fields(make_decl((2, 512, 64), ShardDim(2, 4, 1), dtype="BF16")) == (
-        (),
-        2,
-        64 * 2,
-        True,
-    )
-
-
-def test_long_runs_of_an_inner_dim_are_not_exchanged() -> None:
-    assert grain_fields(make_decl((4, 8, SMALL_NBYTES // 4), ShardDim(1, 8, 1))) == (
-        (1,),
-        3,
-        4,
-        False,
-    )
-    assert grain_fields(make_decl((4, 8, SMALL_NBYTES // 4 - 1), ShardDim(1, 8, 1))) == (
-        (),
-        1,
-        8 * (SMALL_NBYTES // 4 - 1) * 4,
-        True,
-    )
-
-
-def test_only_the_inner_of_two_sharded_dims_is_exchanged() -> None:
-    assert grain_fields(make_decl((4096, 4096), ShardDim(1, 8, 1), ShardDim(0, 4, 8))) == (
-        (0,),
-        1,
-        4096 * 4,
-        True,
-    )
-
-
-def test_the_shortest_run_of_an_uneven_split_decides() -> None:
-    run = SMALL_NBYTES // 4
-    assert grain_fields(make_decl((3, 8, run), ShardDim(1, 8, 1)))[3] is False
-    assert grain_fields(make_decl((3, 2, run // 2, 3), ShardDim(1, 2, 1)))[3] is False
-    uneven = make_decl((3, 3 * run - 1), ShardDim(1, 3, 1))  # run, run, run - 1
-    assert grain_fields(uneven)[3] is True
+@pytest.mark.parametrize(
+    ("decl", "outer_dims", "outer_ndim", "slab_nbytes", "exchanged"),
+    [
+        # a replicated tensor is divided at any element
+        (make_decl((512, 512)), (), 2, 4, False),
+        # a leading dim is never exchanged, nor is one after dims of size one
+        (make_decl((4096, 16), ShardDim(0, 4096, 1)), (0,), 2, 4, False),
+        (make_decl((1, 4096, 16), ShardDim(1, 4096, 1)), (1,), 3, 4, False),
+        # short runs of an inner dim are exchanged, by slabs; long ones are not
+        (make_decl((4096, 4096), ShardDim(1, 8, 1)), (), 1, 4096 * 4, True),
+        (make_decl((2, 512, 64), ShardDim(2, 4, 1), dtype="BF16"), (), 2, 64 * 2, True),
+        (make_decl((4, 8, RUN), ShardDim(1, 8, 1)), (1,), 3, 4, False),
+        (make_decl((4, 8, RUN - 1), ShardDim(1, 8, 1)), (), 1, 8 * (RUN - 1) * 4, True),
+        # of two sharded dims, only the inner one is exchanged
+        (make_decl((4096, 4096), ShardDim(1, 8, 1), ShardDim(0, 4, 8)), (0,), 1, 4096 * 4, True),
+        # the shortest run of an uneven split decides: run, run, run - 1
+        (make_decl((3, 3 * RUN - 1), ShardDim(1, 3, 1)), (), 1, (3 * RUN - 1) * 4, True),
+    ],
+)
+def test_choose_granularity(
+    decl: TensorDecl,
+    outer_dims: tuple[int, ...],
+    outer_ndim: int,
+    slab_nbytes: int,
+    exchanged: bool,
+) -> None:
+    granularity = choose_granularity(decl.spec, decl.sharding)
+    assert granularity.outer.sharded_dims() == outer_dims
+    assert (granularity.outer_ndim, granularity.slab_nbytes) == (outer_ndim, slab_nbytes)
+    assert granularity.exchanged == exchanged
 
 
 @given(worlds(max_decls=1))
 def test_segments_are_the_bytes_of_the_outer_shard(world: World) -> None:
     (decl,), (array,) = world.decls, world.arrays()
-    grain, raw = choose_grain(decl.spec, decl.sharding), array.tobytes()
-    assert grain.slab_nbytes % itemsize(decl.spec.dtype) == 0
+    granularity, raw = choose_granularity(decl.spec, decl.sharding), array.tobytes()
+    assert granularity.slab_nbytes % itemsize(decl.spec.dtype) == 0
     for rank in world.holders:
-        position = grain.outer.position(rank)
+        position = granularity.outer.position(rank)
         assert position is not None
-        coordinates = grain.outer.coordinates(position)
-        part = local_part(array, grain.outer, rank).tobytes()
-        expected_segments = segments(decl.spec, grain.outer, coordinates)
+        coordinates = granularity.outer.coordinates(position)
+        part = local_part(array, granularity.outer, rank).tobytes()
+        expected_segments = segments(decl.spec, granularity.outer, coordinates)
         assert [s.start for s in expected_segments] == sorted(s.start for s in expected_segments)
         covered = np.zeros(len(part), dtype=int)
         for s in expected_segments:
             assert raw[s.start : s.stop] == part[s.local_offset : s.local_offset + s.stop - s.start]
-            assert (s.stop - s.start) % grain.slab_nbytes == 0
-            assert s.local_offset % grain.slab_nbytes == 0
+            assert (s.stop - s.start) % granularity.slab_nbytes == 0
+            assert s.local_offset % granularity.slab_nbytes == 0
             covered[s.local_offset : s.local_offset + s.stop - s.start] += 1
         assert (covered == 1).all()
-        assert segments_nbytes(decl.spec, grain.outer, coordinates) == len(part)
+        assert segments_nbytes(decl.spec, granularity.outer, coordinates) == len(part)
 
 
 @given(worlds(max_decls=1))
 def test_slab_boxes_assemble_the_slabs_of_a_replica(world: World) -> None:
     (decl,) = world.decls
-    grain, shape = choose_grain(decl.spec, decl.sharding), decl.spec.shape
+    granularity, shape = choose_granularity(decl.spec, decl.sharding), decl.spec.shape
     if not prod(shape):
         return
-    for outer_coordinates in {grain.outer.coordinates(p) for p in world.holders}:
+    for outer_coordinates in {granularity.outer.coordinates(p) for p in world.holders}:
         outer_shape = [
-            sum(b - a for a, b in grain.outer.intervals(d, n, outer_coordinates))
+            sum(b - a for a, b in granularity.outer.intervals(d, n, outer_coordinates))
             for d, n in enumerate(shape)
         ]
         lines = np.zeros(
-            (prod(outer_shape[: grain.outer_ndim]), *shape[grain.outer_ndim :]), dtype=int
+            (prod(outer_shape[: granularity.outer_ndim]), *shape[granularity.outer_ndim :]),
+            dtype=int,
         )
         for coordinates in coordinates_of(decl.sharding):
-            own = tuple(
+            rank_coordinates = tuple(
                 c
                 for cut, c in zip(decl.sharding.shard_dims, coordinates, strict=True)
-                if cut in grain.outer.shard_dims
+                if cut in granularity.outer.shard_dims
             )
-            if own != outer_coordinates:
+            if rank_coordinates != outer_coordinates:
                 continue
             for in_slab, in_local in slab_boxes(
-                shape, decl.sharding, coordinates, grain.outer_ndim
+                shape, decl.sharding, coordinates, granularity.outer_ndim
             ):
                 assert in_slab.shape == in_local.shape
                 lines[(slice(None), *where(in_slab))] += 1

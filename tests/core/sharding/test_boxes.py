@@ -28,7 +28,7 @@ def boxes(draw: st.DrawFn, shape: Sequence[int]) -> Box:
     offsets = [draw(st.integers(0, n)) for n in shape]
     return Box(
         tuple(offsets),
-        tuple(draw(st.integers(0, n - at)) for n, at in zip(shape, offsets, strict=True)),
+        tuple(draw(st.integers(0, n - offset)) for n, offset in zip(shape, offsets, strict=True)),
     )
 
 
@@ -56,13 +56,6 @@ def test_boxes_of_other_ranks_do_not_intersect() -> None:
         intersect(Box((0,), (1,)), Box((0, 0), (1, 1)))
 
 
-def test_a_scalar_is_one_element() -> None:
-    assert full_box(()) == Box((), ())
-    assert full_box(()).numel == 1
-    assert intersect(full_box(()), full_box(())) == full_box(())
-    assert list(runs(full_box(()), (), local=full_box(()), local_shape=())) == [(0, 0, 1)]
-
-
 def test_is_inside() -> None:
     assert is_inside(Box((1, 2), (3, 0)), (4, 2))
     assert not is_inside(Box((1, 2), (3, 1)), (4, 2))
@@ -84,7 +77,7 @@ def test_strides_are_those_of_numpy(shape: tuple[int, ...]) -> None:
 
 @st.composite
 def copies(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, tuple[int, ...], Box]:
-    """A box of a tensor and one of the same shape in another tensor."""
+    """Draw a box of a tensor, and a box of the same shape in another tensor."""
     size = draw(st.lists(st.integers(0, 4), max_size=4))
     room = [
         (
@@ -124,17 +117,6 @@ def test_runs_copy_a_box(case: tuple[tuple[int, ...], Box, tuple[int, ...], Box]
     )
 
 
-def test_a_block_of_rows_is_one_run() -> None:
-    assert list(
-        runs(Box((2, 0, 0), (3, 4, 5)), (9, 4, 5), local=full_box((3, 4, 5)), local_shape=(3, 4, 5))
-    ) == [(40, 0, 60)]
-
-
-def test_a_block_of_columns_is_one_run_per_row() -> None:
-    listed = list(runs(Box((0, 2), (3, 2)), (3, 8), local=full_box((3, 2)), local_shape=(3, 2)))
-    assert listed == [(2, 0, 2), (10, 2, 2), (18, 4, 2)]
-
-
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_chunk_is_that_of_torch(length: int, count: int) -> None:
     pieces = [piece.tolist() for piece in torch.arange(length).chunk(count)]
@@ -150,11 +132,11 @@ def test_range_to_boxes_yields_the_elements_in_order(shape: list[int], data: st.
     stop = data.draw(st.integers(first, total))
     numbers = np.arange(total).reshape(shape)
     boxes = list(range_to_boxes(shape, first, stop))
-    taken = [
+    elements = [
         numbers[
             tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))
         ].reshape(-1)
         for box in boxes
     ]
-    assert np.concatenate([*taken, np.empty(0, dtype=int)]).tolist() == list(range(first, stop))
+    assert np.concatenate([*elements, np.empty(0, dtype=int)]).tolist() == list(range(first, stop))
     assert len(boxes) <= max(2 * len(shape), 1)

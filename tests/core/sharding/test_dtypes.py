@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from unified_ckpt.core.sharding.dtypes import ITEM_BITS, file_shape, itemsize, memory_shape, nbytes
@@ -14,19 +16,6 @@ def test_bytes_of_a_tensor() -> None:
     assert nbytes("F6_E2M3", (4,)) == 3
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("F4", (3,)), ("F6_E3M2", (2, 3))])
-def test_a_tensor_ends_on_a_byte(dtype: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        FormatError, match=rf"^{dtype} tensor of shape .*: got .* bits, expected a multiple of 8$"
-    ):
-        nbytes(dtype, shape)
-
-
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"^dtype: got 'F128', expected one of U64, "):
-        nbytes("F128", (1,))
-
-
 @pytest.mark.parametrize("dtype", sorted(set(ITEM_BITS) - {"F4", "F6_E2M3", "F6_E3M2"}))
 def test_elements_in_memory_are_those_in_the_file(dtype: str) -> None:
     assert itemsize(dtype) == nbytes(dtype, (1,))
@@ -37,18 +26,25 @@ def test_two_elements_of_four_bits_share_a_byte_in_memory() -> None:
     assert itemsize("F4") == 1
     assert memory_shape("F4", (3, 6)) == (3, 3)
     assert file_shape("F4", (3, 3)) == (3, 6)
-    for shape in ((3, 5), ()):
-        with pytest.raises(
-            FormatError, match=r"F4 tensor: got shape .*, expected an even last dim"
-        ):
-            memory_shape("F4", shape)
-    with pytest.raises(FormatError, match=r"F4 tensor: got no dims, expected at least one"):
-        file_shape("F4", ())
 
 
-@pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2", "F128"])
-def test_elements_without_whole_bytes_have_no_size_in_memory(dtype: str) -> None:
-    with pytest.raises(
-        FormatError, match=rf"^dtype: got {dtype}, which has no whole number of bytes per element"
-    ):
-        itemsize(dtype)
+WHOLE = "which has no whole number of bytes per element"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: nbytes("F4", (3,)), r"^F4 tensor of shape .*: got .* bits, expected a multiple"),
+        (lambda: nbytes("F6_E3M2", (2, 3)), r"^F6_E3M2 tensor of shape .*: got .* bits, expected"),
+        (lambda: nbytes("F128", (1,)), r"^dtype: got 'F128', expected one of U64, "),
+        (lambda: memory_shape("F4", (3, 5)), r"F4 tensor: got shape .*, expected an even last dim"),
+        (lambda: memory_shape("F4", ()), r"F4 tensor: got shape .*, expected an even last dim"),
+        (lambda: file_shape("F4", ()), r"F4 tensor: got no dims, expected at least one"),
+        (lambda: itemsize("F6_E2M3"), rf"^dtype: got F6_E2M3, {WHOLE}"),
+        (lambda: itemsize("F6_E3M2"), rf"^dtype: got F6_E3M2, {WHOLE}"),
+        (lambda: itemsize("F128"), rf"^dtype: got F128, {WHOLE}"),
+    ],
+)
+def test_sizes_that_do_not_exist_are_refused(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(FormatError, match=text):
+        call()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from unified_ckpt.errors import LayoutError
 MESH = {"pp": 2, "dp": 3, "tp": 4}
 
 
-def test_the_mesh_is_row_major_in_the_order_given() -> None:
+def test_mesh_is_row_major_in_the_order_of_its_dims() -> None:
     layout = Layout(mesh=MESH, rules={"a": {"tp": 0}, "b": {"dp": 0}, "c": {"pp": 1}})
     assert layout.shard_dims("a", 2) == (ShardDim(0, 4, 1),)
     assert layout.shard_dims("b", 2) == (ShardDim(0, 3, 4),)
@@ -19,8 +21,8 @@ def test_the_mesh_is_row_major_in_the_order_given() -> None:
     positions = np.arange(24).reshape(2, 3, 4)
     for pattern, axis in (("a", 2), ("b", 1), ("c", 0)):
         cut = Sharding(layout.shard_dims(pattern, 2))
-        for at in np.ndindex(2, 3, 4):
-            assert cut.coordinates(int(positions[at])) == (at[axis],)
+        for index in np.ndindex(2, 3, 4):
+            assert cut.coordinates(int(positions[index])) == (index[axis],)
 
 
 def test_splits_of_one_dim_nest_in_the_order_of_the_rule() -> None:
@@ -46,24 +48,24 @@ def test_splits_of_one_dim_nest_in_the_order_of_the_rule() -> None:
     ]
 
 
-def test_strided_sections() -> None:
-    layout = Layout(
-        mesh={"tp": 2},
-        rules={"*qkv*": {"tp": Strided(0, (4, 2, 2))}, "*gate_up*": {"tp": Strided(-2, 2)}},
-    )
-    assert layout.shard_dims("*qkv*", 2) == (ShardDim(0, 2, 1, (4, 2, 2)),)
-    assert layout.shard_dims("*gate_up*", 3) == (ShardDim(1, 2, 1, 2),)
-
-
-def test_mesh_dims_of_size_one_split_nothing() -> None:
-    layout = Layout(mesh={"dp": 4, "tp": 1}, rules={"*": {"tp": 0, "dp": 1}})
-    assert layout.shard_dims("*", 2) == (ShardDim(1, 4, 1),)
-
-
-def test_splits_carry_the_name_of_their_mesh_dim() -> None:
-    assert [
-        cut.name for cut in Layout(mesh=MESH, rules={"*": {"tp": 0, "pp": 1}}).shard_dims("*", 2)
-    ] == ["tp", "pp"]
+@pytest.mark.parametrize(
+    ("rule", "ndim", "expected"),
+    [
+        ({"tp": Strided(0, (4, 2, 2))}, 2, (ShardDim(0, 4, 1, (4, 2, 2)),)),
+        ({"tp": Strided(-2, 2)}, 3, (ShardDim(1, 4, 1, 2),)),
+        ({"tp": -1}, 3, (ShardDim(2, 4, 1),)),  # counts from the end
+        ({"one": 0, "dp": 1}, 2, (ShardDim(1, 3, 4),)),  # a mesh dim of size one splits nothing
+    ],
+)
+def test_shard_dims_of_a_rule(
+    rule: dict[str, int | Strided], ndim: int, expected: tuple[ShardDim, ...]
+) -> None:
+    shard_dims = Layout(mesh={**MESH, "one": 1}, rules={"*": rule}).shard_dims("*", ndim)
+    strides = {"tp": 1, "dp": 4}
+    assert len(shard_dims) == len(expected)
+    for actual, wanted in zip(shard_dims, expected, strict=True):
+        assert actual == wanted
+        assert strides[actual.name] == actual.stride, "named after its mesh dim"
 
 
 def test_the_first_matching_rule_wins() -> None:
@@ -85,31 +87,36 @@ def test_shapes_by_pattern() -> None:
     assert Layout(mesh={"tp": 2}, rules={}).global_shape("other") is None
 
 
-def test_negative_dims_count_from_the_end() -> None:
-    layout = Layout(mesh={"tp": 2}, rules={"*": {"tp": -1}})
-    assert layout.shard_dims("*", 3) == (ShardDim(2, 2, 1),)
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, "2"])
-def test_mesh_sizes_are_positive_ints(size: object) -> None:
-    with pytest.raises(LayoutError, match=r"mesh dim 'tp': got size .*, expected a positive int"):
-        Layout(mesh={"tp": size}, rules={})  # type: ignore[dict-item]
-
-
-def test_rules_name_dims_of_the_mesh() -> None:
-    with pytest.raises(
-        LayoutError, match=r"rule '\*\.weight': got mesh dim 'ep', expected one of dp, tp"
-    ):
-        Layout(mesh={"dp": 2, "tp": 2}, rules={"*.weight": {"ep": 0}})
-
-
-@pytest.mark.parametrize(("dim", "ndim"), [(2, 2), (-3, 2), (0, 0)])
-def test_rules_split_dims_that_the_tensor_has(dim: int, ndim: int) -> None:
-    with pytest.raises(LayoutError, match=rf"got dim {dim}, expected a dim of a {ndim}-d tensor"):
-        Layout(mesh={"tp": 2}, rules={"*": {"tp": dim}}).shard_dims("*", ndim)
-
-
-def test_the_mesh_has_a_position_for_each_rank() -> None:
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        *(
+            (
+                lambda size=size: Layout(mesh={"tp": size}, rules={}),
+                r"mesh dim 'tp': got size .*, expected a positive int",
+            )
+            for size in (0, -1, 2.0, "2")
+        ),
+        (
+            lambda: Layout(mesh={"dp": 2, "tp": 2}, rules={"*.weight": {"ep": 0}}),
+            r"rule '\*\.weight': got mesh dim 'ep', expected one of dp, tp",
+        ),
+        *(
+            (
+                lambda dim=dim, ndim=ndim: Layout(
+                    mesh={"tp": 2}, rules={"*": {"tp": dim}}
+                ).shard_dims("*", ndim),
+                rf"got dim {dim}, expected a dim of a {ndim}-d tensor",
+            )
+            for dim, ndim in ((2, 2), (-3, 2), (0, 0))
+        ),
+        (
+            lambda: Layout(mesh=MESH, rules={}).check_world(16),
+            r"pp 2 x dp 3 x tp 4: got 24 positions, expected 16,",
+        ),
+    ],
+)
+def test_invalid_layouts_are_refused(make: Callable[[], object], text: str) -> None:
     Layout(mesh=MESH, rules={}).check_world(24)
-    with pytest.raises(LayoutError, match=r"pp 2 x dp 3 x tp 4: got 24 positions, expected 16,"):
-        Layout(mesh=MESH, rules={}).check_world(16)
+    with pytest.raises(LayoutError, match=text):
+        make()

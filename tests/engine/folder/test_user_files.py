@@ -1,4 +1,4 @@
-"""No file of the user's disappears: whatever is at or around the name of a save, whoever saves, and
+"""No user file is lost: whatever is at or around the name of a save, whichever call saves, and
 wherever the process is killed.
 """
 
@@ -19,18 +19,19 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
-from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.folder.backup import rollback
 from unified_ckpt.engine.folder.copy import copy_checkpoint
-from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.engine.folder.if_exists import PublishTarget
+from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.runtime.comm.comm import single_process
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import SimulatedCrash, run_ranks
+from unified_ckpt.testing import SimulatedCrash
 
 NAME, STEP = "checkpoint-8", 8
-CHANGES = ("make_folder", "write_at", "resize", "sync", "sync_tree", "sync_folder", "rename", "exchange", "remove_file", "remove_folder",  # noqa: E501
-           "remove_empty")  # fmt: skip
+CHANGES = (
+    *("make_folder", "write_at", "resize", "sync", "sync_tree", "sync_folder"),
+    *("rename", "rename_exchange", "remove_file", "remove_folder", "remove_empty"),
+)
 QUICK: dict[str, Any] = {
     "asynchronous": False,
     "retries": 0,
@@ -57,41 +58,33 @@ def attach(folder: str) -> None:
 # who saves to root/run/NAME
 
 
-def save(root: Path, if_exists: str) -> object:
-    return uc.save(
-        root / "run" / NAME,
-        **state(STEP),
-        attach=attach,
-        options=uc.SaveOptions(if_exists=if_exists),
-    )
-
-
-def save_async(root: Path, if_exists: str) -> object:
-    return uc.save_async(
-        root / "run" / NAME,
-        **state(STEP),
-        attach=attach,
-        options=uc.SaveOptions(if_exists=if_exists),
-    ).result()
-
-
-def manage(root: Path, if_exists: str) -> object:
-    options = uc.SaveOptions(if_exists=if_exists)
+def manage(root: Path, if_exists: str, **arguments: Any) -> object:
     with uc.CheckpointManager(
-        root / "run", options=uc.ManagerOptions(**QUICK), save_options=options
+        root / "run",
+        options=uc.ManagerOptions(**QUICK),
+        save_options=uc.SaveOptions(if_exists=if_exists),
     ) as manager:
-        return manager.save(STEP, model=state(STEP)["model"], attach=attach, force=True)
+        given = {"attach": attach, **state(STEP), **arguments}
+        return manager.save(given.pop("step"), force=True, **given)
+
+
+def save(root: Path, if_exists: str, **arguments: Any) -> object:
+    options = uc.SaveOptions(if_exists=if_exists)
+    given = {"attach": attach, "options": options, **state(STEP), **arguments}
+    return uc.save(root / "run" / NAME, **given)
+
+
+def save_async(root: Path, if_exists: str, **arguments: Any) -> object:
+    options = uc.SaveOptions(if_exists=if_exists)
+    given = {"attach": attach, "options": options, **state(STEP), **arguments}
+    return uc.save_async(root / "run" / NAME, **given).result()
 
 
 def copy(root: Path, if_exists: str) -> object:
+    source = str(root / "source")
     with LocalStorage(str(root / "run")) as storage:
         return copy_checkpoint(
-            str(root / "source"),
-            storage,
-            NAME,
-            if_exists=if_exists,
-            fsync=True,
-            on_progress=lambda _: None,
+            source, storage, NAME, if_exists=if_exists, fsync=True, on_progress=lambda _: None
         )
 
 
@@ -101,7 +94,7 @@ def convert(to: str) -> Callable[[Path, str], object]:
     )
 
 
-SAVES: dict[str, Callable[[Path, str], object]] = {
+SAVES: dict[str, Callable[..., object]] = {
     "save": save,
     "save_async": save_async,
     "manager": manage,
@@ -110,14 +103,14 @@ SAVES: dict[str, Callable[[Path, str], object]] = {
     "convert to huggingface": convert("huggingface"),
     "convert to dcp": convert("dcp"),
 }
-CHOSEN = {"manager", "copy"}  # whose names are a manager's
+CHOSEN = {"manager", "copy"}  # these resolve names as a manager does
 
 
-# what is at the name
+# what exists at the name
 
 
-def nothing(path: Path) -> None:
-    """The name is free."""
+def absent(path: Path) -> None:
+    """Leave the name free."""
 
 
 def marker(path: Path) -> None:
@@ -135,7 +128,7 @@ def damaged(path: Path) -> None:
 
 
 SITUATIONS: dict[str, Callable[[Path], object]] = {
-    "nothing": nothing,
+    "absent": absent,
     "empty": Path.mkdir,
     "marker": marker,
     "committed": committed,
@@ -149,12 +142,12 @@ SITUATIONS: dict[str, Callable[[Path], object]] = {
     "file": lambda path: path.touch(),
     "link": lambda path: path.symlink_to("elsewhere"),
 }
-OURS = {"committed", "damaged", "weights", "run"}  # in these folders are files of the user's, too
+OURS = {"committed", "damaged", "weights", "run"}  # these folders also hold user files
 
 
 @dataclass
 class User:
-    """Writes files, no two alike, and looks for them."""
+    """Writes files with unique contents, and checks that they still exist."""
 
     root: Path
     bodies: dict[bytes, str] = field(default_factory=dict)
@@ -169,7 +162,7 @@ class User:
                 self.bodies[body] = name
 
     def check(self, when: str) -> None:
-        """Every file is there, byte for byte, under a name that is not hidden."""
+        """Check that every file exists, byte for byte, under a visible name."""
         visible = set()
         for folder, folders, files in os.walk(self.root):
             folders[:] = [
@@ -184,9 +177,12 @@ class User:
 
 
 @contextmanager
-def watched(patch: pytest.MonkeyPatch, at: dict[int, Callable[[], object]]) -> Iterator[list[str]]:
-    """Calls a function before a change of the disk, by number; gives all changes, in order. No
-    change follows a Stopped.
+def watched(
+    patch: pytest.MonkeyPatch, actions: dict[int, Callable[[], object]]
+) -> Iterator[list[str]]:
+    """Call `actions[n]` before the n-th change of the disk; yield the list of changes.
+
+    After a SimulatedCrash, no further change succeeds.
     """
     done: list[str] = []
     dead: list[SimulatedCrash] = []
@@ -199,7 +195,7 @@ def watched(patch: pytest.MonkeyPatch, at: dict[int, Callable[[], object]]) -> I
                 raise dead[0]
             done.append(f"{name} {args}")
             try:
-                at.get(len(done), lambda: None)()
+                actions.get(len(done), lambda: None)()
             except SimulatedCrash as stopped:
                 dead.append(stopped)
                 raise
@@ -218,7 +214,7 @@ def stop() -> None:
 
 
 def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch) -> str:
-    """One case; returns what was drawn, in words."""
+    """Run one drawn case; return its description."""
     shutil.copytree(start, root)
     who, situation = draw.choice(list(SAVES)), draw.choice(list(SITUATIONS))
     if_exists, exchange = (
@@ -236,7 +232,13 @@ def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch)
     ]
     inside = [
         f"run/{NAME}/{name}"
-        for name in ("notes.txt", "src/a.py", "config.json", "model.safetensors", "digests/probe")
+        for name in (
+            "notes.txt",
+            "src/a.py",
+            "config.json",
+            "model.safetensors",
+            "digests/unified_save_id",
+        )
     ]
     for name in draw.sample(around, draw.randint(0, 3)) + (
         draw.sample(inside, 2) if situation in ("folder", "run") else []
@@ -267,23 +269,25 @@ def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch)
     if draw.random() < 0.6:  # between the call and the commit
         moments[draw.randint(2, 8)] = appear
     if draw.random() < 0.6:
-        moments[draw.choice([one for one in range(1, last + 16) if one not in moments])] = stop
+        moments[
+            draw.choice([moment for moment in range(1, last + 16) if moment not in moments])
+        ] = stop
     text = f"{who}, {situation}, {if_exists}, {moments}, exchange={exchange}"
     error: BaseException | None = None
     with watched(patch, moments) as done:
         if not exchange:
-            patch.setattr(LocalStorage, "exchange", lambda *_: False)
+            patch.setattr(LocalStorage, "rename_exchange", lambda *_: False)
         try:
             SAVES[who](root, if_exists)
-        except (uc.CheckpointError, SimulatedCrash) as found:
-            error = found
+        except (uc.CheckpointError, SimulatedCrash) as raised:
+            error = raised
         finally:
             patch.undo()
     patch.setattr(os, "fsync", lambda fd: None)
     user.check(f"{text}: {error!r} after {done}")
     if situation in ("folder", "weights", "run") and who not in CHOSEN:
         assert isinstance(error, uc.StorageError), text
-        assert not done, f"{text}: nothing is changed before the refusal"
+        assert not done, f"{text}: the disk changed before the refusal"
     with suppress(SystemExit):
         main(
             [
@@ -315,33 +319,31 @@ def check_cases(count: int, seed: int, tmp_path: Path, patch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-@pytest.mark.parametrize("there", ["nothing", "committed", "damaged", "folder"])
+@pytest.mark.parametrize("situation", ["absent", "committed", "damaged", "folder"])
 def test_rollback_keeps_late_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, exchange: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: str, exchange: bool
 ) -> None:
-    """Of several nodes one cannot commit: the others take their folders back, in which files
-    have appeared.
-    """
+    """One node cannot commit, so the others roll back. Files that appeared are kept."""
     user, target = User(tmp_path), tmp_path / NAME
-    SITUATIONS[there](target)
-    if there != "nothing":
+    SITUATIONS[situation](target)
+    if situation != "absent":
         user.write(f"{NAME}/early.txt")
     before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
     if not exchange:
-        monkeypatch.setattr(LocalStorage, "exchange", lambda *_: False)
+        monkeypatch.setattr(LocalStorage, "rename_exchange", lambda *_: False)
     with LocalStorage(str(tmp_path)) as storage:
-        goal = commit.PublishTarget(NAME, "replace", is_step_path=True)
-        construction = commit.create(
-            storage,
-            NAME,
-            save_id=None,
-            existing_entries=commit.check_existing_entries(storage, goal),
-        )
-        storage.put(f"{construction.folder}/config.json", b"new", fsync=False)
-        published = commit.publish(storage, construction, goal, fsync=True)
-        user.write(f"{NAME}/late.txt")
-        rollback(storage, published)
-        commit.abort(storage, construction)
+        goal = PublishTarget(NAME, "replace", is_managed_path=True)
+        collective = single_process().begin_collective("save", timeout_seconds=5)
+        with (
+            suppress(uc.RankError),
+            Transaction(collective, storage, goal, fsync=True) as transaction,
+        ):
+            assert transaction.begin(lambda: None) is None
+            storage.put(f"{transaction.folder}/config.json", b"new", fsync=False)
+            transaction.publish()
+            user.write(f"{NAME}/late.txt")
+            transaction.withdraw()
+            raise uc.RankError("another node failed")
     assert {path: path.read_bytes() for path in before} == before
     assert (target / "late.txt").is_file()
     assert os.listdir(tmp_path) == [NAME]
@@ -357,9 +359,7 @@ def test_failed_clean_up_is_a_warning(
     who: str,
     operation: str,
 ) -> None:
-    """As after `chattr +i` on an old file. What is left is no checkpoint, and `prune` clears it
-    away.
-    """
+    """As after `chattr +i`: the leftover is no checkpoint, and the next save removes it."""
     uc.save(tmp_path / "source", **state(STEP))
     uc.save(tmp_path / "run" / NAME, **state(5))
     real = getattr(LocalStorage, operation)
@@ -383,7 +383,7 @@ def test_failed_clean_up_is_a_warning(
         assert manager.steps() == []
         assert manager.restore(model={"w": torch.zeros(3)}) is None
         manager.save(9, model={"w": torch.ones(3)}, force=True)
-    assert os.listdir(tmp_path / "run") == ["checkpoint-9"], "the next save has removed it"
+    assert os.listdir(tmp_path / "run") == ["checkpoint-9"], "the next save removes the leftover"
 
 
 @pytest.mark.parametrize("who", ["save", "save_async", "manager"])
@@ -391,7 +391,7 @@ def test_failed_clean_up_is_a_warning(
 def test_conflicting_user_file_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, who: str, body: str
 ) -> None:
-    """It appears during the save, as the trainer's own file does; one that is equal is no clash."""
+    """The file appears during the save. An equal file is no conflict."""
 
     def attach_both(folder: str) -> None:
         attach(folder)
@@ -400,37 +400,26 @@ def test_conflicting_user_file_is_kept(
         (target / "notes.txt").write_text("mine")
 
     (tmp_path / "run").mkdir()
-    target, kept = tmp_path / "run" / NAME, tmp_path / "run" / f"{NAME}-before-1" / "config.json"
-    what = {"attach": attach_both, **state(STEP)}
+    target, backup = tmp_path / "run" / NAME, tmp_path / "run" / f"{NAME}-before-1" / "config.json"
     error: Exception | None = None
     try:
-        if who == "manager":
-            with uc.CheckpointManager(
-                tmp_path / "run", options=uc.ManagerOptions(**QUICK)
-            ) as manager:
-                manager.save(what.pop("step"), force=True, **what)
-        elif who == "save":
-            uc.save(target, **what)
-        else:
-            uc.save_async(target, **what).result()
-    except uc.StorageError as found:
-        error = found
+        SAVES[who](tmp_path, "error", attach=attach_both)
+    except uc.StorageError as raised:
+        error = raised
     assert uc.verify(target, deep=True).ok
     assert (target / "config.json").read_text() == "{}"
     assert (target / "notes.txt").read_text() == "mine"
-    assert kept.exists() == (body == "mine")
+    assert backup.exists() == (body == "mine")
     if body == "mine":
-        assert kept.read_text() == "mine"
-        assert str(kept) in (str(error) if who != "manager" else caplog.text)
+        assert backup.read_text() == "mine"
+        assert str(backup) in (str(error) if who != "manager" else caplog.text)
     assert (error is not None) == (body == "mine" and who != "manager")
 
 
 def test_backup_is_not_a_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A half-written folder of the stock Trainer is renamed; list, restore, retention and prune
-    leave it alone.
-    """
+    """A partial Trainer folder is renamed; list, restore and prune ignore the backup."""
     for number in (1, 2):
         shutil.rmtree(tmp_path / NAME, ignore_errors=True)
         shutil.rmtree(tmp_path / f"checkpoint-{STEP + 1}", ignore_errors=True)
@@ -441,7 +430,7 @@ def test_backup_is_not_a_step(
         ) as manager:
             manager.save(STEP, force=True, model=state(STEP)["model"])
             manager.save(STEP + 1, force=True, model=state(STEP + 1)["model"])
-            assert [one.step for one in manager.steps()] == [STEP + 1]
+            assert [entry.step for entry in manager.steps()] == [STEP + 1]
             report = manager.restore(model={"w": torch.zeros(3)})
             assert report is not None
             assert report.step == STEP + 1
@@ -463,14 +452,12 @@ def test_backup_is_not_a_step(
     )
     assert main(["list", str(tmp_path)]) == 0
     assert "before" not in capsys.readouterr().out
-    found = {path.name: os.listdir(path) for path in tmp_path.glob("*before*")}
-    assert found == {f"{NAME}-before-{n}": ["optimizer.pt"] for n in (1, 2)}
+    backups = {path.name: os.listdir(path) for path in tmp_path.glob("*before*")}
+    assert backups == {f"{NAME}-before-{n}": ["optimizer.pt"] for n in (1, 2)}
 
 
 def test_step_left_under_its_backup_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where names cannot be exchanged, a crash between two renames leaves the step without its own:
-    `restore` names it.
-    """
+    """A crash between two renames leaves the step there, and `restore` reports it."""
     uc.save(tmp_path / f"{NAME}-before-1", model=state(STEP)["model"], step=STEP)
     with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(**QUICK)) as manager:
         assert manager.restore(model={"w": torch.zeros(3)}) is None
@@ -488,9 +475,7 @@ def test_step_left_under_its_backup_name(tmp_path: Path, caplog: pytest.LogCaptu
 def test_no_user_file_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
-    """40 drawn cases: who saves, what is at the name, which files appear when, where the process is
-    killed.
-    """
+    """40 cases: the call, the folder at the name, files that appear, and the crash are drawn."""
     caplog.set_level(logging.CRITICAL)
     check_cases(40, seed, tmp_path, monkeypatch)
 
@@ -500,42 +485,3 @@ def test_no_user_file_is_lost_many_examples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_cases(4000, 7, tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
-def test_obstacle_seen_by_one_rank_is_refused_by_all(
-    tmp_path: Path, nodes: list[int], background: bool
-) -> None:
-    """The second save of a layout, which plans nothing; the saves before and after it are fine."""
-    layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}}, shapes={"w": (8, 3)})
-    mine = folder_of(tmp_path, nodes[1]).with_name("mine")
-    mine.mkdir(parents=True)
-    (mine / "notes.txt").write_text("mine")
-
-    def act(comm: Comm) -> str:
-        with on_node(comm, nodes) as made:
-
-            def save_as(name: str) -> object:
-                path = folder_of(tmp_path, nodes[comm.rank]).with_name(name)
-                what: dict[str, Any] = {
-                    "model": {"w": torch.ones(4, 3)},
-                    "layout": layout,
-                    "options": SAVE,
-                }
-                return (
-                    made.save_async(path, **what).result(60)
-                    if background
-                    else made.save(path, **what)
-                )
-
-            save_as("first")
-            with pytest.raises(
-                uc.StorageError, match=r"rank [01]: .*mine: holds other files \(notes.txt\)"
-            ) as refusal:
-                save_as("mine")
-            save_as("last")
-            return str(refusal.value)
-
-    assert len(set(run_ranks(2, act))) == 1
-    assert os.listdir(mine) == ["notes.txt"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.optimizer_cases import same
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import make_checkpointer, run_ranks
 
@@ -25,7 +27,7 @@ class Net(torch.nn.Linear):
         self.note = state
 
 
-def made(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+def trained_net(seed: int) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     net = Net(f"of {seed}")
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 * (seed + 1))
@@ -36,55 +38,45 @@ def made(seed: int) -> tuple[Net, torch.optim.Optimizer]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    net, optimizer = made(0)
-    uc.save(
-        tmp_path / "c",
-        model=net,
-        optimizer=optimizer,
-        parts={"ema": net},
-        options=uc.SaveOptions(fsync=False),
-    )
+    net, optimizer = trained_net(0)
+    options = uc.SaveOptions(fsync=False)
+    uc.save(tmp_path / "c", model=net, optimizer=optimizer, parts={"ema": net}, options=options)
     return tmp_path / "c"
 
 
-def test_optimizer_alone_with_names_of_the_model(folder: Path) -> None:
-    (saved, saved_optimizer), (net, optimizer) = made(0), made(1)
-    before = net.weight.detach().clone()
+def state_of(net: Net, optimizer: torch.optim.Optimizer, ema: Net) -> dict[str, Any]:
+    """A copy of each part."""
+    return copy.deepcopy(
+        {
+            "model": net.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "ema": ema.state_dict(),
+        }
+    )
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "ema"])
+def test_one_part_alone(folder: Path, part: str) -> None:
+    """Also of an optimizer, whose names are those of the model."""
+    saved, job = trained_net(0), (*trained_net(1), Net("ema"))
+    before, right = state_of(*job), state_of(*saved, saved[0])
+    net, optimizer, ema = job
     report = uc.load(
-        folder, model=net, optimizer=optimizer, options=uc.LoadOptions(parts=("optimizer",))
+        folder,
+        model=net,
+        optimizer=optimizer,
+        parts={"ema": ema},
+        options=uc.LoadOptions(parts=(part,)),
     )
-    assert torch.equal(net.weight, before)
-    assert net.note == "of 1"
-    assert torch.equal(
-        optimizer.state[net.weight]["exp_avg"], saved_optimizer.state[saved.weight]["exp_avg"]
-    )
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    assert report.bytes_read == sum(
-        value.nbytes for state in optimizer.state.values() for value in state.values()
-    )
+    assert same(state_of(*job), before | {part: right[part]})
+    moments = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    weights = sum(param.nbytes for param in net.parameters())
+    assert report.bytes_read == (moments if part == "optimizer" else weights)
     assert report.missing == report.unexpected == ()
 
 
-def test_the_model_alone_leaves_the_optimizer(folder: Path) -> None:
-    (saved, _), (net, optimizer) = made(0), made(1)
-    moment = optimizer.state[net.weight]["exp_avg"].clone()
-    uc.load(folder, model=net, optimizer=optimizer, options=uc.LoadOptions(parts=("model",)))
-    assert torch.equal(net.weight, saved.weight)
-    assert net.note == "of 0"
-    assert torch.equal(optimizer.state[net.weight]["exp_avg"], moment)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
-
-
-def test_extra_part_alone(folder: Path) -> None:
-    (saved, _), (net, _), ema = made(0), made(1), Net("ema")
-    before = net.weight.detach().clone()
-    uc.load(folder, model=net, parts={"ema": ema}, options=uc.LoadOptions(parts=("ema",)))
-    assert torch.equal(ema.weight, saved.weight)
-    assert torch.equal(net.weight, before)
-
-
-def test_a_part_without_a_target_is_an_error_not_an_empty_load(folder: Path) -> None:
-    net, optimizer = made(1)
+def test_part_without_target_is_an_error(folder: Path) -> None:
+    net, optimizer = trained_net(1)
     with pytest.raises(
         uc.LayoutError,
         match="'optimzer' has no target in this load; expected some of model, optimizer",
@@ -94,60 +86,51 @@ def test_a_part_without_a_target_is_an_error_not_an_empty_load(folder: Path) -> 
 
 class Scheduler:
     def state_dict(self) -> dict[str, int]:
-        return {"at": 3}
+        return {"step": 3}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        assert state == {"at": 3}
+        assert state == {"step": 3}
 
 
 def test_unused_parts_and_objects_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A forgotten scheduler or average leaves no other trace."""
+    """Nothing else reveals that the job forgot a scheduler or an average."""
     caplog.set_level("INFO")
-    net, optimizer = made(0)
-    objects = {"plan": [Scheduler()], "note": "plain"}
-    uc.save(
-        tmp_path / "c",
-        model=net,
-        optimizer=optimizer,
-        parts={"ema": net},
-        extra=objects,
-        rank_extra={"loader": Scheduler()},
-    )
-    every = ("ema", "extra:plan[0]", "rank_extra:loader")
-    report = uc.load(tmp_path / "c", model=net, optimizer=optimizer)
-    assert (report.unused, report.extra["note"]) == (every, "plain")
-    (record,) = [one for one in caplog.records if "no rank loaded" in one.message]
-    assert (record.levelname, f"no rank loaded {', '.join(every)} from" in record.message) == (
-        "WARNING",
-        True,
-    )
-    caplog.clear()
-    assert uc.load(tmp_path / "c", model=net).unused == ("ema", "optimizer", *every[1:])
-    assert [one.levelname for one in caplog.records if "no rank loaded" in one.message] == ["INFO"]
-    more: dict[str, Any] = {
+    net, optimizer = trained_net(0)
+    every: dict[str, Any] = {
+        "model": net,
+        "optimizer": optimizer,
         "parts": {"ema": net},
-        "extra": objects,
+        "extra": {"plan": [Scheduler()], "note": "plain"},
         "rank_extra": {"loader": Scheduler()},
     }
-    assert uc.load(tmp_path / "c", model=net, optimizer=optimizer, **more).unused == ()
-    chosen = uc.LoadOptions(parts=("model",))
-    assert uc.load(
-        tmp_path / "c", model=net, optimizer=optimizer, **more, options=chosen
-    ).unused == ("ema", "optimizer")
+    uc.save(tmp_path / "c", **every)
     uc.convert(tmp_path / "c", tmp_path / "d")
-    assert uc.load(tmp_path / "d", model=net, optimizer=optimizer).unused == every
+    objects = ("ema", "extra:plan[0]", "rank_extra:loader")
+    model_only = uc.LoadOptions(parts=("model",))
+    cases: list[tuple[str, dict[str, Any], tuple[str, ...], list[str]]] = [
+        ("c", {"model": net, "optimizer": optimizer}, objects, ["WARNING"]),
+        ("d", {"model": net, "optimizer": optimizer}, objects, ["WARNING"]),
+        ("c", {"model": net}, ("ema", "optimizer", *objects[1:]), ["INFO"]),
+        ("c", every, (), []),
+        ("c", every | {"options": model_only}, ("ema", "optimizer"), ["INFO"]),
+    ]
+    for name, arguments, unused, levels in cases:
+        caplog.clear()
+        assert uc.load(tmp_path / name, **arguments).unused == unused
+        records = [entry for entry in caplog.records if "no rank loaded" in entry.message]
+        assert [entry.levelname for entry in records] == levels
+        assert all(f"no rank loaded {', '.join(unused)} from" in e.message for e in records)
 
 
-def test_load_that_is_not_strict_warns_of_what_is_unchanged(
+def test_non_strict_load_warns_of_unchanged_targets(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    names = [f"w{number}" for number in range(100)]
-    target = {"weight": torch.zeros(9, 8), **{name: torch.zeros(2) for name in names}}
-    report = uc.load(folder, model=target, strict=False)
+    target = {f"w{number}": torch.zeros(2) for number in range(100)}
+    report = uc.load(folder, model=target | {"weight": torch.zeros(9, 8)}, strict=False)
     assert len(report.missing) == 100
-    (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    (record,) = [entry for entry in caplog.records if entry.levelname == "WARNING"]
     assert "strict=False, which left these unchanged (102)" in record.message
     assert "model:weight: checkpoint has shape (8, 8), target has (9, 8)" in record.message
     assert len(record.message.splitlines()) < 30
@@ -155,41 +138,42 @@ def test_load_that_is_not_strict_warns_of_what_is_unchanged(
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_masters_and_objects_are_joined_over_ranks(tmp_path: Path, shared: bool) -> None:
-    """Each rank has the whole model and some of the masters, and only one a scheduler: what any
-    rank took is taken.
+    """Each rank loads the model and some masters; one rank loads the scheduler.
+
+    Whatever any rank loaded is not reported as unused.
     """
     names = ("a", "b")
     model = {name: torch.ones(4, dtype=torch.bfloat16) for name in names}
     masters = {name: torch.full((4,), 1.001) for name in names}
     moments = {f"{name}/exp_avg": torch.ones(4) for name in names}
-    objects = {"plan": Scheduler(), "other": Scheduler()}
     uc.save(
         tmp_path / "c",
         model=model,
         optimizer=moments,
         master_weights=masters,
         parts={"ema": model},
-        extra=objects,
+        extra={"plan": Scheduler(), "other": Scheduler()},
     )
 
     def act(comm: Comm) -> tuple[str, ...] | str:
-        own = {"a" if comm.rank == 0 or not shared else "b": torch.zeros(4)}
+        name = "a" if comm.rank == 0 or not shared else "b"
+        local_masters = {name: torch.zeros(4)}
         try:
             report = make_checkpointer(comm).load(
                 tmp_path / "c",
                 model={name: torch.zeros(4, dtype=torch.bfloat16) for name in names},
                 optimizer={key: torch.zeros(4) for key in moments},
-                master_weights=own,
+                master_weights=local_masters,
                 extra={"plan": Scheduler()} if comm.rank == 1 else None,
             )
         except uc.MismatchError as error:
             return str(error)
-        assert torch.equal(next(iter(own.values())), masters["a"])
+        assert torch.equal(local_masters[name], masters[name])
         return report.unused
 
-    one, two = run_ranks(2, act)
-    assert one == two
+    first, second = run_ranks(2, act)
+    assert first == second
     if shared:
-        assert one == ("ema", "extra:other")
+        assert first == ("ema", "extra:other")
     else:
-        assert "master_weights: b: the checkpoint's master weights are more precise" in one
+        assert "master_weights: b: the checkpoint's master weights are more precise" in first

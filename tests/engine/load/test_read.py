@@ -1,4 +1,4 @@
-"""The memory that a load needs besides its targets."""
+"""The memory that a load needs in addition to its targets, and the cores it counts on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.simulated_nodes import LOAD, SAVE, on_node
+from unified_ckpt.engine.load import read
 from unified_ckpt.engine.load.read import Destinations
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 from unified_ckpt.testing import make_checkpointer, run_ranks
 
@@ -19,51 +22,75 @@ FULL = {f"w{i:02}": torch.arange(i, i + 300.0 * 400).reshape(300, 400) for i in 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many copies of parts there were, after each look at a part."""
-    found: list[int] = []
+    """The number of staged copies after each access to a destination."""
+    counts: list[int] = []
     get = Destinations.__getitem__
 
     def counted(self: Destinations, row: int) -> LocalTensor:
         part = get(self, row)
-        found.append(len(self._staging))
+        counts.append(len(self._copies))
         return part
 
     monkeypatch.setattr(Destinations, "__getitem__", counted)
-    return found
+    return counts
 
 
-def turned(tensor: torch.Tensor) -> torch.Tensor:
-    """As large, of zeros, and column-major."""
+def column_major_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """A column-major tensor of zeros with the same shape."""
     return torch.zeros(tensor.shape[::-1]).t()
 
 
 @pytest.mark.parametrize("verify", ["read", "off"])
-def test_targets_that_are_not_contiguous_are_not_all_copied_at_once(
+def test_non_contiguous_targets_bound_staging_copies(
     tmp_path: Path, copies: list[int], verify: str
 ) -> None:
     uc.save(tmp_path / "c", model=FULL)
-    target = {name: turned(tensor) for name, tensor in FULL.items()}
+    target = {name: column_major_zeros(tensor) for name, tensor in FULL.items()}
     uc.load(tmp_path / "c", model=target, options=uc.LoadOptions(verify=verify))
     assert all(torch.equal(target[name], tensor) for name, tensor in FULL.items())
     assert len(copies) >= COUNT
-    assert max(copies) <= 4, "the one that is read, and those whose bytes are on their way"
+    assert max(copies) <= 4, "the tensor being read, and those in flight"
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_nor_when_ranks_read_for_each_other(tmp_path: Path, copies: list[int], dim: int) -> None:
-    """Columns come in tiles. Of each reader's share the first and the last tensor may be another's,
-    too.
+def test_non_contiguous_targets_of_two_ranks(tmp_path: Path, copies: list[int], dim: int) -> None:
+    """Columns are exchanged in tiles.
+
+    The first and last tensor of a reader's share may belong to another reader, too.
     """
     uc.save(tmp_path / "c", model=FULL)
     layout = uc.Layout(mesh={"tp": 2}, rules={"*": {"tp": dim}})
 
     def act(comm: Comm) -> None:
-        held = {name: tensor.chunk(2, dim)[comm.rank] for name, tensor in FULL.items()}
-        target = {name: turned(tensor) for name, tensor in held.items()}
-        with make_checkpointer(comm) as made:
-            made.load(tmp_path / "c", model=target, layout=layout)
-        assert all(torch.equal(target[name], tensor) for name, tensor in held.items())
+        shards = {name: tensor.chunk(2, dim)[comm.rank] for name, tensor in FULL.items()}
+        target = {name: column_major_zeros(tensor) for name, tensor in shards.items()}
+        with make_checkpointer(comm) as checkpointer:
+            checkpointer.load(tmp_path / "c", model=target, layout=layout)
+        assert all(torch.equal(target[name], tensor) for name, tensor in shards.items())
 
     run_ranks(2, act)
     assert len(copies) >= COUNT
     assert max(copies) <= 6
+
+
+@pytest.mark.parametrize(("nodes", "counts"), [([0, 0, 0], {3}), ([0, 0, 1], {1, 2})])
+def test_io_thread_counts_the_ranks_of_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[int], counts: set[int]
+) -> None:
+    """Ranks of other nodes occupy none of its cores."""
+    arguments: list[int] = []
+
+    def io_thread(*, ranks: int) -> IOThread:
+        arguments.append(ranks)
+        return IOThread(ranks=ranks)
+
+    monkeypatch.setattr(read, "IOThread", io_thread)
+    uc.save(tmp_path / "c", model=FULL, options=SAVE)
+
+    def act(comm: Comm) -> None:
+        target = {name: torch.zeros_like(tensor) for name, tensor in FULL.items()}
+        with on_node(comm, nodes) as checkpointer:
+            checkpointer.load(tmp_path / "c", model=target, options=LOAD)
+
+    run_ranks(len(nodes), act)
+    assert set(arguments) == counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.load.share_reads import read_redundancy
 from unified_ckpt.engine.nodes import inventory
+from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.plan.holders import Declarations
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
@@ -27,23 +29,24 @@ FULL = {
 
 
 class Reads:
-    """Which nodes read which blocks of the file of the model from the volume. Again is no
-    matter: a node keeps what it has read.
+    """The nodes that read each block of the model's file from the volume.
+
+    Repeated reads by one node count once, because a node caches what it has read.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: list[int]) -> None:
         self.nodes: dict[int, set[int]] = {}
         lock, read, make = threading.Lock(), LocalStorage.read_at, LocalStorage.__init__
 
-        def init(storage: LocalStorage, root: str, **how: Any) -> None:
-            make(storage, root, **how)
-            # "rank-2": a rank's own, or what it serves
-            storage.made_by = threading.current_thread().name  # type: ignore[attr-defined]
+        def init(storage: LocalStorage, root: str, **options: Any) -> None:
+            make(storage, root, **options)
+            # "rank-2": reads for itself or for other ranks
+            storage.reader = threading.current_thread().name  # type: ignore[attr-defined]
 
         def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:
             if name.startswith("model") and len(into) > 64 << 10:  # no header
                 with lock:
-                    rank = int(storage.made_by.removeprefix("rank-"))  # type: ignore[attr-defined]
+                    rank = int(storage.reader.removeprefix("rank-"))  # type: ignore[attr-defined]
                     for block in range(start >> 20, (start + len(into)) >> 20):
                         self.nodes.setdefault(block, set()).add(nodes[rank])
             read(storage, name, start, into)
@@ -52,7 +55,7 @@ class Reads:
         monkeypatch.setattr(LocalStorage, "read_at", read_at)
 
     @property
-    def by_how_many(self) -> float:
+    def nodes_per_block(self) -> float:
         return sum(map(len, self.nodes.values())) / len(self.nodes)
 
 
@@ -63,8 +66,8 @@ def load(
         target = {name: torch.zeros_like(tensor) for name, tensor in FULL.items()}
         if layout is not None:
             target["w"] = torch.zeros_like(FULL["w"].chunk(comm.world)[comm.rank])
-        with on_node(comm, nodes) as made:
-            made.load(
+        with on_node(comm, nodes) as checkpointer:
+            checkpointer.load(
                 root / NAME, model=target, layout=layout, options=LOAD.model_copy(update=options)
             )
         assert torch.equal(
@@ -81,56 +84,52 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("nodes", [[0, 1, 2], [0, 0, 1, 1]])
+@pytest.mark.parametrize(
+    ("nodes", "file_system", "share_reads", "expected"),
+    [
+        ([0, 1, 2], "nfs4", "auto", 1),
+        ([0, 0, 1, 1], "nfs4", "auto", 1),
+        ([0, 1, 2], "nfs4", "never", 3),
+        ([0, 1, 2], "ext4", "auto", 3),
+        ([0, 1, 2], "ext4", "always", 1),
+    ],
+)
 def test_replicas_on_a_slow_file_system_read_each_byte_once(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[int]
+    saved: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[int],
+    file_system: str,
+    share_reads: str,
+    expected: int,
 ) -> None:
     reads = Reads(monkeypatch, nodes)
-    monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
-    load(saved, nodes)
-    assert reads.by_how_many == 1
-    assert set().union(*reads.nodes.values()) == set(nodes), "all of them do a part"
-
-
-def test_on_fast_file_systems_each_node_reads_for_itself(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads = Reads(monkeypatch, [0, 1, 2])
-    load(saved, [0, 1, 2])
-    assert reads.by_how_many == 3
-
-
-def test_shared_reads_can_be_forced_and_disabled(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads = Reads(monkeypatch, [0, 1, 2])
-    load(saved, [0, 1, 2], share_reads="always")
-    assert reads.by_how_many == 1
-    monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
-    load(saved, [0, 1, 2], share_reads="never")
-    assert reads.by_how_many == 3
+    monkeypatch.setattr(inventory, "file_system_type", lambda _: file_system)
+    load(saved, nodes, share_reads=share_reads)
+    assert reads.nodes_per_block == expected
+    assert set().union(*reads.nodes.values()) == set(nodes), "every node reads a share"
 
 
 def test_nodes_that_read_different_bytes_share_nothing(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
-    asked: list[str] = []
-    real = uc.engine.nodes.storage.ShardedStorage.enable_shared_reads  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        "unified_ckpt.engine.nodes.storage.ShardedStorage.enable_shared_reads",
-        lambda self, **what: (asked.append("share"), real(self, **what)),
-    )
+    co_readers: list[Mapping[int, Sequence[int]]] = []
+    real = ShardReader._co_readers
+
+    def recorded(reader: ShardReader) -> Mapping[int, Sequence[int]]:
+        co_readers.append(real(reader))
+        return co_readers[-1]
+
+    monkeypatch.setattr(ShardReader, "_co_readers", recorded)
     load(saved, [0, 1, 2], layout=uc.Layout(mesh={"dp": 3}, rules={"w": {"dp": 0}}))
-    assert asked == []
+    assert co_readers
+    assert not any(co_readers)
 
 
-def test_damage_met_by_the_reading_node_is_recovered(
+def test_damage_read_by_one_node_raises_on_all(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes are the same whoever reads them, so the damage is an error, on every rank, and
-    names the block.
-    """
+    """All nodes read the same file, so no node has an intact copy: every rank raises."""
     monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
     (file,) = (saved / NAME).glob("model*.safetensors")
     body = bytearray(file.read_bytes())

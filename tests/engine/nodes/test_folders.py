@@ -22,7 +22,7 @@ NODES = 3
 
 
 def save(root: Path, *, whole: bool) -> None:
-    """Each node has `w`, all of it or its rows."""
+    """Save `w` on each node: all of it, or the node's rows."""
     rules = (
         None
         if whole
@@ -31,8 +31,10 @@ def save(root: Path, *, whole: bool) -> None:
 
     def act(comm: Comm) -> None:
         w = torch.ones(6, 2) if whole else torch.ones(2, 2)
-        with on_node(comm, range(NODES)) as made:
-            made.save(folder_of(root, comm.rank), model={"w": w}, layout=rules, options=SAVE)
+        with on_node(comm, range(NODES)) as checkpointer:
+            checkpointer.save(
+                folder_of(root, comm.rank), model={"w": w}, layout=rules, options=SAVE
+            )
 
     run_ranks(NODES, act)
 
@@ -40,9 +42,9 @@ def save(root: Path, *, whole: bool) -> None:
 def load(root: Path) -> list[torch.Tensor | BaseException]:
     def act(comm: Comm) -> torch.Tensor:
         w = torch.zeros(6, 2)
-        with on_node(comm, range(NODES)) as made:
+        with on_node(comm, range(NODES)) as checkpointer:
             try:
-                made.load(folder_of(root, comm.rank), model={"w": w}, options=LOAD)
+                checkpointer.load(folder_of(root, comm.rank), model={"w": w}, options=LOAD)
             except uc.CheckpointError:
                 assert not w.any(), "nothing was written"
                 raise
@@ -55,7 +57,7 @@ def load(root: Path) -> list[torch.Tensor | BaseException]:
 def test_only_folders_that_are_read_are_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, each: int
 ) -> None:
-    """Its own is open already."""
+    """A rank's own folder is open already."""
     save(tmp_path, whole=whole)
     opened: list[str] = []
 
@@ -64,29 +66,27 @@ def test_only_folders_that_are_read_are_opened(
         return open_folder(storage)
 
     monkeypatch.setattr(folders, "open_folder", counted)
-    for found in fine(load(tmp_path)):
-        assert torch.equal(found, torch.ones(6, 2))
+    for tensor in fine(load(tmp_path)):
+        assert torch.equal(tensor, torch.ones(6, 2))
     assert len(opened) == each * NODES
     assert len(set(opened)) == (NODES if each else 0)
 
 
-def test_parsed_headers_are_dropped_and_not_needed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every tensor is read out of every folder: whatever is kept of each, none is opened twice by a
-    rank.
-    """
+def test_parsed_headers_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor is read from every folder; no rank opens a folder twice."""
     model = {f"w{i}": torch.full((2, 2), float(i)) for i in range(8)}
     rules = uc.Layout(mesh={"dp": NODES}, rules={"*": {"dp": 0}})
 
     def save_rows(comm: Comm) -> None:
-        with on_node(comm, range(NODES)) as made:
-            made.save(folder_of(tmp_path, comm.rank), model=model, layout=rules, options=SAVE)
+        with on_node(comm, range(NODES)) as checkpointer:
+            checkpointer.save(
+                folder_of(tmp_path, comm.rank), model=model, layout=rules, options=SAVE
+            )
 
     def load_all(comm: Comm) -> None:
         target = {name: torch.zeros(2 * NODES, 2) for name in model}
-        with on_node(comm, range(NODES)) as made:
-            made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
+        with on_node(comm, range(NODES)) as checkpointer:
+            checkpointer.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
         assert all(
             torch.equal(target[name], tensor[:1].expand(2 * NODES, 2))
             for name, tensor in model.items()
@@ -95,26 +95,24 @@ def test_parsed_headers_are_dropped_and_not_needed_again(
     run_ranks(NODES, save_rows)
     opened: list[Folder] = []
 
-    def kept(storage: Reader) -> Folder:
+    def recorded(storage: Reader) -> Folder:
         opened.append(open_folder(storage))
         return opened[-1]
 
-    monkeypatch.setattr(folders, "open_folder", kept)
+    monkeypatch.setattr(folders, "open_folder", recorded)
     monkeypatch.setattr(folders, "_MAX_PARSED", 1)
     run_ranks(NODES, load_all)
-    assert len(opened) == 2 * NODES, "its own is open already"
+    assert len(opened) == 2 * NODES, "a rank's own folder is open already"
     assert sum(bool(folder._headers) for folder in opened) <= NODES, (
-        "headers of all folders, for all tensors"
+        "headers of other folders stay in memory"
     )
 
 
-def test_nodes_that_cannot_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way that is closed is told before the target is touched, and names the rank that does not
-    answer.
-    """
+def test_load_with_refused_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused connection raises before the target changes, and names the rank."""
     save(tmp_path, whole=False)
 
-    def closed(storage: PeerStorage, _asked: bytes, _into: object) -> None:
+    def closed(storage: PeerStorage, _request: bytes, _into: object) -> None:
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(PeerStorage, "_exchange", closed)
@@ -129,27 +127,27 @@ def test_nodes_that_cannot_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_folder_that_cannot_be_opened_is_tried_once(tmp_path: Path) -> None:
-    asked = []
+    probed_names = []
 
     class Storage(LocalStorage):
         def size(self, name: str) -> int | None:
-            asked.append(name)
+            probed_names.append(name)
             return super().size(name)
 
-    found = FolderCache([Storage(str(tmp_path))])
+    cache = FolderCache([Storage(str(tmp_path))])
     for _ in range(2):
         with pytest.raises(uc.NotFoundError, match="holds no checkpoint"):
-            found[0]
-    assert len(asked) == 1
-    found.close()
+            cache[0]
+    assert len(probed_names) == 1
+    cache.close()
 
 
 def test_folder_replaced_by_another_save(tmp_path: Path) -> None:
-    here = uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)}, options=SAVE)
-    storages = [LocalStorage(here.path)] * 2
-    assert FolderCache(storages, save_id=here.id)[1].names("model") == {"w"}
+    report = uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)}, options=SAVE)
+    storages = [LocalStorage(report.path)] * 2
+    assert FolderCache(storages, save_id=report.id)[1].names("model") == {"w"}
     with pytest.raises(
-        uc.StorageError, match=f"checkpoint-1: now holds save {here.id}, expected other"
+        uc.StorageError, match=f"checkpoint-1: now holds save {report.id}, expected other"
     ):
         FolderCache(storages, save_id="other")[0]
     storages[0].close()

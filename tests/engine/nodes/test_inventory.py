@@ -26,9 +26,7 @@ SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 @st.composite
 def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
-    """What a folder stores, by its own parts and names: whole tensors, shards, and names that
-    only look like a shard's.
-    """
+    """Draw a folder by part and name: whole tensors, shards, and misleading names."""
     stored: dict[str, dict[str, TensorSpec]] = {
         part: {} for part in draw(st.sets(st.sampled_from(["model", "optimizer"])))
     }
@@ -53,9 +51,8 @@ def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
 
 @given(folders())
 @settings(max_examples=300)
-@example(
-    {"model_shards": {"w@0:4/8": TensorSpec("F32", (3,))}}
-)  # of another shape than its name says: a tensor of that name
+# the shape contradicts the name, so this is a tensor with that name
+@example({"model_shards": {"w@0:4/8": TensorSpec("F32", (3,))}})
 @example(
     {
         "model": {"w": TensorSpec("F32", (4,))},
@@ -67,28 +64,30 @@ def test_inventory_has_all_that_a_folder_stores(stored: dict[str, dict[str, Tens
     assert decode_tensor_list(listing.encode()) == listing
     assert sum(kind.width for kind in listing.layout_classes) == len(spans)
     assert set(listing.parts) == {part.removesuffix(SHARD_SUFFIX) for part in stored}
-    found = build_index([inventory(stored)])
+    index = build_index([inventory(stored)])
     specs = {
         (part, name): spec for part, tensors in stored.items() for name, spec in tensors.items()
     }
-    told = found.keys_in_folder(0)
-    assert len(set(told)) == len(told)
-    # One name with two dtypes or shapes is no save's: the first is taken.
-    taken = {key for key in specs if key in set(told)}
-    assert set(told) == taken
+    listed_keys = index.keys_in_folder(0)
+    assert len(set(listed_keys)) == len(listed_keys)
+    # A name with two dtypes or shapes is invalid: the first entry is accepted.
+    accepted_keys = {key for key in specs if key in set(listed_keys)}
+    assert set(listed_keys) == accepted_keys
     lines = {(part, fqn) for part, fqn, _, _ in listing.entries}
-    assert found.specs.keys() == lines
+    assert index.specs.keys() == lines
     if len(lines) == len(listing.entries):
-        assert taken == specs.keys()
+        assert accepted_keys == specs.keys()
 
 
 @given(folders(), st.integers(0, 3))
 def test_inventory_round_trip(stored: dict[str, dict[str, TensorSpec]], number: int) -> None:
-    one = inventory(stored, number=number, count=4, lost=("model.safetensors: is missing",))
-    name = tensor_list_name(one.tensor_list.encode())
-    found = decode_inventory(one.encode(list_name=name), {name: one.tensor_list}.__getitem__)
-    assert np.array_equal(found.spans, one.spans)
-    assert found.spans.dtype == np.int64
+    original = inventory(stored, number=number, count=4, lost=("model.safetensors: is missing",))
+    name = tensor_list_name(original.tensor_list.encode())
+    decoded = decode_inventory(
+        original.encode(list_name=name), {name: original.tensor_list}.__getitem__
+    )
+    assert np.array_equal(decoded.spans, original.spans)
+    assert decoded.spans.dtype == np.int64
     for field in (
         "root",
         "node",
@@ -102,12 +101,12 @@ def test_inventory_round_trip(stored: dict[str, dict[str, TensorSpec]], number: 
         "totals",
         "rank_extras",
     ):
-        assert getattr(found, field) == getattr(one, field), field
-    assert found.tensor_list is one.tensor_list
+        assert getattr(decoded, field) == getattr(original, field), field
+    assert decoded.tensor_list is original.tensor_list
 
 
 def rows_of_node(node: int, nodes: int, layers: int) -> dict[str, dict[str, TensorSpec]]:
-    """Each layer has a matrix, cut by rows over two ranks of each node."""
+    """Return the shards of a node: each layer has a matrix, sharded by rows over all ranks."""
     boxes = [Box((2 * node + rank, 0), (1, 5)) for rank in (0, 1)]
     names = [
         shard_name(f"layers.{layer}.w", box, (2 * nodes, 5))
@@ -119,10 +118,10 @@ def rows_of_node(node: int, nodes: int, layers: int) -> dict[str, dict[str, Tens
 
 @pytest.mark.parametrize("nodes", [2, 16])
 def test_nodes_sharded_alike_share_a_tensor_list(nodes: int) -> None:
-    """What a node alone has to say does not grow with the tensors."""
-    told = [classify(rows_of_node(node, nodes, layers=30)) for node in range(nodes)]
-    assert len({tensor_list_name(listing.encode()) for listing, _ in told}) == 1
-    listing, spans = told[1]
+    """The inventory of a node does not grow with the number of layers."""
+    classified = [classify(rows_of_node(node, nodes, layers=30)) for node in range(nodes)]
+    assert len({tensor_list_name(listing.encode()) for listing, _ in classified}) == 1
+    listing, spans = classified[1]
     assert [(kind.shape, kind.are_shards, kind.count) for kind in listing.layout_classes] == [
         ((2 * nodes, 5), True, 2)
     ]
@@ -134,7 +133,7 @@ def test_nodes_sharded_alike_share_a_tensor_list(nodes: int) -> None:
 def test_inventory_of_huge_offsets() -> None:
     most = 2**63 - 1
     box = Box((most - 2,), (2,))
-    found = build_index(
+    index = build_index(
         [inventory({"model_shards": {shard_name("w", box, (most,)): TensorSpec("I8", (2,))}})]
     )
-    assert found.layout(("model", "w")).boxes_in_folder(0) == [(box, 0, True)]
+    assert index.layout(("model", "w")).boxes_in_folder(0) == [(box, 0, True)]

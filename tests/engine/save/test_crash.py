@@ -1,480 +1,390 @@
-"""Storage that stops after operation k, for every k: the older checkpoint stays whole, the newer
-one is absent or whole.
+"""Saves stopped at every storage operation, by one process or several nodes: the old checkpoint
+stays complete, and the new one is absent or complete, on all nodes or on none.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import unified_ckpt as uc
-from unified_ckpt.core.sharding.declarations import TensorDecl
-from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
-from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
-from unified_ckpt.engine.save.request import SaveRequest
-from unified_ckpt.engine.save.save import save
-from unified_ckpt.errors import RankError
+from tests.support.node_commits import (
+    EACH,
+    PAIR,
+    PROCESS,
+    REPLACE,
+    SHARED,
+    Ranks,
+    faulty,
+    full_storage,
+    load_all,
+    loads,
+    save,
+)
+from tests.support.refusals import same_error
+from tests.support.simulated_nodes import NAME, fine
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.flatten import FlatState
-from unified_ckpt.runtime.torch_state.tensors import LocalTensor
-from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash, try_ranks
+from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 
-SECONDS = 20.0
-OLD, NEW = "checkpoint-1", "checkpoint-2"
-MINE = {"notes.txt": b"mine", "experiment/run.log": b"mine too", ".unified": b"not a save"}
-
-# (shape, dim that two ranks cut): large ones by rows, by columns and whole, each with a file of its
-# own; small ones go together.
-TENSORS: Mapping[str, tuple[tuple[int, ...], int | None]] = {
-    "model:embed": ((130, 132), 0),
-    "model:o": ((132, 130), 1),
-    "model:norm": ((17_000,), None),
-    "model:bias": ((5,), None),
-    "optimizer:embed/exp_avg": ((130, 132), 0),
-    "optimizer:embed/step": ((), None),
-    "optimizer:o/exp_avg": ((132, 130), 1),
-    "optimizer:o/step": ((), None),
-    "ema:embed": ((130, 132), 0),
-    "ema:o": ((132, 130), 1),
-}
-FILE_NBYTES = 80_000
-
-Storages = Callable[[int], LocalStorage]  # by rank
+USER_FILES = {"notes.txt": b"mine", "experiment/run.log": b"mine too", ".unified": b"not a save"}
+PRECIOUS = "precious.bin"  # in an uncommitted folder
+DURABLE = REPLACE.model_copy(update={"fsync": True, "max_file_bytes": 80_000})
+TWICE = DURABLE.model_copy(update={"node_copies": 2})
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is fsynced, and when, is looked at here; the disk need not do it."""
+    """Skip real fsyncs: these tests check the order of calls only."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-def on(
-    ranks: Sequence[int], kind: Callable[..., LocalStorage], root: Path, *more: object
-) -> Storages:
-    """That kind of storage on some ranks, a sound one on the others."""
-    return lambda rank: kind(str(root), *more) if rank in ranks else LocalStorage(str(root))
-
-
-ALL = (0, 1)
-
-
-def contents(key: str, step: int) -> torch.Tensor:
-    """A tensor at a step of the run."""
-    shape = TENSORS[key][0]
-    return (
-        torch.full(shape, float(step)) + torch.arange(torch.Size(shape).numel()).reshape(shape) / 7
-    )
-
-
-def state_of(comm: Comm, step: int) -> FlatState:
-    parts = []
-    for key, (shape, dim) in TENSORS.items():
-        part, _, fqn = key.partition(":")
-        cuts = (ShardDim(dim, comm.world, 1),) if dim is not None and comm.world > 1 else ()
-        local = contents(key, step)
-        if cuts and dim is not None:
-            local = local.chunk(comm.world, dim)[comm.rank].contiguous()
-        parts.append(
-            LocalTensor(TensorDecl(part, fqn, TensorSpec("F32", shape), Sharding(cuts)), local)
-        )
-    return FlatState(tensors=parts, requested={part.decl.part for part in parts})
-
-
-def save_step(
-    storages: Storages, world: int, name: str, step: int, **options: object
-) -> list[object]:
-    """What each rank raised, or None."""
-    chosen = uc.SaveOptions(max_file_bytes=FILE_NBYTES, **options)
-
-    def act(comm: Comm) -> None:
-        kept = SaveCache()
-        extra = {"step": step, "seen": bytes(2000)}
-        request = SaveRequest(
-            state_of(comm, step),
-            extra,
-            f"rank {comm.rank}",
-            None,
-            set(),
-            {},
-            step,
-            {},
-            None,
-            chosen,
-        )
-        try:
-            save(SaveCall(comm, storages(comm.rank), name, request, kept, SECONDS))
-        finally:
-            kept.tile_buffers.close()
-
-    return list(try_ranks(world, act, timeout_seconds=60))
-
-
-def save_whole(root: Path, name: str, step: int, *, world: int = 1, **options: object) -> None:
-    assert save_step(on((), LocalStorage, root), world, name, step, **options) == [None] * world
-
-
-# what must hold
-
-
-def holds(folder: Path) -> int:
-    """The step that a whole checkpoint is of: every digest is right, and every tensor is of that
-    step.
-    """
-    report = uc.verify(folder, deep=True)
-    assert report.ok, report.problems
-    with uc.open(folder) as opened:
-        step = opened.step
-        assert isinstance(step, int)
-        assert opened.extra == {"step": step, "seen": bytes(2000)}
-        assert opened.rank_extra[0] == "rank 0"
-        for key in TENSORS:
-            part, _, fqn = key.partition(":")
-            assert torch.equal(opened[part][fqn][...], contents(key, step)), key
-    return step
-
-
-def check_left(root: Path) -> None:
-    """Whatever a crash left under whatever name: it is whole, or it is refused. And what is not
-    ours is as it was.
-    """
-    for folder in root.iterdir():
-        if folder.is_dir() and (folder / names.MANIFEST).exists():
-            try:
-                uc.open(folder).close()
-            except uc.FormatError:
-                continue  # half a manifest is none
-            assert holds(folder)
-        elif folder.is_dir() and folder.name.startswith(".unified-"):
-            with pytest.raises(uc.CheckpointError, match="unfinished save"):
-                uc.open(folder)
-    for name, body in MINE.items():
-        assert (root / name).read_bytes() == body
-
-
-def prepared(root: Path, *, world: int) -> Path:
-    """A folder with an older checkpoint in it, and with things that are not ours."""
-    root.mkdir()
-    for name, body in MINE.items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_bytes(body)
-    save_whole(root, OLD, 1, world=world, fsync=False)
-    return root
-
-
-def stop_everywhere(
-    tmp_path: Path,
-    world: int,
-    prepare: Callable[[Path], object],
-    check: Callable[[Path], None],
-    storage: type[FaultyStorage],
-    **options: object,
-) -> None:
-    """Saves step 2 as NEW, stopped at operation 0, 1, 2 …, until one save completes."""
-    start = prepared(tmp_path / "start", world=world)
-    prepare(start)
-    at, through = 0, False
-    while not through:
-        root, fuse = tmp_path / f"at-{at}", FaultPoint(at)
-        shutil.copytree(start, root, symlinks=True)
-        errors = save_step(on(ALL, storage, root, fuse), world, NEW, 2, **options)
-        through = not fuse.triggered
-        if through:
-            assert errors == [None] * world
-        else:
-            assert all(isinstance(error, SimulatedCrash | RankError) for error in errors), errors
-        assert holds(root / OLD) == 1
-        check_left(root)
-        check(root)
-        shutil.rmtree(root)
-        at += 1
-    assert at > 40, "the state is too small to say much"
 
 
 class NoExchange(FaultyStorage):
     """A file system that cannot swap two names in one step."""
 
-    def exchange(self, old: str, new: str) -> bool:
+    def rename_exchange(self, old: str, new: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_crash_with_a_new_name(tmp_path: Path, world: int) -> None:
-    def check(root: Path) -> None:
-        if (root / NEW).exists():
-            assert holds(root / NEW) == 2
-            return
-        save_whole(root, NEW, 3, world=world, fsync=False)
-        assert holds(root / NEW) == 3
+class BrokenStorage(LocalStorage):
+    """Storage that fails the changing operation number `fault_index`, and no other."""
 
-    stop_everywhere(tmp_path, world, lambda root: None, check, FaultyStorage)
+    def __init__(self, root: str, fault_index: int) -> None:
+        super().__init__(root)
+        self._left, self._lock = fault_index, threading.Lock()
+
+    def _call(self, operation: str, name: str, call: Callable[[], Any]) -> Any:
+        if operation.partition(" ")[0] in ("make", "resize", "write", "fsync", "rename", "remove"):
+            with self._lock:
+                self._left -= 1
+                fails = self._left == -1
+            if fails:
+                return super()._call(operation, name, self._fail)
+        return super()._call(operation, name, call)
+
+    @staticmethod
+    def _fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-@pytest.mark.parametrize("storage", [FaultyStorage, NoExchange])
-@pytest.mark.parametrize("world", [1, 2])
-def test_crash_with_an_uncommitted_folder_in_the_way(
-    tmp_path: Path, world: int, storage: type[FaultyStorage]
+def prepare(
+    root: Path, ranks: Ranks, before: str, options: uc.SaveOptions = DURABLE
+) -> dict[str, list[str]]:
+    """Save step 1 as `other`, and leave something at the name. Returns the names of all places."""
+    fine(save(root, 1, ranks=ranks, name="other", options=options))
+    places = {ranks.place(root, rank) for rank in range(ranks.world)}
+    if before != "absent":
+        fine(save(root, 1, ranks=ranks, options=options))
+    for place in places:
+        for name, body in USER_FILES.items():
+            (place / name).parent.mkdir(exist_ok=True)
+            (place / name).write_bytes(body)
+        if before == "uncommitted":
+            (place / NAME / names.MANIFEST).unlink()
+            (place / NAME / PRECIOUS).write_bytes(b"results")
+    return ranks.left(root)
+
+
+def check_left(root: Path, ranks: Ranks, before: str) -> None:
+    """Check that staging folders are refused, and that the user's files are unchanged."""
+    for place in {ranks.place(root, rank) for rank in range(ranks.world)}:
+        for staging in place.glob(".unified-*-*"):
+            if staging.is_dir() and not (staging / names.MANIFEST).exists():
+                with pytest.raises(uc.CheckpointError, match="unfinished save"):
+                    uc.open(staging)
+        for name, body in USER_FILES.items():
+            assert (place / name).read_bytes() == body
+        kept = [path.read_bytes() for path in place.glob(f"*/{PRECIOUS}")]
+        assert kept == [b"results"] * (before == "uncommitted"), "renamed, never deleted"
+
+
+def survivors(root: Path, ranks: Ranks, options: uc.SaveOptions) -> set[int]:
+    """Steps that load from all nodes and, where each byte is on two, from each node alone."""
+    steps = {loads(root, ranks=ranks)}
+    for rank in (0, 2) if options.node_copies > 1 else ():
+        place, away = ranks.place(root, rank), root / "away"
+        place.rename(away)
+        steps.add(loads(root, ranks=ranks))
+        shutil.rmtree(place, ignore_errors=True)
+        away.rename(place)
+    return steps
+
+
+def crash_cases() -> list[Any]:
+    """Ranks, those that stop, what is at the name, and one in how many operations is the last."""
+    small = [
+        *((ranks, "absent", FaultyStorage) for ranks in (PROCESS, PAIR)),
+        *((PROCESS, "uncommitted", storage) for storage in (FaultyStorage, NoExchange)),
+        *((PAIR, "uncommitted", storage) for storage in (FaultyStorage, NoExchange)),
+        (PROCESS, "committed", FaultyStorage),
+    ]
+    cases: list[Any] = [(ranks, range(ranks.world), *rest, DURABLE, 1) for ranks, *rest in small]
+    cases += [(PAIR, [dead], "absent", FaultyStorage, DURABLE, 1) for dead in (0, 1)]
+    every = [(PAIR, range(2), "committed", FaultyStorage, DURABLE)]
+    for where in ([2, 3], range(4)):
+        cases.append((SHARED, where, "committed", FaultyStorage, DURABLE, 19))
+        cases.append((EACH, where, "committed", FaultyStorage, TWICE, 39))
+        every.append((SHARED, where, "committed", FaultyStorage, DURABLE))
+        every += [
+            (EACH, where, before, FaultyStorage, DURABLE) for before in ("absent", "committed")
+        ]
+        every.append((EACH, where, "committed", FaultyStorage, TWICE))
+    for case in every:
+        cases.append(pytest.param(*case, 7, marks=pytest.mark.slow))
+        cases.append(pytest.param(*case, 1, marks=pytest.mark.long))
+    return cases
+
+
+# a serving thread ends with its simulated process
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("ranks", "where", "before", "storage", "options", "every"), crash_cases())
+def test_crash_at_any_operation(
+    tmp_path: Path,
+    ranks: Ranks,
+    where: Collection[int],
+    before: str,
+    storage: type[FaultyStorage],
+    options: uc.SaveOptions,
+    every: int,
 ) -> None:
-    precious = "precious.bin"
-
-    def prepare(root: Path) -> None:
-        save_whole(root, NEW, 9, fsync=False)
-        (root / NEW / names.MANIFEST).unlink()
-        (root / NEW / precious).write_bytes(b"results")
-
-    def check(root: Path) -> None:
-        found = list(root.glob(f"*/{precious}"))
-        assert [path.read_bytes() for path in found] == [b"results"], "moved aside, never deleted"
-        if (root / NEW / names.MANIFEST).exists():
-            assert holds(root / NEW) == 2
-            return
-        save_whole(root, NEW, 3, world=world, fsync=False)
-        assert holds(root / NEW) == 3
-        assert [path.read_bytes() for path in root.glob(f"*/{precious}")] == [b"results"]
-        assert not (root / NEW / precious).exists()
-
-    stop_everywhere(tmp_path, world, prepare, check, storage)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_replace_by_exchange(tmp_path: Path, world: int) -> None:
-    """There is a whole checkpoint under the name at every moment."""
-
-    def check(root: Path) -> None:
-        assert holds(root / NEW) in (2, 9)
-        save_whole(root, NEW, 3, world=world, fsync=False, if_exists="replace")
-        assert holds(root / NEW) == 3
-
-    stop_everywhere(
-        tmp_path,
-        world,
-        lambda root: save_whole(root, NEW, 9, fsync=False),
-        check,
-        FaultyStorage,
-        if_exists="replace",
-    )
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_replace_by_two_renames(tmp_path: Path, world: int) -> None:
-    """There is a whole checkpoint under the name, or every later call says where it is."""
-    asides: list[int] = []
-
-    def check(root: Path) -> None:
-        if not (root / NEW).exists():
-            (aside,) = root.glob(".replaced-*")
-            asides.append(holds(aside))
-            where = rf"left .*{aside.name}"
-            with pytest.raises(uc.NotFoundError, match=where):
-                uc.load(root / NEW, model={"embed": torch.empty(130, 132)})
-            for errors in [
-                save_step(on((), LocalStorage, root), world, NEW, 3, if_exists=how)
-                for how in ("error", "replace", "keep")
-            ]:
-                for error in errors:
-                    assert isinstance(error, uc.StorageError)
-                    with pytest.raises(uc.StorageError, match=where):
-                        raise error
-            aside.rename(root / NEW)
-        assert holds(root / NEW) in (2, 9)
-        save_whole(root, NEW, 3, world=world, fsync=False, if_exists="replace")
-        assert holds(root / NEW) == 3
-
-    stop_everywhere(
-        tmp_path,
-        world,
-        lambda root: save_whole(root, NEW, 9, fsync=False),
-        check,
-        NoExchange,
-        if_exists="replace",
-    )
-    assert asides == [9], "one operation lies between the two renames"
-
-
-@pytest.mark.parametrize("dead", [0, 1])
-def test_crash_of_one_of_two_ranks(tmp_path: Path, dead: int) -> None:
-    """The other one raises, and nothing is published."""
-    start = prepared(tmp_path / "start", world=2)
-    at, through = 0, False
-    while not through:
-        root, fuse = tmp_path / f"at-{at}", FaultPoint(at)
+    """The old or the new checkpoint is complete, and the next save succeeds."""
+    start, fuse, found = tmp_path / "start", FaultPoint(None), set[int]()
+    prepare(start, ranks, before, options)
+    shutil.copytree(start, tmp_path / "through")
+    through = faulty(where, fuse, storage)
+    fine(save(tmp_path / "through", 2, ranks=ranks, storages=through, options=options))
+    assert survivors(tmp_path / "through", ranks, options) == {2}
+    count = len(fuse.operations)
+    assert count > 6 * len(where)
+    for fault_index in sorted({*range(0, count, every), *range(count - 3, count)}):
+        root, fuse = tmp_path / f"at-{fault_index}", FaultPoint(fault_index)
         shutil.copytree(start, root)
-        errors = save_step(on([dead], FaultyStorage, root, fuse), 2, NEW, 2)
-        through = not fuse.triggered
-        assert holds(root / OLD) == 1
-        check_left(root)
-        if through:
-            assert errors == [None, None]
-        elif not (root / NEW).exists():
-            alive = errors[1 - dead]
-            assert isinstance(alive, RankError), alive
-            with pytest.raises(
-                RankError, match=rf"rank {dead}: SimulatedCrash: stopped at operation {at}"
-            ):
-                raise alive
-            assert dead == 0 or not list(root.glob(".unified-*")), "rank 0 lives and clears away"
-        if (root / NEW).exists():
-            assert holds(root / NEW) == 2
+        stopping = faulty(where, fuse, storage)
+        outcomes = save(root, 2, ranks=ranks, storages=stopping, options=options)
+        assert fuse.triggered
+        saved = any(isinstance(outcome, uc.SaveReport) for outcome in outcomes)
+        for rank, outcome in enumerate(outcomes):
+            assert isinstance(outcome, SimulatedCrash | uc.CheckpointError | uc.SaveReport), outcome
+            if rank not in where and ranks is PAIR and not saved:
+                text = f"rank {1 - rank}: SimulatedCrash: stopped at operation {fault_index}"
+                assert text in str(outcome)
+                assert rank == 1 or not list((root / "node-0").glob(".unified-*-*"))
+        assert loads(root, name="other", ranks=ranks) == 1
+        check_left(root, ranks, before)
+        steps = load_all(root, NAME, ranks)
+        if saved or before == "committed" or not any(isinstance(s, Exception) for s in steps):
+            found |= survivors(root, ranks, options)
+            assert not saved or loads(root, ranks=ranks) == 2, "a rank reported success"
+        else:
+            kinds = uc.NotFoundError | uc.IncompleteError | uc.FormatError
+            assert all(isinstance(step, kinds) for step in steps), steps
+        fine(save(root, 3, ranks=ranks, options=options))
+        assert survivors(root, ranks, options) == {3}
+        check_left(root, ranks, before)
         shutil.rmtree(root)
-        at += 1
-    assert at > 8
+    assert found <= {1, 2} if before == "committed" else found <= {2}
 
 
-# a disk that fills up
+@pytest.mark.parametrize("ranks", [PROCESS, pytest.param(PAIR, marks=pytest.mark.slow)])
+def test_replace_by_two_renames(tmp_path: Path, ranks: Ranks) -> None:
+    """The name holds a complete checkpoint, or every later call reports where it is."""
+    start, fuse, backups = tmp_path / "start", FaultPoint(None), list[Path]()
+    prepare(start, ranks, "committed")
+    shutil.copytree(start, tmp_path / "through")
+    through = faulty(range(2), fuse, NoExchange)
+    fine(save(tmp_path / "through", 2, ranks=ranks, storages=through, options=DURABLE))
+    for fault_index in range(len(fuse.operations) - 15, len(fuse.operations)):
+        root = tmp_path / f"at-{fault_index}"
+        folder = shutil.copytree(start, root) / "node-0" / NAME
+        stopping = faulty(range(2), FaultPoint(fault_index), NoExchange)
+        save(root, 2, ranks=ranks, storages=stopping, options=DURABLE)
+        if not folder.exists():
+            (backup,) = folder.parent.glob(".replaced-*")
+            backups.append(backup)
+            pattern = rf"left .*{backup.name}"
+            with pytest.raises(uc.NotFoundError, match=pattern):
+                uc.load(folder, model={"w": torch.empty(500, 90)})
+            for if_exists in ("error", "replace", "keep"):
+                options = DURABLE.model_copy(update={"if_exists": if_exists})
+                same_error(save(root, 3, ranks=ranks, options=options), uc.StorageError, pattern)
+            backup.rename(folder)
+            assert loads(root, ranks=ranks) == 1
+        assert loads(root, ranks=ranks) in (1, 2)
+        fine(save(root, 3, ranks=ranks, options=DURABLE))
+        assert loads(root, ranks=ranks) == 3
+    assert len(backups) == 1, "expected one operation between the two renames"
 
 
-@pytest.mark.parametrize("full", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("if_exists", ["error", "replace"])
-def test_disk_fills_up_at_any_write(tmp_path: Path, full: Sequence[int], if_exists: str) -> None:
-    start = prepared(tmp_path / "start", world=2)
-    if if_exists == "replace":
-        save_whole(start, NEW, 9, fsync=False)
-    root, at, errors = shutil.copytree(start, tmp_path / "root"), 0, [None]
-    before = sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+def test_crash_during_the_cleanup(tmp_path: Path) -> None:
+    """A partial staging folder remains. It is refused, and the name is free for the next save."""
+
+    class Both(FaultyStorage):
+        def remove_file(self, name: str) -> None:
+            if name.endswith("/unified_save_id"):
+                raise uc.StorageError("cannot")
+            super().remove_file(name)
+
+    prepare(tmp_path, PROCESS, "absent")
+    fuse = FaultPoint()
+    save(tmp_path, 2, ranks=PROCESS, storages=faulty([0], fuse, Both), options=DURABLE)
+    (last,) = (
+        i for i, operation in enumerate(fuse.operations) if operation.startswith("remove_folder")
+    )
+    stopping = faulty([0], FaultPoint(last), Both)
+    (outcome,) = save(tmp_path, 2, ranks=PROCESS, storages=stopping, options=DURABLE)
+    assert isinstance(outcome, SimulatedCrash)
+    assert len(list(tmp_path.glob("node-0/.unified-*-*"))) == 1
+    check_left(tmp_path, PROCESS, "absent")
+    fine(save(tmp_path, 2, ranks=PROCESS, options=DURABLE))
+    assert loads(tmp_path, ranks=PROCESS) == 2
+
+
+# a disk that fills up, or fails once
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("before", ["absent", "committed"])
+@pytest.mark.parametrize(
+    ("ranks", "where", "options", "every"),
+    [
+        *((PAIR, where, DURABLE, 1) for where in ([0], [1], [0, 1])),
+        *((SHARED, where, DURABLE, 3) for where in ([0, 1], [2, 3])),
+        (EACH, [0, 1], TWICE, 3),
+        pytest.param(EACH, [2, 3], TWICE, 1, marks=pytest.mark.slow),
+        *(
+            pytest.param(EACH, where, DURABLE, 1, marks=pytest.mark.slow)
+            for where in ([0, 1], [2, 3])
+        ),
+    ],
+)
+def test_full_disk_at_any_write(
+    tmp_path: Path,
+    ranks: Ranks,
+    where: Collection[int],
+    options: uc.SaveOptions,
+    every: int,
+    before: str,
+    background: bool,
+) -> None:
+    """All ranks raise one error, no file remains, and the old checkpoint is unchanged."""
+    left, number = prepare(tmp_path, ranks, before, options), 0
     while True:
-        errors = save_step(
-            on(full, FullStorage, root, at),
+        outcomes = save(
+            tmp_path,
             2,
-            NEW,
-            2,
-            if_exists=if_exists,
-            fsync=False,
+            ranks=ranks,
+            storages=full_storage(number, where),
+            background=background,
+            options=options,
         )
-        if errors == [None, None]:
+        if not any(isinstance(outcome, BaseException) for outcome in outcomes):
             break
-        for error in errors:
-            with pytest.raises(
-                uc.StorageError, match=r"rank [01]: .* failed: No space left on device"
-            ):
-                raise error
-        assert sorted(str(path.relative_to(root)) for path in root.rglob("*")) == before
-        at += 1
-    assert at > 8
-    assert holds(root / NEW) == 2
-    assert holds(root / OLD) == 1
+        same_error(outcomes, uc.StorageError, "No space left on device")
+        assert ranks.left(tmp_path) == left, number
+        number += every
+    assert number > 3
+    assert loads(tmp_path, name="other", ranks=ranks) == 1
+    assert survivors(tmp_path, ranks, options) == {2}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_error_at_any_operation(tmp_path: Path, rank: int, background: bool) -> None:
+    """Every rank raises it, and what was there stays; the save is complete once it is renamed."""
+    left, failures = prepare(tmp_path, PAIR, "absent"), 0
+    while True:
+        broken = lambda by, place, n=failures: (  # noqa: E731
+            BrokenStorage(place, n) if by == rank else LocalStorage(place)
+        )
+        outcomes = save(
+            tmp_path, 2, ranks=PAIR, storages=broken, background=background, options=DURABLE
+        )
+        if not any(isinstance(outcome, BaseException) for outcome in outcomes):
+            break
+        same_error(outcomes, uc.StorageError, rf"rank {rank}: .* failed: Input/output error")
+        if PAIR.left(tmp_path) != left:  # only the fsync after the rename failed
+            assert loads(tmp_path, ranks=PAIR) == 2
+            shutil.rmtree(tmp_path / "node-0" / NAME)
+        assert PAIR.left(tmp_path) == left
+        failures += 1
+    assert failures > 4, "the state is too small for this test"
+    assert loads(tmp_path, ranks=PAIR) == 2
+
+
+def test_failed_save_deletes_only_its_staging_folder(tmp_path: Path) -> None:
+    prepare(tmp_path, PROCESS, "absent")
+    other = tmp_path / "node-0" / f".unified-0123456789abcdef-{NAME}" / "model.safetensors"
+    other.parent.mkdir()
+    other.write_bytes(b"of a job that may still run")
+    before = sorted(tmp_path.rglob("*"))
+    outcomes = save(tmp_path, 2, ranks=PROCESS, storages=lambda _, place: FullStorage(place, 5))
+    same_error(outcomes, uc.StorageError, "No space left on device")
+    assert sorted(tmp_path.rglob("*")) == before
+    fine(save(tmp_path, 2, ranks=PROCESS))
+    assert other.read_bytes() == b"of a job that may still run"
 
 
 # what a power cut would lose
 
 
-def logged(root: Path, world: int, **options: object) -> list[list[str]]:
-    fuse = FaultPoint()
-    assert save_step(on(ALL, FaultyStorage, root, fuse), world, NEW, 2, **options) == [None] * world
-    return [operation.split(" ") for operation in fuse.operations]
-
-
 @pytest.mark.parametrize("storage", [FaultyStorage, NoExchange])
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("before", ["absent", "committed"])
+@pytest.mark.parametrize("ranks", [PROCESS, PAIR])
 def test_everything_is_synced_before_publishing(
-    tmp_path: Path,
-    world: int,
-    replace: bool,
-    storage: type[FaultyStorage],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, ranks: Ranks, before: str, storage: type[FaultyStorage]
 ) -> None:
-    """No write after its file's fsync, none of either after the rename, the old one removed last of
-    all.
+    """Files are written, the manifest last, then synced, then published; what was replaced is
+    removed last.
     """
-    root, fuse = prepared(tmp_path / "root", world=1), FaultPoint()
-    if replace:
-        save_whole(root, NEW, 9, fsync=False)
-    assert (
-        save_step(on(ALL, storage, root, fuse), world, NEW, 2, if_exists="replace")
-        == [None] * world
-    )
-    done = [operation.split(" ") for operation in fuse.operations]
-    (folder,) = {what[1] for what in done if what[0] == "make_folder"}
-    published = next(
-        i for i, what in enumerate(done) if what[0] in ("rename", "exchange") and what[1] == folder
-    )
-    for file in (root / NEW).iterdir():
-        at = f"{folder}/{file.name}"
-        written = max(
-            i for i, what in enumerate(done) if what[0] in ("write_at", "resize") and what[1] == at
-        )
-        assert any(
-            what in (["sync", at], ["sync_tree", at]) for what in done[written + 1 : published]
-        ), file.name
+    fuse = FaultPoint()
+    prepare(tmp_path, ranks, before)
+    all_ranks = faulty(range(2), fuse, storage)
+    fine(save(tmp_path, 2, ranks=ranks, storages=all_ranks, options=DURABLE))
+    calls = [operation.split(" ") for operation in fuse.operations]
+
+    def find(kinds: Collection[str], path: str | None = None) -> list[int]:
+        return [
+            i
+            for i, call in enumerate(calls)
+            if call[0] in kinds and (path is None or call[1] == path)
+        ]
+
+    renames = ("rename", "rename_exchange")
+    (folder,) = {calls[i][1] for i in find(["make_folder"])}
+    published = find(renames, folder)[0]
+    for file in (tmp_path / "node-0" / NAME).iterdir():
+        path = f"{folder}/{file.name}"
+        written = find(("write_at", "resize"), path)[-1]
+        synced = find(("sync", "sync_tree"), path)
+        assert any(written < i < published for i in synced), file.name
+    writes = find(("write_at", "resize", "make_folder"))
+    assert calls[writes[-1]][1] == f"{folder}/{names.MANIFEST}"
     touched = max(
-        i
-        for i, what in enumerate(done[:published])
-        if what[0] in ("write_at", "resize", "remove_file", "make_folder")
+        i for i in find(("write_at", "resize", "remove_file", "make_folder")) if i < published
     )
-    assert ["sync_folder", folder] in done[touched + 1 : published]
-    assert not any(what[0] in ("write_at", "resize", "make_folder") for what in done[published:])
-    renamed = max(
-        i
-        for i, what in enumerate(done)
-        if what[0] in ("rename", "exchange") and "-trash_" not in what[-1]
-    )
-    assert ["sync_folder", ""] in done[renamed + 1 :]
+    assert any(touched < i < published for i in find(["sync_folder"], folder))
+    assert writes[-1] < published
+    renamed = max(i for i in find(renames) if "-trash_" not in calls[i][-1])
+    synced_parent = min(i for i in find(["sync_folder"], "") if i > renamed)
     removed = [
         i
-        for i, what in enumerate(done)
-        if what[0] in ("remove_folder", "remove_file") and what[1].startswith(".unified-trash_")
+        for i in find(("remove_folder", "remove_file"))
+        if calls[i][1].startswith(".unified-trash_")
     ]
-    assert bool(removed) == replace
-    removed += [i for i, what in enumerate(done) if what[0] == "rename" and "-trash_" in what[-1]]
-    assert all(["sync_folder", ""] in done[renamed + 1 : i] for i in removed)
-
-
-def test_manifest_is_written_last(tmp_path: Path) -> None:
-    done = logged(prepared(tmp_path / "root", world=1), 2)
-    (at,) = [
-        i
-        for i, what in enumerate(done)
-        if what[0] == "write_at" and what[1].endswith("/" + names.MANIFEST)
-    ]
-    assert not any(what[0] in ("write_at", "resize") for what in done[at + 1 :])
+    assert bool(removed) == (before == "committed")
+    removed += [i for i in find(["rename"]) if "-trash_" in calls[i][-1]]
+    assert all(synced_parent < i for i in removed)
 
 
 def test_without_fsync(tmp_path: Path) -> None:
-    done = logged(prepared(tmp_path / "root", world=1), 2, fsync=False)
-    assert not any(what[0].startswith("sync") for what in done)
-
-
-# what a save leaves of others
-
-
-def test_failed_save_deletes_only_its_staging_folder(tmp_path: Path) -> None:
-    root = prepared(tmp_path / "root", world=1)
-    other = root / ".unified-0123456789abcdef-checkpoint-2"
-    other.mkdir()
-    (other / "model.safetensors").write_bytes(b"of a job that may still run")
-    before = sorted(root.rglob("*"))
-    errors = save_step(on(ALL, FullStorage, root, 5), 1, NEW, 2)
-    with pytest.raises(uc.StorageError, match="No space left on device"):
-        raise errors[0]
-    assert sorted(root.rglob("*")) == before
-    save_whole(root, NEW, 2)
-    assert (other / "model.safetensors").read_bytes() == b"of a job that may still run"
-
-
-def test_crash_during_the_cleanup(tmp_path: Path) -> None:
-    """Half a folder under construction is left; it is refused, and the name is free."""
-
-    class Both(FaultyStorage):
-        def remove_file(self, name: str) -> None:
-            if name.endswith("/probe"):
-                raise uc.StorageError("cannot")
-            super().remove_file(name)
-
-    root = prepared(tmp_path / "root", world=1)
-    fuse = FaultPoint()
-    save_step(on(ALL, Both, root, fuse), 1, NEW, 2)
-    (last,) = [
-        i for i, operation in enumerate(fuse.operations) if operation.startswith("remove_folder")
-    ]
-    errors = save_step(on(ALL, Both, root, FaultPoint(last)), 1, NEW, 2)
-    assert isinstance(errors[0], SimulatedCrash)
-    assert len(list(root.glob(".unified-*"))) == 1
-    check_left(root)
-    save_whole(root, NEW, 2)
-    assert holds(root / NEW) == 2
+    fuse, options = FaultPoint(), DURABLE.model_copy(update={"fsync": False})
+    fine(save(tmp_path, 2, ranks=PROCESS, storages=faulty([0], fuse), options=options))
+    assert not any(operation.startswith("sync") for operation in fuse.operations)

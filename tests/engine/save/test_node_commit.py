@@ -1,31 +1,29 @@
-"""A save by several nodes is there on all of them or on none: whatever stops, and wherever, the
-older or the newer one loads.
-"""
+"""A save by several nodes, one save after another: it is committed on all of them or on none."""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import unified_ckpt as uc
 from tests.support.node_commits import (
-    FULL,
+    EACH,
     LAYOUT,
-    NODES,
     QUICK,
     REPLACE,
+    SHARED,
+    Ranks,
     contents,
-    faulty,
-    full_at,
-    left,
-    load_all,
+    full_storage,
     loads,
     save,
 )
@@ -33,20 +31,19 @@ from tests.support.refusals import same_error
 from tests.support.simulated_nodes import (
     LOAD,
     NAME,
+    ResourceUsage,
+    counting,
     fine,
     folder_of,
-    keys_in_store,
     on_node,
 )
-from unified_ckpt.engine.save import probe_topology as lands_module
+from unified_ckpt.engine.save import probe_topology as probe_topology_module
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultPoint, SimulatedCrash, run_ranks, try_ranks
-
-pytestmark = pytest.mark.slow  # minutes
+from unified_ckpt.testing import run_ranks, try_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -54,127 +51,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def stop_everywhere(
-    tmp_path: Path,
-    check: Callable[[Path], None],
-    *,
-    where: Sequence[int],
-    exists: bool,
-    options: uc.SaveOptions,
-    every: int,
-) -> None:
-    """Saves step 2 again and again, its storage stopped on the nodes `where` at an operation:
-    each of the last, where names change, and one in `every` of those before.
-    """
-    start = tmp_path / "start"
-    fine(save(start, 1, name=NAME if exists else "other"))
-    shutil.copytree(start, tmp_path / "through")
-    fuse = FaultPoint(None)
-    fine(save(tmp_path / "through", 2, storages=faulty(where, fuse), options=options))
-    assert loads(tmp_path / "through") == 2
-    count, last = len(fuse.operations), 9 * len(where)
-    assert count > 20 * len(where)
-    for at in range(count):
-        if at < count - last and at % every:
-            continue
-        root, fuse = tmp_path / f"at-{at}", FaultPoint(at)
-        shutil.copytree(start, root)
-        found = save(root, 2, storages=faulty(where, fuse), options=options)
-        assert fuse.triggered
-        assert all(
-            isinstance(one, SimulatedCrash | uc.CheckpointError | uc.SaveReport) for one in found
-        ), found
-        if any(isinstance(one, uc.SaveReport) for one in found):
-            assert loads(root) == 2, "a rank has said that it is there"
-        check(root)
-        shutil.rmtree(root)
-
-
-WHERE = [pytest.param([1], id="one node"), pytest.param([0, 1], id="all")]
-EVERY = [20, pytest.param(1, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("where", WHERE)
-def test_crash_while_replacing(tmp_path: Path, where: list[int], every: int) -> None:
-    """The older one or the newer one is there as a whole, and the next save gets through."""
-    seen = set[int]()
-
-    def check(root: Path) -> None:
-        seen.add(loads(root))
-        fine(save(root, 3, options=REPLACE))
-        assert loads(root) == 3
-
-    stop_everywhere(tmp_path, check, where=where, exists=True, options=REPLACE, every=every)
-    assert seen == {1, 2}
-
-
-@pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("where", WHERE)
-def test_crash_while_creating(tmp_path: Path, where: list[int], every: int) -> None:
-    def check(root: Path) -> None:
-        assert loads(root, name="other") == 1
-        found = load_all(root, NAME)
-        if any(isinstance(one, BaseException) for one in found):
-            assert all(
-                isinstance(one, uc.NotFoundError | uc.IncompleteError | uc.FormatError)
-                for one in found
-            ), found
-        else:
-            assert set(found) == {2}
-        fine(save(root, 3, options=REPLACE))
-        assert loads(root) == 3
-
-    stop_everywhere(tmp_path, check, where=where, exists=False, options=QUICK, every=every)
-
-
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("node", [0, 1])
-def test_full_disk_on_one_node(tmp_path: Path, node: int, background: bool) -> None:
-    """One text for all ranks, nothing left behind, and the older checkpoint is as it was."""
-    fine(save(tmp_path, 1))
-    before, number = left(tmp_path), 0
-    while True:
-        found = save(
-            tmp_path, 2, storages=full_at(number, node), options=REPLACE, background=background
-        )
-        if not any(isinstance(one, BaseException) for one in found):
-            break
-        same_error(found, uc.StorageError, "No space left on device")
-        assert left(tmp_path) == before, number
-        assert loads(tmp_path) == 1, number
-        number += 1
-    assert number > 8
-    assert loads(tmp_path) == 2
-
-
-def test_full_disk_with_a_new_name(tmp_path: Path) -> None:
-    fine(save(tmp_path, 1, name="other"))
-    number = 0
-    while True:
-        found = save(tmp_path, 2, storages=full_at(number, 1))
-        if not any(isinstance(one, BaseException) for one in found):
-            break
-        same_error(found, uc.StorageError, "No space left on device")
-        assert left(tmp_path) == {0: ["other"], 1: ["other"]}, number
-        number += 1
-    assert loads(tmp_path) == 2
-
-
 class Stuck(LocalStorage):
-    """A file system that gives no folder another name."""
+    """A file system that cannot rename folders."""
 
     def rename(self, old: str, new: str) -> None:
         raise StorageError(f"{self.path(old)}: rename failed: Input/output error")
 
-    def exchange(self, old: str, new: str) -> bool:
+    def rename_exchange(self, old: str, new: str) -> bool:
         raise StorageError(f"{self.path(old)}: exchange failed: Input/output error")
 
 
 class TwoRenames(LocalStorage):
     """A file system that cannot swap two names in one step."""
 
-    def exchange(self, old: str, new: str) -> bool:
+    def rename_exchange(self, old: str, new: str) -> bool:
         return False
 
 
@@ -184,38 +74,27 @@ class TwoRenames(LocalStorage):
 def test_rename_fails_on_one_node(
     tmp_path: Path, node: int, other: type[LocalStorage], exists: bool
 ) -> None:
-    """The other one has given it already, and takes it back."""
+    """The other node has renamed already, and rolls back; no rank waits for one that waits."""
     fine(save(tmp_path, 1, name=NAME if exists else "other"))
-    before = left(tmp_path)
-    found = save(
+    before, started = EACH.left(tmp_path), time.monotonic()
+    outcomes = save(
         tmp_path,
         2,
-        storages=lambda at, place: (Stuck if at == node else other)(place),
-        options=REPLACE,
+        storages=lambda rank, place: (Stuck if rank // 2 == node else other)(place),
+        options=REPLACE.model_copy(update={"timeout_seconds": 60.0}),
     )
-    same_error(found, uc.StorageError, "Input/output error")
-    assert left(tmp_path) == before
+    assert time.monotonic() - started < 9.0  # a leader waits 10 s for ranks to stop
+    same_error(outcomes, uc.StorageError, "Input/output error")
+    assert EACH.left(tmp_path) == before
     assert loads(tmp_path, name=NAME if exists else "other") == 1
 
 
 # if_exists
 
 
-def test_if_exists(tmp_path: Path) -> None:
-    first = fine(save(tmp_path, 1))
-    same_error(save(tmp_path, 2), uc.StorageError, "holds a committed checkpoint")
-    kept = fine(save(tmp_path, 2, options=QUICK.model_copy(update={"if_exists": "keep"})))
-    assert {report.id for report in (*first, *kept)} == {first[0].id}
-    assert {report.step for report in kept} == {1}
-    assert loads(tmp_path) == 1
-    fine(save(tmp_path, 2, options=REPLACE))
-    assert loads(tmp_path) == 2
-    assert left(tmp_path) == {0: [NAME], 1: [NAME]}
-
-
 @pytest.mark.parametrize("node", [0, 1])
 def test_existing_save_on_one_node_only(tmp_path: Path, node: int) -> None:
-    """It is no checkpoint: "keep" does not keep it; "error" says so."""
+    """An incomplete checkpoint: `keep` replaces it, and `error` reports it."""
     fine(save(tmp_path, 1))
     shutil.rmtree(folder_of(tmp_path, node))
     same_error(save(tmp_path, 2), uc.StorageError, "that is not on every node")
@@ -224,7 +103,7 @@ def test_existing_save_on_one_node_only(tmp_path: Path, node: int) -> None:
 
 
 def test_error_before_staging_on_one_node(tmp_path: Path) -> None:
-    """The other node's ranks hear of it at once."""
+    """The other node's ranks raise the error at once, without a timeout."""
     fine(save(tmp_path, 1))
     folder = folder_of(tmp_path, 1)
     folder.rename(folder.with_name(f".replaced-{'0' * 16}-{NAME}"))
@@ -234,12 +113,12 @@ def test_error_before_staging_on_one_node(tmp_path: Path) -> None:
     assert "did not" not in str(error)
 
 
-# what goes along
+# attached files, extra and metrics
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_attach_extra_and_metrics(tmp_path: Path, background: bool) -> None:
-    """On every node: each folder may be the one that is left."""
+    """Every node stores them, since any folder may be the only survivor."""
 
     def attach(folder: str) -> None:
         (Path(folder) / "config.json").write_text("{}")
@@ -248,14 +127,14 @@ def test_attach_extra_and_metrics(tmp_path: Path, background: bool) -> None:
     for node in (0, 1):
         folder = folder_of(tmp_path, node)
         assert (folder / "config.json").read_text() == "{}"
-        told = json.loads((folder / names.MANIFEST).read_text())
-        assert (told["metrics"], told["step"]) == ({"loss": 0.5}, 4)
-        assert told["node_group"] == {
+        manifest = json.loads((folder / names.MANIFEST).read_text())
+        assert (manifest["metrics"], manifest["step"]) == ({"loss": 0.5}, 4)
+        assert manifest["node_group"] == {
             "number": node,
             "count": 2,
             "ranks": [2 * node, 2 * node + 1],
             "world_size": 4,
-            "totals": {"model": [3, 4 * (500 * 90 + 900 + 5)]},
+            "totals": {part: [3, 4 * (500 * 90 + 900 + 5)] for part in ("model", "ema")},
             "replicas": [],
         }
         assert uc.verify(folder, deep=True).ok
@@ -273,7 +152,7 @@ def test_attach_extra_and_metrics(tmp_path: Path, background: bool) -> None:
 
 def test_attach_fails_on_one_node(tmp_path: Path) -> None:
     fine(save(tmp_path, 1))
-    before = left(tmp_path)
+    before = EACH.left(tmp_path)
 
     def attach(folder: str) -> None:
         if "node-1" in folder:
@@ -284,60 +163,76 @@ def test_attach_fails_on_one_node(tmp_path: Path) -> None:
         uc.RankError,
         "ValueError: no config today",
     )
-    assert left(tmp_path) == before
+    assert EACH.left(tmp_path) == before
     assert loads(tmp_path) == 1
 
 
-# saves in a row
+# consecutive saves
+
+
+TWICE = REPLACE.model_copy(update={"node_copies": 2})
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_second_save_reuses_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+@pytest.mark.parametrize(
+    ("ranks", "options", "planned"),
+    [
+        (SHARED, REPLACE, ["make_plan"]),
+        (EACH, REPLACE, ["make_plan", "local_shardings"]),
+        (EACH, TWICE, ["make_plan", "local_shardings", "plan_copies"]),
+    ],
+)
+def test_saves_reuse_the_plan_and_leave_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: Ranks,
+    options: uc.SaveOptions,
+    planned: Sequence[str],
+    background: bool,
 ) -> None:
-    counts = {"plan": 0, "rules": 0, "find": 0}
+    """Plans are made once. Keys, threads and open files do not grow between saves 4 and 14."""
+    counts, keys = Counter[str](), list[int]()
+    resources: list[ResourceUsage] = []
+    for name in planned:
+        real = getattr(save_module, name)
 
-    def counted(module: object, attribute: str, name: str) -> None:
-        real = getattr(module, attribute)
-
-        def call(*args: object, **kwargs: object) -> object:
+        def counted(*args: object, name: str = name, real: Any = real, **kwargs: object) -> object:
             counts[name] += 1
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(module, attribute, call)
+        monkeypatch.setattr(save_module, name, counted)
 
-    counted(save_module, "make_plan", "plan")
-    counted(save_module, "local_shardings", "rules")
+    def act(comm: Comm) -> None:
+        with on_node(comm, ranks.nodes) as checkpointer:
+            for step in range(14):
+                call = checkpointer.save_async if background else checkpointer.save
+                call(
+                    ranks.place(tmp_path, comm.rank) / NAME,
+                    model=contents(step, comm.rank),
+                    layout=LAYOUT,
+                    step=step,
+                    options=options,
+                    extra=step,
+                )
+                checkpointer.wait()
+                if step in (3, 13):
+                    with counting(comm):
+                        if comm.rank == 0:
+                            keys.append(comm._store.num_keys())
+                            resources.append(ResourceUsage())
+                            resources[0].no_more()
 
-    def act(comm: Comm) -> list[int]:
-        keys = []
-        with on_node(comm, NODES) as made:
-            for turn in range(30):
-                state = contents(turn, comm.rank)
-                place = folder_of(tmp_path, NODES[comm.rank])
-                if background:
-                    made.save_async(
-                        place, model=state, layout=LAYOUT, step=turn, options=REPLACE, extra=turn
-                    ).result(60)
-                else:
-                    made.save(
-                        place, model=state, layout=LAYOUT, step=turn, options=REPLACE, extra=turn
-                    )
-                if turn in (5, 29):
-                    keys.append(keys_in_store(comm))
-        return keys
-
-    keys = run_ranks(4, act)[0]
-    assert (counts["plan"], counts["rules"]) == (4, 4), "once for each rank"
+    run_ranks(4, act)
+    assert counts == dict.fromkeys(planned, 4), "once for each rank"
     assert keys[1] < keys[0] + 60, f"keys in the store: {keys}"
 
 
 def test_layout_changes_and_returns(tmp_path: Path) -> None:
-    """Plans and totals are those of the state that is saved."""
+    """Plans and totals follow the state of each save."""
 
     def act(comm: Comm) -> None:
-        place = folder_of(tmp_path, NODES[comm.rank])
-        with on_node(comm, NODES) as made:
+        place = folder_of(tmp_path, EACH.nodes[comm.rank])
+        with on_node(comm, EACH.nodes) as checkpointer:
             for step, keys in enumerate([("w", "o", "b"), ("b",), ("w", "b"), ("w", "o", "b")]):
                 state = {
                     key: tensor for key, tensor in contents(step, comm.rank).items() if key in keys
@@ -347,66 +242,16 @@ def test_layout_changes_and_returns(tmp_path: Path) -> None:
                     rules={k: {"dp": int(k == "o")} for k in keys if k != "b"},
                     shapes={"w": (500, 90), "o": (30, 30)},
                 )
-                made.save(place, model=state, layout=layout, step=step, options=REPLACE)
+                checkpointer.save(place, model=state, layout=layout, step=step, options=REPLACE)
                 target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-                made.load(place, model=target, layout=layout, options=LOAD)
+                checkpointer.load(place, model=target, layout=layout, options=LOAD)
                 assert all(torch.equal(target[key], state[key]) for key in state), (step, comm.rank)
 
     run_ranks(4, act)
 
 
-def test_alternating_save_and_load(tmp_path: Path) -> None:
-    """What ranks put together within a node for a save is not what they put together for a load."""
-
-    def act(comm: Comm) -> None:
-        place = folder_of(tmp_path, NODES[comm.rank])
-        with on_node(comm, NODES) as made:
-            for step in range(6):
-                state = contents(step, comm.rank)
-                made.save(place, model=state, layout=LAYOUT, step=step, options=REPLACE)
-                target = {
-                    key: torch.zeros(shape)
-                    for key, shape in (("w", (500, 90)), ("o", (30, 30)), ("b", (5,)))
-                }
-                made.load(place, model=target, options=LOAD)
-                assert all(torch.equal(target[key], FULL[key] + step) for key in FULL), (
-                    step,
-                    comm.rank,
-                )
-
-    run_ranks(4, act)
-
-
-def test_lazy_saves(tmp_path: Path) -> None:
-    """A step of the optimizer waits for the copy; what is saved is what was there at the call."""
-
-    start = torch.nn.Linear(400, 300)
-
-    def act(comm: Comm) -> None:
-        net = copy.deepcopy(start)
-        optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
-        place = folder_of(tmp_path, NODES[comm.rank])
-        with on_node(comm, NODES) as made:
-            for step in range(3):
-                net(torch.ones(2, 400)).sum().backward()
-                optimizer.step()
-                expected = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-                pending = made.save_async(
-                    place, model=net, optimizer=optimizer, step=step, options=REPLACE, lazy=True
-                )
-                net(torch.ones(2, 400)).sum().backward()
-                optimizer.step()
-                assert pending.staged()
-                assert pending.result(60).step == step
-                target = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-                made.load(place, model=target, options=LOAD)
-                assert all(torch.equal(target[name], expected[name]) for name in expected), step
-
-    run_ranks(4, act)
-
-
 def test_snapshot_fails_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others hear of it before their time is out."""
+    """The other ranks raise the error before their timeout."""
     real = save_module.copy_tensors
     once = iter([True])
 
@@ -416,9 +261,9 @@ def test_snapshot_fails_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return real(snapshot, keys)  # type: ignore[arg-type]
 
     monkeypatch.setattr(save_module, "copy_tensors", broken)
-    found = save(tmp_path, 1, background=True)
-    same_error(found, uc.RankError, "no memory to copy into")
-    assert left(tmp_path) == {0: [], 1: []}
+    outcomes = save(tmp_path, 1, background=True)
+    same_error(outcomes, uc.RankError, "no memory to copy into")
+    assert EACH.left(tmp_path) == {"node-0": [], "node-1": []}
 
 
 # folders
@@ -426,8 +271,10 @@ def test_snapshot_fails_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_ranks_of_one_node_with_different_folders(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
-        with on_node(comm, [0, 1, 1]) as made:
-            made.save(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=QUICK)
+        with on_node(comm, [0, 1, 1]) as checkpointer:
+            checkpointer.save(
+                folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=QUICK
+            )
 
     same_error(
         try_ranks(3, act),
@@ -438,9 +285,7 @@ def test_ranks_of_one_node_with_different_folders(tmp_path: Path) -> None:
 
 
 def test_probe_cannot_be_written(tmp_path: Path) -> None:
-    found = save(tmp_path, 1, storages=full_at(0, 1))
-    same_error(found, uc.StorageError, "No space left on device")
-    assert left(tmp_path) == {0: [], 1: []}
-    assert lands_module._PROBE_PREFIX.startswith("."), (
-        "a name that no trainer takes for a checkpoint"
-    )
+    outcomes = save(tmp_path, 1, storages=full_storage(0, [2, 3]))
+    same_error(outcomes, uc.StorageError, "No space left on device")
+    assert EACH.left(tmp_path) == {"node-0": [], "node-1": []}
+    assert probe_topology_module._PROBE_PREFIX.startswith("."), "trainers ignore hidden names"

@@ -6,9 +6,12 @@ import copy
 import json
 import logging
 import random
+import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +33,14 @@ from tests.support.refusals import same_error
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
 
+UNFILLED = {"w": torch.zeros(6)}  # where the tensors of a load do not matter
 TORCHDATA = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 W = {"w": torch.arange(6.0)}
 
 
 @dataclass
 class Counter:
-    """Keeps what it is given, and changes it: both are allowed to a `load_state_dict`."""
+    """Keeps and changes the loaded dict; a `load_state_dict` may do both."""
 
     state: dict[str, object] = field(default_factory=dict)
     loads: int = 0
@@ -46,22 +50,29 @@ class Counter:
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         self.state, self.loads = state_dict, self.loads + 1
-        state_dict["mine"] = True
+        state_dict["loaded"] = True
 
 
 @dataclass
 class Elastic(Counter):
-    """Takes the states of another number of ranks."""
+    """Loads states that another number of ranks saved."""
 
-    of: object = None
+    arguments: object = None
 
     def load_from_ranks(self, saved: Sequence[dict[str, object]], *, rank: int, world: int) -> None:
-        self.of = (len(saved), saved[-1]["at"], rank, world)
+        self.arguments = (len(saved), saved[-1]["value"], rank, world)
+
+
+class Ignoring(Counter):
+    """Loads nothing."""
+
+    def load_from_ranks(self, saved: Sequence[dict[str, object]], *, rank: int, world: int) -> None:
+        pass
 
 
 @dataclass
 class Broken(Counter):
-    """Does not take what it gave."""
+    """Cannot load the state that it saved."""
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         raise KeyError("momentum")
@@ -80,12 +91,10 @@ def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     }
 
 
-def test_what_a_plain_script_has_goes_in_as_it_is(tmp_path: Path) -> None:
-    """Schedulers of every kind, a scaler, an average of the weights, random states, in dicts and
-    lists, saved and loaded alike.
-    """
+def test_objects_of_a_plain_training_script(tmp_path: Path) -> None:
+    """Schedulers, a scaler, averaged weights and random states, nested in dicts and lists."""
 
-    def made() -> dict[str, object]:
+    def make_job() -> dict[str, object]:
         model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -103,7 +112,7 @@ def test_what_a_plain_script_has_goes_in_as_it_is(tmp_path: Path) -> None:
             "rank_extra": {"random": uc.RandomStates()},
         }
 
-    job = made()
+    job = make_job()
     extra = job["extra"]
     for _ in range(4):
         job["optimizer"].step()
@@ -117,28 +126,26 @@ def test_what_a_plain_script_has_goes_in_as_it_is(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", **job, step=1)
     assert extra == before, "the caller's containers are as they were"
     expected = [drawn() for _ in range(3)]
-    other = made()
+    other = make_job()
     report = uc.load(tmp_path / "c", **other)
     assert [drawn() for _ in range(3)] == expected
     for name, scheduler in other["extra"]["schedulers"].items():
-        theirs = extra["schedulers"][name].state_dict()
-        assert repr(scheduler.state_dict()) == repr(theirs)
+        saved_state = extra["schedulers"][name].state_dict()
+        assert repr(scheduler.state_dict()) == repr(saved_state)
         assert scheduler.last_epoch == extra["schedulers"][name].last_epoch == 4
     assert other["extra"]["scaler"].get_scale() == 8.0
     average = other["extra"]["averages"][0]
     assert int(average.n_averaged) == 1
     assert torch.equal(average.module.weight, extra["averages"][0].module.weight)
-    assert other["extra"]["averages"][1][0].state == {"n": 3, "mine": True}
+    assert other["extra"]["averages"][1][0].state == {"n": 3, "loaded": True}
     assert report.extra["epoch"] == 3
     assert report.extra["averages"][1] == ({"n": 3},), "the report has the state as it was saved"
     assert (report.missing, report.kept, report.notes) == ((), (), ())
     assert isinstance(Counter(), Stateful)
 
 
-def test_a_checkpoint_of_states_fills_objects_and_the_reverse(tmp_path: Path) -> None:
-    """`extra={"scheduler": scheduler.state_dict()}`, as it was always written, is the same
-    checkpoint.
-    """
+def test_saved_states_and_objects_are_interchangeable(tmp_path: Path) -> None:
+    """`extra={"scheduler": scheduler.state_dict()}` and `{"scheduler": scheduler}` save alike."""
     uc.save(tmp_path / "a", model=W, extra={"counter": {"n": 1}}, rank_extra={"counter": {"n": 2}})
     uc.save(
         tmp_path / "b",
@@ -146,17 +153,24 @@ def test_a_checkpoint_of_states_fills_objects_and_the_reverse(tmp_path: Path) ->
         extra={"counter": Counter({"n": 1})},
         rank_extra={"counter": Counter({"n": 2})},
     )
-    told = [json.loads((tmp_path / name / "unified_checkpoint.json").read_text()) for name in "ab"]
-    assert told[0]["extra"] == told[1]["extra"]
-    assert told[0]["rank_extra"]["crc"] == told[1]["rank_extra"]["crc"]
-    one, own = Counter(), Counter()
-    report = uc.load(tmp_path / "a", model=W, extra={"counter": one}, rank_extra={"counter": own})
-    assert (one.state, own.state) == ({"n": 1, "mine": True}, {"n": 2, "mine": True})
+    manifests = [
+        json.loads((tmp_path / name / "unified_checkpoint.json").read_text()) for name in "ab"
+    ]
+    assert manifests[0]["extra"] == manifests[1]["extra"]
+    assert manifests[0]["rank_extra"]["crc"] == manifests[1]["rank_extra"]["crc"]
+    counter, rank_counter = Counter(), Counter()
+    report = uc.load(
+        tmp_path / "a", model=W, extra={"counter": counter}, rank_extra={"counter": rank_counter}
+    )
+    assert (counter.state, rank_counter.state) == (
+        {"n": 1, "loaded": True},
+        {"n": 2, "loaded": True},
+    )
     assert (report.extra, report.rank_extra) == ({"counter": {"n": 1}}, {"counter": {"n": 2}})
     alone = Counter({"n": 5})
     uc.save(tmp_path / "d", model=W, extra=alone)
-    uc.load(tmp_path / "d", model=W, extra=one)
-    assert one.state == {"n": 5, "mine": True}
+    uc.load(tmp_path / "d", model=W, extra=counter)
+    assert counter.state == {"n": 5, "loaded": True}
 
 
 def test_containers_keep_their_types(tmp_path: Path) -> None:
@@ -168,20 +182,24 @@ def test_containers_keep_their_types(tmp_path: Path) -> None:
         s=np.float32(1),
     )
     uc.save(tmp_path / "c", model=W, extra=extra)
-    found = uc.open(tmp_path / "c").extra
-    assert (type(found), type(found["a"]), type(found["a"]["b"]), found["a"]["b"].maxlen) == (
+    stored = uc.open(tmp_path / "c").extra
+    assert (type(stored), type(stored["a"]), type(stored["a"]["b"]), stored["a"]["b"].maxlen) == (
         OrderedDict,
         defaultdict,
         deque,
         4,
     )
-    assert (found["a"]["b"][0], found["c"]) == ({"n": 1}, ({"n": 1}, {7: {"n": 1}}))
-    into = Counter(), Counter()
-    uc.load(tmp_path / "c", model=W, extra={"a": {"b": [into[0]]}, "c": [None, {7: into[1]}]})
-    assert [one.loads for one in into] == [1, 1]
+    assert (stored["a"]["b"][0], stored["c"]) == ({"n": 1}, ({"n": 1}, {7: {"n": 1}}))
+    targets = Counter(), Counter()
+    uc.load(tmp_path / "c", model=W, extra={"a": {"b": [targets[0]]}, "c": [None, {7: targets[1]}]})
+    assert [target.loads for target in targets] == [1, 1]
 
 
 # refusals
+
+
+RECURSIVE: dict[str, object] = {"counter": Counter()}
+RECURSIVE["again"] = [RECURSIVE, RECURSIVE]
 
 
 @pytest.mark.parametrize(
@@ -198,10 +216,12 @@ def test_containers_keep_their_types(tmp_path: Path) -> None:
             {"a": type("Bad", (Counter,), {"state_dict": lambda self: 1 / 0})()},
             r"extra\.a: Bad\.state_dict\(\) raised ZeroDivisionError",
         ),
+        (RECURSIVE, r"extra\.again"),
     ],
+    ids=range(6),
 )
 @pytest.mark.parametrize("background", [False, True])
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(
+def test_unsupported_object_is_named_before_writing(
     tmp_path: Path, extra: object, match: str, background: bool
 ) -> None:
     with pytest.raises(uc.FormatError, match=match), uc.Checkpointer(tmp_path) as checkpointer:
@@ -209,14 +229,7 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tree_that_holds_itself_is_refused(tmp_path: Path) -> None:
-    extra: dict[str, object] = {"counter": Counter()}
-    extra["again"] = [extra, extra]
-    with pytest.raises(uc.FormatError, match=r"extra\.again"):
-        uc.save(tmp_path / "c", model=W, extra=extra)
-
-
-def test_a_sharded_module_belongs_into_parts(tmp_path: Path) -> None:
+def test_sharded_module_in_extra_is_refused(tmp_path: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -225,68 +238,54 @@ def test_a_sharded_module_belongs_into_parts(tmp_path: Path) -> None:
         module.weight = nn.Parameter(
             distribute_tensor(module.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
         )
-        with pytest.raises(
-            uc.FormatError,
-            match=r"extra\.ema: is a module with sharded parameters; save it with `parts`",
-        ):
-            uc.save(tmp_path / "c", model=W, extra={"ema": module})
         uc.save(tmp_path / "c", model=W, parts={"ema": module})
-        with pytest.raises(
-            uc.FormatError,
-            match=r"extra\.ema: is a module with sharded parameters; save it with `parts`",
-        ):
-            uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, extra={"ema": module})
+        for call in (partial(uc.save, tmp_path / "d"), partial(uc.load, tmp_path / "c")):
+            with pytest.raises(
+                uc.FormatError,
+                match=r"extra\.ema: is a module with sharded parameters; save it with `parts`",
+            ):
+                call(model=W, extra={"ema": module})
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_missing_state_is_an_error_on_every_rank_before_a_byte(tmp_path: Path) -> None:
+def test_missing_state_raises_on_every_rank(tmp_path: Path) -> None:
     uc.save(
         tmp_path / "c", model=W, extra={"counter": Counter({"n": 1}), "none": None, "list": [1]}
     )
-    targets = [{"w": torch.zeros(6)} for _ in range(2)]
-    counters = [Counter() for _ in range(2)]
+    model, counters = {"w": torch.zeros(6)}, [Counter() for _ in range(2)]
 
     def act(comm: Comm) -> uc.LoadReport:
-        extra = {
-            "counter": counters[comm.rank],
-            **({"list": [0, Counter()], "none": Counter()} if comm.rank else {}),
-        }
+        more = {"list": [0, Counter()], "none": Counter()} if comm.rank else {}
         return make_checkpointer(comm).load(
-            tmp_path / "c", model=targets[comm.rank], extra=extra, rank_extra={"loader": Counter()}
+            tmp_path / "c",
+            model=model,
+            extra={"counter": counters[comm.rank], **more},
+            rank_extra={"loader": Counter()},
         )
 
     error = same_error(
         try_ranks(2, act), uc.MismatchError, r"extra\.list\[1\]: is not in the checkpoint"
     )
     assert error.missing == ("extra.list[1]", "extra.none", "rank_extra.loader")
-    assert all(torch.equal(target["w"], torch.zeros(6)) for target in targets)
+    assert not model["w"].any()
     assert [counter.loads for counter in counters] == [0, 0]
-    report = uc.load(
-        tmp_path / "c",
-        model=targets[0],
-        extra={"counter": counters[0], "other": Counter()},
-        strict=False,
-    )
-    assert report.missing == ("extra.other",)
-    assert counters[0].loads == 1
-    assert torch.equal(targets[0]["w"], W["w"])
-
-
-def test_a_huggingface_folder_has_nothing_for_an_object(tmp_path: Path) -> None:
-    uc.save(tmp_path / "c", model=W)
-    (tmp_path / "c" / "unified_checkpoint.json").unlink()
-    (tmp_path / "c" / "digests.safetensors").unlink()
-    with pytest.raises(uc.MismatchError, match=r"extra\.scheduler: is not in the checkpoint"):
-        uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, extra={"scheduler": Counter()})
+    extra = {"counter": counters[0], "other": Counter()}
+    report = uc.load(tmp_path / "c", model=model, extra=extra, strict=False)
+    assert (report.missing, counters[0].loads) == (("extra.other",), 1)
+    assert torch.equal(model["w"], W["w"])
+    for file in ("unified_checkpoint.json", "digests.safetensors"):
+        (tmp_path / "c" / file).unlink()  # now a Hugging Face folder
+    with pytest.raises(uc.MismatchError, match=r"extra\.counter: is not in the checkpoint"):
+        uc.load(tmp_path / "c", model=model, extra={"counter": Counter()})
 
 
 def test_object_that_cannot_load_its_state_is_named_everywhere(tmp_path: Path) -> None:
     def act(comm: Comm) -> uc.LoadReport:
         kind = Broken if comm.rank == 1 else Counter
-        one = {"a": Counter({"n": 1}), "b": kind({"n": 2}), "c": Counter({"n": 3})}
-        make_checkpointer(comm).save(tmp_path / "c", model=W, extra=one)
-        return make_checkpointer(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, extra=one)
+        objects = {"a": Counter({"n": 1}), "b": kind({"n": 2}), "c": Counter({"n": 3})}
+        make_checkpointer(comm).save(tmp_path / "c", model=W, extra=objects)
+        return make_checkpointer(comm).load(tmp_path / "c", model=UNFILLED, extra=objects)
 
     match = (
         r"rank 1: extra\.b: Broken could not load its state: KeyError: 'momentum'; the "
@@ -295,8 +294,8 @@ def test_object_that_cannot_load_its_state_is_named_everywhere(tmp_path: Path) -
     same_error(try_ranks(2, act), uc.CheckpointError, match)
 
 
-def test_a_damaged_state_of_another_rank_is_one_of_integrity(tmp_path: Path) -> None:
-    """For a manager, who then takes the checkpoint before."""
+def test_damaged_state_of_another_rank(tmp_path: Path) -> None:
+    """An IntegrityError lets a manager fall back to the previous checkpoint."""
     save_by(3, tmp_path / "c")
     file = tmp_path / "c" / "rank_extra.safetensors"
     body = bytearray(file.read_bytes())
@@ -306,7 +305,7 @@ def test_a_damaged_state_of_another_rank_is_one_of_integrity(tmp_path: Path) -> 
         uc.IntegrityError,
         match=r"rank_extra\.elastic: Elastic could not load its state: .* entry 2 has CRC",
     ):
-        uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"elastic": Elastic()})
+        uc.load(tmp_path / "c", model=UNFILLED, rank_extra={"elastic": Elastic()})
 
 
 # another number of ranks
@@ -314,23 +313,23 @@ def test_a_damaged_state_of_another_rank_is_one_of_integrity(tmp_path: Path) -> 
 
 def save_by(world: int, path: Path) -> None:
     def act(comm: Comm) -> None:
-        own = {
-            "elastic": Elastic({"at": comm.rank}),
-            "loader": Counter({"at": comm.rank}),
-            "deep": [Elastic({"at": -comm.rank})],
+        rank_objects = {
+            "elastic": Elastic({"value": comm.rank}),
+            "loader": Counter({"value": comm.rank}),
+            "deep": [Elastic({"value": -comm.rank})],
         }
-        make_checkpointer(comm).save(path, model=W, rank_extra=own)
+        make_checkpointer(comm).save(path, model=W, rank_extra=rank_objects)
 
     run_ranks(world, act)
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(3, 2), (2, 3), (1, 2), (2, 1)])
-def test_another_number_of_ranks(
+def test_objects_with_another_world_size(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: int, loading: int
 ) -> None:
-    """Objects that know how get all states; the others stay as they are, which one warning says."""
+    """Objects with `load_from_ranks` get all states; others are unchanged, with one warning."""
     save_by(saving, tmp_path / "c")
-    own = [
+    rank_objects = [
         {"elastic": Elastic(), "loader": Counter({"as": "it was"}), "deep": [Elastic()]}
         for _ in range(loading)
     ]
@@ -338,82 +337,66 @@ def test_another_number_of_ranks(
         reports = run_ranks(
             loading,
             lambda comm: make_checkpointer(comm).load(
-                tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=own[comm.rank]
+                tmp_path / "c", model=UNFILLED, rank_extra=rank_objects[comm.rank]
             ),
         )
-    for rank, objects in enumerate(own):
-        assert objects["elastic"].of == (saving, saving - 1, rank, loading)
-        assert objects["deep"][0].of == (saving, 1 - saving, rank, loading)
+    for rank, objects in enumerate(rank_objects):
+        assert objects["elastic"].arguments == (saving, saving - 1, rank, loading)
+        assert objects["deep"][0].arguments == (saving, 1 - saving, rank, loading)
         assert (objects["loader"].state, objects["elastic"].loads) == ({"as": "it was"}, 0)
     match = (
         f"rank_extra.loader: left unchanged: saved by {saving} rank\\(s\\), loaded by "
         f"{loading}; give them a load_from_ranks"
     )
     for report in reports:
-        assert (report.kept, report.missing, report.rank_extra) == (
-            ("rank_extra.loader",),
-            (),
-            None,
-        )
-        with pytest.raises(RuntimeError, match=match):
-            raise RuntimeError(report.notes[0])
+        assert (report.kept, report.missing) == (("rank_extra.loader",), ())
+        assert report.rank_extra is None
+        assert re.search(match, report.notes[0])
     assert [record.message for record in caplog.records] == [reports[0].notes[0]]
 
 
-def test_reading_one_ranks_state_does_not_read_all(
+def test_load_reads_only_required_rank_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_by(6, tmp_path / "c")
     read: list[int] = []
-    theirs = uc.engine.folder.reader.Folder.rank_extra
+    read_rank_extra = uc.engine.folder.reader.Folder.rank_extra
     monkeypatch.setattr(
         uc.engine.folder.reader.Folder,
         "rank_extra",
-        lambda self, rank: (read.append(rank), theirs(self, rank))[1],
+        lambda self, rank: (read.append(rank), read_rank_extra(self, rank))[1],
     )
-    uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"elastic": Elastic()})
-    assert read == [0, 5]
-    read.clear()
-    uc.load(tmp_path / "c", model={"w": torch.zeros(6)})
-    assert read == [], "nobody wants it"
-    uc.load(
-        tmp_path / "c",
-        model={"w": torch.zeros(6)},
-        rank_extra={"random": [Counter()]},
-        strict=False,
-    )
-    assert read == [0]
+    cases: list[tuple[dict[str, object] | None, list[int]]] = [
+        ({"elastic": Elastic()}, [0, 5]),
+        (None, []),  # no object needs it
+        ({"random": [Counter()]}, [0]),
+    ]
+    for objects, expected in cases:
+        read.clear()
+        uc.load(tmp_path / "c", model=UNFILLED, rank_extra=objects, strict=False)
+        assert read == expected
 
 
-def test_random_states_of_another_number_of_ranks_are_derived_and_differ(tmp_path: Path) -> None:
-    """Where others die (the saved states of 4 ranks do not fit 3), or go on with one rank's states
-    on all.
-    """
-    torch.manual_seed(5)
-    run_ranks(
-        2,
-        lambda comm: make_checkpointer(comm).save(
-            tmp_path / "c", model=W, rank_extra={"random": uc.RandomStates()}
-        ),
-    )
-    found = []
-    for rank in range(3):  # one by one: the ranks here are threads, which have one random state
+def test_random_states_with_another_world_size(tmp_path: Path) -> None:
+    """The states of 2 ranks are loaded by 3: each rank derives its own, and they differ."""
 
-        def act(comm: Comm, of: int = rank) -> float:
-            own = {"random": uc.RandomStates() if comm.rank == of else Elastic()}
-            make_checkpointer(comm).load(
-                tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=own, strict=False
-            )
-            return float(torch.rand(()))
+    def save(comm: Comm) -> None:
+        objects = {"random": uc.RandomStates()}
+        make_checkpointer(comm).save(tmp_path / "c", model=W, rank_extra=objects)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Elastic, "load_from_ranks", lambda self, saved, **_: None)
-            found.append(run_ranks(3, act)[rank])
-    assert len(set(found)) == 3
+    def draw(comm: Comm, drawing_rank: int) -> float:
+        objects = {"random": uc.RandomStates() if comm.rank == drawing_rank else Ignoring()}
+        make_checkpointer(comm).load(tmp_path / "c", model=UNFILLED, rank_extra=objects)
+        return float(torch.rand(()))
+
+    run_ranks(2, save)
+    # One by one: threads share one random state.
+    draws = [run_ranks(3, partial(draw, drawing_rank=rank))[rank] for rank in range(3)]
+    assert len(set(draws)) == 3
 
 
-def test_a_sampler_in_rank_extra_goes_on_over_any_number_of_ranks(tmp_path: Path) -> None:
-    """Where it need not be: its place is that of all ranks."""
+def test_sampler_with_another_world_size(tmp_path: Path) -> None:
+    """Its position counts the samples of all ranks, so any rank's copy is enough."""
 
     def save(comm: Comm) -> None:
         sampler = uc.ElasticSampler(range(40), 2, comm.rank, seed=4)
@@ -423,7 +406,7 @@ def test_a_sampler_in_rank_extra_goes_on_over_any_number_of_ranks(tmp_path: Path
     def load(comm: Comm) -> tuple[int, int]:
         sampler = uc.ElasticSampler(range(40), 3, comm.rank)
         make_checkpointer(comm).load(
-            tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"sampler": sampler}
+            tmp_path / "c", model=UNFILLED, rank_extra={"sampler": sampler}
         )
         return sampler.seen, len(sampler)
 
@@ -432,26 +415,20 @@ def test_a_sampler_in_rank_extra_goes_on_over_any_number_of_ranks(tmp_path: Path
 
 
 class Drawing(Counter):
-    """Draws while it loads, as a loader does that starts its workers."""
+    """Draws random numbers while it loads, like a loader that starts its workers."""
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         drawn()
 
 
-def test_random_states_are_the_last_to_be_loaded(tmp_path: Path) -> None:
-    uc.save(
-        tmp_path / "c",
-        model=W,
-        rank_extra={"random": uc.RandomStates(), "z": Drawing({"n": 1})},
-        extra=[Drawing({"n": 1})],
-    )
+def test_random_states_are_loaded_last(tmp_path: Path) -> None:
+    objects = {
+        "rank_extra": {"random": uc.RandomStates(), "z": Drawing({"n": 1})},
+        "extra": [Drawing({"n": 1})],
+    }
+    uc.save(tmp_path / "c", model=W, **objects)
     expected = drawn()
-    uc.load(
-        tmp_path / "c",
-        model={"w": torch.zeros(6)},
-        rank_extra={"random": uc.RandomStates(), "z": Drawing()},
-        extra=[Drawing()],
-    )
+    uc.load(tmp_path / "c", model=UNFILLED, **objects)
     assert drawn() == expected
 
 
@@ -468,36 +445,37 @@ def generators(seed: int) -> dict[str, Any]:
     }
 
 
-def drawn_from(of: dict[str, Any]) -> list[float]:
-    """Twice a normal number each: half of a pair is held back."""
+def drawn_from(sources: dict[str, Any]) -> list[float]:
+    """Draw twice from each; a second normal number may be cached between draws."""
     return [
         float(draw)
         for _ in range(2)
         for draw in (
-            torch.randn((), generator=of["torch"]),
-            *(one.normal() for one in of["numpy"]),
-            *(one.integers(9, dtype=np.uint32) for one in of["numpy"]),
-            of["old"].randn(),
-            of["python"][0].gauss(0, 1),
+            torch.randn((), generator=sources["torch"]),
+            *(generator.normal() for generator in sources["numpy"]),
+            *(generator.integers(9, dtype=np.uint32) for generator in sources["numpy"]),
+            sources["old"].randn(),
+            sources["python"][0].gauss(0, 1),
         )
     ][:-1]
 
 
 @pytest.mark.parametrize("where", ["extra", "rank_extra"])
 @pytest.mark.parametrize("background", [False, True])
-def test_generators_are_objects(tmp_path: Path, where: str, background: bool) -> None:
-    """Each goes on where it was, in place; a later draw does not change what a save in the
-    background stores.
+def test_generators_are_restored_in_place(tmp_path: Path, where: str, background: bool) -> None:
+    """A load restores each generator in place.
+
+    A later draw does not change what a background save stores.
     """
-    mine = generators(1)
-    drawn_from(mine)
+    saved = generators(1)
+    drawn_from(saved)
     with uc.Checkpointer(tmp_path) as checkpointer:
         (checkpointer.save_async if background else checkpointer.save)(
-            "c", model=W, **{where: mine}
+            "c", model=W, **{where: saved}
         )
-        expected = drawn_from(mine)
+        expected = drawn_from(saved)
     other = generators(2)
-    uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, **{where: other})
+    uc.load(tmp_path / "c", model=UNFILLED, **{where: other})
     assert drawn_from(other) == expected
 
 
@@ -527,7 +505,7 @@ def test_generators_are_objects(tmp_path: Path, where: str, background: bool) ->
     ],
     ids=["another algorithm", "another library", "another device", "a plain tensor"],
 )
-def test_a_generator_of_another_kind_is_refused(
+def test_generator_of_another_kind_is_refused(
     tmp_path: Path, saved: object, target: object, text: str
 ) -> None:
     uc.save(tmp_path / "c", model=W, rank_extra={"g": saved})
@@ -540,74 +518,61 @@ def test_a_generator_of_another_kind_is_refused(
 # in the background, and with a manager
 
 
-def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path: Path) -> None:
-    counter, own = Counter({"n": [1]}), Counter({"t": torch.zeros(3)})
+def test_background_save_stores_state_of_the_call(tmp_path: Path) -> None:
+    counter, local = Counter({"n": [1]}), Counter({"t": torch.zeros(3)})
     with uc.Checkpointer(tmp_path) as checkpointer:
         for name in "ab":  # the second has the plan of the first
             checkpointer.save_async(
-                name, model=W, extra={"counter": counter}, rank_extra={"own": own}
+                name, model=W, extra={"counter": counter}, rank_extra={"local": local}
             )
             counter.state["n"].append(2)
-            own.state["t"].add_(1)
-    assert [uc.open(tmp_path / name).extra for name in "ab"] == [
-        {"counter": {"n": [1]}},
-        {"counter": {"n": [1, 2]}},
-    ]
-    assert [float(uc.open(tmp_path / name).rank_extra[0]["own"]["t"][0]) for name in "ab"] == [0, 1]
+            local.state["t"].add_(1)
+    for name, numbers, first in (("a", [1], 0), ("b", [1, 2], 1)):
+        with uc.open(tmp_path / name) as opened:
+            assert opened.extra == {"counter": {"n": numbers}}
+            assert opened.rank_extra[0]["local"]["t"][0] == first
 
 
-def test_objects_on_every_rank_are_saved(tmp_path: Path) -> None:
-    """`state_dict` of an object in `extra` may be collective: all ranks call it, rank 0's is
-    stored.
+def test_state_dict_is_called_on_every_rank(tmp_path: Path) -> None:
+    """All ranks call `state_dict` of an object in `extra`, because it may be collective.
+
+    Only the state of rank 0 is stored.
     """
-    counters = [
-        Counter({"of": 0}),
-        *(Counter({"of": print}) for _ in range(2)),
-    ]  # which could not be stored
-    called = [0, 0, 0]
+    called: list[int] = []
 
     def act(comm: Comm) -> None:
         def state_dict() -> dict[str, object]:
-            called[comm.rank] += 1
-            return counters[comm.rank].state
+            called.append(comm.rank)
+            return {"of": print if comm.rank else 0}  # that of rank 0 can be stored
 
-        counters[comm.rank].state_dict = state_dict
-        make_checkpointer(comm).save(
-            tmp_path / "c", model=W, extra={"counter": counters[comm.rank]}
-        )
+        counter = Counter()
+        counter.state_dict = state_dict
+        make_checkpointer(comm).save(tmp_path / "c", model=W, extra={"counter": counter})
 
     run_ranks(3, act)
-    assert called == [1, 1, 1]
-    assert uc.open(tmp_path / "c").extra == {"counter": {"of": 0}}
+    assert sorted(called) == [0, 1, 2]
+    with uc.open(tmp_path / "c") as opened:
+        assert opened.extra == {"counter": {"of": 0}}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_manager_saves_and_restores_objects(tmp_path: Path, asynchronous: bool) -> None:
+def test_manager_saves_and_restores_objects(tmp_path: Path, asynchronous: bool) -> None:
     options = uc.ManagerOptions(interval_steps=2, asynchronous=asynchronous)
-    counter = Counter({"n": 0})
+    counter, fresh = Counter({"n": 0}), Counter()
     with uc.CheckpointManager(tmp_path, options=options) as manager:
         assert manager.restore(model=W, extra={"counter": counter}) is None
         for step in range(1, 6):
             counter.state["n"] = step
-            manager.save(
-                step, model=W, extra={"counter": counter}, rank_extra={"random": uc.RandomStates()}
-            )
-    fresh = Counter()
+            manager.save(step, model=W, extra={"counter": counter})
     with uc.CheckpointManager(tmp_path, options=options) as manager:
-        report = manager.restore(
-            model={"w": torch.zeros(6)},
-            extra={"counter": fresh},
-            rank_extra={"random": uc.RandomStates()},
-        )
+        report = manager.restore(model=UNFILLED, extra={"counter": fresh})
         assert (report.step, fresh.state["n"]) == (4, 4)
         with pytest.raises(uc.MismatchError, match=r"extra\.scheduler: is not in the checkpoint"):
-            manager.restore(model={"w": torch.zeros(6)}, extra={"scheduler": Counter()})
+            manager.restore(model=UNFILLED, extra={"scheduler": Counter()})
     options = uc.ManagerOptions(load_parameters_path=str(tmp_path / "checkpoint-4"))
     with uc.CheckpointManager(tmp_path / "other", options=options) as manager:
-        report = manager.restore(
-            model={"w": torch.zeros(6)}, extra={"counter": fresh, "scheduler": Counter()}
-        )
-        assert (report.step, fresh.loads) == (None, 1), "only the model is from there"
+        report = manager.restore(model=UNFILLED, extra={"counter": fresh, "other": Counter()})
+    assert (report.step, fresh.loads) == (None, 1), "only the model is loaded"
 
 
 # torchdata
@@ -623,41 +588,18 @@ class Numbers:
 
 @TORCHDATA
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_loader_of_its_own_goes_on_exactly(tmp_path: Path, workers: int) -> None:
-    def made() -> StatefulDataLoader:
-        return StatefulDataLoader(
-            Numbers(),
-            batch_size=3,
-            shuffle=True,
-            num_workers=workers,
-            collate_fn=list,
-            generator=torch.Generator().manual_seed(1),
-        )
-
-    loader, other = made(), made()
-    walk = iter(loader)
-    for _ in range(3):
-        next(walk)
-    uc.save(tmp_path / "c", model=W, rank_extra={"loader": loader})
-    expected = list(walk)
-    uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"loader": other})
-    assert list(other) == expected
-
-
-@TORCHDATA
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("seen", [3, 7], ids=["midway", "epoch over"])
-@pytest.mark.parametrize("own", [False, True], ids=["random states", "generator"])
-def test_the_epochs_after_a_resume_are_those_of_the_run(
-    tmp_path: Path, workers: int, seen: int, own: bool
+@pytest.mark.parametrize("batch_count", [3, 7], ids=["midway", "epoch over"])
+@pytest.mark.parametrize("saved", ["loader random", "loader random generator", "loader"])
+def test_epochs_after_resume_equal_the_run(
+    tmp_path: Path, workers: int, batch_count: int, saved: str
 ) -> None:
-    """A loader draws when it starts: of its own generator, or of the random states, which the
-    training draws from, too.
+    """A starting loader draws from its generator, or from the random states of the training. One
+    that is saved alone still ends its epoch.
     """
 
-    def made(seed: int) -> dict[str, Any]:
+    def make_job(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
-        generator = torch.Generator().manual_seed(seed) if own else None
+        generator = None if saved == "loader random" else torch.Generator().manual_seed(seed)
         loader = StatefulDataLoader(
             Numbers(),
             batch_size=3,
@@ -666,23 +608,24 @@ def test_the_epochs_after_a_resume_are_those_of_the_run(
             collate_fn=list,
             generator=generator,
         )
-        return {
-            "loader": loader,
-            "random": uc.RandomStates(),
-            **({"generator": generator} if own else {}),
-        }
+        return {"loader": loader, "random": uc.RandomStates(), "generator": generator}
 
     def epochs(loader: StatefulDataLoader, count: int) -> list[object]:
         return [(batch, float(torch.rand(()))) for _ in range(count) for batch in loader]
 
-    mine, other = made(1), made(2)
-    epochs(mine["loader"], 1)
-    walk = iter(mine["loader"])
-    for _ in range(seen):
-        next(walk)
-    if seen == 7:
-        assert list(walk) == []
-    uc.save(tmp_path / "c", model=W, rank_extra=mine)
-    expected = [(batch, float(torch.rand(()))) for batch in walk] + epochs(mine["loader"], 2)
-    uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=other)
-    assert epochs(other["loader"], 3 if seen == 3 else 2) == expected
+    job, other = make_job(1), make_job(1 if saved == "loader" else 2)
+    epochs(job["loader"], 1)
+    batches = iter(job["loader"])
+    assert len(list(islice(batches, batch_count))) == batch_count
+    if batch_count == 7:
+        assert list(batches) == []
+    uc.save(tmp_path / "c", model=W, rank_extra={name: job[name] for name in saved.split()})
+    rest = [(batch, float(torch.rand(()))) for batch in batches]
+    whole = 0 if saved == "loader" else 2
+    expected = rest + epochs(job["loader"], whole)
+    targets = {name: other[name] for name in saved.split()}
+    uc.load(tmp_path / "c", model=UNFILLED, rank_extra=targets)
+    actual = epochs(other["loader"], whole + (batch_count == 3))
+    if saved == "loader":
+        actual, expected = ([batch for batch, _ in drawn] for drawn in (actual, expected))
+    assert actual == expected

@@ -96,9 +96,8 @@ class Job:
             model, optimizer, scheduler, loader
         )
         if workers:
-            self.loader.load_state_dict(
-                {}
-            )  # else its first epoch is in the order of a sampler that Accelerate has replaced
+            # without this, the first epoch uses the order of a sampler that Accelerate replaced
+            self.loader.load_state_dict({})
         self.count = Count()
         self.accelerator.register_for_checkpointing(self.count)
         self.losses: list[float] = []
@@ -108,8 +107,9 @@ class Job:
         yield from self.accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
 
     def run(self, epochs: int, *, skip: int = 0, stop: int | None = None) -> Job:
-        """Trains up to `epochs`; `skip`: so many steps of the first; `stop`: after so many steps in
-        all.
+        """Trains until `epochs` are complete or `stop` steps are done.
+
+        The first epoch skips its first `skip` steps.
         """
         while self.epoch < epochs:
             for ids in self.batches(skip):
@@ -127,16 +127,16 @@ class Job:
         return self
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        held = dict(self.accelerator.unwrap_model(self.model).state_dict())
-        for i, one in self.optimizer.state_dict()["state"].items():
-            held |= {f"{i}/{key}": value for key, value in one.items()}
-        return held
+        state_tensors = dict(self.accelerator.unwrap_model(self.model).state_dict())
+        for i, state in self.optimizer.state_dict()["state"].items():
+            state_tensors |= {f"{i}/{key}": value for key, value in state.items()}
+        return state_tensors
 
 
-def same(one: Job, other: Job) -> bool:
-    found, wanted = one.tensors(), other.tensors()
-    return found.keys() == wanted.keys() and all(
-        torch.equal(found[name], wanted[name]) for name in found
+def same(job: Job, other: Job) -> bool:
+    actual, expected = job.tensors(), other.tensors()
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[name], expected[name]) for name in actual
     )
 
 
@@ -180,9 +180,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, straight: Job, sto
 
 
 def test_resume_with_skip_first_batches(tmp_path: Path) -> None:
-    """Accelerate's way without a stateful dataloader; the order of the epochs after it is right,
-    too.
-    """
+    """`skip_first_batches` resumes without a stateful dataloader; later epochs keep their order."""
     whole = Job(stateful=False).run(3)
     stopped = Job(stateful=False).run(3, stop=10)
     save_state(stopped.accelerator, tmp_path / "c", options=FAST)
@@ -213,13 +211,14 @@ def test_save_before_the_first_batch_keeps_the_position(tmp_path: Path, workers:
 def test_position_is_converted_to_another_batch_size(
     tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With 24 samples, 4 a step: after 3 steps, 2 steps of 6 and no sample twice; of 8, the last 4
-    come again, which is said.
+    """After 3 steps of 4 samples, batches of 6 continue at sample 12.
+
+    Batches of 8 continue at sample 8, so 4 samples are repeated and a warning is logged.
     """
     stopped = Job(workers=workers).run(1, stop=3)
     save_state(stopped.accelerator, tmp_path / "c", options=FAST)
     order = [ids.tolist() for batch in Job().loader for ids in batch]
-    for size, first, said in ((6, 12, ""), (8, 8, "4 samples are repeated")):
+    for size, first, warning in ((6, 12, ""), (8, 8, "4 samples are repeated")):
         job = Job(seed=7)
         loader = job.accelerator.prepare(
             torch.utils.data.DataLoader(
@@ -229,10 +228,10 @@ def test_position_is_converted_to_another_batch_size(
         job.accelerator._dataloaders[:] = [loader]
         load_state(job.accelerator, tmp_path / "c")
         assert [ids.tolist() for batch in loader for ids in batch] == order[first:]
-        assert said in caplog.text
+        assert warning in caplog.text
 
 
-def test_the_folder_opens_in_stock_transformers(tmp_path: Path) -> None:
+def test_save_state_opens_in_transformers(tmp_path: Path) -> None:
     job = Job().run(1, stop=2)
     save_state(
         job.accelerator,
@@ -244,37 +243,37 @@ def test_the_folder_opens_in_stock_transformers(tmp_path: Path) -> None:
         os.listdir(tmp_path / "c")
     )
     assert uc.verify(tmp_path / "c", deep=True).ok
-    found, said = LlamaForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
-    assert not said["missing_keys"]
-    assert not said["unexpected_keys"]
-    assert found.config.architectures == ["LlamaForCausalLM"]
-    wanted = job.model.state_dict()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.state_dict().items())
+    loaded, loading_info = LlamaForCausalLM.from_pretrained(
+        tmp_path / "c", output_loading_info=True
+    )
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    expected = job.model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
 
 
 def two_models(
     seed: int, steps: int, swapped: bool = False
 ) -> tuple[Accelerator, list[nn.Module], list[Any], nn.Module]:
-    """A generator and a critic with one optimizer each, one optimizer over both, and a registered
-    average.
-    """
+    """A generator and a critic with an optimizer each, and a registered average."""
     torch.manual_seed(seed)
     accelerator = Accelerator(cpu=True)
-    made, critic = nn.Linear(4, 3), nn.Linear(3, 1)
-    mine, other = (
-        torch.optim.AdamW(made.parameters()),
+    generator, critic = nn.Linear(4, 3), nn.Linear(3, 1)
+    adamw, sgd = (
+        torch.optim.AdamW(generator.parameters()),
         torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9),
     )
-    average = torch.optim.swa_utils.AveragedModel(made)
-    prepared = accelerator.prepare(made, critic, *((other, mine) if swapped else (mine, other)))
+    average = torch.optim.swa_utils.AveragedModel(generator)
+    prepared = accelerator.prepare(generator, critic, *((sgd, adamw) if swapped else (adamw, sgd)))
     accelerator.register_for_checkpointing(average)
     for _ in range(steps):
-        accelerator.backward(critic(made(torch.randn(2, 4))).sum())
+        accelerator.backward(critic(generator(torch.randn(2, 4))).sum())
         for optimizer in prepared[2:]:
             optimizer.step()
             optimizer.zero_grad()
-        average.update_parameters(made)
-    return accelerator, [made, critic], list(prepared[2:]), average
+        average.update_parameters(generator)
+    return accelerator, [generator, critic], list(prepared[2:]), average
 
 
 def test_several_models_and_optimizers_and_a_registered_module(tmp_path: Path) -> None:
@@ -285,18 +284,20 @@ def test_several_models_and_optimizers_and_a_registered_module(tmp_path: Path) -
         assert {"weight/exp_avg", "model_1.weight/momentum_buffer"} <= set(source["optimizer"])
     again, others, fresh, mean = two_models(1, steps=0)
     load_state(again, tmp_path / "c")
-    for one, other in zip((*models, average), (*others, mean), strict=True):
-        wanted = one.state_dict()
-        assert all(torch.equal(tensor, wanted[name]) for name, tensor in other.state_dict().items())
-    for one, other in zip(optimizers, fresh, strict=True):
-        wanted, found = one.state_dict(), other.state_dict()
-        assert found["param_groups"] == wanted["param_groups"]
-        assert {i: sorted(state) for i, state in found["state"].items()} == {
-            i: sorted(state) for i, state in wanted["state"].items()
+    for saved, loaded in zip((*models, average), (*others, mean), strict=True):
+        expected = saved.state_dict()
+        assert all(
+            torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items()
+        )
+    for saved, loaded in zip(optimizers, fresh, strict=True):
+        expected, actual = saved.state_dict(), loaded.state_dict()
+        assert actual["param_groups"] == expected["param_groups"]
+        assert {i: sorted(state) for i, state in actual["state"].items()} == {
+            i: sorted(state) for i, state in expected["state"].items()
         }
         assert all(
-            torch.equal(found["state"][i][key], value)
-            for i, state in wanted["state"].items()
+            torch.equal(actual["state"][i][key], value)
+            for i, state in expected["state"].items()
             for key, value in state.items()
         )
 
@@ -342,9 +343,7 @@ def test_automatic_names_and_total_limit(tmp_path: Path) -> None:
 def test_incomplete_checkpoints_are_skipped_and_not_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Symptom: auto-resume dies on an incomplete newest checkpoint; rotation deletes the good one
-    for it.
-    """
+    """Neither a resume nor `total_limit` counts an incomplete checkpoint."""
     job = Job(project=tmp_path)
     for stop in (2, 4, 6):
         job.run(1, stop=stop)
@@ -366,8 +365,8 @@ def test_incomplete_checkpoints_are_skipped_and_not_counted(
 
 
 def test_failed_save_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: the old checkpoint is deleted before the new one is there."""
-    from unified_ckpt.engine.folder import commit
+    """The old checkpoint stays until the new one is committed."""
+    from unified_ckpt.engine.folder.transaction import Transaction
 
     job = Job(project=tmp_path, total_limit=1)
     save_state(job.accelerator, options=FAST)
@@ -376,7 +375,7 @@ def test_failed_save_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise uc.StorageError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "publish", full)
+        patch.setattr(Transaction, "publish", full)
         with pytest.raises(uc.StorageError, match="the disk is full"):
             save_state(job.accelerator, options=FAST)
     assert names(tmp_path) == ["checkpoint_0"]
@@ -395,17 +394,17 @@ def test_save_state_async(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint_1"]
     resumed = Job(seed=7, project=tmp_path)
     load_state(resumed.accelerator)
-    found = resumed.tensors()
-    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    loaded = resumed.tensors()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
 
 def test_attach_replaces_save_and_load(tmp_path: Path) -> None:
-    stock = Job().run(1, stop=2)
-    stock.accelerator.save_state(str(tmp_path / "stock"))
+    native = Job().run(1, stop=2)
+    native.accelerator.save_state(str(tmp_path / "native"))
     stopped = Job()
     attach(stopped.accelerator)
-    stopped.accelerator.load_state(str(tmp_path / "stock"))
-    assert same(stopped, stock), "what Accelerate wrote is loaded by Accelerate"
+    stopped.accelerator.load_state(str(tmp_path / "native"))
+    assert same(stopped, native), "what Accelerate wrote is loaded by Accelerate"
     for _ in range(2):
         stopped.accelerator.save_state(str(tmp_path / "latest"))
     assert (tmp_path / "latest" / "unified_checkpoint.json").is_file()
@@ -415,22 +414,22 @@ def test_attach_replaces_save_and_load(tmp_path: Path) -> None:
     resumed.accelerator.load_state(str(tmp_path / "latest"))
     assert same(resumed, stopped)
     with pytest.raises(
-        uc.StorageError, match=r"stock: holds other files \(.*\), expected a checkpoint"
+        uc.StorageError, match=r"native: holds other files \(.*\), expected a checkpoint"
     ):
-        resumed.accelerator.save_state(str(tmp_path / "stock"))
+        resumed.accelerator.save_state(str(tmp_path / "native"))
     with pytest.raises(
         uc.NotFoundError, match=r"expected a unified one; use accelerator.load_state, or attach"
     ):
-        load_state(resumed.accelerator, tmp_path / "stock")
+        load_state(resumed.accelerator, tmp_path / "native")
 
 
 def test_attach_keeps_automatic_names(tmp_path: Path) -> None:
-    stock = Job(project=tmp_path).run(1, stop=2)
-    stock.accelerator.save_state()
+    native = Job(project=tmp_path).run(1, stop=2)
+    native.accelerator.save_state()
     job = Job(seed=7, project=tmp_path)
     attach(job.accelerator)
     job.accelerator.load_state()
-    assert same(job, stock)
+    assert same(job, native)
     job.accelerator.project_configuration.iteration = 1
     job.accelerator.save_state("not used")
     assert names(tmp_path) == ["checkpoint_0", "checkpoint_1"]
@@ -453,7 +452,7 @@ def test_attach_keeps_automatic_names(tmp_path: Path) -> None:
 
 def test_hooks_read_and_write_checkpoint_files(tmp_path: Path) -> None:
     job = Job()
-    told: list[object] = []
+    notes: list[object] = []
 
     def saving(models: list[Any], weights: list[Any], folder: str) -> None:
         os.makedirs(os.path.join(folder, "unet"))
@@ -461,7 +460,7 @@ def test_hooks_read_and_write_checkpoint_files(tmp_path: Path) -> None:
         weights.pop()
 
     def loading(models: list[Any], folder: str) -> None:
-        told.append(Path(folder, "unet", "note.txt").read_text())
+        notes.append(Path(folder, "unet", "note.txt").read_text())
         models.pop()
 
     attach(job.accelerator)
@@ -472,50 +471,59 @@ def test_hooks_read_and_write_checkpoint_files(tmp_path: Path) -> None:
     saved = {name: tensor.clone() for name, tensor in job.tensors().items()}
     job.run(1, stop=2)
     job.accelerator.load_state(str(tmp_path / "c"))
-    assert told == ["1 1"]
+    assert notes == ["1 1"]
     assert all(
         torch.equal(tensor, saved[name]) for name, tensor in job.model.state_dict().items()
     ), "whatever the hooks take out"
 
 
 def test_wrong_paths_raise(tmp_path: Path) -> None:
-    job = Job()
-    save_state(job.accelerator, tmp_path / "run" / "checkpoint_0", step=0, options=FAST)
-    whole = tmp_path / "run" / "checkpoint_0"
-    for path, said in (
-        (
-            tmp_path / "run",
-            "got a folder of checkpoints, expected one of them; the latest is checkpoint_0",
-        ),
-        (whole / "config.json", "got a file, expected a checkpoint folder"),
-        (tmp_path / "nothing", "got nothing, expected a checkpoint folder"),
-    ):
-        with pytest.raises(uc.NotFoundError, match=said):
-            load_state(job.accelerator, path)
+    accelerator, whole = Job().accelerator, tmp_path / "run" / "checkpoint_0"
+    save_state(accelerator, whole, step=0, options=FAST)
     shutil.copytree(whole, tmp_path / "cut")
     (tmp_path / "cut" / "unified_checkpoint.json").unlink()
-    with pytest.raises(
-        uc.NotFoundError, match="got no manifest; the folder is unfinished, or not a checkpoint"
-    ):
-        load_state(job.accelerator, tmp_path / "cut")
-    with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
-        save_state(job.accelerator, whole)
-    with pytest.raises(
-        uc.StorageError, match=r"got no path; pass one, or set ProjectConfiguration"
-    ):
-        save_state(job.accelerator)
-    with pytest.raises(
-        uc.NotFoundError, match=r"got no path; pass one, or set ProjectConfiguration"
-    ):
-        load_state(job.accelerator)
-    (tmp_path / "mine").mkdir()
-    save_state(job.accelerator, tmp_path / "mine", options=FAST)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "log.txt").write_text("kept")
-    with pytest.raises(
-        uc.StorageError, match=r"holds other files \(log.txt\), expected a checkpoint"
+    no_path = r"got no path; pass one, or set ProjectConfiguration"
+    for call, path, error, text in (
+        (
+            load_state,
+            tmp_path / "run",
+            uc.NotFoundError,
+            "got a run's folder, expected a checkpoint; the latest is checkpoint_0",
+        ),
+        (
+            load_state,
+            whole / "config.json",
+            uc.NotFoundError,
+            "got a file, expected a checkpoint folder",
+        ),
+        (
+            load_state,
+            tmp_path / "nothing",
+            uc.NotFoundError,
+            "got nothing, expected a checkpoint folder",
+        ),
+        (
+            load_state,
+            tmp_path / "cut",
+            uc.NotFoundError,
+            "got no valid manifest; it is unfinished or damaged",
+        ),
+        (load_state, None, uc.NotFoundError, no_path),
+        (save_state, None, uc.StorageError, no_path),
+        (save_state, whole, uc.StorageError, "holds a committed checkpoint"),
+        (
+            save_state,
+            tmp_path / "logs",
+            uc.StorageError,
+            r"holds other files \(log.txt\), expected a checkpoint",
+        ),
     ):
-        save_state(job.accelerator, tmp_path / "logs")
+        with pytest.raises(error, match=text):
+            call(accelerator, path)
+    (tmp_path / "mine").mkdir()
+    save_state(accelerator, tmp_path / "mine", options=FAST)
     assert sorted(os.listdir(tmp_path)) == ["cut", "logs", "mine", "run"]
     with pytest.raises(uc.NotFoundError, match="got no complete checkpoint"):
         load_state(Job(project=tmp_path / "fresh").accelerator)
@@ -575,7 +583,7 @@ def test_order_that_cannot_be_reproduced_warns(
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (DistributedType.DEEPSPEED, "got DeepSpeed; use FSDP2"),
         (DistributedType.MEGATRON_LM, "got Megatron-LM; use FSDP2"),
@@ -583,7 +591,7 @@ def test_order_that_cannot_be_reproduced_warns(
     ],
 )
 def test_unsupported_types_are_refused_by_name(
-    tmp_path: Path, kind: DistributedType, said: str
+    tmp_path: Path, kind: DistributedType, message: str
 ) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = kind
@@ -591,8 +599,8 @@ def test_unsupported_types_are_refused_by_name(
         FullyShardedDataParallelPlugin(fsdp_version=1) if kind == DistributedType.FSDP else None
     )
     for call in (save_state, load_state):
-        with pytest.raises(uc.LayoutError, match=said):
+        with pytest.raises(uc.LayoutError, match=message):
             call(accelerator, tmp_path / "c")
-    with pytest.raises(uc.LayoutError, match=said):
+    with pytest.raises(uc.LayoutError, match=message):
         attach(accelerator)
     assert os.listdir(tmp_path) == []

@@ -26,7 +26,7 @@ import unified_ckpt as uc
 from tests.support.lightnings import OPTIONS, Net, check_same, fit, samples, trainer
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_from_checkpoint
 
-# Lightning's advice about workers, short epochs, and folders that are not empty
+# Lightning warns about the number of workers, short epochs and folders that are not empty
 pytestmark = pytest.mark.filterwarnings(
     r"ignore::UserWarning:(pytorch_)?lightning\b",
     "ignore:.*LeafSpec:FutureWarning",
@@ -47,9 +47,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
     return fit(out, checkpoints=EVERY), out
 
 
-def test_trains_and_saves_like_stock_lightning(tmp_path: Path, whole: tuple[Net, Path]) -> None:
+def test_training_and_saves_equal_native_lightning(tmp_path: Path, whole: tuple[Net, Path]) -> None:
     run, folder = whole
-    check_same(run, fit(tmp_path, stock=True, checkpoints=EVERY))
+    check_same(run, fit(tmp_path, native=True, checkpoints=EVERY))
     assert names(folder) == names(tmp_path) == [f"step={step}.ckpt" for step in range(1, 9)]
     for path in folder.iterdir():
         assert uc.verify(path, deep=True).ok
@@ -73,13 +73,13 @@ def test_resume_within_an_epoch_equals_uninterrupted_run(
     check_same(resumed, whole[0])
 
 
-def test_stock_checkpoint_is_resumed_by_stock_lightning(tmp_path: Path) -> None:
+def test_native_checkpoint_is_resumed_by_native_lightning(tmp_path: Path) -> None:
     checkpoints = {"save_last": True}
-    fit(tmp_path, stock=True, checkpoints=checkpoints, max_epochs=1)
+    fit(tmp_path, native=True, checkpoints=checkpoints, max_epochs=1)
     assert (tmp_path / "last.ckpt").is_file()
-    stock = fit(tmp_path / "other", ckpt_path=tmp_path / "last.ckpt", stock=True)
+    native = fit(tmp_path / "other", ckpt_path=tmp_path / "last.ckpt", native=True)
     resumed = fit(tmp_path, ckpt_path="last", checkpoints=checkpoints)
-    assert resumed.losses == stock.losses
+    assert resumed.losses == native.losses
     assert uc.verify(tmp_path / "last.ckpt").ok, "it is a folder now"
     assert (tmp_path / "last-before-1.ckpt").is_file(), "what this library did not write is kept"
 
@@ -89,59 +89,59 @@ def test_stock_checkpoint_is_resumed_by_stock_lightning(tmp_path: Path) -> None:
 def test_entry_with_the_name_of_the_last_is_kept(
     tmp_path: Path, save_last: bool | str, kind: str
 ) -> None:
-    """A file of stock Lightning, or a folder of another strategy's."""
+    """The entry is a file of native Lightning, or a folder that another strategy wrote."""
     if kind == "folder":
         (tmp_path / "last.ckpt").mkdir()
-    mine = tmp_path / ("last.ckpt" if kind == "file" else "last.ckpt/zero.pt")
-    mine.write_bytes(b"mine")
+    existing = tmp_path / ("last.ckpt" if kind == "file" else "last.ckpt/zero.pt")
+    existing.write_bytes(b"mine")
     fit(
         tmp_path,
         checkpoints={"save_last": save_last, "enable_version_counter": False},
         max_epochs=1,
     )
     assert uc.verify(tmp_path / "last.ckpt").ok
-    kept = tmp_path / ("last-before-1.ckpt" if kind == "file" else "last.ckpt-before-1/zero.pt")
-    assert kept.read_bytes() == b"mine"
+    backup = tmp_path / ("last-before-1.ckpt" if kind == "file" else "last.ckpt-before-1/zero.pt")
+    assert backup.read_bytes() == b"mine"
 
 
 def test_save_top_k_and_last(tmp_path: Path) -> None:
-    made = trainer(
+    run = trainer(
         tmp_path, checkpoints={"monitor": "val", "save_top_k": 2, "save_last": True}, max_epochs=4
     )
     module = Net(lr=0.5)
-    made.fit(module)
-    checkpoint = made.checkpoint_callback
+    run.fit(module)
+    checkpoint = run.checkpoint_callback
     assert isinstance(checkpoint, ModelCheckpoint)
     assert len(checkpoint.best_k_models) == 2
     assert names(tmp_path) == sorted(
         ["last.ckpt", *(Path(path).name for path in checkpoint.best_k_models)]
     )
     last = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    (found,) = made.test(module, ckpt_path="best", verbose=False)
-    assert found["val"] == pytest.approx(float(checkpoint.best_model_score or 0))
-    made.validate(module, ckpt_path=str(tmp_path / "last.ckpt"), verbose=False)
+    (metrics,) = run.test(module, ckpt_path="best", verbose=False)
+    assert metrics["val"] == pytest.approx(float(checkpoint.best_model_score or 0))
+    run.validate(module, ckpt_path=str(tmp_path / "last.ckpt"), verbose=False)
     assert all(torch.equal(tensor, last[name]) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.parametrize("keep", [1, -1])
+@pytest.mark.parametrize("top_k", [1, -1])
 def test_link_to_the_last_never_dangles(
-    tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from unified_ckpt.integrations.lightning import strategy
 
     targets: list[str] = []
 
     def remove(path: str, **more: Any) -> None:
-        stock(path, **more)
+        remove_checkpoint(path, **more)
         targets.append((tmp_path / "last.ckpt").resolve().name)
         assert (tmp_path / "last.ckpt" / "unified_checkpoint.json").is_file()
 
-    stock = strategy.remove_checkpoint
+    remove_checkpoint = strategy.remove_checkpoint
     monkeypatch.setattr(strategy, "remove_checkpoint", remove)
-    checkpoints = {"save_last": "link", "save_top_k": keep, "every_n_train_steps": 2}
+    checkpoints = {"save_last": "link", "save_top_k": top_k, "every_n_train_steps": 2}
     run = fit(tmp_path, checkpoints=checkpoints)
     assert os.readlink(tmp_path / "last.ckpt") == "step=8.ckpt"
-    assert targets == (["step=4.ckpt", "step=6.ckpt", "step=8.ckpt"] if keep == 1 else [])
+    assert targets == (["step=4.ckpt", "step=6.ckpt", "step=8.ckpt"] if top_k == 1 else [])
     check_same(fit(tmp_path, ckpt_path="last", checkpoints=checkpoints), run)
 
 
@@ -186,8 +186,8 @@ def test_other_models_and_optimizers_are_refused(whole: tuple[Net, Path], tmp_pa
             self.upper = self.__dict__["_modules"].pop("up")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.down(self.upper(x))
-            return found
+            output: torch.Tensor = self.down(self.upper(x))
+            return output
 
     with pytest.raises(
         uc.MismatchError,
@@ -220,39 +220,39 @@ def test_wrong_paths_raise(whole: tuple[Net, Path], tmp_path: Path) -> None:
     (tmp_path / "hub" / "model.safetensors").write_bytes(b"")
     (tmp_path / "link.ckpt").symlink_to("gone.ckpt")
 
-    def refused(path: Path) -> Any:
-        return fit(tmp_path / "out", ckpt_path=path)
-
-    newest = rf"the latest is {folder}/step=3\.ckpt"
-    for run in (tmp_path, tmp_path / "lightning_logs" / "version_0", folder):
-        with pytest.raises(
-            uc.NotFoundError, match=rf"got a run's folder, expected a checkpoint; {newest}"
-        ):
-            refused(run)
-    with pytest.raises(
-        uc.NotFoundError,
-        match=rf"got no valid manifest; it is unfinished.*; the latest next to it is "
-        rf"{folder}/step=3",
-    ):
-        refused(folder / "step=4.ckpt")
-    with pytest.raises(
-        uc.NotFoundError,
-        match=r"step=9\.ckpt: got nothing, expected a checkpoint; the latest next to it is",
-    ):
-        refused(folder / "step=9.ckpt")
-    with pytest.raises(uc.NotFoundError, match=r"got a dangling link to gone\.ckpt"):
-        refused(tmp_path / "link.ckpt")
-    with pytest.raises(uc.FormatError, match="got a file of another format"):
-        refused(tmp_path / "weights.safetensors")
-    with pytest.raises(uc.FormatError, match="got a folder without Lightning's state"):
-        refused(tmp_path / "hub")
     uc.save(tmp_path / "plain", model=Net())
-    with pytest.raises(uc.FormatError, match="checkpoint without Lightning's state"):
-        refused(tmp_path / "plain")
+    latest = rf"the latest is {folder}/step=3\.ckpt"
+    beside = rf"the latest next to it is {folder}/step=3"
+    for path, error, text in (
+        *(
+            (
+                run,
+                uc.NotFoundError,
+                rf"got a run's folder, expected a checkpoint; {latest}",
+            )
+            for run in (tmp_path, tmp_path / "lightning_logs" / "version_0", folder)
+        ),
+        (
+            folder / "step=4.ckpt",
+            uc.NotFoundError,
+            rf"got no valid manifest; it is unfinished.*; {beside}",
+        ),
+        (
+            folder / "step=9.ckpt",
+            uc.NotFoundError,
+            rf"step=9\.ckpt: got nothing, expected a checkpoint; {beside}",
+        ),
+        (tmp_path / "link.ckpt", uc.NotFoundError, r"got a dangling link to gone\.ckpt"),
+        (tmp_path / "weights.safetensors", uc.FormatError, "got a file of another format"),
+        (tmp_path / "hub", uc.FormatError, "got a folder without Lightning's state"),
+        (tmp_path / "plain", uc.FormatError, "checkpoint without Lightning's state"),
+    ):
+        with pytest.raises(error, match=text):
+            fit(tmp_path / "out", ckpt_path=path)
 
 
 def test_unstorable_value_is_named_by_its_key(tmp_path: Path) -> None:
-    class Careless(Net):
+    class Unstorable(Net):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["mine"] = {"function": len}
 
@@ -261,9 +261,9 @@ def test_unstorable_value_is_named_by_its_key(tmp_path: Path) -> None:
             super().__init__()
             self.save_hyperparameters({"activation": torch.nn.functional.relu})
 
-    made = trainer(tmp_path, checkpoints={})
+    fitter = trainer(tmp_path, checkpoints={})
     with pytest.raises(uc.FormatError, match=r"extra\.lightning\.mine\.function: got"):
-        made.fit(Careless())
+        fitter.fit(Unstorable())
     with pytest.raises(
         uc.FormatError, match=r"extra\.lightning\.hyper_parameters\.activation: got"
     ) as caught:
@@ -300,7 +300,7 @@ def test_hooks_rename_tensors_and_add_state(tmp_path: Path) -> None:
 
 
 class Adversaries(Net):
-    """Two optimizers, as for a generator and a discriminator."""
+    """Has two optimizers, like a generator and its discriminator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,18 +366,18 @@ def test_only_unified_checkpoints_are_removed(
 ) -> None:
     """L#16426: only checkpoints of this library are removed."""
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
-        made = trainer(
+        fitter = trainer(
             tmp_path,
             checkpoints={"save_last": True},
             callbacks=[LearningRateFinder(num_training_steps=3), OnExceptionCheckpoint(tmp_path)],
         )
-        made.fit(Net())
+        fitter.fit(Net())
         assert names(tmp_path) == ["last.ckpt", "step=8.ckpt"]
         (tmp_path / "foreign.ckpt").mkdir()
         (tmp_path / "foreign.ckpt" / "model.safetensors").write_bytes(b"precious")
         (tmp_path / "file.ckpt").write_bytes(b"precious")
         for name in ("foreign.ckpt", "file.ckpt", "last.ckpt", "nothing.ckpt"):
-            made.strategy.remove_checkpoint(tmp_path / name)
+            fitter.strategy.remove_checkpoint(tmp_path / name)
     assert names(tmp_path) == ["file.ckpt", "foreign.ckpt", "last.ckpt", "step=8.ckpt"]
     assert "foreign.ckpt is not removed: it is not a unified checkpoint" in caplog.text
     assert "file.ckpt is not removed" in caplog.text
@@ -410,18 +410,18 @@ def test_requeued_job_skips_an_interrupted_save(
 def test_interrupted_save_leaves_the_older_checkpoint(
     tmp_path: Path, whole: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L#688: a job that dies while it saves."""
-    from unified_ckpt.engine.folder import commit
+    """L#688: a job dies during a save."""
+    from unified_ckpt.engine.folder.transaction import Transaction
 
     checkpoints = {"every_n_train_steps": 2, "save_top_k": 1, "save_last": True}
-    publish, count = commit.publish, iter(range(100))
+    publish, count = Transaction.publish, iter(range(100))
 
-    def dies(*arguments: Any, **more: Any) -> Any:
+    def crash(*arguments: Any, **more: Any) -> Any:
         if next(count) == 3:  # the second last.ckpt, over the first
             raise SystemExit
         return publish(*arguments, **more)
 
-    monkeypatch.setattr(commit, "publish", dies)
+    monkeypatch.setattr(Transaction, "publish", crash)
     with pytest.raises(SystemExit):
         fit(tmp_path, checkpoints=checkpoints)
     monkeypatch.undo()
@@ -437,63 +437,63 @@ def test_interrupted_save_leaves_the_older_checkpoint(
 def test_strategies_are_refused_by_name(tmp_path: Path) -> None:
     callback = UnifiedCheckpointCallback()
 
-    class Mine(SingleDeviceStrategy):
+    class CustomStrategy(SingleDeviceStrategy):
         pass
 
-    made = trainer(tmp_path, stock=True)
-    made._accelerator_connector.strategy = FSDPStrategy()
+    fitter = trainer(tmp_path, native=True)
+    fitter._accelerator_connector.strategy = FSDPStrategy()
     with pytest.raises(
         uc.LayoutError,
         match=r"got FSDPStrategy; use ModelParallelStrategy",
     ):
-        callback.setup(made, Net(), "fit")
+        callback.setup(fitter, Net(), "fit")
     for name in ("DeepSpeedStrategy", "SingleDeviceXLAStrategy"):
-        made._accelerator_connector.strategy = type(name, (), {"save_checkpoint": None})()
+        fitter._accelerator_connector.strategy = type(name, (), {"save_checkpoint": None})()
         with pytest.raises(uc.LayoutError, match=f"got {name}; use"):
-            callback.setup(made, Net(), "fit")
-    made = trainer(tmp_path, callbacks=[UnifiedCheckpointCallback()])
+            callback.setup(fitter, Net(), "fit")
+    fitter = trainer(tmp_path, callbacks=[UnifiedCheckpointCallback()])
     with pytest.raises(uc.CheckpointError, match="got two in this Trainer"):
-        made.fit(Net())
-    trainer(tmp_path, strategy=Mine(torch.device("cpu")), max_epochs=1).fit(Net())
-    made = trainer(tmp_path, checkpoints={"dirpath": "memory://run"})
+        fitter.fit(Net())
+    trainer(tmp_path, strategy=CustomStrategy(torch.device("cpu")), max_epochs=1).fit(Net())
+    fitter = trainer(tmp_path, checkpoints={"dirpath": "memory://run"})
     with pytest.raises(uc.StorageError, match="set a local dirpath"):
-        made.fit(Net())
+        fitter.fit(Net())
 
 
 def test_resume_and_module_from_a_save_without_the_model(tmp_path: Path) -> None:
-    """Weights come from the masters that `model_dtype` keeps, and the tensors beside them."""
+    """Weights are read from the master weights, and from the tensors saved with them."""
     options = OPTIONS.model_copy(
         update={"model_dtype": "bfloat16", "parts": ("master_weights", "optimizer")}
     )
-    made = trainer(
+    fitter = trainer(
         tmp_path,
-        stock=True,
+        native=True,
         callbacks=[UnifiedCheckpointCallback(save_options=options)],
         max_epochs=1,
     )
     run = Net(dropout=0.0)
-    made.fit(run)
-    made.save_checkpoint(tmp_path / "mine")
+    fitter.fit(run)
+    fitter.save_checkpoint(tmp_path / "mine")
     assert not list((tmp_path / "mine").glob("model.safetensors*"))
     weights = {name: tensor.clone() for name, tensor in run.state_dict().items()}
-    for found in (
+    for loaded in (
         load_from_checkpoint(Net, tmp_path / "mine"),
         fit(tmp_path, max_epochs=1, ckpt_path=tmp_path / "mine"),
     ):
         assert all(
-            torch.equal(tensor, weights[name]) for name, tensor in found.state_dict().items()
+            torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items()
         )
 
 
 def test_load_from_checkpoint(tmp_path: Path, whole: tuple[Net, Path]) -> None:
-    made = trainer(tmp_path)
+    fitter = trainer(tmp_path)
     run = Net(width=24)
-    made.fit(run)
-    made.save_checkpoint(tmp_path / "mine")
-    found = load_from_checkpoint(Net, tmp_path / "mine")
-    assert found.hparams["width"] == 24
+    fitter.fit(run)
+    fitter.save_checkpoint(tmp_path / "mine")
+    loaded = load_from_checkpoint(Net, tmp_path / "mine")
+    assert loaded.hparams["width"] == 24
     assert all(
-        torch.equal(tensor, run.state_dict()[name]) for name, tensor in found.state_dict().items()
+        torch.equal(tensor, run.state_dict()[name]) for name, tensor in loaded.state_dict().items()
     )
     assert load_from_checkpoint(Net, tmp_path / "mine", lr=3.0).hparams["lr"] == 3.0
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -504,18 +504,16 @@ def test_load_from_checkpoint(tmp_path: Path, whole: tuple[Net, Path]) -> None:
 
 
 def test_save_checkpoint_over_a_folder_of_the_caller(tmp_path: Path) -> None:
-    """A name that no callback chose: the folder of a project, or of the run itself, stays where it
-    is.
-    """
-    made = trainer(tmp_path / "run")
-    made.fit(Net())
-    made.save_checkpoint(tmp_path / "run" / "mine")
+    """`save_checkpoint` does not replace a folder of the project or of the run."""
+    fitter = trainer(tmp_path / "run")
+    fitter.fit(Net())
+    fitter.save_checkpoint(tmp_path / "run" / "mine")
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "main.py").write_text("1")
     for folder in (tmp_path / "project", tmp_path / "run"):
         before = sorted(folder.rglob("*"))
         with pytest.raises(uc.StorageError, match=r"holds .*, expected a"):
-            made.save_checkpoint(folder)
+            fitter.save_checkpoint(folder)
         assert sorted(folder.rglob("*")) == before
 
 
@@ -562,12 +560,12 @@ def test_failed_resume_leaves_nothing_to_the_next_run(
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             raise RuntimeError("not today")
 
-    made = trainer(tmp_path)
+    fitter = trainer(tmp_path)
     with pytest.raises(RuntimeError, match="not today"):
-        made.fit(Fails(), ckpt_path=whole[1] / "step=3.ckpt")
+        fitter.fit(Fails(), ckpt_path=whole[1] / "step=3.ckpt")
     torch.manual_seed(0)
     module = Net()
-    made.fit(module)
+    fitter.fit(module)
     check_same(module, whole[0])
     assert len(module.losses) == 8
 
@@ -581,8 +579,8 @@ def test_tied_weights_and_compiled_modules(tmp_path: Path) -> None:
             self.up = torch.compile(self.up, backend="eager")  # type: ignore[assignment]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.down(self.again(self.up(x).relu()))
-            return found
+            output: torch.Tensor = self.down(self.again(self.up(x).relu()))
+            return output
 
     run, resumed = Tied(), Tied()
     trainer(tmp_path, checkpoints=EVERY).fit(run)
@@ -618,19 +616,28 @@ def test_pytorch_lightning_package(tmp_path: Path) -> None:
     def run(out: Path, ckpt_path: Path | None = None) -> Module:
         torch.manual_seed(0)
         module = Module()
-        told = pytorch_lightning.callbacks.ModelCheckpoint(dirpath=out, filename="{step}", **EVERY)  # type: ignore[arg-type]
-        made = pytorch_lightning.Trainer(
-            default_root_dir=out, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=2,  # noqa: E501
-            callbacks=[told, UnifiedCheckpointCallback(save_options=OPTIONS)],
-        )  # fmt: skip
-        made.fit(module, ckpt_path=ckpt_path)
+        checkpoints = pytorch_lightning.callbacks.ModelCheckpoint(
+            dirpath=out,
+            filename="{step}",
+            **EVERY,  # type: ignore[arg-type]
+        )
+        fitter = pytorch_lightning.Trainer(
+            default_root_dir=out,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=2,
+            callbacks=[checkpoints, UnifiedCheckpointCallback(save_options=OPTIONS)],
+        )
+        fitter.fit(module, ckpt_path=ckpt_path)
         return module
 
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     straight = run(tmp_path / "a")
     resumed = run(tmp_path / "b", tmp_path / "a" / "step=3.ckpt")
     assert resumed.losses == straight.losses[3:]
-    found = load_from_checkpoint(Module, tmp_path / "a" / "step=8.ckpt")
-    assert torch.equal(found.layer.weight, straight.layer.weight)
-    assert isinstance(found, pytorch_lightning.LightningModule)
-    assert not isinstance(found, pl.LightningModule)
+    loaded = load_from_checkpoint(Module, tmp_path / "a" / "step=8.ckpt")
+    assert torch.equal(loaded.layer.weight, straight.layer.weight)
+    assert isinstance(loaded, pytorch_lightning.LightningModule)
+    assert not isinstance(loaded, pl.LightningModule)

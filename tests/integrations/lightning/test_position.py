@@ -11,11 +11,14 @@ import pytest
 
 from tests.support.lightnings import check_same, fit
 
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore::UserWarning:(pytorch_)?lightning\b",
-    "ignore:.*LeafSpec:FutureWarning",
-    "ignore:'set_vital' is deprecated",
-)
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings(
+        r"ignore::UserWarning:(pytorch_)?lightning\b",
+        "ignore:.*LeafSpec:FutureWarning",
+        "ignore:'set_vital' is deprecated",
+    ),
+]
 EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
 EPOCHS = {"every_n_epochs": 1, "save_top_k": -1}
 
@@ -48,7 +51,7 @@ SLOW: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, case: str) -> None:
-    """L#19764, L#18780, L#12285: data that come twice after a resume in mid-epoch."""
+    """L#19764, L#18780, L#12285: a resume within an epoch repeated samples."""
     checkpoints, loader, arguments = (CASES | SLOW)[case]
     whole = fit(tmp_path / "whole", checkpoints=checkpoints, net={"loader": loader}, **arguments)
     saved = sorted(os.listdir(tmp_path / "whole"))

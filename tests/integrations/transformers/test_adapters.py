@@ -1,5 +1,5 @@
-"""PEFT adapters with Hugging Face's Trainer: compared with the stock Trainer, resumed, and opened
-by stock PEFT.
+"""PEFT adapters with Hugging Face's Trainer: compared with the native Trainer, resumed, and opened
+by PEFT alone.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from peft import (
     get_peft_model,
 )
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
 from tests.support.adapter_models import lora
-from tests.support.trainers import STEPS, Sequences, StopAt, losses, model
-from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+from tests.support.torch_training import check_equal
+from tests.support.trainers import STEPS, Sequences, StopAt, losses, model, trainer
 from unified_ckpt.integrations.transformers.adapters import adapter_parts, parameter_names
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:.*is deprecated and will be removed in v6:FutureWarning"
-    ),  # PEFT calls it
+    pytest.mark.integration,
+    # PEFT calls the deprecated function
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Could not find a config file in"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
 ]
@@ -50,19 +50,19 @@ def lora_and_head() -> nn.Module:
     )
 
 
-def two() -> nn.Module:
-    made = lora()
+def two_adapters() -> nn.Module:
+    model = lora()
     torch.manual_seed(3)
-    made.add_adapter("of-users", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))  # type: ignore[operator]
-    made.base_model.set_adapter(["default", "of-users"])  # type: ignore[union-attr, operator]
-    return made
+    model.add_adapter("of-users", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))  # type: ignore[operator]
+    model.base_model.set_adapter(["default", "of-users"])  # type: ignore[union-attr, operator]
+    return model
 
 
-def freed() -> nn.Module:
-    """A layer of the base made trainable by hand, which PEFT does not store."""
-    made = lora()
-    made.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
-    return made
+def unfrozen_norm() -> nn.Module:
+    """LoRA, and a norm of the base model that is trainable; PEFT does not store it."""
+    model = lora()
+    model.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
+    return model
 
 
 def prompt() -> nn.Module:
@@ -73,179 +73,147 @@ def prompt() -> nn.Module:
 
 
 def native() -> nn.Module:
-    made = model()
-    made.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
-    return made
+    adapted = model()
+    adapted.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
+    return adapted
 
 
-KINDS: list[Callable[[], nn.Module]] = [lora, lora_and_head, two, freed, prompt, native]
+KINDS: list[Callable[[], nn.Module]] = [
+    lora,
+    lora_and_head,
+    two_adapters,
+    unfrozen_norm,
+    prompt,
+    native,
+]
 
 
-def trainer(
-    out: Path, of: nn.Module, *callbacks: TrainerCallback, stock: bool = False, **arguments: Any
+def adapter_trainer(
+    out: Path, net: nn.Module, *callbacks: TrainerCallback, **arguments: Any
 ) -> Trainer:
-    told = TrainingArguments(
-        output_dir=str(out),
-        **{
-            "max_steps": STEPS,
-            "save_steps": 2,
-            "logging_steps": 1,
-            "seed": 1,
-            "per_device_train_batch_size": 4,
-            **arguments,
-        },
-        learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))]
-    return Trainer(
-        model=of,
-        args=told,
-        train_dataset=Sequences(),
-        eval_dataset=Sequences(),
-        callbacks=[*ours, *callbacks],
-    )
+    return trainer(out, *callbacks, net=net, learning_rate=1e-2, **arguments)
 
 
-def weights(of: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in of.state_dict().items()}
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resumed_run_equals_uninterrupted_stock_run(
+def test_resumed_run_equals_uninterrupted_run(
     tmp_path: Path, kind: Callable[[], nn.Module]
 ) -> None:
-    straight = trainer(tmp_path / "stock", kind(), stock=True)
+    straight = adapter_trainer(tmp_path / "native", kind(), native=True)
     straight.train()
-    trainer(tmp_path / "run", kind(), StopAt(4)).train()
-    resumed = trainer(tmp_path / "run", kind())
+    adapter_trainer(tmp_path / "run", kind(), StopAt(4)).train()
+    resumed = adapter_trainer(tmp_path / "run", kind())
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight)
-    expected = weights(straight.model)
-    assert expected.keys() == weights(resumed.model).keys()
-    assert [
-        name
-        for name, tensor in weights(resumed.model).items()
-        if not torch.equal(tensor, expected[name])
-    ] == []
+    check_equal(weights(resumed.model), weights(straight.model))
 
 
-def test_stock_peft_opens_the_folder_without_base_weights(tmp_path: Path) -> None:
-    made = trainer(tmp_path, two(), save_steps=STEPS)
-    made.train()
+def test_peft_opens_the_folder_without_base_weights(tmp_path: Path) -> None:
+    run = adapter_trainer(tmp_path, two_adapters(), save_steps=STEPS)
+    run.train()
     folder = tmp_path / f"checkpoint-{STEPS}"
     assert uc.verify(folder, deep=True).ok
     with uc.open(folder) as source:
         assert sorted(source.parts) == ["adapter_model", "adapter_model_of_users", "optimizer"]
         assert (
             sum(
-                one.startswith("adapter_model.") and one.endswith("exp_avg")
-                for one in source["optimizer"]
+                key.startswith("adapter_model.") and key.endswith("exp_avg")
+                for key in source["optimizer"]
             )
             == 8
         )
     assert not any(
         "model" in name and not name.startswith("adapter_model") for name in os.listdir(folder)
     )
-    found = PeftModel.from_pretrained(model(), folder, is_trainable=True)
-    found.load_adapter(folder / "of-users", "of-users", is_trainable=True)
-    expected = weights(made.model)
-    assert [
-        name for name, tensor in weights(found).items() if not torch.equal(tensor, expected[name])
-    ] == []
+    loaded = PeftModel.from_pretrained(model(), folder, is_trainable=True)
+    loaded.load_adapter(folder / "of-users", "of-users", is_trainable=True)
+    check_equal(weights(loaded), weights(run.model))
     assert json.loads((folder / "adapter_config.json").read_text())["inference_mode"]
 
 
 @pytest.mark.parametrize("kind", [lora_and_head, prompt])
-def test_stock_peft_computes_equal_outputs(tmp_path: Path, kind: Callable[[], nn.Module]) -> None:
-    made = trainer(tmp_path, kind(), save_steps=STEPS)
-    made.train()
-    found = PeftModel.from_pretrained(model(), tmp_path / f"checkpoint-{STEPS}").eval()
+def test_peft_computes_equal_outputs(tmp_path: Path, kind: Callable[[], nn.Module]) -> None:
+    run = adapter_trainer(tmp_path, kind(), save_steps=STEPS)
+    run.train()
+    loaded = PeftModel.from_pretrained(model(), tmp_path / f"checkpoint-{STEPS}").eval()
     ids = Sequences()[0]["input_ids"][None]
     with torch.no_grad():
-        assert torch.equal(found(input_ids=ids).logits, made.model.eval()(input_ids=ids).logits)
+        assert torch.equal(loaded(input_ids=ids).logits, run.model.eval()(input_ids=ids).logits)
 
 
-def test_auto_class_and_stock_trainer_resume(tmp_path: Path) -> None:
+def test_auto_class_and_native_trainer_resume(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path / "base")
 
     def of_base() -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        found = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         return get_peft_model(
-            found, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+            base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
         )
 
-    made = trainer(tmp_path / "run", of_base(), StopAt(4))
-    made.train()
-    found = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
-    expected = weights(made.model)
-    assert [
-        name for name, tensor in weights(found).items() if not torch.equal(tensor, expected[name])
-    ] == []
-    stock = trainer(tmp_path / "run", of_base(), stock=True)
-    stock.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    assert stock.state.global_step == STEPS
+    run = adapter_trainer(tmp_path / "run", of_base(), StopAt(4))
+    run.train()
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
+    check_equal(weights(loaded), weights(run.model))
+    native = adapter_trainer(tmp_path / "run", of_base(), native=True)
+    native.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert native.state.global_step == STEPS
 
 
 def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
-    told = {
+    arguments = {
         "eval_strategy": "steps",
         "eval_steps": 2,
         "load_best_model_at_end": True,
         "save_total_limit": 1,
         "save_only_model": True,
     }
-    stock = trainer(tmp_path / "stock", freed(), stock=True, **told)
-    stock.train()
-    made = trainer(tmp_path / "ours", freed(), **told)
-    made.train()
-    assert made.state.best_metric == stock.state.best_metric
-    best = made.state.best_model_checkpoint
+    native = adapter_trainer(tmp_path / "native", unfrozen_norm(), native=True, **arguments)
+    native.train()
+    ours = adapter_trainer(tmp_path / "ours", unfrozen_norm(), **arguments)
+    ours.train()
+    assert ours.state.best_metric == native.state.best_metric
+    best = ours.state.best_model_checkpoint
     assert best is not None
-    assert Path(best).name == Path(str(stock.state.best_model_checkpoint)).name
+    assert Path(best).name == Path(str(native.state.best_model_checkpoint)).name
     assert not any("optimizer" in name for name in os.listdir(best))
-    expected = weights(made.model)
-    other = trainer(tmp_path / "other", freed())
+    other = adapter_trainer(tmp_path / "other", unfrozen_norm())
     uc.load(best, parts=adapter_parts(other.model))
-    assert [
-        name
-        for name, tensor in weights(other.model).items()
-        if not torch.equal(tensor, expected[name])
-    ] == []
+    check_equal(weights(other.model), weights(ours.model))
 
 
 def test_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
-    trainer(tmp_path, lora(), StopAt(2)).train()
-    other = trainer(tmp_path, freed())
+    adapter_trainer(tmp_path, lora(), StopAt(2)).train()
+    other = adapter_trainer(tmp_path, unfrozen_norm())
     before = weights(other.model)
     with pytest.raises(uc.MismatchError, match=r"trainable:base_model.model.model.norm.weight"):
         other.train(resume_from_checkpoint=True)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(other.model).items())
-    full = trainer(tmp_path, model())
+    check_equal(weights(other.model), before)
+    full = adapter_trainer(tmp_path, model())
     with pytest.raises(uc.MismatchError, match="model"):
         full.train(resume_from_checkpoint=True)
 
 
 def test_adapters_with_equal_part_names_are_refused() -> None:
-    made = lora()
+    model = lora()
     for name in ("a b", "a-b"):
-        made.add_adapter(name, LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))  # type: ignore[operator]
+        model.add_adapter(name, LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))  # type: ignore[operator]
     with pytest.raises(
         uc.LayoutError,
         match="adapter 'a-b': got the part name adapter_model_a_b of another adapter",
     ):
-        adapter_parts(made)
+        adapter_parts(model)
 
 
 def test_optimizer_state_has_the_names_of_saved_groups(tmp_path: Path) -> None:
-    """By which a scheduler's rates follow the parameters."""
-    made = trainer(tmp_path, two(), StopAt(2))
-    made.train()
+    """A scheduler uses these names to assign its rates to parameters."""
+    run = adapter_trainer(tmp_path, two_adapters(), StopAt(2))
+    run.train()
     with uc.open(tmp_path / "checkpoint-2") as source:
         saved = {name for group in source.source.metadata().groups for name in group["names"]}
-    names = parameter_names(made.model)
-    assert {names[id(p)] for group in made.optimizer.param_groups for p in group["params"]} == saved
+    names = parameter_names(run.model)
+    assert {names[id(p)] for group in run.optimizer.param_groups for p in group["params"]} == saved

@@ -1,5 +1,5 @@
-"""Training arguments that affect checkpoints: same checkpoints, best checkpoint and state file as
-the stock Trainer.
+"""Training arguments that affect checkpoints. Checkpoints, the best one and the state file equal
+those of the native Trainer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import unified_ckpt as uc
 from tests.support.trainer_arguments import BEST, state_of
 from tests.support.trainers import Sequences, StopAt, check_same, losses, model, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+
+pytestmark = pytest.mark.integration
 
 
 class Counter(TrainerCallback, ExportableState):
@@ -62,22 +64,22 @@ class Counter(TrainerCallback, ExportableState):
     ],
     ids=["epoch", "best", "only_model", "accumulation"],
 )
-def test_checkpoints_equal_those_of_the_stock_trainer(
+def test_checkpoints_equal_those_of_the_native_trainer(
     tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    stock = trainer(tmp_path / "stock", Counter(), stock=True, **arguments)
-    stock.train()
+    native = trainer(tmp_path / "native", Counter(), native=True, **arguments)
+    native.train()
     ours = trainer(tmp_path / "ours", Counter(), **arguments)  # its construction sets the seed
     ours.train()
-    check_same(ours, stock)
+    check_same(ours, native)
     names = sorted(os.listdir(tmp_path / "ours"))
-    assert names == sorted(os.listdir(tmp_path / "stock"))
+    assert names == sorted(os.listdir(tmp_path / "native"))
     assert names
     for name in names:
-        assert state_of(tmp_path / "ours" / name) == state_of(tmp_path / "stock" / name)
+        assert state_of(tmp_path / "ours" / name) == state_of(tmp_path / "native" / name)
     assert (
         Path(ours.state.best_model_checkpoint or "").name
-        == Path(stock.state.best_model_checkpoint or "").name
+        == Path(native.state.best_model_checkpoint or "").name
     )
 
 
@@ -90,9 +92,13 @@ def test_callback_states_are_restored(tmp_path: Path) -> None:
     trainer(tmp_path, StopAt(4), Counter(7), EarlyStoppingCallback(9, 0.25), **arguments).train()
     resumed = trainer(tmp_path, Counter(), EarlyStoppingCallback(1), **arguments)
     resumed.train(resume_from_checkpoint=True)
-    (counter,) = [one for one in resumed.callback_handler.callbacks if isinstance(one, Counter)]
+    (counter,) = [
+        callback for callback in resumed.callback_handler.callbacks if isinstance(callback, Counter)
+    ]
     (early,) = [
-        one for one in resumed.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)
+        callback
+        for callback in resumed.callback_handler.callbacks
+        if isinstance(callback, EarlyStoppingCallback)
     ]
     assert (counter.start, counter.count) == (7, 13)
     assert (early.early_stopping_patience, early.early_stopping_threshold) == (9, 0.25)
@@ -101,9 +107,9 @@ def test_callback_states_are_restored(tmp_path: Path) -> None:
 
 def test_gradient_scaler_is_restored(tmp_path: Path) -> None:
     def scaled(name: str, *callbacks: TrainerCallback) -> Trainer:
-        made = trainer(tmp_path / name, *callbacks)
-        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=3)
-        return made
+        run = trainer(tmp_path / name, *callbacks)
+        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=3)
+        return run
 
     straight = scaled("straight")
     straight.train()
@@ -118,7 +124,7 @@ def test_gradient_scaler_is_restored(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_compiled_model_resumes_with_model_names(tmp_path: Path) -> None:
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    straight = trainer(tmp_path / "stock", stock=True, **compiled)
+    straight = trainer(tmp_path / "native", native=True, **compiled)
     straight.train()
     trainer(tmp_path / "run", StopAt(4), **compiled).train()
     with uc.open(tmp_path / "run" / "checkpoint-4") as source:
@@ -129,7 +135,7 @@ def test_compiled_model_resumes_with_model_names(tmp_path: Path) -> None:
 
 
 class Small(Trainer):
-    """Runs out of memory for batches above 2."""
+    """Raises an out-of-memory error for batches above 2."""
 
     def training_step(
         self, model: Any, inputs: dict[str, torch.Tensor], *more: Any
@@ -139,15 +145,20 @@ class Small(Trainer):
         return super().training_step(model, inputs, *more)
 
 
-@pytest.mark.slow  # it collects garbage again and again
+@pytest.mark.slow  # it runs the garbage collector many times
 def test_auto_batch_size_survives_a_resume(tmp_path: Path) -> None:
     def small(out: Path, *callbacks: TrainerCallback) -> Trainer:
-        told = trainer(
-            out, stock=True, auto_find_batch_size=True, per_device_train_batch_size=8
+        training_arguments = trainer(
+            out, native=True, auto_find_batch_size=True, per_device_train_batch_size=8
         ).args
-        return Small(model=model(), args=told, train_dataset=Sequences(), callbacks=list(callbacks))
+        return Small(
+            model=model(),
+            args=training_arguments,
+            train_dataset=Sequences(),
+            callbacks=list(callbacks),
+        )
 
-    straight = small(tmp_path / "stock")
+    straight = small(tmp_path / "native")
     straight.train()
     small(tmp_path / "run", UnifiedCheckpointCallback(), StopAt(4)).train()
     resumed = small(tmp_path / "run", UnifiedCheckpointCallback())
@@ -157,7 +168,7 @@ def test_auto_batch_size_survives_a_resume(tmp_path: Path) -> None:
 
 
 class Terminated(TrainerCallback):
-    """Gets SIGTERM in the third step."""
+    """Sends SIGTERM to the process in the third step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 2:
@@ -166,13 +177,17 @@ class Terminated(TrainerCallback):
 
 def test_sigterm_saves_and_the_run_resumes(tmp_path: Path) -> None:
     def jit(*callbacks: TrainerCallback) -> Trainer:
-        made = trainer(tmp_path, *callbacks, enable_jit_checkpoint=True, save_strategy="no")
-        (found,) = [one for one in made.callback_handler.callbacks if hasattr(one, "jit_manager")]
-        found.jit_manager._sigterm_handler = lambda *_: (
-            found.jit_manager._enable_checkpoint()
+        run = trainer(tmp_path, *callbacks, enable_jit_checkpoint=True, save_strategy="no")
+        (handler,) = [
+            callback
+            for callback in run.callback_handler.callbacks
+            if hasattr(callback, "jit_manager")
+        ]
+        handler.jit_manager._sigterm_handler = lambda *_: (
+            handler.jit_manager._enable_checkpoint()
         )  # no 3 s of grace
-        signal.signal(signal.SIGTERM, found.jit_manager._sigterm_handler)
-        return made
+        signal.signal(signal.SIGTERM, handler.jit_manager._sigterm_handler)
+        return run
 
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -190,9 +205,9 @@ def test_sigterm_saves_and_the_run_resumes(tmp_path: Path) -> None:
 
 def test_save_model_and_push_to_hub_write_weights(tmp_path: Path) -> None:
     """`Trainer.push_to_hub` calls `save_model` as the Trainer itself does within a checkpoint."""
-    made = trainer(tmp_path)
-    made.save_model(str(tmp_path / "mine"))
-    made.save_model(str(tmp_path / "pushed"), _internal_call=True)
+    run = trainer(tmp_path)
+    run.save_model(str(tmp_path / "mine"))
+    run.save_model(str(tmp_path / "pushed"), _internal_call=True)
     for name in ("mine", "pushed"):
         assert (tmp_path / name / "model.safetensors").is_file()
 
@@ -206,7 +221,7 @@ def test_overridden_save_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         Saves(
             model=model(),
-            args=trainer(tmp_path, stock=True).args,
+            args=trainer(tmp_path, native=True).args,
             callbacks=[UnifiedCheckpointCallback()],
         )
     assert "Saves._save is not called for checkpoints" in caplog.text

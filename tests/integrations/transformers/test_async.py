@@ -1,4 +1,4 @@
-"""`async_save`: a background save holds the state of its step, and counts only after its commit."""
+"""`async_save`: a background save has the state of its step, and counts only after its commit."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ import unified_ckpt as uc
 from tests.support.adapter_models import lora
 from tests.support.trainer_arguments import BEST, state_of
 from tests.support.trainers import StopAt, check_same, model
-from tests.support.trainers import trainer as plain_trainer
-from unified_ckpt.engine.folder import commit
+from tests.support.trainers import trainer as native_trainer
+from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+
+pytestmark = pytest.mark.integration
 
 
 def trainer(
-    out: Path, *callbacks: TrainerCallback, of: torch.nn.Module | None = None, **arguments: Any
+    out: Path, *callbacks: TrainerCallback, net: torch.nn.Module | None = None, **arguments: Any
 ) -> Trainer:
-    made = plain_trainer(out, *callbacks, stock=True, **arguments)
-    if of is not None:
-        made.model = made.model_wrapped = of
-    UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), async_save=True).attach(
-        made
-    )
-    return made
+    run = native_trainer(out, *callbacks, native=True, **arguments)
+    if net is not None:
+        run.model = run.model_wrapped = net
+    UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), async_save=True).attach(run)
+    return run
 
 
-class Gate:
+class CommitBarrier:
     """Blocks every commit until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._open, publish = threading.Event(), commit.publish
+        self._open, publish = threading.Event(), Transaction.publish
         patch.setattr(
-            commit,
+            Transaction,
             "publish",
             lambda *args, **more: (self._open.wait(60), publish(*args, **more))[1],
         )
@@ -47,7 +47,7 @@ class Gate:
         self._open.set()
 
 
-class At(TrainerCallback):
+class CallAtStep(TrainerCallback):
     """Calls a function at a step."""
 
     def __init__(self, step: int, function: Any) -> None:
@@ -61,23 +61,25 @@ class At(TrainerCallback):
 def test_background_checkpoint_has_the_state_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    straight = plain_trainer(tmp_path / "stock", stock=True)
+    straight = native_trainer(tmp_path / "native", native=True)
     straight.train()
-    gate, seen = Gate(monkeypatch), []
+    barrier, names = CommitBarrier(monkeypatch), []
 
-    def look() -> None:
-        seen.extend(name for name in os.listdir(tmp_path / "run") if name.startswith("checkpoint-"))
-        gate.open()
+    def list_checkpoints() -> None:
+        names.extend(
+            name for name in os.listdir(tmp_path / "run") if name.startswith("checkpoint-")
+        )
+        barrier.open()
 
-    made = trainer(tmp_path / "run", At(3, look))
-    made.train()
-    assert seen == [], "step 3 is done, and checkpoint-2 still being written"
-    check_same(made, straight)
+    run = trainer(tmp_path / "run", CallAtStep(3, list_checkpoints))
+    run.train()
+    assert names == [], "step 3 is done, and checkpoint-2 still being written"
+    check_same(run, straight)
     assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     for step in (2, 4, 6):
         assert uc.verify(tmp_path / "run" / f"checkpoint-{step}", deep=True).ok
         assert state_of(tmp_path / "run" / f"checkpoint-{step}") == state_of(
-            tmp_path / "stock" / f"checkpoint-{step}"
+            tmp_path / "native" / f"checkpoint-{step}"
         )
     for step in (2, 4):
         resumed = trainer(tmp_path / "run")
@@ -98,8 +100,9 @@ class Writes(TrainerCallback):
 def test_files_of_callbacks_are_moved_into_checkpoints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They come while the checkpoint is being written. What the stock Trainer has left there half
-    written is kept.
+    """Callbacks add files while the checkpoint is being written.
+
+    A half-written folder of the native Trainer under the same name is renamed, not deleted.
     """
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"half")
@@ -126,12 +129,12 @@ def test_failed_background_save_raises_at_the_next_save(
     def full(*_: Any, **__: Any) -> None:
         raise uc.StorageError("no space left")
 
-    made = trainer(tmp_path)
+    run = trainer(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "publish", full)
+        patch.setattr(Transaction, "publish", full)
         with pytest.raises(uc.CheckpointError, match="no space left"):
-            made.train(resume_from_checkpoint=True)
-    assert made.state.global_step == 6, "the save of step 4 fails at that of step 6"
+            run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 6, "the save of step 4 fails at that of step 6"
     assert os.listdir(tmp_path) == ["checkpoint-2"], "the last good one stays, and nothing else"
 
 
@@ -139,14 +142,16 @@ def test_older_checkpoint_stays_until_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer(tmp_path, StopAt(2), save_total_limit=1).train()
-    gate, seen = Gate(monkeypatch), []
+    barrier, names = CommitBarrier(monkeypatch), []
 
-    def look() -> None:
-        seen.extend(name for name in os.listdir(tmp_path) if name.startswith("checkpoint-"))
-        gate.open()
+    def list_checkpoints() -> None:
+        names.extend(name for name in os.listdir(tmp_path) if name.startswith("checkpoint-"))
+        barrier.open()
 
-    trainer(tmp_path, At(5, look), save_total_limit=1).train(resume_from_checkpoint=True)
-    assert seen == ["checkpoint-2"]
+    trainer(tmp_path, CallAtStep(5, list_checkpoints), save_total_limit=1).train(
+        resume_from_checkpoint=True
+    )
+    assert names == ["checkpoint-2"]
     assert os.listdir(tmp_path) == ["checkpoint-6"]
 
 
@@ -154,18 +159,18 @@ def test_best_checkpoint_is_awaited_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = {**BEST, "save_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
-    straight = plain_trainer(tmp_path / "stock", stock=True, **arguments)
+    straight = native_trainer(tmp_path / "native", native=True, **arguments)
     straight.train()
-    made = trainer(tmp_path / "run", **arguments)
-    made.train()
-    check_same(made, straight)
-    assert os.listdir(tmp_path / "run") == os.listdir(tmp_path / "stock")
+    run = trainer(tmp_path / "run", **arguments)
+    run.train()
+    check_same(run, straight)
+    assert os.listdir(tmp_path / "run") == os.listdir(tmp_path / "native")
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 def test_adapters(tmp_path: Path) -> None:
-    made = trainer(tmp_path, of=lora())
-    made.train()
+    run = trainer(tmp_path, net=lora())
+    run.train()
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {
         *os.listdir(tmp_path / "checkpoint-6")
     }
@@ -173,8 +178,8 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 def test_push_to_hub_is_refused(tmp_path: Path) -> None:
-    made = plain_trainer(tmp_path, stock=True)
-    made.model = model()
-    made.args.push_to_hub = True
+    run = native_trainer(tmp_path, native=True)
+    run.model = model()
+    run.args.push_to_hub = True
     with pytest.raises(uc.LayoutError, match="use async_save=False"):
-        UnifiedCheckpointCallback(async_save=True).attach(made)
+        UnifiedCheckpointCallback(async_save=True).attach(run)

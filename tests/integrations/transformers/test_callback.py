@@ -25,16 +25,17 @@ from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """An uninterrupted run of the stock Trainer."""
-    made = trainer(tmp_path_factory.mktemp("stock"), stock=True)
-    made.train()
-    return made
+    """An uninterrupted run of the native Trainer."""
+    run = trainer(tmp_path_factory.mktemp("native"), native=True)
+    run.train()
+    return run
 
 
-def test_trains_and_saves_like_the_stock_trainer(tmp_path: Path, whole: Trainer) -> None:
-    made = trainer(tmp_path)
-    made.train()
-    check_same(made, whole)
+@pytest.mark.integration
+def test_training_and_saves_equal_the_native_trainer(tmp_path: Path, whole: Trainer) -> None:
+    run = trainer(tmp_path)
+    run.train()
+    check_same(run, whole)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     folder = tmp_path / "checkpoint-6"
     assert {
@@ -45,17 +46,18 @@ def test_trains_and_saves_like_the_stock_trainer(tmp_path: Path, whole: Trainer)
     } <= set(os.listdir(folder))
     assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth"} & set(os.listdir(folder))
     assert uc.verify(folder, deep=True).ok
-    found = LlamaForCausalLM.from_pretrained(folder).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in made.model.state_dict().items())
+    loaded = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in run.model.state_dict().items())
 
 
+@pytest.mark.integration
 def test_config_has_the_dtype_of_the_weights(tmp_path: Path, whole: Trainer) -> None:
-    made = trainer(tmp_path)
-    made.train()
-    stock = Path(whole.args.output_dir) / "checkpoint-6" / "config.json"
-    assert (tmp_path / "checkpoint-6" / "config.json").read_text() == stock.read_text()
+    run = trainer(tmp_path)
+    run.train()
+    native_config = Path(whole.args.output_dir) / "checkpoint-6" / "config.json"
+    assert (tmp_path / "checkpoint-6" / "config.json").read_text() == native_config.read_text()
     in_half = UnifiedCheckpointCallback(save_options=uc.SaveOptions(model_dtype="bfloat16"))
-    half = trainer(tmp_path / "half", in_half, stock=True, max_steps=2)
+    half = trainer(tmp_path / "half", in_half, native=True, max_steps=2)
     half.train()
     assert (
         LlamaForCausalLM.from_pretrained(tmp_path / "half" / "checkpoint-2").dtype == torch.bfloat16
@@ -64,7 +66,14 @@ def test_config_has_the_dtype_of_the_weights(tmp_path: Path, whole: Trainer) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}]
+    "arguments",
+    [
+        {},
+        pytest.param(
+            {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"},
+            marks=pytest.mark.integration,
+        ),
+    ],
 )
 def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, arguments: dict[str, Any]) -> None:
     straight = trainer(tmp_path / "straight", **arguments)
@@ -75,14 +84,16 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, arguments: dict[st
     check_same(resumed, straight)
 
 
+@pytest.mark.integration
 def test_resume_from_a_path_with_an_attached_callback(tmp_path: Path, whole: Trainer) -> None:
     trainer(tmp_path, StopAt(4)).train()
-    resumed = trainer(tmp_path, stock=True)
+    resumed = trainer(tmp_path, native=True)
     UnifiedCheckpointCallback().attach(resumed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     check_same(resumed, whole)
 
 
+@pytest.mark.integration
 def test_auto_resume_skips_incomplete_checkpoints(
     tmp_path: Path, whole: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,8 +108,9 @@ def test_auto_resume_skips_incomplete_checkpoints(
     check_same(resumed, whole)
 
 
+@pytest.mark.integration
 def test_auto_resume_without_a_complete_checkpoint_raises(tmp_path: Path) -> None:
-    """The stock Trainer would go on from the weights of what is left, with a fresh optimizer."""
+    """The native Trainer would continue from leftover weights, with a fresh optimizer."""
     trainer(tmp_path, max_steps=4).train()
     (tmp_path / "checkpoint-2" / "unified_checkpoint.json").unlink()
     os.truncate(tmp_path / "checkpoint-4" / "optimizer.safetensors", 100)
@@ -112,22 +124,25 @@ def test_auto_resume_without_a_complete_checkpoint_raises(tmp_path: Path) -> Non
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_stock_checkpoint_is_resumed_by_the_stock_trainer(tmp_path: Path, whole: Trainer) -> None:
-    trainer(tmp_path, StopAt(4), stock=True).train()
+@pytest.mark.integration
+def test_native_checkpoint_is_resumed_by_the_native_trainer(tmp_path: Path, whole: Trainer) -> None:
+    trainer(tmp_path, StopAt(4), native=True).train()
     resumed = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=True)
     check_same(resumed, whole)
     assert (tmp_path / "checkpoint-6" / "unified_checkpoint.json").is_file()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("limit", "left"), [(1, [6]), (2, [4, 6])])
 def test_save_total_limit(tmp_path: Path, limit: int, left: list[int]) -> None:
     trainer(tmp_path, save_total_limit=limit).train()
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
 
 
+@pytest.mark.integration
 def test_best_checkpoint_is_kept_and_loaded(tmp_path: Path) -> None:
-    made = trainer(
+    run = trainer(
         tmp_path,
         save_total_limit=1,
         eval_strategy="steps",
@@ -135,12 +150,12 @@ def test_best_checkpoint_is_kept_and_loaded(tmp_path: Path) -> None:
         load_best_model_at_end=True,
         learning_rate=0.5,
     )
-    made.train()
-    best = made.state.best_model_checkpoint
+    run.train()
+    best = run.state.best_model_checkpoint
     assert best is not None
     assert os.path.isdir(best)
-    found = LlamaForCausalLM.from_pretrained(best).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in made.model.state_dict().items())
+    loaded = LlamaForCausalLM.from_pretrained(best).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in run.model.state_dict().items())
     assert "checkpoint-6" in os.listdir(tmp_path)
 
 
@@ -153,30 +168,31 @@ def test_resume_from_save_only_model_raises(tmp_path: Path) -> None:
 
 def test_wrong_paths_raise(tmp_path: Path) -> None:
     trainer(tmp_path / "run", StopAt(2)).train()
-    made, folder = trainer(tmp_path / "run"), tmp_path / "run" / "checkpoint-2"
-    with pytest.raises(
-        uc.NotFoundError,
-        match="got a run's folder, expected a checkpoint; the latest is checkpoint-2",
-    ):
-        made.train(resume_from_checkpoint=str(tmp_path / "run"))
-    with pytest.raises(uc.NotFoundError, match="got a file"):
-        made.train(resume_from_checkpoint=str(folder / "config.json"))
-    with pytest.raises(uc.NotFoundError, match="got nothing"):
-        made.train(resume_from_checkpoint=str(tmp_path / "nothing"))
+    run, folder = trainer(tmp_path / "run"), tmp_path / "run" / "checkpoint-2"
     shutil.copytree(folder, tmp_path / "cut")
     for name in ("unified_checkpoint.json", "trainer_state.json"):
         (tmp_path / "cut" / name).unlink()
-    with pytest.raises(uc.NotFoundError, match="it is unfinished or damaged"):
-        made.train(resume_from_checkpoint=str(tmp_path / "cut"))
+    for path, text in (
+        (
+            tmp_path / "run",
+            "got a run's folder, expected a checkpoint; the latest is checkpoint-2",
+        ),
+        (folder / "config.json", "got a file"),
+        (tmp_path / "nothing", "got nothing"),
+        (tmp_path / "cut", "it is unfinished or damaged"),
+    ):
+        with pytest.raises(uc.NotFoundError, match=text):
+            run.train(resume_from_checkpoint=str(path))
     shutil.rmtree(folder)
     with pytest.raises(ValueError, match="No valid checkpoint found"):
-        made.train(resume_from_checkpoint=True)
+        run.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.integration
 def test_interrupted_save_leaves_nothing_to_resume(
     tmp_path: Path, whole: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unified_ckpt.engine.folder import commit
+    from unified_ckpt.engine.folder.transaction import Transaction
 
     trainer(tmp_path, StopAt(2)).train()
 
@@ -184,7 +200,7 @@ def test_interrupted_save_leaves_nothing_to_resume(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "publish", dead)
+        patch.setattr(Transaction, "publish", dead)
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path).train(resume_from_checkpoint=True)
     assert [name for name in os.listdir(tmp_path) if name.startswith("checkpoint-")] == [
@@ -195,9 +211,11 @@ def test_interrupted_save_leaves_nothing_to_resume(
     check_same(resumed, whole)
 
 
+@pytest.mark.integration
 def test_backup_survives_the_removal_of_other_checkpoints(tmp_path: Path) -> None:
-    """The stock Trainer removes all but the best checkpoint at its end, and takes every name like a
-    step's for one.
+    """At its end, the native Trainer removes all checkpoints but the best.
+
+    It mistakes a backup for a step, because the names begin alike.
     """
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "results.json").write_text("{}")
@@ -237,6 +255,7 @@ def loss_net(spec: JobSpec, seed: int) -> LossNet:
     return LossNet(spec)
 
 
+@pytest.mark.integration
 @given(
     st.sampled_from(("fp32", "bf16", "model_dtype")),
     st.frozensets(st.sampled_from([trait for trait in TRAITS if trait != "ema"]), max_size=4),
@@ -248,8 +267,9 @@ def loss_net(spec: JobSpec, seed: int) -> LossNet:
 def test_trainer_round_trip_is_bitwise_or_refused(
     precision: str, traits: frozenset[str], parts: tuple[str, ...] | None
 ) -> None:
-    """A run with any parts chosen either ends at its first save, which leaves nothing, or resumes
-    bit for bit.
+    """With any choice of parts, a run resumes bit for bit or its first save fails.
+
+    A failed save leaves nothing.
     """
     spec = JobSpec(precision, traits)
     without_masters, rounded = (
@@ -264,9 +284,11 @@ def test_trainer_round_trip_is_bitwise_or_refused(
     )
 
     def run(out: Path, seed: int) -> Trainer:
-        made = trainer(out, stock=True, net=loss_net(spec, seed), max_steps=4, optim="adamw_torch")
-        UnifiedCheckpointCallback(save_options=options).attach(made)
-        return made
+        fitter = trainer(
+            out, native=True, net=loss_net(spec, seed), max_steps=4, optim="adamw_torch"
+        )
+        UnifiedCheckpointCallback(save_options=options).attach(fitter)
+        return fitter
 
     with tempfile.TemporaryDirectory() as folder:
         straight = run(Path(folder, "straight"), 1)
@@ -279,7 +301,7 @@ def test_trainer_round_trip_is_bitwise_or_refused(
         (Path(folder) / "resumed").mkdir()
         os.rename(Path(folder, "straight", "checkpoint-2"), Path(folder, "resumed", "checkpoint-2"))
         resumed = run(Path(folder, "resumed"), 2)
-        if rounded:  # fp32 weights cannot come from a model of bf16 without a word
+        if rounded:  # fp32 weights are not restored from a bf16 model silently
             with pytest.raises(uc.CheckpointError):
                 resumed.train(resume_from_checkpoint=True)
             return

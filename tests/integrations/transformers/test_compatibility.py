@@ -1,4 +1,4 @@
-"""Resuming from unusable checkpoints: each error says what was found and what to do, and nothing is
+"""Resuming from unusable checkpoints: each error names the cause and the remedy, and nothing is
 loaded.
 """
 
@@ -17,6 +17,8 @@ import unified_ckpt as uc
 from tests.support.trainers import StopAt, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,13 +28,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def check_refused(made: Trainer, path: Path, error: type[Exception], match: str) -> None:
+def check_refused(resumed: Trainer, path: Path, error: type[Exception], match: str) -> None:
     """Check that the error is raised and the model is unchanged."""
-    before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in resumed.model.state_dict().items()}
     with pytest.raises(error, match=match):
-        made.train(resume_from_checkpoint=str(path))
+        resumed.train(resume_from_checkpoint=str(path))
     assert all(
-        torch.equal(tensor, before[name]) for name, tensor in made.model.state_dict().items()
+        torch.equal(tensor, before[name]) for name, tensor in resumed.model.state_dict().items()
     )
 
 
@@ -55,16 +57,16 @@ def test_another_model_is_explained_by_its_configuration(run: Path, tmp_path: Pa
 
 
 def test_another_optimizer_is_refused(run: Path, tmp_path: Path) -> None:
-    made = trainer(tmp_path, optim="sgd")
+    resumed = trainer(tmp_path, optim="sgd")
     with pytest.raises(
         uc.MismatchError,
         match=r"got state of torch.AdamW, expected torch.SGD; use the same `optim`",
     ):
-        made.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+        resumed.train(resume_from_checkpoint=str(run / "checkpoint-2"))
 
 
 def test_deleted_optimizer_raises_with_a_remedy(run: Path, tmp_path: Path) -> None:
-    """transformers goes on with an empty optimizer, without a word."""
+    """transformers continues with an empty optimizer, silently."""
     folder = tmp_path / "run" / "checkpoint-2"
     shutil.copytree(run, tmp_path / "run")
     for file in folder.glob("optimizer*"):
@@ -104,25 +106,34 @@ def test_other_formats_are_refused(
 
 
 def test_save_only_model_of_the_callback_overrides(run: Path, tmp_path: Path) -> None:
-    """Argument `save_only_model`, both ways."""
-    for told, chosen, has in [(False, True, False), (True, False, True), (True, None, False)]:
-        made = trainer(tmp_path / f"{told}-{chosen}", stock=True, max_steps=2, save_only_model=told)
-        callback = UnifiedCheckpointCallback(
-            save_options=uc.SaveOptions(fsync=False), save_only_model=chosen
+    """The callback's `save_only_model` overrides the training arguments, both ways."""
+    for in_arguments, in_callback, has in [
+        (False, True, False),
+        (True, False, True),
+        (True, None, False),
+    ]:
+        trained = trainer(
+            tmp_path / f"{in_arguments}-{in_callback}",
+            native=True,
+            max_steps=2,
+            save_only_model=in_arguments,
         )
-        callback.attach(made)
-        made.train()
-        with uc.open(tmp_path / f"{told}-{chosen}" / "checkpoint-2") as source:
+        callback = UnifiedCheckpointCallback(
+            save_options=uc.SaveOptions(fsync=False), save_only_model=in_callback
+        )
+        callback.attach(trained)
+        trained.train()
+        with uc.open(tmp_path / f"{in_arguments}-{in_callback}" / "checkpoint-2") as source:
             assert ("optimizer" in source.parts) == has
 
 
 def test_a_resume_reads_each_tensor_once(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, callback = trainer(tmp_path, stock=True, max_steps=3), UnifiedCheckpointCallback()
-    callback.attach(made)
+    resumed, callback = trainer(tmp_path, native=True, max_steps=3), UnifiedCheckpointCallback()
+    callback.attach(resumed)
     with caplog.at_level("INFO", logger="unified_ckpt"):
-        made.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+        resumed.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     with uc.open(run / "checkpoint-2") as source:
         nbytes = sum(
             view.dtype.itemsize * prod(view.shape) for view in source["optimizer"].values()
@@ -136,10 +147,10 @@ def test_a_resume_reads_each_tensor_once(
 
 
 def test_dataparallel_and_deepspeed_are_refused_by_name(tmp_path: Path) -> None:
-    made = trainer(tmp_path, stock=True)
-    made.args._n_gpu = 2
+    refused = trainer(tmp_path, native=True)
+    refused.args._n_gpu = 2
     with pytest.raises(uc.LayoutError, match="got DataParallel; use torchrun"):
-        UnifiedCheckpointCallback().attach(made)
-    made.args._n_gpu, made.is_deepspeed_enabled = 0, True
+        UnifiedCheckpointCallback().attach(refused)
+    refused.args._n_gpu, refused.is_deepspeed_enabled = 0, True
     with pytest.raises(uc.LayoutError, match="got DeepSpeed; use FSDP2"):
-        UnifiedCheckpointCallback().attach(made)
+        UnifiedCheckpointCallback().attach(refused)

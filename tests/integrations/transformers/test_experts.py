@@ -14,30 +14,30 @@ from tests.support.expert_models import mixtral
 from tests.support.trainers import StopAt, check_same, trainer
 from unified_ckpt.integrations.transformers import open_hub_names
 
+pytestmark = pytest.mark.integration
 
-class Held(TrainerCallback):
-    """Records the weights with which training begins."""
+
+class WeightRecorder(TrainerCallback):
+    """Records the weights at the start of training."""
 
     def on_train_begin(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("stopped_by_stock", [False, True])
-def test_resume_restores_stacked_experts(tmp_path: Path, stopped_by_stock: bool) -> None:
-    """transformers issue 48805: `train(resume_from_checkpoint=...)` warns, and trains on with
-    random experts.
-    """
-    straight = trainer(tmp_path / "straight", net=mixtral(), stock=True)
+@pytest.mark.parametrize("native_stop", [False, True])
+def test_resume_restores_stacked_experts(tmp_path: Path, native_stop: bool) -> None:
+    """transformers issue 48805: a resume warned, and trained on with random experts."""
+    straight = trainer(tmp_path / "straight", net=mixtral(), native=True)
     straight.train()
-    trainer(tmp_path / "run", StopAt(4), net=mixtral(), stock=stopped_by_stock).train()
-    found = MixtralForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").state_dict()
-    held, other = Held(), mixtral()
+    trainer(tmp_path / "run", StopAt(4), net=mixtral(), native=native_stop).train()
+    loaded = MixtralForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").state_dict()
+    recorder, other = WeightRecorder(), mixtral()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    resumed = trainer(tmp_path / "run", held, net=other)
+    resumed = trainer(tmp_path / "run", recorder, net=other)
     resumed.train(resume_from_checkpoint=True)
-    assert all(torch.equal(tensor, held.weights[name]) for name, tensor in found.items())
+    assert all(torch.equal(tensor, recorder.weights[name]) for name, tensor in loaded.items())
     check_same(resumed, straight)
     with open_hub_names(tmp_path / "run" / "checkpoint-6") as source:
         experts = source["model"]["model.layers.1.block_sparse_moe.experts.3.w3.weight"][...]

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import unified_ckpt as uc
+from tests.support.torch_training import check_equal
 from unified_ckpt.integrations.transformers import open_hub_names, open_model_names
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 
@@ -57,16 +58,11 @@ MODELS = pytest.mark.parametrize("make", [mixtral, qwen], ids=["mixtral", "qwen3
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in os.listdir(folder):
         if name.startswith("model") and name.endswith(".safetensors"):
-            found |= load_file(folder / name)
-    return found
-
-
-def check_same(found: dict[str, torch.Tensor], needed: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == needed.keys()
-    assert [name for name, tensor in needed.items() if not torch.equal(found[name], tensor)] == []
+            tensors |= load_file(folder / name)
+    return tensors
 
 
 @MODELS
@@ -81,7 +77,7 @@ def test_hub_names_equal_those_of_save_pretrained(
     assert needed.keys() != stored(tmp_path / "ours").keys(), "or the test proves nothing"
     with open_hub_names(tmp_path / "ours", model=None if from_config else model) as source:
         assert source.parts == ("model",)
-        check_same({name: view[...] for name, view in source["model"].items()}, needed)
+        check_equal({name: view[...] for name, view in source["model"].items()}, needed)
 
 
 def attach(model: Any) -> Any:
@@ -98,7 +94,7 @@ def test_hub_folder_loads_into_the_model(tmp_path: Path, make: Any, max_shard_si
     other = make(seed=1)
     with open_model_names(tmp_path / "hub", model=other) as source:
         report = uc.load(source, model=other)
-    check_same(other.state_dict(), model.state_dict())
+    check_equal(other.state_dict(), model.state_dict())
     assert report.bytes_read == sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
@@ -107,7 +103,7 @@ def test_folder_with_model_names_is_unchanged(tmp_path: Path) -> None:
     uc.save(tmp_path / "ours", model=model, options=QUICK)
     with open_model_names(tmp_path / "ours", model=other) as source:
         report = uc.load(source, model=other)
-    check_same(other.state_dict(), model.state_dict())
+    check_equal(other.state_dict(), model.state_dict())
     assert report.verified_bytes == report.bytes_read, "its digests are those of the folder"
 
 
@@ -119,8 +115,8 @@ def test_saved_view_opens_with_hub_names(tmp_path: Path) -> None:
     with open_hub_names(tmp_path / "ours") as source:
         tensors = {name: view[...] for name, view in source["model"].items()}
     uc.save(tmp_path / "hub", model=tensors, attach=model.config.save_pretrained, options=QUICK)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
-    check_same(found.state_dict(), model.state_dict())
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    check_equal(reopened.state_dict(), model.state_dict())
 
 
 def test_master_weights_have_hub_names(tmp_path: Path) -> None:
@@ -131,20 +127,20 @@ def test_master_weights_have_hub_names(tmp_path: Path) -> None:
     )
     with open_hub_names(tmp_path / "ours", model=model) as source:
         needed = stored(tmp_path / "hub")
-        check_same(
+        check_equal(
             {name: view[...] for name, view in source["model"].items()},
             {n: t.to(torch.bfloat16) for n, t in needed.items()},
         )
         masters = {name: view[...] for name, view in source["master_weights"].items()}
-        check_same(masters, {name: needed[name] for name in masters})
+        check_equal(masters, {name: needed[name] for name in masters})
 
 
 def test_missing_expert_is_named(tmp_path: Path) -> None:
     model, other = mixtral(), mixtral(seed=1)
     model.save_pretrained(tmp_path / "hub")
     file = tmp_path / "hub" / "model.safetensors"
-    gone = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-    save_file({name: tensor for name, tensor in load_file(file).items() if name != gone}, file)
+    missing = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != missing}, file)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     with (
         open_model_names(tmp_path / "hub", model=other) as source,
@@ -153,7 +149,7 @@ def test_missing_expert_is_named(tmp_path: Path) -> None:
         uc.load(source, model=other)
     assert caught.value.missing == ("model:model.layers.1.mlp.experts.gate_up_proj",)
     assert "model:model.layers.1.block_sparse_moe.experts.2.w3.weight" in caught.value.unexpected
-    check_same(other.state_dict(), before)
+    check_equal(other.state_dict(), before)
 
 
 def test_model_with_hub_names_in_memory_is_unchanged(tmp_path: Path) -> None:
@@ -161,7 +157,7 @@ def test_model_with_hub_names_in_memory_is_unchanged(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24, tie_word_embeddings=True))
     uc.save(tmp_path / "ours", model=model, attach=attach(model), options=QUICK)
     with open_hub_names(tmp_path / "ours") as source:
-        check_same(
+        check_equal(
             {name: view[...] for name, view in source["model"].items()}, stored(tmp_path / "ours")
         )
         assert torch.equal(source["model"]["lm_head.weight"][...], model.lm_head.weight)

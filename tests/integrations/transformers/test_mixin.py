@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
-from tests.support.trainers import STEPS, Sequences, StopAt, check_same, model, trainer
+from tests.support.trainers import StopAt, check_same, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, UnifiedCheckpointMixin
 
+pytestmark = pytest.mark.integration
 
-class Own(UnifiedCheckpointMixin, Trainer):
+
+class MixedTrainer(UnifiedCheckpointMixin, Trainer):
     """Overrides the save of the mixin and calls it."""
 
     saved: int = 0
@@ -24,43 +26,32 @@ class Own(UnifiedCheckpointMixin, Trainer):
         super()._save_checkpoint(model, trial)
 
 
-def own(out: Path, *callbacks: TrainerCallback) -> Own:
-    told = TrainingArguments(
-        output_dir=str(out),
-        max_steps=STEPS,
-        save_steps=2,
-        logging_steps=1,
-        seed=1,
-        per_device_train_batch_size=4,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    fast = uc.SaveOptions(fsync=False)
-    return Own(
-        model=model(),
-        args=told,
-        train_dataset=Sequences(),
+def mixed_trainer(out: Path, *callbacks: TrainerCallback) -> MixedTrainer:
+    native = trainer(out, native=True)
+    return MixedTrainer(
+        model=native.model,
+        args=native.args,
+        train_dataset=native.train_dataset,
         callbacks=list(callbacks),
-        save_options=fast,
+        save_options=uc.SaveOptions(fsync=False),
     )
 
 
-def test_mixin_resumes_like_the_stock_trainer(tmp_path: Path) -> None:
-    straight = trainer(tmp_path / "stock", stock=True)
+def test_mixin_resumes_like_the_native_trainer(tmp_path: Path) -> None:
+    straight = trainer(tmp_path / "native", native=True)
     straight.train()
-    stopped = own(tmp_path / "run", StopAt(4))
+    stopped = mixed_trainer(tmp_path / "run", StopAt(4))
     stopped.train()
     assert stopped.saved == 2
     assert uc.verify(tmp_path / "run" / "checkpoint-4").ok
-    resumed = own(tmp_path / "run")
+    resumed = mixed_trainer(tmp_path / "run")
     resumed.train(resume_from_checkpoint=True)
     check_same(resumed, straight)
 
 
 def test_mixin_with_callback_is_refused(tmp_path: Path) -> None:
     with pytest.raises(uc.CheckpointError, match="the Trainer already has one"):
-        own(tmp_path, UnifiedCheckpointCallback())
+        mixed_trainer(tmp_path, UnifiedCheckpointCallback())
     with pytest.raises(uc.CheckpointError, match="the Trainer already has one"):
         trainer(tmp_path, UnifiedCheckpointCallback())
 

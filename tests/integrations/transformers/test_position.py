@@ -1,4 +1,4 @@
-"""The data position when the total batch size changes: every sample of an epoch comes once."""
+"""The data position when the total batch size changes: every sample is drawn once per epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.trainer_positions import LENGTH, Numbered, seen, train
+from tests.support.trainer_positions import LENGTH, Numbered, recording_trainer, train
 from tests.support.trainers import StopAt
 from unified_ckpt.integrations.transformers.position import (
     BatchGeometry,
@@ -19,6 +19,8 @@ from unified_ckpt.integrations.transformers.position import (
     convert_position,
     position_at,
 )
+
+pytestmark = pytest.mark.integration
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
@@ -34,65 +36,76 @@ class SaveAndStopAt(StopAt):
 
 @pytest.fixture(scope="module")
 def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
-    """Three epochs of the stock Trainer."""
-    taken = train(seen(tmp_path_factory.mktemp("stock"), batch=4, stock=True, save_strategy="no"))
-    assert [sorted(taken[i : i + LENGTH]) for i in range(0, 3 * LENGTH, LENGTH)] == [
+    """The samples of three epochs of the native Trainer, in order."""
+    samples = train(
+        recording_trainer(
+            tmp_path_factory.mktemp("native"), batch=4, native=True, save_strategy="no"
+        )
+    )
+    assert [sorted(samples[i : i + LENGTH]) for i in range(0, 3 * LENGTH, LENGTH)] == [
         list(range(LENGTH))
     ] * 3
-    return taken
+    return samples
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, order: list[int]) -> Path:
     """A run with the callback that stopped at step 15, which is sample 60."""
     root = tmp_path_factory.mktemp("stopped")
-    assert train(seen(root, StopAt(15), batch=4)) == order[:60]
+    assert train(recording_trainer(root, StopAt(15), batch=4)) == order[:60]
     return root
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 3), (12, 1)])
-def test_every_sample_comes_once(
+def test_every_sample_is_drawn_once(
     stopped: Path, order: list[int], batch: int, accumulation: int
 ) -> None:
-    made = seen(stopped, batch=batch, gradient_accumulation_steps=accumulation, save_strategy="no")
-    assert train(made, resume=True) == order[60:]
-    assert made.state.global_step == made.state.max_steps == 15 + 84 // (batch * accumulation)
+    resumed = recording_trainer(
+        stopped, batch=batch, gradient_accumulation_steps=accumulation, save_strategy="no"
+    )
+    assert train(resumed, resume=True) == order[60:]
+    assert resumed.state.global_step == resumed.state.max_steps == 15 + 84 // (batch * accumulation)
 
 
 def test_position_survives_two_changes_of_batch_size(
     tmp_path: Path, stopped: Path, order: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(stopped, tmp_path / "run")
-    assert train(seen(tmp_path / "run", SaveAndStopAt(17), batch=12), resume=True) == order[60:84]
+    assert (
+        train(recording_trainer(tmp_path / "run", SaveAndStopAt(17), batch=12), resume=True)
+        == order[60:84]
+    )
     with caplog.at_level(logging.INFO, logger="unified_ckpt"):
-        rest = train(seen(tmp_path / "run", batch=12, save_strategy="no"), resume=True)
+        rest = train(recording_trainer(tmp_path / "run", batch=12, save_strategy="no"), resume=True)
     assert rest == order[84:], "step 17 is sample 84, not 17 * 12"
     assert "another total batch size" not in caplog.text
 
 
 def test_max_steps_are_steps(stopped: Path, order: list[int]) -> None:
-    made = seen(stopped, batch=12, max_steps=22, save_strategy="no")
-    assert train(made, resume=True) == order[60:]
-    assert made.state.global_step == 22
+    resumed = recording_trainer(stopped, batch=12, max_steps=22, save_strategy="no")
+    assert train(resumed, resume=True) == order[60:]
+    assert resumed.state.global_step == 22
 
 
 def test_samples_of_a_partial_step_are_repeated_with_a_warning(
     stopped: Path, order: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
-        rest = train(seen(stopped, StopAt(17), batch=8, save_strategy="no"), resume=True)
+        rest = train(
+            recording_trainer(stopped, StopAt(17), batch=8, save_strategy="no"), resume=True
+        )
     assert rest == order[56:72]
     assert "4 samples of the epoch are repeated: 12 were seen, and a step now has 8" in caplog.text
 
 
 def test_stream_resumes_at_the_sample(tmp_path: Path) -> None:
-    taken = train(seen(tmp_path, StopAt(15), batch=4, data=Stream(), max_steps=20))
-    made = seen(tmp_path, batch=6, data=Stream(), max_steps=25, save_strategy="no")
-    assert taken + train(made, resume=True) == [*range(LENGTH)] * 2 + [*range(24)]
+    samples = train(recording_trainer(tmp_path, StopAt(15), batch=4, data=Stream(), max_steps=20))
+    resumed = recording_trainer(tmp_path, batch=6, data=Stream(), max_steps=25, save_strategy="no")
+    assert samples + train(resumed, resume=True) == [*range(LENGTH)] * 2 + [*range(24)]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "warning"),
     [
         (
             {"train_sampling_strategy": "group_by_length"},
@@ -109,16 +122,20 @@ def test_stream_resumes_at_the_sample(tmp_path: Path) -> None:
     ],
 )
 def test_changed_order_warns(
-    stopped: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], said: str
+    stopped: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], warning: str
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
-        train(seen(stopped, StopAt(16), batch=6, save_strategy="no", **arguments), resume=True)
-    assert said in caplog.text
+        train(
+            recording_trainer(stopped, StopAt(16), batch=6, save_strategy="no", **arguments),
+            resume=True,
+        )
+    assert warning in caplog.text
 
 
 def test_ignore_data_skip_restarts_the_epoch(stopped: Path, order: list[int]) -> None:
     rest = train(
-        seen(stopped, StopAt(17), batch=12, save_strategy="no", ignore_data_skip=True), resume=True
+        recording_trainer(stopped, StopAt(17), batch=12, save_strategy="no", ignore_data_skip=True),
+        resume=True,
     )
     assert rest == order[48:72]
 

@@ -24,7 +24,7 @@ RATES = {"a": 0.1, "b": 0.1, "c": 0.3}  # by parameter
 
 def optimizer(*groups: str) -> tuple[torch.optim.Optimizer, dict[int, str], list[dict[str, Any]]]:
     parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in RATES}
-    made = torch.optim.SGD(
+    sgd = torch.optim.SGD(
         [
             {"params": [parameters[n] for n in names], "lr": RATES[names[0]] if names else 0.5}
             for names in groups
@@ -32,16 +32,16 @@ def optimizer(*groups: str) -> tuple[torch.optim.Optimizer, dict[int, str], list
         momentum=0.9,
     )
     return (
-        made,
+        sgd,
         {id(p): name for name, p in parameters.items()},
         [{"names": list(names)} for names in groups],
     )
 
 
-def sequence(of: torch.optim.Optimizer) -> LRScheduler:
+def sequence(target: torch.optim.Optimizer) -> LRScheduler:
     return SequentialLR(
-        of,
-        [ConstantLR(of, factor=0.5, total_iters=2), StepLR(of, 2), StepLR(of, 3)],
+        target,
+        [ConstantLR(target, factor=0.5, total_iters=2), StepLR(target, 2), StepLR(target, 3)],
         milestones=[2, 5],
     )
 
@@ -49,10 +49,10 @@ def sequence(of: torch.optim.Optimizer) -> LRScheduler:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda of: StepLR(of, 2, gamma=0.5),
-        lambda of: LambdaLR(of, [lambda step: 0.9**step] * len(of.param_groups)),
-        lambda of: CyclicLR(
-            of, [0.01] * len(of.param_groups), [group["lr"] for group in of.param_groups]
+        lambda optim: StepLR(optim, 2, gamma=0.5),
+        lambda optim: LambdaLR(optim, [lambda step: 0.9**step] * len(optim.param_groups)),
+        lambda optim: CyclicLR(
+            optim, [0.01] * len(optim.param_groups), [group["lr"] for group in optim.param_groups]
         ),
         sequence,
     ],
@@ -64,46 +64,48 @@ def sequence(of: torch.optim.Optimizer) -> LRScheduler:
 def test_each_parameter_keeps_its_rate(
     make: Callable[[Any], LRScheduler], before: str, after: str
 ) -> None:
-    one, _, groups = optimizer(*before.split("|"))
-    stopped = make(one)
+    first, _, groups = optimizer(*before.split("|"))
+    stopped = make(first)
     for _ in range(3):
-        one.step()
+        first.step()
         stopped.step()
     other, names, _ = optimizer(*after.split("|"))
     resumed = make(other)
     saved = {
         n: group
-        for group, told in zip(one.param_groups, groups, strict=True)
-        for n in told["names"]
+        for group, entry in zip(first.param_groups, groups, strict=True)
+        for n in entry["names"]
     }
     resumed.load_state_dict(regroup_state(stopped.state_dict(), other, names, groups))
-    for group in other.param_groups:  # a load of the optimizer does so by names
+    for group in other.param_groups:  # loading an optimizer assigns groups by name
         if group["params"]:
             group["lr"] = saved[names[id(group["params"][0])]]["lr"]
     for _ in range(4):
-        for optim, scheduler in ((one, stopped), (other, resumed)):
+        for optim, scheduler in ((first, stopped), (other, resumed)):
             optim.step()
             scheduler.step()
-        found = {names[id(p)]: group["lr"] for group in other.param_groups for p in group["params"]}
-        needed = {
-            n: group["lr"]
-            for group, told in zip(one.param_groups, groups, strict=True)
-            for n in told["names"]
+        actual = {
+            names[id(p)]: group["lr"] for group in other.param_groups for p in group["params"]
         }
-        assert found == pytest.approx(needed)
+        expected = {
+            n: group["lr"]
+            for group, entry in zip(first.param_groups, groups, strict=True)
+            for n in entry["names"]
+        }
+        assert actual == pytest.approx(expected)
 
 
 def test_list_not_per_group_is_unchanged() -> None:
     """Two milestones, two groups."""
-    one, _, groups = optimizer("ab", "c")
-    state = sequence(one).state_dict()
+    first, _, groups = optimizer("ab", "c")
+    state = sequence(first).state_dict()
     other, names, _ = optimizer("c", "ab")
-    found = regroup_state(state, other, names, groups)
-    assert found["_milestones"] == [2, 5]
-    assert found["_schedulers"][2]["base_lrs"] == [0.3, 0.1]
+    regrouped = regroup_state(state, other, names, groups)
+    assert regrouped["_milestones"] == [2, 5]
+    assert regrouped["_schedulers"][2]["base_lrs"] == [0.3, 0.1]
 
 
 def test_same_groups_are_unchanged() -> None:
-    one, names, groups = optimizer("ab", "c")
-    state = ReduceLROnPlateau(one).state_dict()
-    assert regroup_state(state, one, names, groups) == state
+    first, names, groups = optimizer("ab", "c")
+    state = ReduceLROnPlateau(first).state_dict()
+    assert regroup_state(state, first, names, groups) == state

@@ -27,11 +27,14 @@ import unified_ckpt as uc
 from tests.support.trainers import StopAt, check_same
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings(
+        "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+    ),
+]
 STEPS = 4
-WORDS = [
+VOCABULARY = [
     "the",
     "cat",
     "sat",
@@ -52,8 +55,8 @@ WORDS = [
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    ids = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *VOCABULARY])}
+    inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
@@ -63,7 +66,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def config() -> LlamaConfig:
     torch.manual_seed(0)
     return LlamaConfig(
-        vocab_size=len(WORDS) + 3,
+        vocab_size=len(VOCABULARY) + 3,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
@@ -76,10 +79,10 @@ def config() -> LlamaConfig:
 
 
 def text(i: int, length: int = 6) -> str:
-    return " ".join(WORDS[(i * 7 + k * (i % 5 + 1)) % len(WORDS)] for k in range(length))
+    return " ".join(VOCABULARY[(i * 7 + k * (i % 5 + 1)) % len(VOCABULARY)] for k in range(length))
 
 
-def told(out: Path) -> dict[str, Any]:
+def common_arguments(out: Path) -> dict[str, Any]:
     return {
         "output_dir": str(out),
         "max_steps": STEPS,
@@ -94,83 +97,59 @@ def told(out: Path) -> dict[str, Any]:
     }
 
 
-def sft(out: Path, callbacks: list[TrainerCallback], **more: Any) -> Trainer:
-    from trl import SFTConfig, SFTTrainer
+# kind -> the model, its rows, and whether it has adapters
+KINDS: dict[str, tuple[type[Any], Callable[[int], dict[str, str]], bool]] = {
+    "SFT": (LlamaForCausalLM, lambda i: {"text": text(i)}, False),
+    "SFT, LoRA": (LlamaForCausalLM, lambda i: {"text": text(i)}, True),
+    "DPO": (
+        LlamaForCausalLM,
+        lambda i: {"prompt": text(i), "chosen": text(i + 1, 3), "rejected": text(i + 2, 3)},
+        True,
+    ),
+    "Reward": (
+        LlamaForSequenceClassification,
+        lambda i: {"chosen": text(i, 5), "rejected": text(i + 2, 5)},
+        False,
+    ),
+}
 
-    rows = Dataset.from_list([{"text": text(i)} for i in range(16)])
-    return SFTTrainer(
-        model=LlamaForCausalLM(config()),
-        args=SFTConfig(**told(out), **more),
-        train_dataset=rows,
+
+def make(kind: str, out: Path, callbacks: list[TrainerCallback]) -> Trainer:
+    import trl
+
+    model, row, adapters = KINDS[kind]
+    name = kind.partition(",")[0]
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer: Trainer = getattr(trl, f"{name}Trainer")(
+        model=model(config()),
+        args=getattr(trl, f"{name}Config")(**common_arguments(out)),
+        train_dataset=Dataset.from_list([row(i) for i in range(16)]),
         processing_class=tokenizer(),
         callbacks=callbacks,
+        **({"peft_config": lora} if adapters else {}),
     )
-
-
-def sft_lora(out: Path, callbacks: list[TrainerCallback]) -> Trainer:
-    from trl import SFTConfig, SFTTrainer
-
-    rows = Dataset.from_list([{"text": text(i)} for i in range(16)])
-    return SFTTrainer(
-        model=LlamaForCausalLM(config()),
-        args=SFTConfig(**told(out)),
-        train_dataset=rows,
-        processing_class=tokenizer(),
-        callbacks=callbacks,
-        peft_config=LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
-    )
-
-
-def dpo(out: Path, callbacks: list[TrainerCallback]) -> Trainer:
-    from trl import DPOConfig, DPOTrainer
-
-    pairs = [
-        {"prompt": text(i), "chosen": text(i + 1, 3), "rejected": text(i + 2, 3)} for i in range(16)
-    ]
-    return DPOTrainer(
-        model=LlamaForCausalLM(config()),
-        args=DPOConfig(**told(out)),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer(),
-        callbacks=callbacks,
-        peft_config=LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
-    )
-
-
-def reward(out: Path, callbacks: list[TrainerCallback]) -> Trainer:
-    from trl import RewardConfig, RewardTrainer
-
-    pairs = [{"chosen": text(i, 5), "rejected": text(i + 2, 5)} for i in range(16)]
-    return RewardTrainer(
-        model=LlamaForSequenceClassification(config()),
-        args=RewardConfig(**told(out)),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer(),
-        callbacks=callbacks,
-    )
+    return trainer
 
 
 def ours() -> UnifiedCheckpointCallback:
     return UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))
 
 
-@pytest.mark.parametrize("make", [sft, sft_lora, dpo, reward])
-def test_resumed_run_equals_uninterrupted_stock_run(
-    tmp_path: Path, make: Callable[..., Trainer]
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, kind: str) -> None:
     disable_progress_bars()
-    straight = make(tmp_path / "stock", [])
+    straight = make(kind, tmp_path / "native", [])
     straight.train()
-    make(tmp_path / "run", [ours(), StopAt(2)]).train()
+    make(kind, tmp_path / "run", [ours(), StopAt(2)]).train()
     assert (tmp_path / "run" / "README.md").is_file(), "what TRL does at a save"
     folder = tmp_path / "run" / "checkpoint-2"
     assert uc.verify(folder, deep=True).ok
-    stock = {*os.listdir(tmp_path / "stock" / "checkpoint-2")} - {
+    native_files = {*os.listdir(tmp_path / "native" / "checkpoint-2")} - {
         "optimizer.pt",
         "scheduler.pt",
         "rng_state.pth",
     }
-    assert stock <= {*os.listdir(folder)}
-    resumed = make(tmp_path / "run", [ours()])
+    assert native_files <= {*os.listdir(folder)}
+    resumed = make(kind, tmp_path / "run", [ours()])
     resumed.train(resume_from_checkpoint=True)
     check_same(resumed, straight)

@@ -8,6 +8,7 @@ import pytest
 
 import unified_ckpt as uc
 from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rules
+from unified_ckpt.manager.rules.existing import with_existing_rule
 from unified_ckpt.manager.rules.retry import FailureCount, is_transient
 from unified_ckpt.manager.rules.when import (
     backoff_seconds,
@@ -16,11 +17,29 @@ from unified_ckpt.manager.rules.when import (
     retention_rules,
     uses_clock,
 )
-from unified_ckpt.options import ManagerOptions
+from unified_ckpt.options import ManagerOptions, SaveOptions
 
 
 @pytest.mark.parametrize(
-    ("options", "step", "why"),
+    ("step", "set_by_user", "expected"),
+    [
+        (1, None, "keep_complete"),  # before the restored step
+        (5, None, "replace"),  # the run has gone back from it
+        (6, None, "keep_complete"),  # saved by somebody else since the restore
+        (9, None, "replace"),  # damaged
+        (5, "keep", "keep"),
+        (6, "replace", "replace"),
+        (9, "keep", "replace"),
+    ],
+)
+def test_existing_step_rule(step: int, set_by_user: Any, expected: str) -> None:
+    options = SaveOptions(**({"if_exists": set_by_user} if set_by_user else {}))
+    ruled = with_existing_rule(options, step, later=[5, 7], damaged=[9])
+    assert ruled.if_exists == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "reasons"),
     [
         ({}, 10, ()),
         ({"interval_steps": 5}, 10, ("interval",)),
@@ -31,8 +50,8 @@ from unified_ckpt.options import ManagerOptions
         ({"interval_steps": 5, "enabled": False}, 10, ()),
     ],
 )
-def test_due_reasons_by_step(options: dict[str, Any], step: int, why: tuple[str, ...]) -> None:
-    assert due_reasons(ManagerOptions(**options), step, last_step=None, first=False) == why
+def test_due_reasons_by_step(options: dict[str, Any], step: int, reasons: tuple[str, ...]) -> None:
+    assert due_reasons(ManagerOptions(**options), step, last_step=None, first=False) == reasons
     assert due_reasons(ManagerOptions(**options), step, last_step=step, first=False) == ()
 
 
@@ -43,7 +62,7 @@ def test_due_reasons_at_the_start_of_a_fresh_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "seconds", "in_flight", "failed", "why"),
+    ("options", "seconds", "in_flight", "failed", "reason"),
     [
         ({}, 1e9, False, 0, None),
         ({"interval_seconds": 60}, 59.0, False, 0, None),
@@ -61,7 +80,7 @@ def test_due_reasons_at_the_start_of_a_fresh_run() -> None:
     ],
 )
 def test_clock_reason(
-    options: dict[str, Any], seconds: float, in_flight: bool, failed: int, why: str | None
+    options: dict[str, Any], seconds: float, in_flight: bool, failed: int, reason: str | None
 ) -> None:
     assert (
         clock_reason(
@@ -70,7 +89,7 @@ def test_clock_reason(
             in_flight=in_flight,
             failures=failed,
         )
-        == why
+        == reason
     )
 
 
@@ -97,7 +116,7 @@ def test_retention_rules() -> None:
     assert retention_rules(ManagerOptions(best_metric="loss")) == Rules((), ()), (
         "a metric alone limits nothing"
     )
-    found = retention_rules(
+    rules = retention_rules(
         ManagerOptions(
             keep_latest=3,
             keep_every_steps=100,
@@ -107,7 +126,7 @@ def test_retention_rules() -> None:
         )
     )
     common = (EverySeconds(60.0), BestN("loss", "min", 0))
-    assert found == Rules(
+    assert rules == Rules(
         (LatestN(3), EverySteps(100), *common), (LatestN(1), EverySteps(100), *common)
     )
     assert retention_rules(ManagerOptions(keep_latest_model_only=2)) == Rules((), (LatestN(2),))

@@ -22,7 +22,7 @@ from tests.support.managers import (
 )
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps import remove as removal
-from unified_ckpt.manager.steps.remove import remove, remove_all, remove_broken, remove_folder
+from unified_ckpt.manager.steps.remove import remove, remove_broken, remove_folder
 from unified_ckpt.manager.steps.scan import read_step_record, scan
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -31,31 +31,12 @@ from unified_ckpt.testing import FaultPoint, FaultyStorage, SimulatedCrash
 
 def id_of(root: Path, name: str) -> str:
     return {
-        one.name: one.save_id or "" for one in scan(LocalStorage(str(root)), "checkpoint-").steps
+        record.name: record.save_id or ""
+        for record in scan(LocalStorage(str(root)), "checkpoint-").steps
     }[name]
 
 
-def test_remove_deletes_the_folder(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2)
-    assert remove(
-        LocalStorage(str(tmp_path)), "checkpoint-1", save_id=id_of(tmp_path, "checkpoint-1")
-    )
-    assert os.listdir(tmp_path) == ["checkpoint-2"]
-    assert not remove(LocalStorage(str(tmp_path)), "checkpoint-1", save_id="x"), (
-        "it is gone already"
-    )
-
-
-def test_remove_waits_for_a_reader(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
-    storage, save_id = LocalStorage(str(tmp_path)), id_of(tmp_path, "checkpoint-1")
-    with shared_lock(str(tmp_path / "checkpoint-1")), shared_lock(str(tmp_path / "checkpoint-1")):
-        assert not remove(storage, "checkpoint-1", save_id=save_id)
-    assert uc.verify(tmp_path / "checkpoint-1").ok
-    assert remove(storage, "checkpoint-1", save_id=save_id)
-
-
-def _read_until_told(
+def _hold_shared_lock(
     folder: str, ready: multiprocessing.synchronize.Event, end: multiprocessing.synchronize.Event
 ) -> None:
     with shared_lock(folder):
@@ -68,7 +49,7 @@ def test_remove_waits_for_a_reader_in_another_process(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("fork")
     ready, end = spawn.Event(), spawn.Event()
     reader = spawn.Process(
-        target=_read_until_told, args=(str(tmp_path / "checkpoint-1"), ready, end)
+        target=_hold_shared_lock, args=(str(tmp_path / "checkpoint-1"), ready, end)
     )
     reader.start()
     assert ready.wait(60)
@@ -103,13 +84,13 @@ def test_remove_keeps_a_folder_without_manifest(tmp_path: Path) -> None:
 
 def test_open_after_removal_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(tmp_path, 1)
-    manifest, kept = tmp_path / "checkpoint-1" / names.MANIFEST, tmp_path / "kept"
+    manifest, moved = tmp_path / "checkpoint-1" / names.MANIFEST, tmp_path / "moved"
     real = os.open
 
     def slow(path: str, flags: int, *, dir_fd: int | None = None) -> int:
         fd = real(path, flags, dir_fd=dir_fd)
         if path == str(manifest):
-            manifest.rename(kept)
+            manifest.rename(moved)
         return fd
 
     monkeypatch.setattr(os, "open", slow)
@@ -127,32 +108,21 @@ def test_remove_stopped_at_any_operation_leaves_all_or_nothing(tmp_path: Path) -
     assert remove(storage, "checkpoint-1", save_id=id_of(tmp_path / "source", "checkpoint-1"))
     order = [operation.split()[0] for operation in fuse.operations]
     assert order == ["rename", "sync_folder", "remove_file", "sync_folder", "remove_folder"]
-    for at in range(len(fuse.operations)):
-        root = copy_folder(tmp_path / "source", tmp_path / f"at-{at}")
+    for index in range(len(fuse.operations)):
+        root = copy_folder(tmp_path / "source", tmp_path / f"root-{index}")
         with pytest.raises(SimulatedCrash, match="stopped at operation"):
             remove(
-                FaultyStorage(str(root), FaultPoint(at)),
+                FaultyStorage(str(root), FaultPoint(index)),
                 "checkpoint-1",
                 save_id=id_of(root, "checkpoint-1"),
             )
-        found = scan(LocalStorage(str(root)), "checkpoint-")
-        assert [one.step for one in found.complete] == ([1, 2] if at == 0 else [2])
-        for one in found.complete:
-            assert uc.verify(one.path, deep=True).ok
-        if at:  # half removed: under the name of a construction, where `prune --leftovers` finds it
-            assert [one.name for one in found.steps] == ["checkpoint-2"]
-            assert len(found.stale_folders) == 1
-
-
-def test_remove_all_returns_reasons(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 3)
-    storage = LocalStorage(str(tmp_path))
-    with shared_lock(str(tmp_path / "checkpoint-2")):
-        gone, stayed = remove_all(
-            storage, {f"checkpoint-{n}": id_of(tmp_path, f"checkpoint-{n}") for n in (1, 2)}
-        )
-    assert (gone, list(stayed)) == (["checkpoint-1"], ["checkpoint-2"])
-    assert "read" in stayed["checkpoint-2"]
+        result = scan(LocalStorage(str(root)), "checkpoint-")
+        assert [record.step for record in result.complete] == ([1, 2] if index == 0 else [2])
+        for record in result.complete:
+            assert uc.verify(record.path, deep=True).ok
+        if index:  # partly removed: renamed to a staging folder, which `prune --stale` removes
+            assert [record.name for record in result.steps] == ["checkpoint-2"]
+            assert len(result.stale_folders) == 1
 
 
 def test_remove_folder_deletes_the_manifest_first(tmp_path: Path) -> None:
@@ -192,21 +162,21 @@ def test_remove_broken_keeps_a_replaced_folder(
     storage = LocalStorage(str(tmp_path))
     save_steps(tmp_path, 1)
     (delete_file if manifest else delete_manifest)(tmp_path / "checkpoint-1")
-    seen = read_step_record(storage, "checkpoint-1", "checkpoint-")
+    record = read_step_record(storage, "checkpoint-1", "checkpoint-")
     replaces = uc.SaveOptions(if_exists="replace")
     save_steps(tmp_path, 1, options=replaces)
-    assert not remove_broken(storage, seen, "checkpoint-")
+    assert not remove_broken(storage, record, "checkpoint-")
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
-    def late(*arguments: Any) -> Any:  # the save comes after the last look
-        found = read_step_record(*arguments)
+    def late(*arguments: Any) -> Any:  # a save commits after the check
+        current = read_step_record(*arguments)
         save_steps(tmp_path, 1, options=replaces)
-        return found
+        return current
 
     (delete_file if manifest else delete_manifest)(tmp_path / "checkpoint-1")
-    seen = read_step_record(storage, "checkpoint-1", "checkpoint-")
+    record = read_step_record(storage, "checkpoint-1", "checkpoint-")
     monkeypatch.setattr(removal, "read_step_record", late)
-    assert not remove_broken(storage, seen, "checkpoint-")
+    assert not remove_broken(storage, record, "checkpoint-")
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
 
@@ -221,11 +191,11 @@ def test_remove_broken_keeps_a_folder_being_read(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
 
 
-def test_partly_removed_checkpoint_is_removed_after_the_next_save(
+def test_partly_removed_checkpoint_is_removed_by_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_steps(tmp_path, 1)
-    (tmp_path / ".unified-ab-checkpoint-9").mkdir()  # a save may be at work there
+    (tmp_path / ".unified-ab-checkpoint-9").mkdir()  # another save may be writing it
 
     def busy(self: LocalStorage, name: str) -> None:
         raise uc.StorageError(f"{self.path(name)}: remove failed: {os.strerror(errno.EBUSY)}")
@@ -233,15 +203,15 @@ def test_partly_removed_checkpoint_is_removed_after_the_next_save(
     monkeypatch.setattr(LocalStorage, "remove_folder", busy)
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
         manager.save(2, **state(2))
-        (left,) = (name for name in os.listdir(tmp_path) if name.startswith(".unified-trash_"))
-        assert left.endswith("-checkpoint-1")
+        (trash,) = (name for name in os.listdir(tmp_path) if name.startswith(".unified-trash_"))
+        assert trash.endswith("-checkpoint-1")
         (warned,) = warnings_of(caplog)
         assert warned.startswith(
-            f"{tmp_path / left} cannot be removed yet: it is a partly removed checkpoint: "
+            f"{tmp_path / trash} cannot be removed yet: it is a partly removed checkpoint: "
         )
-        manager.save(3, **state(3))  # in vain, and told again
+        manager.save(3, **state(3))  # the removal fails and warns again
         assert len(warnings_of(caplog)) == 3
     monkeypatch.undo()
-    with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:  # the next life
+    with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:  # the next run
         manager.save(4, **state(4))
     assert sorted(os.listdir(tmp_path)) == [".unified-ab-checkpoint-9", "checkpoint-4"]

@@ -1,6 +1,4 @@
-"""Scans of a root: complete, incomplete and stale folders, by manifest and never by name or
-time.
-"""
+"""Scans of a root classify folders by manifest, never by name or time."""
 
 from __future__ import annotations
 
@@ -28,9 +26,16 @@ def test_record_matches_the_manifest(tmp_path: Path) -> None:
     uc.save(
         tmp_path / "checkpoint-12", step=12, metrics={"loss": 0.5}, rank_extra=(1, 2), **state(12)
     )
-    (one,) = scanned(tmp_path).steps
+    (record,) = scanned(tmp_path).steps
     manifest = json.loads((tmp_path / "checkpoint-12" / names.MANIFEST).read_bytes())
-    assert (one.name, one.status, one.problem, one.step, one.full, one.is_unified) == (
+    assert (
+        record.name,
+        record.status,
+        record.problem,
+        record.step,
+        record.full,
+        record.is_unified,
+    ) == (
         "checkpoint-12",
         "complete",
         "",
@@ -38,25 +43,25 @@ def test_record_matches_the_manifest(tmp_path: Path) -> None:
         True,
         True,
     )
-    assert (one.created, one.seconds, one.save_id) == (
+    assert (record.created, record.seconds, record.save_id) == (
         manifest["created"],
         manifest["seconds"],
         manifest["save_id"],
     )
-    assert (one.parts, one.metrics) == (("model", "optimizer"), {"loss": 0.5})
+    assert (record.parts, record.metrics) == (("model", "optimizer"), {"loss": 0.5})
     files = list((tmp_path / "checkpoint-12").iterdir())
-    assert (one.files, one.nbytes) == (len(files), sum(file.stat().st_size for file in files))
-    assert one.retention_entry.step == 12
+    assert (record.files, record.nbytes) == (len(files), sum(file.stat().st_size for file in files))
+    assert record.retention_entry.step == 12
 
 
-def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
-    save_steps(tmp_path, 9, 10, 100)
-    assert [one.step for one in scanned(tmp_path).complete] == [9, 10, 100]
+def test_steps_are_ordered_by_number_not_time(tmp_path: Path) -> None:
+    save_steps(tmp_path, 100, 9, 10)
+    assert [record.step for record in scanned(tmp_path).complete] == [9, 10, 100]
     assert scanned(tmp_path / "none") == Scan((), ())
 
 
 @pytest.mark.parametrize(
-    ("damage", "why"),
+    ("damage", "problem"),
     [
         (delete_manifest, "it has no unified_checkpoint.json"),
         (delete_file, "optimizer.safetensors is missing"),
@@ -80,35 +85,37 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_incomplete_record_has_a_problem(tmp_path: Path, damage: object, why: str) -> None:
+def test_incomplete_record_has_a_problem(tmp_path: Path, damage: object, problem: str) -> None:
     save_steps(tmp_path, 1, 2)
     damage(tmp_path / "checkpoint-2")  # type: ignore[operator]
-    found = scanned(tmp_path)
-    assert [one.step for one in found.complete] == [1]
-    (bad,) = found.newer_problems
+    result = scanned(tmp_path)
+    assert [record.step for record in result.complete] == [1]
+    (bad,) = result.newer_problems
     assert (bad.status, bad.name) == ("incomplete", "checkpoint-2")
-    assert bad.problem.startswith(why)
+    assert bad.problem.startswith(problem)
 
 
 def test_misnamed_record(tmp_path: Path) -> None:
     save_steps(tmp_path, 5)
     copy_folder(tmp_path / "checkpoint-5", tmp_path / "checkpoint-7")
     uc.save(tmp_path / "checkpoint-8", **state(8))
-    found = {one.name: one for one in scanned(tmp_path).steps}
-    assert (found["checkpoint-7"].status, found["checkpoint-7"].step) == ("misnamed", 5)
-    assert found["checkpoint-7"].problem == "its manifest has step 5; rename the folder accordingly"
+    records = {record.name: record for record in scanned(tmp_path).steps}
+    assert (records["checkpoint-7"].status, records["checkpoint-7"].step) == ("misnamed", 5)
     assert (
-        found["checkpoint-8"].problem == "its manifest has no step; rename the folder accordingly"
+        records["checkpoint-7"].problem == "its manifest has step 5; rename the folder accordingly"
     )
-    assert [one.name for one in scanned(tmp_path).complete] == ["checkpoint-5"]
+    assert (
+        records["checkpoint-8"].problem == "its manifest has no step; rename the folder accordingly"
+    )
+    assert [record.name for record in scanned(tmp_path).complete] == ["checkpoint-5"]
 
 
 def test_deleted_part_is_not_damage(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     for file in ("optimizer.safetensors", "optimizer.safetensors.index.json"):
         delete_file(tmp_path / "checkpoint-1", file)
-    (one,) = scanned(tmp_path).complete
-    assert (one.parts, one.full) == (("model",), False)
+    (record,) = scanned(tmp_path).complete
+    assert (record.parts, record.full) == (("model",), False)
     for file in ("model.safetensors", "model.safetensors.index.json"):
         delete_file(tmp_path / "checkpoint-1", file)
     assert scanned(tmp_path).steps[0].problem == "all of its parts were deleted"
@@ -124,8 +131,8 @@ def test_foreign_folders_are_not_unified(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"x")
     (tmp_path / "checkpoint-3b").mkdir()
     (tmp_path / "checkpoint-4").write_text("a file")
-    (one,) = scanned(tmp_path).steps
-    assert (one.name, one.is_unified, one.status, one.files, one.nbytes) == (
+    (record,) = scanned(tmp_path).steps
+    assert (record.name, record.is_unified, record.status, record.files, record.nbytes) == (
         "checkpoint-3",
         False,
         "incomplete",
@@ -138,25 +145,27 @@ def test_stale_folders(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     (tmp_path / "checkpoint-1").rename(tmp_path / ".replaced-abc-checkpoint-1")  # the only copy
     copy_folder(tmp_path / "checkpoint-2", tmp_path / ".replaced-abc-checkpoint-2")
-    (tmp_path / ".replaced-abc-checkpoint-9").mkdir()  # moved aside, not ours
+    (tmp_path / ".replaced-abc-checkpoint-9").mkdir()  # moved aside by another program
     (tmp_path / ".unified-abc-checkpoint-3" / "sub").mkdir(parents=True)
     (tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors").write_bytes(b"123")
     os.utime(tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors", (0, 0))
-    found = {left.name: left for left in scanned(tmp_path).stale_folders}
-    assert {name: (left.kind, left.is_unified, left.only_copy) for name, left in found.items()} == {
+    folders = {folder.name: folder for folder in scanned(tmp_path).stale_folders}
+    assert {
+        name: (folder.kind, folder.is_unified, folder.only_copy) for name, folder in folders.items()
+    } == {
         ".replaced-abc-checkpoint-1": ("backup", True, True),
         ".replaced-abc-checkpoint-2": ("backup", True, False),
         ".replaced-abc-checkpoint-9": ("backup", False, False),
         ".unified-abc-checkpoint-3": ("staging", True, False),
     }
-    left = found[".unified-abc-checkpoint-3"]
-    assert (left.nbytes, left.files) == (3, 1)
-    assert left.age_seconds < 600, "the folder itself has changed now"
+    folder = folders[".unified-abc-checkpoint-3"]
+    assert (folder.nbytes, folder.files) == (3, 1)
+    assert folder.age_seconds < 600, "the folder itself has changed now"
 
 
 def test_another_prefix(tmp_path: Path) -> None:
     uc.save(tmp_path / "step_3", step=3, **state(3))
-    assert [one.step for one in scanned(tmp_path, "step_").complete] == [3]
+    assert [record.step for record in scanned(tmp_path, "step_").complete] == [3]
 
 
 def test_scan_imports_no_torch(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Two tiers over several nodes: local saves per node, merges into the root, and restores from
-both.
-"""
+"""Two tiers over several nodes: local saves, merges into the root, and restores from both."""
 
 from __future__ import annotations
 
@@ -14,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import unified_ckpt as uc
-from tests.support.managers import QUICK, Gate, flip_last_byte, steps_in, warnings_of
-from tests.support.refusals import same_error
+from tests.support.managers import RootLatch, flip_last_byte, manager_of, steps_in, warnings_of
+from tests.support.run_model import check_state, check_whole, state
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import merge_queue
 from unified_ckpt.manager.tiers.cluster_scan import merge_scans
@@ -30,14 +27,12 @@ from unified_ckpt.testing import (
     FaultPoint,
     FaultyStorage,
     SimulatedCrash,
-    make_checkpointer,
     run_ranks,
     try_ranks,
 )
 
 NODES = (0, 0, 1, 1)
 ROOT = "root"
-SHAPES = {"w": (64, 10), "v": (6, 12)}
 SAVE = uc.SaveOptions(timeout_seconds=30.0)
 
 
@@ -47,26 +42,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_queue, "_POLL_SECONDS", 0.02)
 
 
-def local_directory_of(top: Path, node: int) -> Path:
-    return top / f"local-{node}"
-
-
 class Job:
-    """A run: its nodes, and the number of copies of its state. `disks`: the local directory of each
-    node.
-    """
+    """A run on some nodes. `disks` has the local directory of each node."""
 
     def __init__(
         self,
         top: Path,
         nodes: Sequence[int] = NODES,
         *,
-        copies: int = 1,
         disks: Sequence[Path] = (),
         save: uc.SaveOptions = SAVE,
     ) -> None:
-        self.top, self.nodes, self.copies, self.save = top, tuple(nodes), copies, save
-        self.disks = disks or [local_directory_of(top, node) for node in range(max(nodes) + 1)]
+        self.top, self.nodes, self.save = top, tuple(nodes), save
+        self.disks = disks or [top / f"local-{node}" for node in range(max(nodes) + 1)]
 
     def manager(self, comm: Comm, **options: Any) -> uc.CheckpointManager:
         node = self.nodes[comm.rank]
@@ -75,75 +63,44 @@ class Job:
             "local_interval_steps": 1,
             "local_directory": str(self.disks[node]),
         }
-        manager = uc.CheckpointManager(
-            self.top / ROOT,
-            options=uc.ManagerOptions(**{**QUICK, **defaults, **options}),
-            save_options=self.save,
-            node=f"node {node}",
+        root = self.top / ROOT
+        return manager_of(
+            comm, root, node=f"node {node}", save_options=self.save, **{**defaults, **options}
         )
-        manager._checkpointer._comm = make_checkpointer(comm)._comm
-        return manager
-
-    def layout(self, world: int) -> uc.Layout:
-        rules = {"*w*": {"dp": 0}, "v": {"dp": 1}}
-        return uc.Layout(
-            mesh={"rep": self.copies, "dp": world // self.copies},
-            rules=rules,
-            shapes={**SHAPES, "w/exp_avg": SHAPES["w"]},
-        )
-
-    def state(self, comm: Comm, step: int) -> dict[str, Any]:
-        size = comm.world // self.copies
-        shard = comm.rank % size
-        model = {
-            name: torch.full(shape, float(step)).chunk(size, int(name == "v"))[shard].clone()
-            for name, shape in SHAPES.items()
-        }
-        optimizer = {"w/exp_avg": -model["w"]}
-        return {
-            "model": {**model, "b": torch.full((3,), float(step))},
-            "optimizer": optimizer,
-            "layout": self.layout(comm.world),
-        }
 
     def restore(
         self, comm: Comm, manager: uc.CheckpointManager, step: int | None = None, **arguments: Any
     ) -> int | None:
         """Restore and check every element; return the step."""
-        targets = self.state(comm, -7)
+        targets = state(0, comm.rank, comm.world)
         report = manager.restore(step, **targets, **arguments)
-        if report is None:
+        if report is None or report.step is None:
             return None
-        assert report.step is not None
-        for kind in ("model", "optimizer"):
-            for name, tensor in self.state(comm, report.step)[kind].items():
-                assert torch.equal(targets[kind][name], tensor), (
-                    f"{kind}:{name} is not that of step {report.step}"
-                )
+        check_state(targets, report.step, comm.rank, comm.world)
         return report.step
 
-    def train(
-        self, comm: Comm, manager: uc.CheckpointManager, steps: range, **arguments: Any
-    ) -> None:
+    def train(self, comm: Comm, manager: uc.CheckpointManager, steps: range) -> None:
         for step in steps:
-            manager.save(step, **self.state(comm, step), **arguments)
+            manager.save(step, **state(step, comm.rank, comm.world))
 
-    def run(self, steps: range, **options: Any) -> None:
-        """Restore, train these steps and close."""
+    def run(self, steps: range, **options: Any) -> int | None:
+        """Restore, train these steps and close. Return the step that was restored."""
 
-        def act(comm: Comm) -> None:
+        def act(comm: Comm) -> int | None:
             with self.manager(comm, **options) as manager:
-                self.restore(comm, manager)
+                step = self.restore(comm, manager)
                 self.train(comm, manager, steps)
+            return step
 
-        run_ranks(len(self.nodes), act)
+        (step_of_all,) = set(run_ranks(len(self.nodes), act))
+        return step_of_all
 
-    def restored(self, step: int | None = None, **arguments: Any) -> int | None:
+    def restored(self, **arguments: Any) -> int | None:
         """Return the step that a new run of the job restores."""
 
         def act(comm: Comm) -> int | None:
             with self.manager(comm) as manager:
-                return self.restore(comm, manager, step, **arguments)
+                return self.restore(comm, manager, **arguments)
 
         (step_of_all,) = set(run_ranks(len(self.nodes), act))
         return step_of_all
@@ -155,81 +112,42 @@ class Job:
         """Return the steps in the root; check each of them."""
         steps = steps_in(self.top / ROOT)
         for step in steps:
-            path = self.top / ROOT / f"checkpoint-{step}"
-            assert uc.verify(path, deep=True).problems == ()
-            with uc.open(path) as source:
-                assert list(source.parts) == ["model", "optimizer"]
-                assert torch.equal(source["model"]["w"][:], torch.full(SHAPES["w"], float(step)))
-                assert torch.equal(source["model"]["v"][:], torch.full(SHAPES["v"], float(step)))
-                assert torch.equal(
-                    source["optimizer"]["w/exp_avg"][:], torch.full(SHAPES["w"], -float(step))
-                )
+            check_whole(self.top / ROOT / f"checkpoint-{step}", step)
         return steps
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(merge_queue, monkeypatch)
-    yield made
-    made.open.set()
+def root_latch(monkeypatch: pytest.MonkeyPatch) -> Iterator[RootLatch]:
+    storage = RootLatch(merge_queue, monkeypatch)
+    yield storage
+    storage.open.set()
 
 
-# what goes where
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("copies", [1, 2])
-def test_frequent_saves_stay_on_nodes_and_due_ones_are_merged(
-    tmp_path: Path, copies: int, asynchronous: bool
-) -> None:
-    job = Job(tmp_path, copies=copies)
-    job.run(range(1, 24), asynchronous=asynchronous)
-    assert job.root_steps() == [10, 20]
-    assert job.local_steps() == [[23], [23]]
-    assert sorted(os.listdir(tmp_path / ROOT)) == ["checkpoint-10", "checkpoint-20"], (
-        "no mark in the root"
-    )
-    assert job.restored() == 23
-    manifests = [
-        json.loads((disk / "checkpoint-23" / "unified_checkpoint.json").read_text())
-        for disk in job.disks
-    ]
-    assert [one["node_group"]["number"] for one in manifests] == [0, 1]
-    assert all((disk / MARKER).exists() for disk in job.disks)
-
-
-def test_last_save_is_in_the_root_on_return(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-
-    def act(comm: Comm) -> list[int]:
-        with job.manager(comm) as manager:
-            job.train(comm, manager, range(1, 4))
-            manager.finish(4, **job.state(comm, 4))
-            return job.root_steps()
-
-    assert run_ranks(4, act) == [[4]] * 4
+# placement
 
 
 def test_slow_root_merges_the_latest_waiting_save_next(
-    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, root_latch: RootLatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path)
-    everybody = threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
     def act(comm: Comm) -> None:
         with job.manager(comm) as manager:
             if comm.rank == 0:
-                gate.open.clear()
-            everybody.wait(30)
+                root_latch.open.clear()
+            barrier.wait(30)
             job.train(comm, manager, range(1, 11))
             if comm.rank == 0:
-                assert gate.reached.wait(30)
-            everybody.wait(30)
+                assert root_latch.reached.wait(30)
+            barrier.wait(30)
             job.train(comm, manager, range(11, 36))
-            everybody.wait(30)
-            assert job.local_steps() == [[10, 30, 35]] * 2, "what is owed stays, on every node"
-            everybody.wait(30)
-            gate.open.set()
+            barrier.wait(30)
+            assert job.local_steps() == [[10, 30, 35]] * 2, (
+                "steps still to be merged stay on every node"
+            )
+            barrier.wait(30)
+            root_latch.open.set()
 
     run_ranks(4, act)
     assert job.root_steps() == [10, 30]
@@ -237,60 +155,13 @@ def test_slow_root_merges_the_latest_waiting_save_next(
     assert job.restored() == 35
 
 
-def test_retention_in_both_tiers(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-
-    def act(comm: Comm) -> None:
-        with job.manager(comm, keep_latest=2, keep_latest_local=3) as manager:
-            for step in range(1, 45):
-                manager.save(step, **job.state(comm, step))
-                if step % 10 == 0:
-                    manager.wait()
-
-    run_ranks(4, act)
-    assert job.root_steps() == [30, 40]
-    assert job.local_steps() == [[42, 43, 44]] * 2
-
-
 # where a run starts from
 
 
-def test_lost_node_restores_from_the_root_or_other_nodes(tmp_path: Path) -> None:
-    for copies, expected in ((1, 10), (2, 13)):
-        job = Job(tmp_path / str(copies), copies=copies)
-        job.run(range(1, 14))
-        shutil.rmtree(job.disks[1])
-        assert job.restored() == expected
-        job.run(range(expected + 1, 21))
-        assert job.root_steps() == [10, 20]
-        assert job.local_steps() == [[20], [20]] or copies == 1
-
-
-def test_half_of_a_later_save_does_not_displace_new_saves(tmp_path: Path) -> None:
+def test_fewer_nodes(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
-    shutil.rmtree(job.disks[1])
-    assert job.restored() == 10
-    job.run(range(11, 13))
-    assert job.restored() == 12
-    job.run(range(13, 15))
-    assert job.local_steps() == [[14], [14]]
-
-
-def test_reordered_nodes_and_a_new_node(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.run(range(1, 14))
-    assert Job(tmp_path, disks=job.disks[::-1]).restored() == 13
-    more = Job(tmp_path, (0, 1, 1, 2), disks=[tmp_path / "empty", *job.disks])
-    assert more.restored() == 13
-    more.run(range(14, 21))
-    assert more.root_steps() == [10, 20]
-
-
-def test_fewer_nodes_and_one_node(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.run(range(1, 14))
-    assert Job(tmp_path, (0, 0)).restored() == 10, "half of step 13 is on no node here"
+    assert Job(tmp_path, (0, 0)).restored() == 10, "half of step 13 is missing"
     shutil.rmtree(tmp_path / ROOT)
     for disk in job.disks:
         (disk / MARKER).write_text(
@@ -302,30 +173,6 @@ def test_fewer_nodes_and_one_node(tmp_path: Path) -> None:
     ):
         Job(tmp_path, (0, 0)).restored()
     assert Job(tmp_path, (0, 0)).restored(allow_fresh=True) is None
-    job = Job(tmp_path / "twice", copies=2)
-    job.run(range(1, 14))
-    assert Job(tmp_path / "twice", (0, 0), disks=job.disks[1:]).restored() == 13
-    assert (
-        Job(tmp_path / "twice", (0, 1), disks=[job.disks[1], tmp_path / "empty"]).restored() == 13
-    )
-
-
-def test_damage_on_one_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(tmp_path)
-    job.run(range(1, 14))
-    for file in (job.disks[1] / "checkpoint-13").glob("*_shards*.safetensors"):
-        flip_last_byte(file.parent, file.name)
-    assert job.restored() == 10
-    (job.disks[1] / "checkpoint-13" / "unified_checkpoint.json").unlink()
-    assert job.restored() == 10
-    assert any("checkpoint-13 is skipped" in text for text in warnings_of(caplog))
-    assert job.restored(10) == 10
-
-    def act(comm: Comm) -> None:
-        with job.manager(comm) as manager:
-            job.restore(comm, manager, 12)
-
-    same_error(try_ranks(4, act), uc.NotFoundError, "checkpoint-12: does not exist")
 
 
 def test_directory_of_another_run_on_one_node(
@@ -336,30 +183,14 @@ def test_directory_of_another_run_on_one_node(
     job = Job(tmp_path)
     job.run(range(1, 14))
     stale = Job(tmp_path, disks=[job.disks[0], other.disks[0]])
-    assert stale.restored() == 10, "node 1 was replaced by one that another run has used"
+    assert stale.restored() == 10, "another run used the new node 1 before"
     stale.run(range(11, 21))
     assert stale.root_steps() == [10, 20]
     assert any("checkpoints of another run are not used" in text for text in warnings_of(caplog))
     assert stale.restored() == 20
 
 
-def test_local_steps_count_before_the_first_root_step(
-    tmp_path: Path,
-) -> None:
-    job = Job(tmp_path)
-    assert job.restored() is None
-    job.run(range(1, 6))
-    assert job.restored() == 5
-    job.run(range(6, 13))
-    shutil.rmtree(tmp_path / ROOT)
-    assert job.restored() is None
-    job.run(range(1, 12))
-    assert job.restored() == 11
-
-
-def test_directory_without_marker_counts_by_another_node(
-    tmp_path: Path,
-) -> None:
+def test_directory_without_marker_counts_by_another_node(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
     (job.disks[1] / MARKER).unlink()
@@ -367,31 +198,6 @@ def test_directory_without_marker_counts_by_another_node(
 
 
 # failures
-
-
-def test_failing_root_is_retried_with_warnings(
-    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = Job(tmp_path)
-    gate.failures = 2
-    job.run(range(1, 12), retries=2)
-    assert job.root_steps() == [10]
-    assert sum("copy attempt" in text for text in warnings_of(caplog)) in (1, 2)
-    gate.failures = 1000
-
-    def act(comm: Comm) -> None:
-        with job.manager(comm, retries=0, raise_after=2) as manager:
-            job.train(comm, manager, range(12, 21))
-            while manager._tiers._upload_queue.pending_steps():  # type: ignore[union-attr]
-                time.sleep(0.02)
-            job.train(comm, manager, range(21, 31))
-            manager.wait()
-
-    error = same_error(try_ranks(4, act), uc.StorageError, "Input/output error")
-    assert "local-" not in str(error)
-    gate.failures = 0
-    assert job.restored() == 30
-    assert job.root_steps() == [10]
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -432,26 +238,38 @@ def test_local_directory_that_cannot_be_created_on_one_node(
     assert job.root_steps() == [10]
 
 
-def test_damage_met_in_a_merge_is_not_committed(
-    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+def test_unusable_directory_of_node_0_keeps_other_markers(tmp_path: Path) -> None:
+    """Rank 0 then knows no save in the root; the other nodes do."""
+    job = Job(tmp_path)
+    job.run(range(1, 12))
+    before = (job.disks[1] / MARKER).read_text()
+    assert json.loads(before)["root_saves"]
+    shutil.rmtree(job.disks[0])
+    job.disks[0].write_text("a file")
+    job.run(range(11, 13))
+    assert (job.disks[1] / MARKER).read_text() == before
+
+
+def test_damage_during_a_merge_is_not_committed(
+    tmp_path: Path, root_latch: RootLatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path)
-    everybody = threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
     def act(comm: Comm) -> None:
         with job.manager(comm) as manager:
             if comm.rank == 0:
-                gate.open.clear()
-            everybody.wait(30)
+                root_latch.open.clear()
+            barrier.wait(30)
             job.train(comm, manager, range(1, 11))
-            everybody.wait(30)
+            barrier.wait(30)
             if comm.rank == 0:
                 for file in (job.disks[1] / "checkpoint-10").glob("*.safetensors"):
                     flip_last_byte(file.parent, file.name)
-                gate.open.set()
+                root_latch.open.set()
                 while manager._tiers._upload_queue.pending_steps():  # type: ignore[union-attr]
                     time.sleep(0.02)
-            everybody.wait(30)
+            barrier.wait(30)
             assert steps_in(tmp_path / ROOT) == []
             job.train(comm, manager, range(11, 21))
 
@@ -466,18 +284,18 @@ def test_merge_stopped_at_any_operation_can_be_resumed(
 ) -> None:
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    for at in range(0, 200, every):
+    for operation in range(0, 200, every):
         job, fuse = (
-            Job(tmp_path / str(at), save=uc.SaveOptions(timeout_seconds=2.0)),
-            FaultPoint(at),
+            Job(tmp_path / str(operation), save=uc.SaveOptions(timeout_seconds=2.0)),
+            FaultPoint(operation),
         )
 
         def act(comm: Comm, job: Job = job, fuse: FaultPoint = fuse) -> None:
             manager = job.manager(comm, retries=0)
             job.train(comm, manager, range(1, 13))
             if comm.rank in (0, 2):
-                convoy_of(manager)._ended_or_blown(fuse)  # type: ignore[attr-defined]
-            if fuse.triggered:  # the processes are gone
+                merge_queue_of(manager)._ended_or_stopped(fuse)  # type: ignore[attr-defined]
+            if fuse.triggered:  # the processes have ended
                 manager._tiers.stop()  # type: ignore[union-attr]
             else:
                 manager.close()
@@ -486,38 +304,42 @@ def test_merge_stopped_at_any_operation_can_be_resumed(
             patch.setattr(
                 merge_queue, "LocalStorage", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse)
             )
-            patch.setattr(merge_queue.MergeQueue, "_ended_or_blown", ended_or_blown, raising=False)
-            found = try_ranks(4, act)
-        assert fuse.triggered or not any(isinstance(one, BaseException) for one in found), found
+            patch.setattr(
+                merge_queue.MergeQueue, "_ended_or_stopped", ended_or_stopped, raising=False
+            )
+            outcomes = try_ranks(4, act)
+        assert fuse.triggered or not any(
+            isinstance(outcome, BaseException) for outcome in outcomes
+        ), outcomes
         assert all(step == 10 for step in job.root_steps())
-        after = Job(job.top)
-        assert after.restored() == 12
+        next_job = Job(job.top)
+        assert next_job.restored() == 12
         if fuse.triggered:
-            after.run(range(13, 21))
-            assert 20 in after.root_steps()
+            next_job.run(range(13, 21))
+            assert 20 in next_job.root_steps()
         else:
             break
-    assert at > 18
+    assert operation > 18
 
 
-def convoy_of(manager: uc.CheckpointManager) -> merge_queue.MergeQueue:
-    found = manager._tiers._merge_queue  # type: ignore[union-attr]
-    assert found is not None
-    return found
+def merge_queue_of(manager: uc.CheckpointManager) -> merge_queue.MergeQueue:
+    queue = manager._tiers._merge_queue  # type: ignore[union-attr]
+    assert queue is not None
+    return queue
 
 
-def ended_or_blown(self: merge_queue.MergeQueue, fuse: FaultPoint) -> None:
+def ended_or_stopped(self: merge_queue.MergeQueue, fuse: FaultPoint) -> None:
     until = time.monotonic() + 20
     while not fuse.triggered and not self._keys.check(["finished"]) and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def test_simulated_crash_is_not_an_exception() -> None:
-    """The threads of merges do not answer it, as a process that is killed does not."""
+    """Merge threads must not handle it, as a killed process handles nothing."""
     assert not issubclass(SimulatedCrash, Exception)
 
 
-# what all nodes have, as one
+# scans of all nodes, merged
 
 
 def record_of(step: int, save_id: str | None, *parts: str) -> StepRecord:
@@ -534,26 +356,24 @@ def test_merge_scans_joins_folders_of_one_save() -> None:
         record_of(4, None),
         record_of(5, None),
     ]
-    found, apart = merge_scans([(first, []), (second, [])], "/here")
-    assert apart == frozenset()
-    assert [(one.name, one.status, one.save_id) for one in found.steps] == [
+    joint, foreign = merge_scans([(first, []), (second, [])], "/local")
+    assert foreign == frozenset()
+    assert [(record.name, record.status, record.save_id) for record in joint.steps] == [
         ("checkpoint-3", "complete", "a"),
         ("checkpoint-4", "complete", "b"),
         ("checkpoint-5", "incomplete", None),
     ]
-    assert (found.steps[0].parts, found.steps[0].nbytes) == (("model", "optimizer"), 20)
-    assert {os.path.dirname(one.path) for one in found.steps} == {"/here"}
+    assert (joint.steps[0].parts, joint.steps[0].nbytes) == (("model", "optimizer"), 20)
+    assert {os.path.dirname(record.path) for record in joint.steps} == {"/local"}
 
 
 def test_merge_scans_counts_a_save_that_any_node_counts() -> None:
     records = [record_of(3, "a", "model")]
-    assert merge_scans([(records, ["a"]), (records, [])], "/here")[1] == frozenset()
-    assert merge_scans([(records, ["a"]), (records, ["a"]), ([], [])], "/here")[1] == {"a"}
+    assert merge_scans([(records, ["a"]), (records, [])], "/local")[1] == frozenset()
+    assert merge_scans([(records, ["a"]), (records, ["a"]), ([], [])], "/local")[1] == {"a"}
 
 
-def test_emptied_root_is_a_new_run_if_any_node_knows(
-    tmp_path: Path,
-) -> None:
+def test_emptied_root_is_a_new_run_if_any_node_knows(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
     shutil.rmtree(tmp_path / ROOT)
@@ -563,88 +383,92 @@ def test_emptied_root_is_a_new_run_if_any_node_knows(
     assert job.restored() is None
 
 
-# one tier: a root of each node's own
+# one tier with one root per node
 
 
-def with_own_root(job: Job, comm: Comm, node: int, **more: Any) -> uc.CheckpointManager:
-    options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2, **more})
-    made = uc.CheckpointManager(
-        job.disks[node], options=options, save_options=SAVE, node=f"node {node}"
-    )
-    made._checkpointer._comm = make_checkpointer(comm)._comm
-    return made
+def node_root_manager(job: Job, comm: Comm, node: int, **more: Any) -> uc.CheckpointManager:
+    options = {"interval_steps": 1, "keep_latest": 2, **more}
+    return manager_of(comm, job.disks[node], save_options=SAVE, node=f"node {node}", **options)
 
 
 def test_roots_per_node_are_rotated_and_restored_together(tmp_path: Path) -> None:
     job = Job(tmp_path)
 
-    def life(steps: range, places: Sequence[int], **more: Any) -> int | None:
+    def run_job(steps: range, places: Sequence[int], **more: Any) -> int | None:
         def act(comm: Comm) -> int | None:
-            with with_own_root(job, comm, places[comm.rank]) as made:
-                found = job.restore(comm, made, **more)
-                job.train(comm, made, steps)
-                return found
+            with node_root_manager(job, comm, places[comm.rank]) as manager:
+                restored_step = job.restore(comm, manager, **more)
+                job.train(comm, manager, steps)
+                return restored_step
 
-        (found,) = set(run_ranks(4, act))
-        return found
+        (restored_step,) = set(run_ranks(4, act))
+        return restored_step
 
-    assert life(range(1, 6), NODES) is None
+    assert run_job(range(1, 6), NODES) is None
     assert job.local_steps() == [[4, 5], [4, 5]]
-    assert life(range(0), (1, 1, 0, 0)) == 5, "the nodes have changed places"
+    assert run_job(range(0), (1, 1, 0, 0)) == 5, "the nodes are reordered"
     (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
-    assert life(range(0), NODES) == 4
+    assert run_job(range(0), NODES) == 4
     shutil.rmtree(job.disks[0])
     with pytest.raises(uc.IncompleteError, match=r"checkpoint-4: .*no node has"):
-        life(range(0), NODES)
-    assert life(range(1, 3), NODES, allow_fresh=True) is None, "half of each is nothing"
+        run_job(range(0), NODES)
+    assert run_job(range(1, 3), NODES, allow_fresh=True) is None, (
+        "half of a step cannot be restored"
+    )
     assert job.local_steps()[0] == [1, 2]
 
 
-def test_common_steps_are_those_that_restore_could_load(tmp_path: Path) -> None:
-    """One node alone sees too many, or too few."""
+def test_common_steps_can_be_restored(tmp_path: Path) -> None:
+    """A single node would list too many steps or too few."""
     job = Job(tmp_path)
     metrics = {"best_metric": "loss", "keep_latest": 9}
 
     def save(comm: Comm) -> None:
-        with with_own_root(job, comm, NODES[comm.rank], **metrics) as made:
+        with node_root_manager(job, comm, NODES[comm.rank], **metrics) as manager:
             for step in range(1, 6):
-                made.save(step, metrics={"loss": -float(step)}, **job.state(comm, step))
+                manager.save(
+                    step, metrics={"loss": -float(step)}, **state(step, comm.rank, comm.world)
+                )
 
     run_ranks(4, save)
     (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
     shutil.rmtree(job.disks[0] / "checkpoint-1")
-    lose = next((job.disks[1] / "checkpoint-3").glob("model_shards*.safetensors"))
-    lose.unlink()
+    lost_file = next((job.disks[1] / "checkpoint-3").glob("model_shards*.safetensors"))
+    lost_file.unlink()
 
-    def look(comm: Comm) -> tuple[list[int | None], int | None, list[int | None]]:
+    def read_steps(comm: Comm) -> tuple[list[int | None], int | None, list[int | None]]:
         node = NODES[comm.rank]
-        with with_own_root(job, comm, node, **metrics) as made:
-            found = made.common_steps()
-            best = made.best(found)
+        with node_root_manager(job, comm, node, **metrics) as manager:
+            records = manager.common_steps()
+            best = manager.best(records)
             assert best is not None
-            assert {Path(one.path).parent for one in found} == {job.disks[node]}
-            assert found == made.common_steps(), "asked again"
-            return [one.step for one in found], best.step, [one.step for one in made.steps()]
+            assert {Path(record.path).parent for record in records} == {job.disks[node]}
+            assert records == manager.common_steps(), "same on a second call"
+            return (
+                [record.step for record in records],
+                best.step,
+                [record.step for record in manager.steps()],
+            )
 
-    told = run_ranks(4, look)
-    assert [(steps, best) for steps, best, _ in told] == [([2, 4], 4)] * 4
-    assert [here for _, _, here in told] == [[2, 3, 4, 5]] * 2 + [[1, 2, 4]] * 2
+    results = run_ranks(4, read_steps)
+    assert [(steps, best) for steps, best, _ in results] == [([2, 4], 4)] * 4
+    assert [local_steps for _, _, local_steps in results] == [[2, 3, 4, 5]] * 2 + [[1, 2, 4]] * 2
 
 
 @pytest.mark.parametrize("nodes", [NODES, (0, 0, 0, 0)])
 def test_common_steps_of_two_tiers_equal_on_all_ranks(tmp_path: Path, nodes: Sequence[int]) -> None:
-    job = Job(tmp_path, nodes, disks=[tmp_path / "here", tmp_path / "there"])
+    job = Job(tmp_path, nodes, disks=[tmp_path / "first", tmp_path / "second"])
     job.run(range(1, 24), on_completion=False)
     assert job.root_steps() == [10, 20]
 
-    def look(comm: Comm) -> list[tuple[int | None, str]]:
-        with job.manager(comm) as made:
-            return [(one.step, one.path) for one in made.common_steps()]
+    def read_steps(comm: Comm) -> list[tuple[int | None, str]]:
+        with job.manager(comm) as manager:
+            return [(record.step, record.path) for record in manager.common_steps()]
 
-    for rank, found in enumerate(run_ranks(4, look)):
-        own = job.disks[job.nodes[rank]]
-        assert found == [
+    for rank, steps in enumerate(run_ranks(4, read_steps)):
+        disk = job.disks[job.nodes[rank]]
+        assert steps == [
             (10, str(tmp_path / ROOT / "checkpoint-10")),
             (20, str(tmp_path / ROOT / "checkpoint-20")),
-            (23, str(own / "checkpoint-23")),
+            (23, str(disk / "checkpoint-23")),
         ]

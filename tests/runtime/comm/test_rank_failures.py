@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -24,11 +25,12 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_server import PeerStorage
 from unified_ckpt.runtime.exchange.shared_memory import TileBuffer
+from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import run_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks
 
-WORLD, LONG = 4, 60.0  # LONG: what no call may take, in seconds
+WORLD, LONG = 4, 60.0  # LONG: seconds that no call may reach
 AT_ONCE = LONG / 2
 SHAPES = {"w": (500, 90), "o": (30, 30), "b": (5,)}
 FULL = {
@@ -51,37 +53,39 @@ STORAGE = (
     "kind",
     "version_token",
 )
-_OWN = (
+ALWAYS = ("PeerTransport.__init__", "Call.after_commit")  # once in a call: never left out
+_COLLECTIVE_FILES = (
     "collective.py",
     "comm.py",
     "contextlib.py",
-)  # a meeting's own talk, which goes on when a rank fails
+)  # the collective's own calls, which continue when a rank fails
 
 
 @dataclass
 class Moments:
     """Counts the operations of each rank, and makes one of them fail."""
 
-    moment: tuple[int, int] | None = None  # rank and number of the moment
+    moment: tuple[int, int] | None = None  # rank and number of the operation
     failed: str = ""
-    seen: dict[int, int] = field(default_factory=dict)
+    labels: dict[int, list[str]] = field(default_factory=dict)  # of each rank's operations
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def arm(self, moment: tuple[int, int]) -> None:
-        self.moment, self.failed, self.seen = moment, "", {}
+        self.moment, self.failed, self.labels = moment, "", {}
 
     def disarm(self) -> None:
         self.moment = None
 
-    def pass_by(self, what: str) -> None:
+    def pass_by(self, label: str) -> None:
         rank = getattr(threading.current_thread(), "of_rank", None)
         if rank is None or self.moment is None:
             return
         with self._lock:
-            number = self.seen[rank] = self.seen.get(rank, 0) + 1
-            hit = self.moment == (rank, number)
+            labels = self.labels.setdefault(rank, [])
+            labels.append(label)
+            hit = self.moment == (rank, len(labels))
         if hit:
-            self.failed = what
+            self.failed = label
             raise StorageError("made to fail")
 
     def watch(self, owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +93,7 @@ class Moments:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_code
-            if not (owner is Collective and caller.co_filename.endswith(_OWN)):
+            if not (owner is Collective and caller.co_filename.endswith(_COLLECTIVE_FILES)):
                 self.pass_by(f"{owner.__name__}.{name} in {caller.co_name}")
             return real(*args, **kwargs)
 
@@ -115,23 +119,28 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
             created.watch(owner, name, monkeypatch)
     created.watch(TileBuffers, "prepare", monkeypatch)
     created.watch(PeerStorage, "read_at", monkeypatch)
+    created.watch(PeerTransport, "__init__", monkeypatch)
+    created.watch(Call, "after_commit", monkeypatch)
     return created
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of all ranks. `nodes`: of each rank; `separate`: each node has its own folder."""
+    """A call of all ranks. `nodes`: of each rank; `folders`: of each rank, unless all share one."""
 
     do: str  # save, load or repair
     nodes: tuple[int, ...] = (0, 0, 0, 0)
-    separate: bool = False
+    folders: tuple[int, ...] = ()
     background: bool = False
     again: bool = False  # a save that is not the first of its layout
     copies: int = 1
     damaged: bool = False
 
     def place(self, root: Path, rank: int) -> Path:
-        return folder_of(root, self.nodes[rank]) if self.separate else root / NAME
+        return folder_of(root, self.folders[rank]) if self.folders else root / NAME
+
+    def after_commit(self, report: uc.SaveReport) -> None:
+        """Does nothing, but is a moment."""
 
     def save(self, created: uc.Checkpointer, root: Path, rank: int, step: int) -> int:
         cuts = {"w": 0, "o": 1}
@@ -148,7 +157,7 @@ class Call:
                 "write_alignment": 4096,
             }
         )
-        what = {
+        arguments = {
             "model": model,
             "layout": LAYOUT,
             "step": step,
@@ -157,9 +166,10 @@ class Call:
             "options": options,
         }
         if self.background:
-            created.save_async(self.place(root, rank), **what).result(2 * LONG)
+            arguments["after_commit"] = self.after_commit
+            created.save_async(self.place(root, rank), **arguments).result(2 * LONG)
         else:
-            created.save(self.place(root, rank), **what)
+            created.save(self.place(root, rank), **arguments)
         return step
 
     def load(self, created: uc.Checkpointer, root: Path, rank: int) -> int:
@@ -199,7 +209,7 @@ class Call:
             flip_last_byte(file.parent, file.name)
 
 
-SEPARATE = {"nodes": (0, 0, 1, 1), "separate": True}
+SEPARATE = {"nodes": (0, 0, 1, 1), "folders": (0, 0, 1, 1)}
 SHARED = {"nodes": (0, 0, 1, 1)}
 CALLS = {
     "save": Call("save"),
@@ -207,6 +217,7 @@ CALLS = {
     "save in the background": Call("save", background=True, again=True),
     "save, shared folder": Call("save", **SHARED),
     "save in the background, shared folder": Call("save", background=True, again=True, **SHARED),
+    "save, two shared folders": Call("save", nodes=(0, 1, 2, 3), folders=(0, 0, 1, 1)),
     "save, nodes separate": Call("save", **SEPARATE),
     "save again, nodes separate": Call("save", again=True, **SEPARATE),
     "save in the background, nodes separate": Call("save", background=True, again=True, **SEPARATE),
@@ -239,13 +250,27 @@ def run(
                 began = time.monotonic()
                 try:
                     results.append(call(created, root, comm.rank))
-                except uc.CheckpointError as error:
+                except Exception as error:  # of any kind: the other ranks wait at the barrier
                     results.append(error)
                 seconds.append(time.monotonic() - began)
         return results[0], results[1]
 
     pairs = run_ranks(WORLD, act)
     return [first for first, _ in pairs], [second for _, second in pairs], max(seconds)
+
+
+def check_moment(
+    call: Call, root: Path, moments: Moments, moment: tuple[int, int], fine: list[object]
+) -> None:
+    """All ranks raise one error at once, or finish; the next call works."""
+    first, second, seconds = run(call, root, moments, moment)
+    label = f"rank {moment[0]}, moment {moment[1]}: {moments.failed}"
+    assert seconds < AT_ONCE, f"{label}: took {seconds:.0f} s"
+    assert second == fine, f"{label}: {second}"
+    if first != fine:
+        kinds = {type(result) for result in first}
+        assert len(kinds) == 1, f"{label}: {first}"
+        same_error(first, kinds.pop(), "made to fail" if call.do == "save" else ".")
 
 
 @pytest.mark.slow
@@ -255,18 +280,42 @@ def test_one_rank_fails_at_any_moment(tmp_path: Path, moments: Moments, name: st
     call.prepare(tmp_path / "start")
     shutil.copytree(tmp_path / "start", tmp_path / "through")
     fine, _, _ = run(call, tmp_path / "through", moments, (-1, 0))
-    counts = dict(moments.seen)
-    assert min(counts.values()) > 5
-    for rank, count in sorted(counts.items()):
-        for number in sorted(draw.sample(range(1, count + 1), min(8, count))):
-            root = tmp_path / f"{rank}-{number}"
-            shutil.copytree(tmp_path / "start", root)
-            first, second, seconds = run(call, root, moments, (rank, number))
-            moment = f"rank {rank}, moment {number}: {moments.failed}"
-            assert seconds < AT_ONCE, f"{moment}: took {seconds:.0f} s"
-            assert second == fine, f"{moment}: {second}"
-            if isinstance(first[0], uc.CheckpointError):
-                same_error(first, type(first[0]), "made to fail" if call.do == "save" else ".")
-            else:
-                assert first == fine, moment
-            shutil.rmtree(root)
+    labels = dict(moments.labels)
+    assert min(map(len, labels.values())) > 5
+    for rank, of_rank in sorted(labels.items()):
+        numbers = {n for n, label in enumerate(of_rank, 1) if label.startswith(ALWAYS)}
+        numbers |= {*draw.sample(range(1, len(of_rank) + 1), min(8, len(of_rank)))}
+        for number in sorted(numbers):
+            shutil.copytree(tmp_path / "start", tmp_path / "root")
+            check_moment(call, tmp_path / "root", moments, (rank, number), fine)
+            shutil.rmtree(tmp_path / "root")
+    gc.collect()  # a socket that was not closed fails this test, not a later one
+
+
+@pytest.mark.integration  # waits for seconds
+@pytest.mark.usefixtures("moments")
+def test_load_that_makes_progress_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's storage takes more than twice the timeout; rank 1 waits."""
+    full = {f"w{number}": torch.full((400, 400), float(number)) for number in range(16)}
+    layout = uc.Layout(mesh={"dp": 2}, rules={"w*": {"dp": 0}})
+    run_ranks(1, lambda comm: make_checkpointer(comm).save(tmp_path / NAME, model=full))
+    read_at, slept = LocalStorage.read_at, list[float]()
+
+    def slow(storage: LocalStorage, name: str, start: int, into: memoryview) -> None:
+        if getattr(threading.current_thread(), "of_rank", None) == 0 and name.startswith("model"):
+            slept.append(0.45)
+            time.sleep(slept[-1])
+        read_at(storage, name, start, into)
+
+    def act(comm: Comm) -> None:
+        threading.current_thread().of_rank = comm.rank  # type: ignore[attr-defined]
+        target = {name: torch.zeros(200, 400) for name in full}
+        options = uc.LoadOptions(timeout_seconds=1.0, verify="full")
+        make_checkpointer(comm).load(tmp_path / NAME, model=target, layout=layout, options=options)
+        assert all(torch.equal(target[name], full[name][:200]) for name in full)
+
+    monkeypatch.setattr(LocalStorage, "read_at", slow)
+    run_ranks(2, act)
+    assert sum(slept) > 2, "that is twice the time-out"

@@ -1,27 +1,52 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from unified_ckpt.runtime.comm import topology
-from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.core.nodes.node_groups import NodeGroup
+from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WriteAlignment
+from unified_ckpt.runtime.comm.comm import Comm, single_process
+from unified_ckpt.runtime.comm.topology import Topology, gather_topology, node_id
 from unified_ckpt.testing import run_ranks
 
 
 def test_node_id_is_the_boot_id() -> None:
-    assert topology.node_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert node_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def test_single_process_is_one_node_and_one_group() -> None:
+    single = gather_topology(single_process(), "load", timeout_seconds=1)
+    assert (single.nodes, single.node_leaders, single.ranks_by_node) == ((0,), (0,), [[0]])
+    assert single.node_group == NodeGroup(0, 1, (0,), 1)
+    assert single.is_node_leader
+    assert (single.spans_nodes, single.group_spans_nodes) == (False, False)
+    assert single.write_alignment == WriteAlignment((0,), ANY_BYTE)
 
 
 def test_nodes_are_numbered_by_their_first_ranks() -> None:
-    assert topology.node_numbers(["b", "a", "b", "c", "a"]) == [0, 1, 0, 2, 1]
-    assert topology.first_ranks([0, 1, 0, 2, 1]) == (0, 1, 3)
-    assert topology.first_ranks([1, 0, 0]) == (1, 0), "by node"
-    assert topology.first_ranks([0]) == (0,)
+    several = Topology.shared_folder(2, ["b", "a", "b", "c", "a"])
+    assert several.nodes == (0, 1, 0, 2, 1)
+    assert (several.node_leaders, several.ranks_by_node) == ((0, 1, 3), [[0, 2], [1, 4], [3]])
+    assert (several.node, several.local_world, several.is_node_leader) == (0, 2, False)
+    assert several.spans_nodes
+    assert several.group_spans_nodes
 
 
-def test_all_gather_returns_all_values() -> None:
-    def act(comm: Comm) -> list[object]:
-        collective = comm.begin_collective("talk", cached=False, timeout_seconds=5)
-        with collective.step("talk"):
-            return topology.all_gather(collective, "word", ["é", comm.rank, None])
+def test_node_group_has_its_own_alignment() -> None:
+    """Ranks 2 to 4 share a folder; within the group they are ranks 0 to 2."""
+    several = Topology.shared_folder(3, ["a", "a", "b", "c", "c"])
+    group = NodeGroup(1, 2, (2, 3, 4), 5)
+    topology = replace(several, node_group=group, alignment_nbytes=4096)
+    assert topology.group_spans_nodes
+    assert topology.write_alignment == WriteAlignment((1, 2, 2), 4096)
+    assert not replace(several, node_group=NodeGroup(2, 3, (3, 4), 5)).group_spans_nodes
 
-    assert run_ranks(3, act) == [[["é", rank, None] for rank in range(3)]] * 3
+
+def test_gathered_topology_is_that_of_each_rank() -> None:
+    def act(comm: Comm) -> Topology:
+        node = f"node {comm.rank // 2}"
+        return gather_topology(comm, "load of c", node=node, timeout_seconds=5)
+
+    topologies = run_ranks(3, act)
+    assert [topology.rank for topology in topologies] == [0, 1, 2]
+    assert [topology.nodes for topology in topologies] == [(0, 0, 1)] * 3

@@ -61,14 +61,8 @@ def test_closed_directory_reads_nothing(pinned: LocalStorage) -> None:
         read(pinned)
     with pytest.raises(StorageError, match="f: read failed: Bad file descriptor"):
         pinned.read("f")
-
-
-def test_without_a_handle_names_are_resolved_each_time(pinned: LocalStorage) -> None:
-    pinned.directory.close()
-    with LocalStorage(pinned.root) as storage:
-        assert read(storage) == b"secon"
-    with LocalStorage(pinned.root) as storage:
-        assert not storage.directory.was_replaced()
+    with LocalStorage(pinned.root) as storage:  # without a handle: by name
+        assert (read(storage), storage.directory.was_replaced()) == (b"secon", False)
 
 
 def test_open_handle_of_a_file_is_an_error(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import resource
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def views(*pieces: bytes) -> list[memoryview]:
     return [memoryview(piece) for piece in pieces]
 
 
-# what both kinds do
+# both kinds
 
 
 @pytest.fixture(params=["local", "file url", "memory url"])
@@ -54,7 +54,7 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
     storage.close()
 
 
-def test_ranges_are_read_into_the_callers_memory(filled: Reader) -> None:
+def test_files_are_read(filled: Reader) -> None:
     into = bytearray(300)
     filled.read_at("bytes", 10, memoryview(into)[20:50])
     assert into == bytes(20) + bytes(range(10, 40)) + bytes(250)
@@ -62,27 +62,16 @@ def test_ranges_are_read_into_the_callers_memory(filled: Reader) -> None:
     assert into[:256] == bytes(range(256))
     filled.read_at("sub/one", 0, memoryview(into)[:1])
     assert into[0] == ord("1")
-
-
-def test_short_file_is_an_error(filled: Reader) -> None:
-    with pytest.raises(StorageError, match=r"bytes: .*expected"):
-        filled.read_at("bytes", 250, memoryview(bytearray(7)))
-    with pytest.raises(StorageError, match=r"empty: .*expected"):
-        filled.read_at("empty", 0, memoryview(bytearray(1)))
-
-
-def test_nothing_is_read_at_the_end_of_a_file(filled: Reader) -> None:
-    filled.read_at("bytes", 256, memoryview(bytearray(0)))
-
-
-def test_whole_files_sizes_and_names(filled: Reader) -> None:
-    assert filled.read("bytes") == bytes(range(256))
-    assert filled.read("empty") == b""
+    filled.read_at("bytes", 256, memoryview(bytearray(0)))  # nothing, at the end
+    assert (filled.read("bytes"), filled.read("empty")) == (bytes(range(256)), b"")
     assert (filled.size("bytes"), filled.size("empty"), filled.size("none")) == (256, 0, None)
     assert filled.names() == ["bytes", "empty", "sub"]
 
 
-def test_missing_file_is_not_found(filled: Reader) -> None:
+def test_missing_bytes_and_files_are_errors(filled: Reader) -> None:
+    for name, start, nbytes in (("bytes", 250, 7), ("empty", 0, 1)):
+        with pytest.raises(StorageError, match=rf"{name}: .*expected"):
+            filled.read_at(name, start, memoryview(bytearray(nbytes)))
     with pytest.raises(NotFoundError, match=r"none: read: no such file"):
         filled.read("none")
     with pytest.raises(NotFoundError, match=r"none: (open|read): no such file"):
@@ -114,14 +103,14 @@ def test_missing_folder_is_not_found(tmp_path: Path) -> None:
 def test_buffers_follow_each_other(local: LocalStorage, tmp_path: Path) -> None:
     local.write_at("f", 5, views(b"ab", b"", b"cde"))
     local.write_at("f", 0, views(b"01234"))
+    local.resize("f", 12)
     local.sync("f")
-    assert (tmp_path / "f").read_bytes() == b"01234abcde"
-
-
-def test_more_buffers_than_one_system_call_takes(local: LocalStorage, tmp_path: Path) -> None:
-    pieces = [bytes([i % 251]) * (i % 5) for i in range(5000)]
-    local.write_at("f", 3, views(*pieces))
-    assert (tmp_path / "f").read_bytes() == bytes(3) + b"".join(pieces)
+    assert (tmp_path / "f").read_bytes() == b"01234abcde\0\0"
+    pieces = [bytes([i % 251]) * (i % 5) for i in range(5000)]  # more than a system call takes
+    local.write_at("g", 3, views(*pieces))
+    assert (tmp_path / "g").read_bytes() == bytes(3) + b"".join(pieces)
+    local.resize("h", 4)
+    assert (tmp_path / "h").read_bytes() == bytes(4)
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
@@ -138,46 +127,37 @@ def test_short_writes_continue(
     assert (tmp_path / "f").read_bytes() == b"\0\0abcdefghijklmnopqrstuvw"
 
 
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSPC])
 def test_uncached_writes_fall_back_to_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
+    """Where the file system has none; a full disk is an error."""
     real, refused = os.pwritev, list[int]()
 
     def cached(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         if flags:
             refused.append(offset)
-            raise OSError(number, "not here")
+            raise OSError(number, os.strerror(number))
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", cached)
     monkeypatch.setattr("unified_ckpt.runtime.storage.storage.supports_uncached", lambda _: True)
     with LocalStorage(str(tmp_path), write_policy=WritePolicy(4, uncached=True)) as storage:
+        if number == errno.ENOSPC:
+            with pytest.raises(StorageError, match=r"f: write at byte 0 of failed: .*space"):
+                storage.write_at("f", 0, views(b"abc"))
+            return
         storage.write_at("f", 0, views(b"abcdefg", b"hi"))
     assert (tmp_path / "f").read_bytes() == b"abcdefghi"
     assert refused == [0], "asked once"
-
-
-def test_full_disk_is_an_error_of_uncached_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwritev", full)
-    with (
-        LocalStorage(str(tmp_path), write_policy=BULK) as storage,
-        pytest.raises(StorageError, match=r"f: write at byte 0 of failed: .*space"),
-    ):
-        storage.write_at("f", 0, views(b"abc"))
 
 
 def test_uncached_writes_keep_neighbours_in_a_page(tmp_path: Path) -> None:
     """Two storages stand for two processes: each opens the file itself."""
     whole, step = os.urandom(3 << 20), 1000
     with (
-        LocalStorage(str(tmp_path), write_policy=BULK) as one,
-        LocalStorage(str(tmp_path), write_policy=BULK) as other,
+        LocalStorage(str(tmp_path), write_policy=BULK) as front,
+        LocalStorage(str(tmp_path), write_policy=BULK) as back,
     ):
 
         def write(storage: LocalStorage, first: int) -> None:
@@ -185,7 +165,10 @@ def test_uncached_writes_keep_neighbours_in_a_page(tmp_path: Path) -> None:
                 storage.write_at("f", start, views(whole[start : start + step]))
             storage.sync("f")
 
-        threads = [threading.Thread(target=write, args=of) for of in ((one, 0), (other, step))]
+        threads = [
+            threading.Thread(target=write, args=arguments)
+            for arguments in ((front, 0), (back, step))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -207,22 +190,6 @@ def test_short_reads_continue(
     assert into == bytes(range(20, 170))
 
 
-def test_resize_creates_a_file_and_keeps_its_content(local: LocalStorage, tmp_path: Path) -> None:
-    local.write_at("f", 0, views(b"abc"))
-    local.resize("f", 10)
-    local.resize("g", 4)
-    assert (tmp_path / "f").read_bytes() == b"abc" + bytes(7)
-    assert (tmp_path / "g").read_bytes() == bytes(4)
-
-
-def test_two_writers_of_one_file_leave_each_other_alone(tmp_path: Path) -> None:
-    with LocalStorage(str(tmp_path)) as one, LocalStorage(str(tmp_path)) as other:
-        other.write_at("f", 6, views(b"world"))
-        one.resize("f", 11)
-        one.write_at("f", 0, views(b"hello "))
-    assert (tmp_path / "f").read_bytes() == b"hello world"
-
-
 def test_sync_closes_and_writing_may_go_on(local: LocalStorage, tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for i in range(20):
@@ -234,19 +201,12 @@ def test_sync_closes_and_writing_may_go_on(local: LocalStorage, tmp_path: Path) 
     assert len(os.listdir("/proc/self/fd")) <= before
     local.write_at("f3", 1, views(b"y"))
     assert (tmp_path / "f3").read_bytes() == b"xy"
-    assert not (tmp_path / "never opened").exists()
-
-
-def test_close_closes_every_file(tmp_path: Path) -> None:
-    (tmp_path / "r").write_bytes(b"r")
-    before = len(os.listdir("/proc/self/fd"))
-    storage = LocalStorage(str(tmp_path))
-    storage.write_at("f", 0, views(b"x"))
-    storage.read_at("r", 0, memoryview(bytearray(1)))
+    local.read_at("f4", 0, memoryview(bytearray(1)))
     assert len(os.listdir("/proc/self/fd")) == before + 2
-    storage.close()
-    storage.close()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    for _ in range(2):
+        local.close()
+        assert len(os.listdir("/proc/self/fd")) <= before
+    assert not (tmp_path / "never opened").exists()
 
 
 def test_a_full_disk_is_an_error() -> None:
@@ -267,16 +227,6 @@ def test_write_error_names_the_byte_reached(local: LocalStorage) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_file_instead_of_a_folder_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with LocalStorage(str(tmp_path / "file")) as storage:
-        with pytest.raises(NotFoundError, match=r"file/f: open: no such file or folder"):
-            storage.write_at("f", 0, views(b"x"))
-        with pytest.raises(NotFoundError, match=r"file/d: make folder: no such file or folder"):
-            storage.make_folder("d")
-        assert storage.size("f") is None
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_folder_without_permission_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
@@ -288,44 +238,49 @@ def test_folder_without_permission_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
 
 
-def test_deleted_folder_is_not_found(local: LocalStorage) -> None:
-    with pytest.raises(NotFoundError, match=r"gone/f: open: no such file or folder"):
-        local.write_at("gone/f", 0, views(b"x"))
+MISSING = "no such file or folder"
+ERRORS: dict[str, Callable[[LocalStorage], object]] = {
+    f"gone/f: open: {MISSING}": lambda local: local.write_at("gone/f", 0, views(b"x")),
+    f"file/f: open: {MISSING}": lambda local: local.write_at("file/f", 0, views(b"x")),
+    f"file/d: make folder: {MISSING}": lambda local: local.make_folder("file/d"),
+    "link: open failed: Too many levels": lambda local: local.write_at("link", 0, views(b"x")),
+    "link: open failed: Too many levels of": lambda local: local.resize("link", 0),
+    "loop: .*Too many levels of symbolic links": lambda local: local.size("loop"),
+    "d: make folder failed: File exists": lambda local: local.make_folder("d"),
+    "exchange with .*b failed: No such file": lambda local: local.rename_exchange("d", "b"),
+    f"none: remove: {MISSING}": lambda local: local.remove_folder("none"),
+    f"nothing: remove: {MISSING}": lambda local: local.remove_file("nothing"),
+}
 
 
-def test_links_are_never_written_through(local: LocalStorage, tmp_path: Path) -> None:
-    (tmp_path / "target").write_bytes(b"precious")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    for write in (lambda: local.write_at("link", 0, views(b"x")), lambda: local.resize("link", 0)):
-        with pytest.raises(
-            StorageError, match=r"link: open failed: Too many levels of symbolic links"
-        ):
-            write()
-    assert (tmp_path / "target").read_bytes() == b"precious"
-
-
-def test_failed_stat_is_a_storage_error(local: LocalStorage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ERRORS)
+def test_failed_operation_is_named(local: LocalStorage, tmp_path: Path, text: str) -> None:
+    """Links are never written through."""
+    (tmp_path / "file").write_bytes(b"precious")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(StorageError, match=r"loop: .*Too many levels of symbolic links"):
-        local.size("loop")
+    local.make_folder("d")
+    kind = NotFoundError if MISSING in text else (StorageError, NotFoundError)
+    with pytest.raises(kind, match=text):
+        ERRORS[text](local)
+    assert (tmp_path / "file").read_bytes() == b"precious"
+    assert local.size("file/f") is None
 
 
 # folders
 
 
-def test_make_folder_twice_is_an_error(local: LocalStorage, tmp_path: Path) -> None:
-    local.make_folder("d")
-    assert (tmp_path / "d").is_dir()
-    with pytest.raises(StorageError, match=r"d: make folder failed: File exists"):
-        local.make_folder("d")
-
-
-def test_rename(local: LocalStorage, tmp_path: Path) -> None:
-    local.make_folder("a")
-    local.write_at("a/f", 0, views(b"x"))
-    local.rename("a", "b")
-    assert (tmp_path / "b" / "f").read_bytes() == b"x"
-    assert not (tmp_path / "a").exists()
+def test_folders_are_renamed_exchanged_and_removed(local: LocalStorage, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        local.make_folder(name)
+        local.write_at(f"{name}/was-{name}", 0, views(b"x"))
+    local.rename("a", "c")
+    assert local.entries("") == ["b", "c"]
+    if local.rename_exchange("b", "c"):
+        assert [local.entries(name) for name in ("b", "c")] == [["was-a"], ["was-b"]]
+    local.remove_folder("b")
+    local.remove_file(f"c/{local.entries('c')[0]}")
+    assert (local.names(), local.entries("c")) == (["c"], [])
 
 
 @pytest.mark.parametrize("kind", ["file", "full folder", "empty folder", "dangling link"])
@@ -344,40 +299,6 @@ def test_rename_to_an_existing_name_is_an_error(
     with pytest.raises(StorageError, match=r"b: exists; rename needs an unused name"):
         local.rename("a", "b")
     assert (tmp_path / "a").is_dir()
-
-
-def test_exchange_swaps_names(local: LocalStorage, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        local.make_folder(name)
-        (tmp_path / name / "was").write_text(name)
-    if not local.exchange("a", "b"):
-        pytest.skip("this file system cannot exchange names")
-    assert [(tmp_path / name / "was").read_text() for name in ("a", "b")] == ["b", "a"]
-
-
-def test_exchange_with_a_missing_name_is_an_error(local: LocalStorage) -> None:
-    local.make_folder("a")
-    with pytest.raises(
-        (StorageError, NotFoundError), match=r"exchange with .*b failed: No such file"
-    ):
-        local.exchange("a", "b")
-
-
-def test_remove_folder(local: LocalStorage, tmp_path: Path) -> None:
-    (tmp_path / "d" / "e").mkdir(parents=True)
-    (tmp_path / "d" / "e" / "f").write_bytes(b"x")
-    local.remove_folder("d")
-    assert local.names() == []
-    with pytest.raises(NotFoundError, match=r"d: remove: no such file or folder"):
-        local.remove_folder("d")
-
-
-def test_remove_file(local: LocalStorage, tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"x")
-    local.remove_file("f")
-    assert local.names() == []
-    with pytest.raises(NotFoundError, match=r"f: remove: no such file or folder"):
-        local.remove_file("f")
 
 
 def test_sync_tree_syncs_everything(
@@ -428,9 +349,6 @@ def test_kinds_and_entries(local: LocalStorage, tmp_path: Path) -> None:
         "folder",
     ]
     assert local.entries("d") == ["a", "b"]
-
-
-def test_free_nbytes(local: LocalStorage, tmp_path: Path) -> None:
     data = os.statvfs(tmp_path)
     assert 0 < local.free_nbytes() <= data.f_blocks * data.f_frsize
 

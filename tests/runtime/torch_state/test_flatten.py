@@ -39,16 +39,16 @@ def layout(shape: tuple[int, ...] | None = None) -> Layout:
     )
 
 
-def flatten(rank: int = 0, rules: Layout | None = None, **given: Any) -> FlatState:
-    asked = {
+def flatten(rank: int = 0, rules: Layout | None = None, **state: Any) -> FlatState:
+    arguments = {
         "model": None,
         "optimizer": None,
         "master_weights": None,
         "extra_parts": None,
         "model_dtype": None,
-        **given,
+        **state,
     }
-    return flatten_state(ShardingResolver(rank, range(2), rules), **asked)
+    return flatten_state(ShardingResolver(rank, range(2), rules), **arguments)
 
 
 def by_key(by_part: list[LocalTensor]) -> Mapping[tuple[str, str], LocalTensor]:
@@ -66,14 +66,10 @@ def test_model_and_optimizer_become_parts() -> None:
         ("optimizer", f"{fqn}/{key}") for fqn in "wb" for key in ("step", "exp_avg", "exp_avg_sq")
     ]
     assert set(flat) == {("model", "w"), ("model", "b"), ("model", "count"), *states}
-    assert state.requested == {"model", "optimizer"}
+    assert state.requested_parts == {"model", "optimizer"}
     assert flat["model", "w"].local.data_ptr() == module.get_parameter("w").data_ptr()
     assert flat["model", "count"].decl.spec.dtype == "I64"
-
-
-def test_no_targets_give_no_tensors() -> None:
-    state = flatten()
-    assert (state.tensors, state.requested) == ([], set())
+    assert (flatten().tensors, flatten().requested_parts) == ([], set())
 
 
 def test_state_is_sharded_like_its_parameter() -> None:
@@ -114,17 +110,6 @@ def test_sharded_state_of_another_shape_is_refused() -> None:
     ), "fine where nothing is cut"
 
 
-def test_masters_are_sharded_like_parameters() -> None:
-    module = model().to(torch.bfloat16)
-    masters = {fqn: p.detach().float() for fqn, p in module.named_parameters()}
-    flat = by_key(flatten(1, layout(), model=module, master_weights=masters).tensors)
-    assert flat["master_weights", "w"].decl.sharding == flat["model", "w"].decl.sharding == TP
-    assert (flat["model", "w"].decl.spec.dtype, flat["master_weights", "w"].decl.spec.dtype) == (
-        "BF16",
-        "F32",
-    )
-
-
 def test_model_dtype_adds_masters_of_rounded_tensors() -> None:
     module = model()
     module.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
@@ -144,20 +129,6 @@ def test_model_dtype_adds_masters_of_rounded_tensors() -> None:
     assert flat["model", "w"].local.data_ptr() == flat["master_weights", "w"].local.data_ptr(), (
         "cast on the way, not before"
     )
-
-
-def test_tied_weights_have_masters_once() -> None:
-    module = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
-    module["head"].weight = module["embed"].weight
-    state = flatten(model=module, model_dtype="bfloat16")
-    assert set(by_key(state.tensors)) == {
-        ("model", "embed.weight"),
-        ("master_weights", "embed.weight"),
-    }
-    assert state.aliases == {
-        "model": {"head.weight": "embed.weight"},
-        "master_weights": {"head.weight": "embed.weight"},
-    }
 
 
 def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
@@ -181,45 +152,20 @@ def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
         flatten(0, rules(1), model=tied)
 
 
-def test_master_weights_of_an_optimizer_without_any() -> None:
-    module = model()
-    with pytest.raises(
-        LayoutError,
-        match=r"^master_weights: got an optimizer without master weights in its state; pass a "
-        r"dict of tensors, or",
-    ):
-        flatten(model=module, master_weights=stepped(module))
-
-
-def test_extra_parts() -> None:
-    module = model()
-    average = {"w": torch.ones(4, 3)}
-    state = flatten(1, layout(), model=module, extra_parts={"ema": average})
-    assert by_key(state.tensors)["ema", "w"].decl.sharding == TP, (
-        "a Layout is of names, whatever the part"
-    )
-    assert state.requested == {"model", "ema"}
-    for name in ("model", "optimizer", "master_weights"):
-        with pytest.raises(
-            LayoutError,
-            match=rf"parts: got the name '{name}', which has its own argument; use another name",
-        ):
-            flatten(model=module, extra_parts={name: average})
-
-
-def test_optimizer_with_parameters_of_extra_parts() -> None:
+def test_extra_parts_and_their_optimizer_follow_the_layout() -> None:
+    """A Layout is of names, whatever the part."""
     module, critic = model(), model()
     both = torch.optim.AdamW([*module.parameters(), *critic.parameters()])
     for p in (*module.parameters(), *critic.parameters()):
         p.grad = torch.ones_like(p)
     both.step()
-    state = flatten(1, layout(), model=module, extra_parts={"critic": critic}, optimizer=both)
+    parts = {"critic": critic, "ema": {"w": torch.ones(4, 3)}}
+    state = flatten(1, layout(), model=module, extra_parts=parts, optimizer=both)
     flat = by_key(state.tensors)
+    assert state.requested_parts == {"model", "optimizer", "critic", "ema"}
     assert state.optimizer.groups[0]["names"] == ["w", "b", "critic.w", "critic.b"]
-    assert flat["optimizer", "critic.w/exp_avg"].decl.sharding == TP, (
-        "a Layout is of names, whatever the part"
-    )
-    assert flat["optimizer", "critic.w/exp_avg"].decl.spec.shape == (8, 3)
+    for key in (("ema", "w"), ("critic", "w"), ("optimizer", "critic.w/exp_avg")):
+        assert (flat[key].decl.sharding, flat[key].decl.spec.shape) == (TP, (8, 3))
     assert flat["optimizer", "critic.b/exp_avg"].decl.spec.shape == (3,)
 
 
@@ -241,8 +187,34 @@ def test_targets_are_resolved_like_parameters() -> None:
     assert flat["optimizer", "w/exp_avg"].local.data_ptr() == tensors["w/exp_avg"].data_ptr()
 
 
-def test_unsupported_dtypes_are_named() -> None:
-    with pytest.raises(
-        MismatchError, match=r"^ema:z: got dtype torch.complex128, which safetensors cannot store"
-    ):
-        flatten(extra_parts={"ema": {"z": torch.ones(1, dtype=torch.complex128)}})
+MODEL = model()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            {"master_weights": stepped(MODEL)},
+            LayoutError,
+            r"^master_weights: got an optimizer without master weights in its state; pass a dict",
+        ),
+        *(
+            (
+                {"extra_parts": {name: {}}},
+                LayoutError,
+                rf"parts: got the name '{name}', which has its",
+            )
+            for name in ("model", "optimizer", "master_weights")
+        ),
+        (
+            {"extra_parts": {"ema": {"z": torch.ones(1, dtype=torch.complex128)}}},
+            MismatchError,
+            r"^ema:z: got dtype torch.complex128, which safetensors cannot store",
+        ),
+    ],
+)
+def test_unsupported_state_is_refused(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        flatten(model=MODEL, **arguments)

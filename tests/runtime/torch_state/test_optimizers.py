@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from tests.support.optimizer_cases import MAKERS, model, same, states, step
+from tests.support.optimizer_cases import MAKERS, model, step
 from tests.support.optimizers import FusedAdam
-from unified_ckpt.errors import LayoutError, MismatchError
+from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.torch_state.modules import flatten_model
 from unified_ckpt.runtime.torch_state.optimizer_rules import state_rule
 from unified_ckpt.runtime.torch_state.optimizer_target import (
@@ -23,12 +22,8 @@ from unified_ckpt.runtime.torch_state.optimizer_target import (
     prepare_optimizer,
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
-    FlatOptimizer,
-    as_optimizers,
-    collect_masters,
     flatten_optimizer,
 )
-from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 
 Saved = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -37,119 +32,30 @@ def named(module: nn.Module) -> dict[int, str]:
     return flatten_model(module).param_names()
 
 
-def on_disk(flat: FlatOptimizer) -> tuple[Saved, FlatOptimizer]:
-    """The saved state, and a copy that shares no memory with the optimizer."""
-    return {
-        key: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for key, t in flat.tensors.items()
-    }, copy.deepcopy(flat)
-
-
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {fqn: tuple(p.shape) for fqn, p in module.named_parameters()}
 
 
-def load(
-    module: nn.Module,
-    optimizers: list[Optimizer],
-    saved: Saved,
-    values: FlatOptimizer,
-    *,
-    options: bool = True,
-) -> OptimizerTarget:
-    names = named(module)
-    target = prepare_optimizer(
-        optimizers, names, saved, shapes=shapes_of(module), saved_shapes={}, loads_state=True
+def prepare(module: nn.Module, optimizer: Optimizer, saved: Saved) -> OptimizerTarget:
+    shapes = shapes_of(module)
+    return prepare_optimizer(
+        [optimizer], named(module), saved, shapes=shapes, saved_shapes={}, loads_state=True
     )
-    for key, tensor in target.tensors.items():
-        tensor.copy_(values.tensors[key])
-    groups = match_groups(optimizers, names, values.groups) if options else None
-    target.install(scalars=values.scalars, groups=groups)
-    return target
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_training_continues_bitwise(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = model()
-    trained = MAKERS[kind](list(first.parameters()))
-    for number in range(3):
-        step(first, trained, number)
-    saved, values = on_disk(flatten_optimizer(trained, named(first)))
-    second = copy.deepcopy(first)
-    fresh = MAKERS[kind](list(second.parameters()))
-    with monkeypatch.context() as patch:
-        patch.setattr(type(fresh), "step", lambda *_: pytest.fail("the optimizer was stepped"))
-        load(second, [fresh], saved, values)
-    assert same(states(second, fresh), states(first, trained))
-    for number in range(3, 5):
-        step(first, trained, number)
-        step(second, fresh, number)
-        for (fqn, own_optimizer), torch_optimizer in zip(
-            second.named_parameters(), first.parameters(), strict=True
-        ):
-            assert torch.equal(own_optimizer, torch_optimizer), fqn
-    assert same(states(second, fresh), states(first, trained))
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "SGD momentum", "Adagrad", "Adafactor", "LBFGS"])
-def test_existing_state_is_replaced(kind: str) -> None:
-    first, second = model(), model()
-    trained, other = MAKERS[kind](list(first.parameters())), MAKERS[kind](list(second.parameters()))
-    step(first, trained, 0)
-    saved, values = on_disk(flatten_optimizer(trained, named(first)))
-    for number in range(4):
-        step(second, other, 7 + number)
-    load(second, [other], saved, values)
-    assert same(states(second, other), states(first, trained))
-
-
-def test_tensors_that_fit_are_filled_in_place() -> None:
+def test_memory_of_the_same_shape_is_filled_in_place() -> None:
     module = model()
     optimizer = MAKERS["AdamW"](list(module.parameters()))
     step(module, optimizer, 0)
-    saved, values = on_disk(flatten_optimizer(optimizer, named(module)))
-    before = {
-        fqn: {k: t.data_ptr() for k, t in optimizer.state[p].items()}
-        for fqn, p in module.named_parameters()
-    }
-    load(module, [optimizer], saved, values)
-    assert {
-        fqn: {k: t.data_ptr() for k, t in optimizer.state[p].items()}
-        for fqn, p in module.named_parameters()
-    } == before
-
-
-def test_optimizer_is_unchanged_before_install() -> None:
-    module = model()
-    optimizer = MAKERS["AdamW"](list(module.parameters()))
-    saved: Saved = {"matrix/exp_avg": ("F32", (5, 3)), "matrix/step": ("F32", ())}
-    target = prepare_optimizer(
-        [optimizer],
-        named(module),
-        saved,
-        shapes=shapes_of(module),
-        saved_shapes={},
-        loads_state=True,
-    )
-    assert set(target.tensors) == set(saved)
-    assert len(optimizer.state) == 0
-    assert target.param_names() == {"matrix", "vector", "one", "scalar"}
-
-
-def test_missing_state_is_cleared() -> None:
-    module = model()
-    optimizer = MAKERS["AdamW"](list(module.parameters()))
-    step(module, optimizer, 0)
-    saved, values = on_disk(flatten_optimizer(optimizer, named(module)))
-    for number in range(2):
-        step(module, optimizer, number)
-    part = {
-        key: what
-        for key, what in saved.items()
-        if key.startswith("matrix/") and not key.endswith("_sq")
-    }
-    load(module, [optimizer], part, values)
-    assert set(optimizer.state) == {dict(module.named_parameters())["matrix"]}
-    assert set(optimizer.state[dict(module.named_parameters())["matrix"]]) == {"step", "exp_avg"}
+    current = flatten_optimizer(optimizer, named(module)).tensors
+    before = {key: tensor.data_ptr() for key, tensor in current.items()}
+    saved: Saved = {key: ("F32", tuple(tensor.shape)) for key, tensor in current.items()}
+    target = prepare(module, optimizer, saved)
+    assert {key: tensor.data_ptr() for key, tensor in target.tensors.items()} == before
+    larger: Saved = {key: (dtype, (9, *shape)) for key, (dtype, shape) in saved.items()}
+    for key, tensor in prepare(module, optimizer, larger).tensors.items():
+        assert tensor.data_ptr() != before[key]
+        assert tensor.shape == larger[key][1]
 
 
 class Unknown(torch.optim.AdamW):
@@ -157,25 +63,25 @@ class Unknown(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_state_has_the_dtype_that_the_next_step_reads() -> None:
-    module = model().to(torch.bfloat16)
-    saved: Saved = {"matrix/exp_avg": ("F32", (5, 3)), "matrix/step": ("F32", ())}
-    for optimizer, dtype in (
-        (torch.optim.AdamW(module.parameters()), torch.bfloat16),
-        (FusedAdam(module.parameters()), torch.float32),
-        (Unknown(module.parameters()), torch.float32),
-    ):
-        target = prepare_optimizer(
-            [optimizer],
-            named(module),
-            saved,
-            shapes=shapes_of(module),
-            saved_shapes={},
-            loads_state=True,
-        )
-        assert [tensor.dtype for tensor in target.tensors.values()] == [dtype, torch.float32], type(
-            optimizer
-        )
+@pytest.mark.parametrize(
+    ("make", "saved", "expected"),
+    [
+        (torch.optim.AdamW, ("F32", "F32"), (torch.bfloat16, torch.float32)),
+        (FusedAdam, ("F32", "F32"), (torch.float32, torch.float32)),
+        (Unknown, ("F64", "I64"), (torch.float64, torch.int64)),  # as saved
+    ],
+)
+def test_state_has_the_dtype_that_the_next_step_reads(
+    make: type[Optimizer], saved: tuple[str, str], expected: tuple[torch.dtype, torch.dtype]
+) -> None:
+    module = nn.Module()
+    module.register_parameter("w", nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16).t()))
+    optimizer = make(module.parameters())
+    target = prepare(module, optimizer, {"w/exp_avg": (saved[0], (5, 3)), "w/step": (saved[1], ())})
+    assert tuple(tensor.dtype for tensor in target.tensors.values()) == expected
+    assert target.tensors["w/exp_avg"].is_contiguous()
+    assert not target.tensors["w/exp_avg"].requires_grad
+    assert (target.param_names(), len(optimizer.state)) == ({"w"}, 0), "unchanged until `install`"
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -201,48 +107,6 @@ def test_state_rules_match_real_steps(kind: str, dtype: torch.dtype) -> None:
         ]
 
 
-def test_unknown_optimizer_gets_the_saved_dtype() -> None:
-    module = model()
-    optimizer = Unknown(module.parameters())
-    saved: Saved = {
-        "matrix/exp_avg": ("BF16", (5, 3)),
-        "matrix/step": ("I64", ()),
-        "vector/exp_avg": ("F64", (4,)),
-    }
-    target = prepare_optimizer(
-        [optimizer],
-        named(module),
-        saved,
-        shapes=shapes_of(module),
-        saved_shapes={},
-        loads_state=True,
-    )
-    assert {key: t.dtype for key, t in target.tensors.items()} == {
-        "matrix/exp_avg": torch.bfloat16,
-        "matrix/step": torch.int64,
-        "vector/exp_avg": torch.float64,
-    }
-
-
-def test_existing_state_of_another_shape_is_replaced() -> None:
-    module = model()
-    optimizer = MAKERS["AdamW"](list(module.parameters()))
-    step(module, optimizer, 0)
-    matrix = dict(module.named_parameters())["matrix"]
-    saved: Saved = {"matrix/exp_avg": ("F32", (3, 5)), "matrix/exp_avg_sq": ("F32", (5, 1))}
-    target = prepare_optimizer(
-        [optimizer],
-        named(module),
-        saved,
-        shapes=shapes_of(module),
-        saved_shapes={},
-        loads_state=True,
-    )
-    for key, tensor in target.tensors.items():
-        assert tensor.data_ptr() != optimizer.state[matrix][key.rpartition("/")[2]].data_ptr()
-        assert tensor.shape == saved[key][1]
-
-
 @pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])
 def test_counters_are_on_the_device_torch_uses(fused: bool, device: str) -> None:
     """The meta device stands for an accelerator."""
@@ -255,32 +119,9 @@ def test_counters_are_on_the_device_torch_uses(fused: bool, device: str) -> None
         for fqn in shapes_of(module)
         for key, s in states.items()
     }
-    target = prepare_optimizer(
-        [optimizer],
-        named(module),
-        saved,
-        shapes=shapes_of(module),
-        saved_shapes={},
-        loads_state=True,
-    )
+    target = prepare(module, optimizer, saved)
     for key, tensor in target.tensors.items():
         assert tensor.device.type == (device if key.endswith("/step") else "meta"), key
-
-
-def test_new_state_is_contiguous_without_gradient() -> None:
-    module = nn.Module()
-    module.register_parameter("w", nn.Parameter(torch.ones(3, 5).t()))
-    optimizer = torch.optim.AdamW(module.parameters())
-    target = prepare_optimizer(
-        [optimizer],
-        named(module),
-        {"w/exp_avg": ("F32", (5, 3))},
-        shapes={"w": (5, 3)},
-        saved_shapes={},
-        loads_state=True,
-    )
-    assert target.tensors["w/exp_avg"].is_contiguous()
-    assert not target.tensors["w/exp_avg"].requires_grad
 
 
 @pytest.fixture
@@ -299,119 +140,31 @@ def test_state_of_a_dtensor_is_a_dtensor() -> None:
     )
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     saved: Saved = {"w/exp_avg": ("F32", (4, 3)), "w/step": ("F32", ())}
-    target = prepare_optimizer(
-        [optimizer], named(module), saved, shapes={"w": (4, 3)}, saved_shapes={}, loads_state=True
-    )
+    target = prepare(module, optimizer, saved)
     moment = target.tensors["w/exp_avg"]
     assert isinstance(moment, DTensor)
     assert moment.placements == (Shard(1),)
     assert moment.device_mesh == mesh
     assert type(target.tensors["w/step"]) is torch.Tensor
-    assert (
-        prepare_optimizer(
-            [optimizer], named(module), {}, shapes={}, saved_shapes={}, loads_state=True
-        ).tensors
-        == {}
-    )
+    assert prepare(module, optimizer, {}).tensors == {}
 
 
 # masters
 
 
-class WithMasters(torch.optim.SGD):
-    """Keeps fp32 copies in its state, as apex does."""
-
-    def keep(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["master_param"] = p.detach().float().clone()
-
-
-def test_masters_are_separate_and_survive_a_load() -> None:
-    module = model().to(torch.bfloat16)
-    optimizer = WithMasters(list(module.parameters()), lr=0.1, momentum=0.9)
-    step(module, optimizer, 0)
-    optimizer.keep()
-    flat = flatten_optimizer(optimizer, named(module))
-    assert set(flat.masters) == {"matrix", "vector", "one", "scalar"}
-    assert set(flat.tensors) == {f"{fqn}/momentum_buffer" for fqn in flat.masters}
-    saved, values = on_disk(flat)
-    masters = {p: optimizer.state[p]["master_param"] for p in module.parameters()}
-    target = load(module, [optimizer], saved, values)
-    assert collect_masters([optimizer], named(module)) == {
-        fqn: masters[p] for fqn, p in module.named_parameters()
-    }
-    assert all(optimizer.state[p]["master_param"] is masters[p] for p in module.parameters())
-    target.tensors.clear()
-    target.install(scalars={}, groups=None)
-    assert all(set(optimizer.state[p]) == {"master_param"} for p in module.parameters())
-
-
 # flattening
-
-
-def test_state_by_name() -> None:
-    module = model()
-    optimizer = MAKERS["AdamW"](list(module.parameters()))
-    step(module, optimizer, 0)
-    flat = flatten_optimizer(optimizer, named(module))
-    assert set(flat.tensors) == {
-        f"{fqn}/{key}" for fqn in shapes_of(module) for key in ("step", "exp_avg", "exp_avg_sq")
-    }
-    assert (
-        flat.tensors["matrix/exp_avg"]
-        is optimizer.state[dict(module.named_parameters())["matrix"]]["exp_avg"]
-    )
-    (group,) = flat.groups
-    assert group["names"] == ["matrix", "vector", "one", "scalar"]
-    assert group["options"] == {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-
-
-def test_values_that_are_not_tensors_are_scalars() -> None:
-    module = model()
-    optimizer = MAKERS["LBFGS"](list(module.parameters()))
-    step(module, optimizer, 0)
-    flat = flatten_optimizer(optimizer, named(module))
-    assert isinstance(flat.scalars["matrix"]["old_dirs"], list)
-    assert (
-        flat.scalars["matrix"]["n_iter"]
-        == optimizer.state[dict(module.named_parameters())["matrix"]]["n_iter"]
-    )
-    assert "matrix/d" in flat.tensors
-
-
-def test_several_optimizers_are_one_state() -> None:
-    module = model()
-    parameters = dict(module.named_parameters())
-    both = [
-        torch.optim.AdamW([parameters["matrix"]]),
-        torch.optim.SGD([p for n, p in parameters.items() if n != "matrix"], momentum=0.9),
-    ]
-    for optimizer in both:
-        step(module, optimizer, 0)
-    flat = flatten_optimizer(both, named(module))
-    assert [g["names"] for g in flat.groups] == [["matrix"], ["vector", "one", "scalar"]]
-    assert {"matrix/exp_avg", "vector/momentum_buffer"} <= set(flat.tensors)
-    assert as_optimizers(both) == both
-    assert as_optimizers(both[0]) == both[:1]
-    assert as_optimizers(None) == as_optimizers({}) == []
-
-
-def test_param_names_are_not_hyperparameters() -> None:
-    module = model()
-    optimizer = torch.optim.AdamW(module.named_parameters())
-    assert "param_names" not in flatten_optimizer(optimizer, named(module)).groups[0]["options"]
 
 
 def test_flatten_optimizer_dicts() -> None:
     tensors = {"w/exp_avg": torch.ones(2), "a/b/step": torch.ones(())}
     assert flatten_optimizer(tensors, {}).tensors == tensors
-    for wrong in ({"w": torch.ones(1)}, {"w/": torch.ones(1)}, {"/m": torch.ones(1)}, {"w/m": 3.0}):
-        with pytest.raises(
-            LayoutError,
-            match=r"optimizer.*: got .*, expected (names such as 'fqn/state'|a torch.Tensor)",
-        ):
-            flatten_optimizer(wrong, {})  # type: ignore[arg-type]
+    for key in ("w", "w/", "/m"):
+        text = rf"^optimizer: got the key '{key}', expected names such as 'fqn/state'"
+        with pytest.raises(LayoutError, match=text):
+            flatten_optimizer({key: torch.ones(1)}, {})
+    text = r"^optimizer\['w/m'\]: got a float, expected a torch.Tensor"
+    with pytest.raises(LayoutError, match=text):
+        flatten_optimizer({"w/m": 3.0}, {})  # type: ignore[dict-item]
 
 
 def test_unknown_parameter_is_refused() -> None:
@@ -424,9 +177,7 @@ def test_unknown_parameter_is_refused() -> None:
     with pytest.raises(LayoutError, match=text):
         flatten_optimizer(optimizer, named(module))
     with pytest.raises(LayoutError, match=text):
-        prepare_optimizer(
-            [optimizer], named(module), {}, shapes={}, saved_shapes={}, loads_state=True
-        )
+        prepare(module, optimizer, {})
 
 
 @pytest.mark.parametrize("key", ["a/b", "", 3])
@@ -462,76 +213,6 @@ def grouped(module: nn.Module, *groups: tuple[dict[str, Any], list[str]]) -> Opt
     return torch.optim.AdamW(
         [{"params": [parameters[n] for n in names], **options} for options, names in groups], lr=1.0
     )
-
-
-def test_groups_match_by_name() -> None:
-    module = model()
-    saved = flatten_optimizer(
-        grouped(module, ({"lr": 0.1}, ["matrix"]), ({"lr": 0.2}, ["vector", "one", "scalar"])),
-        named(module),
-    ).groups
-    current = grouped(module, ({}, ["scalar", "vector"]), ({}, ["one"]), ({}, ["matrix"]))
-    matched = match_groups([current], named(module), saved)
-    assert [options["lr"] for options in matched] == [0.2, 0.2, 0.1]
-    OptimizerTarget([current], named(module), loads_state=True).install(scalars={}, groups=matched)
-    assert [group["lr"] for group in current.param_groups] == [0.2, 0.2, 0.1]
-    assert [len(group["params"]) for group in current.param_groups] == [2, 1, 1]
-
-
-def test_training_continues_with_reordered_groups() -> None:
-    first = model()
-    trained = grouped(
-        first,
-        ({"lr": 0.1}, ["matrix", "scalar"]),
-        ({"lr": 0.2, "weight_decay": 0.5}, ["vector", "one"]),
-    )
-    for number in range(3):
-        step(first, trained, number)
-    saved, values = on_disk(flatten_optimizer(trained, named(first)))
-    second = copy.deepcopy(first)
-    other = grouped(second, ({}, ["one"]), ({}, ["scalar", "matrix"]), ({}, ["vector"]))
-    load(second, [other], saved, values)
-    step(first, trained, 3)
-    step(second, other, 3)
-    assert all(
-        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
-    )
-
-
-def test_current_hyperparameters_can_be_kept() -> None:
-    module = model()
-    optimizer = grouped(module, ({"lr": 0.1}, ["matrix", "vector", "one", "scalar"]))
-    saved, values = on_disk(flatten_optimizer(optimizer, named(module)))
-    optimizer.param_groups[0]["lr"] = 0.7
-    load(module, [optimizer], saved, values, options=False)
-    assert optimizer.param_groups[0]["lr"] == 0.7
-
-
-def test_groups_joining_different_options_are_a_mismatch() -> None:
-    module = model()
-    saved = flatten_optimizer(
-        grouped(module, ({"lr": 0.1}, ["matrix"]), ({"lr": 0.2}, ["vector", "one", "scalar"])),
-        named(module),
-    ).groups
-    current = grouped(module, ({}, ["matrix", "vector", "one", "scalar"]))
-    with pytest.raises(
-        MismatchError,
-        match=r"matrix: its param group joins parameters whose saved hyperparameters differ",
-    ):
-        match_groups([current], named(module), saved)
-
-
-def test_groups_joining_equal_options_are_accepted() -> None:
-    module = model()
-    options = {"lr": torch.tensor(0.1), "foreach": False}
-    apart = grouped(
-        module, (options, ["matrix"]), (copy.deepcopy(options), ["vector", "one", "scalar"])
-    )
-    joined = grouped(module, ({}, ["vector", "matrix", "one", "scalar"]))
-    (matched,) = match_groups(
-        [joined], named(module), flatten_optimizer(apart, named(module)).groups
-    )
-    assert matched["lr"] == torch.tensor(0.1)
 
 
 def test_new_groups_keep_their_hyperparameters() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -51,7 +52,10 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]
     )
     assert done.returncode == 0, done.stdout + done.stderr
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
-    return {name: [text for one in by_rank for text in one[name]] for name in by_rank[0]}
+    return {
+        name: [text for rank_results in by_rank for text in rank_results[name]]
+        for name in by_rank[0]
+    }
 
 
 @pytest.mark.parametrize("name", cases())
@@ -80,6 +84,11 @@ def test_plain_tensor_is_replicated() -> None:
     for layout in (None, tp({"tp": 0})):
         placed = resolve(layout, 3, torch.ones(3, 2), fqn="other")
         assert (placed.shape, placed.sharding) == ((3, 2), Sharding())
+    assert [resolve(None, 0, t).shape for t in (torch.tensor(3.0), torch.ones(0, 3))] == [
+        (),
+        (0, 3),
+    ]
+    assert resolve(tp({"tp": 0}, (1, 3)), 1, torch.ones(0, 3)).shape == (1, 3)
 
 
 def test_memory_is_aliased_and_detached() -> None:
@@ -128,38 +137,48 @@ def test_padding_is_removed() -> None:
         assert placed.sharding == Sharding((ShardDim(0, 2, 1, 1, 8),))
         assert placed.local.data_ptr() == part.data_ptr()
         assert torch.equal(placed.local, part[:rows])
-
-
-def test_padding_is_removed_where_a_rank_has_nothing_else() -> None:
     layout = Layout(mesh={"dp": 4, "tp": 1}, rules={"w": {"tp": 0}}, shapes={"w": (10, 2)})
-    placed = resolve(layout, 0, torch.ones(16, 2))
-    assert (placed.shape, tuple(placed.local.shape)) == ((10, 2), (10, 2))
+    assert tuple(resolve(layout, 0, torch.ones(16, 2)).local.shape) == (10, 2), "all on one rank"
 
 
-@pytest.mark.parametrize("part", [(3, 5), (1, 2), (2, 1), (3, 2, 1), (3,)])
-def test_local_tensor_of_another_shape_is_refused(part: tuple[int, ...]) -> None:
-    with pytest.raises(LayoutError, match=r"^w: .*(expected|pass a shape)"):
-        resolve(tp({"tp": 0}, (5, 2)), 1, torch.ones(part))
+LOCAL = r"^w: got a local tensor of shape {}, expected \({}\) from its placements"
 
 
-def test_unsharded_dim_is_not_padded() -> None:
-    with pytest.raises(
-        LayoutError,
-        match=r"w: got a local tensor of shape \(5, 7\), expected \(5, 3\) from its placements",
-    ):
-        resolve(tp({"tp": 0}, (10, 3)), 0, torch.ones(5, 7))
-
-
-def test_sections_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"w: .*sections"):
-        resolve(
-            tp({"tp": Strided(0, (4, 2, 2))}, (10, 1)), 0, torch.ones(4, 1)
-        )  # rows 8 and 9 would be on no rank
-
-
-def test_sections_that_do_not_match_the_dim_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"w: .*; pass sections that add up"):
-        resolve(tp({"tp": Strided(0, (4, 2, 2))}), 0, torch.ones(5, 1))
+@pytest.mark.parametrize(
+    ("rule", "shape", "rank", "part", "text"),
+    [
+        *(
+            (0, (5, 2), 1, part, LOCAL.format(re.escape(str(part)), "2, 2"))
+            for part in ((3, 5), (1, 2), (2, 1))
+        ),
+        *(
+            (
+                0,
+                (5, 2),
+                1,
+                part,
+                r"^w: Layout shapes declare \(5, 2\), but this rank's tensor has "
+                rf"shape {re.escape(str(part))}; pass a shape with as many dims$",
+            )
+            for part in ((3, 2, 1), (3,))
+        ),
+        (0, (10, 3), 0, (5, 7), LOCAL.format(r"\(5, 7\)", "5, 3")),  # no padding of a whole dim
+        (
+            Strided(0, (4, 2, 2)),
+            (10, 1),
+            0,
+            (4, 1),
+            r"^w: sections \(4, 2, 2\): got 8 elements in "
+            r"total, expected the 10 elements of the dim",
+        ),  # rows 8 and 9 would be on no rank
+        (Strided(0, (4, 2, 2)), None, 0, (5, 1), r"w: .*; pass sections that add up"),
+    ],
+)
+def test_local_tensor_of_another_shape_is_refused(
+    rule: int | Strided, shape: tuple[int, ...] | None, rank: int, part: tuple[int, ...], text: str
+) -> None:
+    with pytest.raises(LayoutError, match=text):
+        resolve(tp({"tp": rule}, shape), rank, torch.ones(part))
 
 
 def test_matched_rules_are_recorded() -> None:
@@ -171,13 +190,7 @@ def test_matched_rules_are_recorded() -> None:
     assert describe_meshes(placer) == {"world_size": 4, "layout": {"tp": 4}}
 
 
-def test_scalars_and_empty_tensors() -> None:
-    assert resolve(None, 0, torch.tensor(3.0)).shape == ()
-    assert resolve(None, 0, torch.ones(0, 3)).shape == (0, 3)
-    assert resolve(tp({"tp": 0}, (1, 3)), 1, torch.ones(0, 3)).shape == (1, 3)
-
-
-# what cannot be saved
+# refusals
 
 
 class Tagged(torch.Tensor):

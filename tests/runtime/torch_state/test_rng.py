@@ -21,7 +21,7 @@ def _seeded() -> None:
 
 
 def test_draws_after_load_equal_draws_after_save(tmp_path: Path) -> None:
-    drawn()  # half of a pair of normal numbers is held back now
+    drawn()  # the generator now caches half of a pair of normal numbers
     uc.save(
         tmp_path / "c",
         model={"w": torch.ones(2)},
@@ -38,27 +38,27 @@ def test_derived_states_differ_by_rank_and_saved_state() -> None:
     saved = [states.state_dict()]
     torch.rand(3)
     later = [states.state_dict()]
-    found = set()
+    first_draws = set()
     for draw, rank, world in [(saved, 0, 2), (saved, 1, 2), (saved, 1, 3), (later, 0, 2)]:
         states.load_from_ranks(draw, rank=rank, world=world)
         first = drawn()
         drawn()
         states.load_from_ranks(draw, rank=rank, world=world)
         assert drawn() == first, "always the same from the same"
-        found.add(first)
-    assert len(found) == 4
+        first_draws.add(first)
+    assert len(first_draws) == 4
 
 
 @pytest.mark.parametrize("devices", [0, 2])
 def test_unused_cuda_states_are_logged(
     devices: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on a node without a GPU; states of as many devices are restored."""
+    """Also on a node without a GPU; states are restored if the number of devices matches."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
-    taken: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", taken.append)
+    restored: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.append)
     states = uc.RandomStates()
     for saved in (1, devices):
         states.load_state_dict(
@@ -68,4 +68,4 @@ def test_unused_cuda_states_are_logged(
         f"random states: saved for 1 CUDA devices, found {devices}; CUDA states stay unchanged"
     )
     assert [record.getMessage() for record in caplog.records] == [expected]
-    assert [len(of) for of in taken] == ([2] if devices else [])
+    assert [len(device_states) for device_states in restored] == ([2] if devices else [])

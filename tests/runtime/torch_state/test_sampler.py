@@ -34,7 +34,7 @@ def loader_of(
 
 
 class Job:
-    """The ranks of one world, one after another, each with a sampler and a loader."""
+    """The ranks of one world, run in turn, each with a sampler and a loader."""
 
     def __init__(
         self,
@@ -92,30 +92,32 @@ def test_each_sample_comes_once_over_any_worlds(
     options = {"shuffle": shuffle, "drop_last": drop_last, "seed": 5}
     fresh = uc.ElasticSampler(range(length), 1, 0, **options)
     fresh.set_epoch(epoch)
-    saved, seen = fresh.state_dict(), Counter[int]()
+    saved, counts_by_sample = fresh.state_dict(), Counter[int]()
     order = list(fresh._order(fresh._position).indices)
     assert sorted(order) == list(range(length))
     for world, batch, count in lives:
         job = Job(length, world, batch, saved, **options)
-        seen.update(job.steps(count))
+        counts_by_sample.update(job.steps(count))
         saved = job.state()
         if saved["epoch"] != epoch:
             break
-        assert set(seen) == set(order[: saved["seen"]]), "what was handed out, no more and no less"
+        assert set(counts_by_sample) == set(order[: saved["seen"]]), (
+            "what was handed out, no more and no less"
+        )
     else:
         world, batch = last
-        seen.update(Job(length, world, batch, saved, **options).steps())
+        counts_by_sample.update(Job(length, world, batch, saved, **options).steps())
     most = max([world for world, _, _ in lives] + [last[0]])
     if drop_last:
-        assert set(seen.values()) <= {1}
-        remaining = [index for index in order if not seen[index]]
+        assert set(counts_by_sample.values()) <= {1}
+        remaining = [index for index in order if not counts_by_sample[index]]
         assert len(remaining) < most
         assert remaining == order[length - len(remaining) :], "the end of the order"
     elif length:
-        assert set(seen) == set(range(length)), "none is left out"
-        assert sum(seen.values()) - length < most
-        assert [index for index in order if seen[index] > 1] == order[
-            : len([1 for index in order if seen[index] > 1])
+        assert set(counts_by_sample) == set(range(length)), "none is left out"
+        assert sum(counts_by_sample.values()) - length < most
+        assert [index for index in order if counts_by_sample[index] > 1] == order[
+            : len([1 for index in order if counts_by_sample[index] > 1])
         ], "its start"
 
 
@@ -142,8 +144,8 @@ def test_epoch_equals_that_of_distributed_sampler(
 
 def test_dropped_last_batch_is_not_consumed() -> None:
     job = Job(22, 2, 3, None, drop_batch=True)
-    seen = job.steps()
-    assert len(seen) == len(set(seen)) == 18
+    samples = job.steps()
+    assert len(samples) == len(set(samples)) == 18
     assert (job.samplers[0].epoch, job.samplers[0].seen) == (1, 0)
 
 
@@ -193,7 +195,7 @@ def test_prefetched_samples_are_not_consumed(kind: type, options: dict[str, obje
     first = list(islice(sampler.batches(loader), 2))
     assert sampler.seen == 12
     saved = sampler.state_dict()
-    rest = list(sampler.batches(loader))  # the same loader goes on where the loop was left
+    rest = list(sampler.batches(loader))  # the same loader continues after the loop's last batch
     assert [index for batch in first + rest for index in batch] == expected
     assert sampler.epoch == 1
     resumed = uc.ElasticSampler(Numbers(), 2, 0)
@@ -208,12 +210,12 @@ def test_prefetched_samples_are_not_consumed(kind: type, options: dict[str, obje
     )
 
 
-@pytest.mark.parametrize("taken", [0, 2, 7, None])
+@pytest.mark.parametrize("consumed", [0, 2, 7, None])
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 2}, {"num_workers": 2, "snapshot_every_n_steps": 3}]
 )
 def test_stateful_loader_and_sampler_can_both_be_saved(
-    taken: int | None, options: dict[str, object]
+    consumed: int | None, options: dict[str, object]
 ) -> None:
     def created() -> tuple[uc.ElasticSampler, StatefulDataLoader]:
         sampler = uc.ElasticSampler(Numbers(), 2, 1, seed=1)
@@ -223,14 +225,14 @@ def test_stateful_loader_and_sampler_can_both_be_saved(
 
     sampler, loader = created()
     walk = sampler.batches(loader)
-    before = list(islice(walk, taken))
-    assert len(before) == (7 if taken is None else taken)
-    if taken == 0 and options:
+    before = list(islice(walk, consumed))
+    assert len(before) == (7 if consumed is None else consumed)
+    if consumed == 0 and options:
         with pytest.raises(uc.CheckpointError, match="a loader draws from it uncounted; use"):
             loader.state_dict()  # starts the workers
         return
     saved = sampler.state_dict(), loader.state_dict()
-    expected = list(sampler.batches(loader) if taken is None else walk)
+    expected = list(sampler.batches(loader) if consumed is None else walk)
     again, resumed = created()
     again.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
@@ -238,8 +240,8 @@ def test_stateful_loader_and_sampler_can_both_be_saved(
     assert list(again.batches(resumed)) == expected
     assert again.state_dict() == sampler.state_dict()
     if (
-        taken and "snapshot_every_n_steps" not in options
-    ):  # else the loader itself goes from step 0 to 2
+        consumed and "snapshot_every_n_steps" not in options
+    ):  # else the loader itself jumps from step 0 to 2
         alone, resumed = created()
         resumed.load_state_dict(saved[1])
         with pytest.raises(
@@ -253,7 +255,7 @@ def test_epochs_advance_alone_and_by_set_epoch() -> None:
     loader = loader_of(sampler, 10, batch=2)
     walks = []
     for epoch in range(sampler.epoch, 3):
-        sampler.set_epoch(epoch)  # no matter
+        sampler.set_epoch(epoch)  # has no effect
         walks.append(list(sampler.batches(loader)))
     assert sampler.epoch == 3
     assert walks[0] != walks[1] != walks[2]
@@ -332,7 +334,7 @@ def test_sampler_created_before_the_group_is_refused() -> None:
     sampler = uc.ElasticSampler(range(20))
     dist.init_process_group(
         "fake", store=FakeStore(), rank=1, world_size=2
-    )  # torch's own, for a rank without the others
+    )  # torch's sampler, for one rank alone
     try:
         with pytest.raises(
             uc.LayoutError,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import unified_ckpt.sources.deepspeed.layout as layouts
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.engine.source.protocol import SourceMetadata
+from unified_ckpt.engine.source.protocol import SourceMetadata, read_box
 from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, FlatRange, zero3_layout, zero12_layout
 from unified_ckpt.sources.deepspeed.parameters import tensor_from_ranges
@@ -72,7 +72,7 @@ def test_zero12_layout_restores_parameters(
     for name, expected in parameters.items():
         assert torch.equal(assemble(layout, shares, name), expected)
         assert all(flat_range.numel <= cut for flat_range in layout.ranges[name])
-    for number, numels in enumerate(sizes):  # what is padding may be left out, no more
+    for number, numels in enumerate(sizes):  # only padding may be missing
         assert sum(layout.min_numel(rank, number) for rank in range(world)) == sum(numels) + sum(
             gaps[number]
         )
@@ -169,7 +169,7 @@ def test_ranges_are_loaded_on_demand() -> None:
         "folder", {("model", "w"): tensor}, format="test", metadata=SourceMetadata()
     )
     values = torch.frombuffer(
-        bytearray(source.read("model", "w", Box((3, 0), (2, 3)))), dtype=torch.float32
+        read_box(source, ("model", "w"), Box((3, 0), (2, 3))), dtype=torch.float32
     )
     assert values.tolist() == [2, 2, 2, 3, 3, 3]
     assert sorted(set(loaded)) == [2, 3]
@@ -180,7 +180,7 @@ def test_ranges_are_loaded_on_demand() -> None:
     ("entries", "known"),
     [
         (["latest", "global_step3", "zero_to_fp32.py"], True),
-        (["latest", "checkpoint", "zero_to_fp32.py"], True),  # Lightning's
+        (["latest", "checkpoint", "zero_to_fp32.py"], True),  # as Lightning writes it
         (["latest_universal", "global_step3_universal"], True),
         (["mp_rank_00_model_states.pt"], True),
         (
@@ -190,7 +190,7 @@ def test_ranges_are_loaded_on_demand() -> None:
             ],
             True,
         ),
-        (["latest", "epoch-5", "zero_to_fp32.py"], True),  # a name of the caller's
+        (["latest", "epoch-5", "zero_to_fp32.py"], True),  # a tag chosen by the caller
         (["latest", "zero_to_fp32.py", "model.safetensors"], False),
         (["latest", "step-5"], False),
         (["global_step3"], False),

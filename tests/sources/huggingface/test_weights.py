@@ -1,5 +1,5 @@
-"""Folders of Hugging Face's weights where index and files do not agree: read as transformers reads
-them, or refused, never in part.
+"""Folders of Hugging Face weights whose index and files disagree: read as transformers reads them,
+or refused; never read in part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], kind: str, file: str) 
 
 
 def sharded(folder: Path, tensors: dict[str, torch.Tensor], kind: str) -> dict[str, str]:
-    """A file of each tensor, and their index."""
+    """Write each tensor to a file of its own, and an index."""
     folder.mkdir(exist_ok=True)
     if kind == "trainer":
         (folder / "trainer_state.json").write_text("{}")
@@ -37,30 +37,28 @@ def sharded(folder: Path, tensors: dict[str, torch.Tensor], kind: str) -> dict[s
     return weight_map
 
 
-def found(folder: Path) -> dict[str, torch.Tensor]:
+def read_model(folder: Path) -> dict[str, torch.Tensor]:
     with uc.open(folder) as source:
         return {name: source["model"][name][...] for name in source["model"]}
 
 
-def check_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def check_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_index_left_by_an_older_save_does_not_hide_the_one_file(
-    tmp_path: Path, kind: str
-) -> None:
-    """`save_pretrained` into a folder that had shards removes these, not their index."""
+def test_index_of_an_older_save_does_not_hide_a_single_file(tmp_path: Path, kind: str) -> None:
+    """`save_pretrained` removes older shards from the folder, but not their index."""
     for file in sharded(tmp_path / "hf", OLD, kind).values():
         (tmp_path / "hf" / file).unlink()
     write(tmp_path / "hf", NEW, kind, "model")
-    check_same(found(tmp_path / "hf"), NEW)
+    check_same(read_model(tmp_path / "hf"), NEW)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_two_saves_in_one_folder_are_refused(tmp_path: Path, kind: str) -> None:
-    """transformers reads the one file, others go by the index."""
+    """transformers reads the single file; other readers follow the index."""
     sharded(tmp_path / "hf", OLD, kind)
     write(tmp_path / "hf", NEW, kind, "model")
     with pytest.raises(
@@ -72,7 +70,7 @@ def test_weights_of_two_saves_in_one_folder_are_refused(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_index_of_the_one_file_is_read_by(tmp_path: Path, kind: str) -> None:
+def test_index_of_a_single_file(tmp_path: Path, kind: str) -> None:
     weight_map = sharded(tmp_path / "hf", NEW, kind)
     index = next((tmp_path / "hf").glob("*.index.json"))
     for file in weight_map.values():
@@ -81,17 +79,15 @@ def test_an_index_of_the_one_file_is_read_by(tmp_path: Path, kind: str) -> None:
     index.write_text(
         json.dumps({"weight_map": dict.fromkeys(NEW, index.name.removesuffix(".index.json"))})
     )
-    check_same(found(tmp_path / "hf"), NEW)
+    check_same(read_model(tmp_path / "hf"), NEW)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_that_the_index_does_not_list_is_read_from_its_file(
-    tmp_path: Path, kind: str
-) -> None:
+def test_tensor_missing_in_the_index_is_read_from_its_file(tmp_path: Path, kind: str) -> None:
     weight_map = sharded(tmp_path / "hf", NEW, kind)
     write(tmp_path / "hf", {"b": NEW["b"], "c": torch.ones(4)}, kind, "model-00002-of-00002")
     assert "c" not in weight_map
-    check_same(found(tmp_path / "hf"), NEW | {"c": torch.ones(4)})
+    check_same(read_model(tmp_path / "hf"), NEW | {"c": torch.ones(4)})
 
 
 @pytest.mark.parametrize("kind", KINDS)

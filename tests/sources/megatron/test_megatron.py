@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 import unified_ckpt as uc
 from tests.support.megatron_models import JOBS, VOCAB, drawn, new_model
 from tests.support.megatrons import Job, Tensors, megatron_classes, no_decay, stage, write
-from tests.support.optimizers import FusedAdam
 from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.options import SourceOptions
@@ -30,27 +28,16 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_whole_model_and_optimizer(tmp_path: Path, name: str) -> None:
+def test_loaded_model_computes_the_same_logits(tmp_path: Path, name: str) -> None:
     kind, job, more = JOBS[name]
     model, hub = drawn(kind, job, tmp_path)
     root = write(tmp_path / "job", job, hub, **more)
     with uc.open(root) as source:
-        assert source.format == "megatron"
-        assert source.step == 7
-        assert set(source["model"].keys()) == set(hub["param"])
-        for fqn, tensor in hub["param"].items():
-            assert torch.equal(source["model"][fqn][...], tensor.bfloat16()), fqn
-            if job.optimizer == "none":
-                continue
-            assert torch.equal(source["master_weights"][fqn][...], tensor), fqn
-            assert source["optimizer"][f"{fqn}/step"][...] == 7
-            for key in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(source["optimizer"][f"{fqn}/{key}"][...], hub[key][fqn]), (
-                    f"{fqn}/{key}"
-                )
-        assert ("optimizer" in source.parts) == (job.optimizer != "none")
+        assert source.parts == (
+            ("model",) if job.optimizer == "none" else ("master_weights", "model", "optimizer")
+        )
     other = new_model(kind, job).bfloat16()
-    with open_model_names(root, model=other) as renamed:  # transformers joins experts in memory
+    with open_model_names(root, model=other) as renamed:  # transformers stacks experts in memory
         uc.load(renamed, model=other)
     assert torch.equal(logits(other), logits(model))
 
@@ -117,17 +104,6 @@ def test_random_state_of_a_rank(llama: tuple[Path, dict[str, Tensors]]) -> None:
     assert states == [[tp, pp, 0] for pp in range(2) for _ in range(2) for tp in range(2)]
 
 
-def test_convert_and_inspect(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(root)]) == 0
-    assert "Megatron-LM" in capsys.readouterr().out
-    assert main(["convert", str(root), str(tmp_path / "new")]) == 0
-    assert "cast down, equal the model bit for bit" in capsys.readouterr().out
-    assert main(["diff", str(root), str(tmp_path / "new")]) == 0
-    assert uc.verify(tmp_path / "new", deep=True).ok
-
-
 def test_step_folder_and_release(root: Path) -> None:
     with uc.open(root / "iter_0000007") as source:
         assert source.format == "megatron"
@@ -184,96 +160,254 @@ def test_model_unlike_llama_keeps_own_names(
         uc.open(root, options=SourceOptions(names="huggingface"))
 
 
-# ---- what is missing
+# ---- damage
 
 
-def test_missing_rank_is_named(root: Path) -> None:
-    shutil.rmtree(of_rank(root))
-    with pytest.raises(
-        uc.IncompleteError, match=r"folders of ranks are missing(.|\n)*mp_rank_01_000"
-    ):
+def edit(change: Callable[[Any], object], *files: str) -> Callable[[Path], object]:
+    """Change the content of these files, by default the model's of one rank."""
+
+    def act(root: Path) -> None:
+        for pattern in files or ("mp_rank_01_000/model_optim_rng.pt",):
+            for path in (root / "iter_0000007").glob(pattern):
+                changed(path, change)
+
+    return act
+
+
+def without(word: str) -> Callable[[Any], object]:
+    return lambda content: [
+        content["model"].pop(name) for name in list(content["model"]) if word in name
+    ]
+
+
+def rename(first: str, second: str, *, swapped: bool) -> Callable[[Path], object]:
+    """Swap two ranks' folders, or put a copy of the first in place of the second."""
+
+    def act(root: Path) -> None:
+        shutil.move(of_rank(root, second), root / "aside")
+        shutil.copytree(of_rank(root, first), of_rank(root, second))
+        if swapped:
+            shutil.rmtree(of_rank(root, first))
+            shutil.move(root / "aside", of_rank(root, first))
+
+    return act
+
+
+def track(text: str) -> Callable[[Path], object]:
+    return lambda root: (root / "latest_checkpointed_iteration.txt").write_text(text)
+
+
+def set_pipeline_size(content: Any) -> None:
+    content["args"].pipeline_model_parallel_size = 1
+
+
+ALL = "*/model_optim_rng.pt"
+SWAPPED = r"got the file of rank \d+(.|\n)*restore their names"
+TP, PP = ("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_01_000", "mp_rank_01_001")
+DAMAGE: dict[str, tuple[Callable[[Path], object], type[uc.CheckpointError], str]] = {
+    "no rank": (
+        lambda root: shutil.rmtree(of_rank(root)),
+        uc.IncompleteError,
+        r"folders of ranks are missing(.|\n)*mp_rank_01_000",
+    ),
+    "no norm": (
+        edit(without("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")),
+        uc.FormatError,
+        r"have different tensors(.|\n)*linear_fc1.layer_norm_weight",
+    ),
+    "no layer": (
+        edit(without("layers.1.")),
+        uc.FormatError,
+        r"have different tensors(.|\n)*decoder.layers.1",
+    ),
+    "no optimizer": (
+        lambda root: [path.unlink() for path in root.rglob("distrib_optim.pt")],
+        uc.IncompleteError,
+        r"is distrib_optim.pt missing\?",
+    ),
+    "no step": (track("8"), uc.IncompleteError, r"names step 8, whose folder does not exist"),
+    "a path": (track("../../etc"), uc.FormatError, r"got '../../etc'"),
+    "two saves": (
+        edit(lambda content: content.update(iteration=6)),
+        uc.FormatError,
+        r"mp_rank_01_000/model_optim_rng.pt: got another step",
+    ),
+    "other ranks": (
+        edit(set_pipeline_size, ALL),
+        uc.FormatError,
+        r"got 2 ranks in its name, expected 1",
+    ),
+    "order of 2021": (
+        edit(lambda content: content.update(checkpoint_version=1.0), ALL),
+        uc.FormatError,
+        r"got checkpoint_version(.|\n)*expected 2 or later",
+    ),
+    "unknown class": (
+        edit(lambda content: setattr(content["args"], "x", Job())),
+        uc.FormatError,
+        r"megatrons\.Job",
+    ),
+    "tensor ranks swapped": (rename(*TP, swapped=True), uc.FormatError, SWAPPED),
+    "a tensor rank copied": (rename(*TP, swapped=False), uc.FormatError, SWAPPED),
+    "pipeline ranks swapped": (rename(*PP, swapped=True), uc.FormatError, SWAPPED),
+    "a pipeline rank copied": (rename(*PP, swapped=False), uc.FormatError, SWAPPED),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_folder_is_refused(root: Path, case: str) -> None:
+    damage, error, text = DAMAGE[case]
+    damage(root)
+    with pytest.raises(error, match=text):
         uc.open(root)
 
 
 def test_missing_experts_are_named(tmp_path: Path) -> None:
+    """The converter of Megatron-LM drops experts silently."""
     job = Job(tp=2, ep=2, experts=4, optimizer="none")
     _, hub = drawn("Mixtral", job, tmp_path)
     root = write(tmp_path / "job", job, hub)
-    shutil.rmtree(of_rank(root, "mp_rank_01_001"))
-    with pytest.raises(uc.IncompleteError, match=r"mp_rank_1_001"):
+    drop = without("layers.2.mlp.experts.local_experts.1.")
+    name = "layers.2.mlp.experts.local_experts.1.linear_fc1"
+    edit(drop, "mp_rank_0?_001/model_optim_rng.pt")(root)
+    with pytest.raises(uc.FormatError, match=rf"have different tensors(.|\n)*{name}.weight"):
         uc.open(root)
-
-
-def test_converter_drops_moe_experts_silently(tmp_path: Path) -> None:
-    job = Job(ep=2, experts=4, optimizer="none")
-    _, hub = drawn("Mixtral", job, tmp_path)
-    root = write(tmp_path / "job", job, hub)
-
-    def drop(content: Any) -> None:
-        content["model"] = {
-            name: tensor
-            for name, tensor in content["model"].items()
-            if "layers.2.mlp.experts.local_experts.1." not in name
-        }
-
-    changed(of_rank(root, "mp_rank_00_001") / "model_optim_rng.pt", drop)
-    with pytest.raises(
-        uc.FormatError,
-        match=r"have different "
-        r"tensors(.|\n)*layers.2.mlp.experts.local_experts.1.linear_fc1.weight",
-    ):
-        uc.open(root)
-    changed(of_rank(root, "mp_rank_00_000") / "model_optim_rng.pt", drop)
+    edit(drop, "mp_rank_0?_000/model_optim_rng.pt")(root)
     with pytest.raises(
         uc.IncompleteError,
         match=r"expected 4 "
         r"experts(.|\n)*local_experts.1.linear_fc1(.|\n)*local_experts.3.linear_fc2",
     ):
         uc.open(root)
+    shutil.rmtree(of_rank(root, "mp_rank_01_001"))
+    with pytest.raises(uc.IncompleteError, match=r"mp_rank_1_001"):
+        uc.open(root)
 
 
-def test_norm_missing_on_one_rank_is_refused(root: Path) -> None:
-    changed(
-        of_rank(root) / "model_optim_rng.pt",
-        lambda content: content["model"].pop("decoder.layers.0.mlp.linear_fc1.layer_norm_weight"),
-    )
-    with pytest.raises(
-        uc.FormatError, match=r"have different tensors(.|\n)*linear_fc1.layer_norm_weight"
+# ---- optimizer state of another parameter
+
+
+def flat_of(content: Any) -> dict[str, torch.Tensor]:
+    flat: dict[str, torch.Tensor] = next(iter(content[0].values()))
+    return flat
+
+
+def swap(content: Any) -> None:
+    first = content["optimizer"]["fp32_from_fp16_params"][0]
+    same = [n for n, param in enumerate(first) if param.shape == first[1].shape][:2]
+    first[same[0]], first[same[1]] = first[same[1]], first[same[0]]
+
+
+def roll(content: Any) -> None:
+    flat = flat_of(content)
+    flat.update({key: flat[key].roll(64) for key in ("param", "exp_avg", "exp_avg_sq")})
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job, tmp_path = Job(tp=1), tmp_path_factory.mktemp("one")
+    return write(tmp_path / "job", job, drawn("Llama", job, tmp_path)[1])
+
+
+@pytest.fixture
+def by_groups(one_rank: Path, tmp_path: Path) -> Path:
+    """One rank, whose optimizer state is in its model's file."""
+    return Path(shutil.copytree(one_rank, tmp_path / "one"))
+
+
+FLAT = "mp_rank_01_000/distrib_optim.pt"
+GROUPS = "mp_rank_00/model_optim_rng.pt"
+WRONG_VALUES: dict[str, tuple[str, Callable[[Any], object], str, str]] = {
+    "another order": (FLAT, roll, "master_weights", ""),
+    "moments of other weights": (
+        FLAT,
+        lambda content: flat_of(content)["param"].add_(1.0),
+        "optimizer",
+        "/exp_avg",
+    ),
+    "two of equal shape": (GROUPS, swap, "master_weights", ""),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_VALUES)
+def test_state_of_another_parameter_is_refused(root: Path, by_groups: Path, case: str) -> None:
+    """All shapes fit; the fp32 copy of the weights reveals it. The model alone loads."""
+    file, change, part, suffix = WRONG_VALUES[case]
+    path = root if file == FLAT else by_groups
+    edit(change, file)(path)
+    uc.load(path, model=new_model("Llama", Job()).bfloat16())
+    with (
+        uc.open(path) as source,
+        pytest.raises(uc.IntegrityError, match=r"does not round to the model's tensor"),
     ):
-        uc.open(root)
+        _ = [source[part][name + suffix][...] for name in source["model"]]
 
 
-@pytest.mark.parametrize("name", ["model_optim_rng.pt", "distrib_optim.pt"])
-def test_missing_file_is_named(root: Path, name: str) -> None:
-    (of_rank(root) / name).unlink()
-    with pytest.raises(uc.IncompleteError, match=rf"{name} (is )?missing(.|\n)*mp_rank_01_000"):
-        uc.open(root)
+ONLY_MODEL: list[tuple[str, Callable[[Any], object], str]] = [
+    (
+        FLAT,
+        lambda content: flat_of(content).update(exp_avg=torch.zeros(64)),
+        r"buffer 0: got numels .*parameters are in another order",
+    ),
+    (FLAT, lambda content: content.pop("buckets_coalesced"), r"one buffer per bucket"),
+    (
+        GROUPS,
+        lambda o: o["optimizer"]["optimizer"]["param_groups"][0]["params"].pop(),
+        r"param group 0: got 17 parameters, expected 18",
+    ),
+    (
+        GROUPS,
+        lambda o: o["optimizer"]["optimizer"]["state"].update(
+            {0: o["optimizer"]["optimizer"]["state"][1]}
+        ),
+        r"exp_avg: got shape",
+    ),
+    (
+        GROUPS,
+        lambda o: o["optimizer"]["optimizer"]["state"].pop(3),
+        r"no optimizer state of parameter 3",
+    ),
+    (
+        GROUPS,
+        lambda o: o["optimizer"]["fp32_from_fp16_params"][0].pop(),
+        r"param group 0: got 17 fp32 copies, expected 18",
+    ),
+    (
+        GROUPS,
+        lambda o: o["optimizer"]["optimizer"]["param_groups"][1].update(wd_mult=1.0),
+        r"expected exactly one for each",
+    ),
+    (
+        GROUPS,
+        lambda o: [group.pop("step") for group in o["optimizer"]["optimizer"]["param_groups"]],
+        r"no step count",
+    ),
+    (
+        GROUPS,
+        lambda o: o["optimizer"]["optimizer"].pop("param_groups"),
+        r"expected an optimizer of Megatron-LM: KeyError\('param_groups'\)",
+    ),
+]
 
 
-def test_missing_distributed_optimizer_files(root: Path) -> None:
-    for path in root.rglob("distrib_optim.pt"):
-        path.unlink()
-    with pytest.raises(uc.IncompleteError, match=r"is distrib_optim.pt missing\?"):
-        uc.open(root)
+@pytest.mark.parametrize(("file", "change", "text"), ONLY_MODEL)
+def test_wrong_optimizer_is_refused_model_loads(
+    root: Path, by_groups: Path, file: str, change: Callable[[Any], object], text: str
+) -> None:
+    path = root if file == FLAT else by_groups
+    edit(change, file)(path)
+    check_only_model_loads(path, text)
 
 
-@pytest.mark.parametrize("cut", [0, 100, -100])
-def test_truncated_file_is_named(root: Path, cut: int) -> None:
-    path = of_rank(root) / "model_optim_rng.pt"
-    path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(uc.FormatError, match=r"mp_rank_01_000/model_optim_rng.pt"):
-        uc.open(root)
-
-
-@pytest.mark.parametrize("cut", [0, 100, -100])
-def test_truncated_optimizer_is_named(root: Path, cut: int) -> None:
-    path = of_rank(root) / "distrib_optim.pt"
-    path.write_bytes(path.read_bytes()[:cut])
+def test_unreadable_optimizer_is_refused_model_loads(root: Path) -> None:
+    os.truncate(of_rank(root) / "distrib_optim.pt", 100)
     check_only_model_loads(root, r"mp_rank_01_000/distrib_optim.pt")
+    (of_rank(root) / "layer_wise_optimizer_0.pt").touch()
+    check_only_model_loads(root, r"layer-wise optimizer")
 
 
 def check_only_model_loads(root: Path, text: str) -> None:
-    """The optimizer is refused before anything changes, and only if it is requested."""
+    """Check that a requested optimizer is refused before anything changes, and the model loads."""
     model = new_model("Llama", Job()).bfloat16()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters())
@@ -289,251 +423,16 @@ def check_only_model_loads(root: Path, text: str) -> None:
     assert not (root.parent / "new").exists()
 
 
-def test_tracker_names_missing_folder(root: Path) -> None:
-    (root / "latest_checkpointed_iteration.txt").write_text("8")
-    with pytest.raises(uc.IncompleteError, match=r"names step 8, whose folder does not exist"):
-        uc.open(root)
-    (root / "latest_checkpointed_iteration.txt").write_text("../../etc")
-    with pytest.raises(uc.FormatError, match=r"got '../../etc'"):
-        uc.open(root)
-
-
-def test_files_of_two_saves_are_refused(root: Path) -> None:
-    changed(of_rank(root) / "model_optim_rng.pt", lambda content: content.update(iteration=6))
-    with pytest.raises(
-        uc.FormatError, match=r"mp_rank_01_000/model_optim_rng.pt: got another step"
-    ):
-        uc.open(root)
-
-
 @pytest.mark.parametrize(
-    "pair", [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_01_000", "mp_rank_01_001")]
+    ("sizes", "bucket", "ranges"),
+    [
+        ([(10, False), (70, False), (5, False)], None, [(192, 202), (64, 134), (0, 5)]),
+        ([(10, False), (70, False), (5, False)], 60, [(134, 144), (64, 134), (0, 5)]),
+        ([(10, True), (70, False), (5, False)], None, [(192, 202), (64, 134), (0, 5)]),
+        ([(10, False), (70, False), (5, True)], None, [(133, 143), (5, 75), (0, 5)]),
+    ],
 )
-@pytest.mark.parametrize("swapped", [True, False])
-def test_rank_folders_swapped_or_copied(root: Path, pair: tuple[str, str], swapped: bool) -> None:
-    """Two tensor or two pipeline ranks: every name and shape fits, and the values are wrong."""
-    step = root / "iter_0000007"
-    first, second = (step / name for name in pair)
-    second.rename(step / "aside")
-    if swapped:
-        first.rename(second)
-        (step / "aside").rename(first)
-    else:
-        shutil.copytree(first, second)
-        shutil.rmtree(step / "aside")
-    with pytest.raises(uc.FormatError, match=r"got the file of rank \d+(.|\n)*restore their names"):
-        uc.open(root)
-
-
-def test_wrong_number_of_ranks_is_refused(root: Path) -> None:
-    for path in root.rglob("model_optim_rng.pt"):
-        changed(path, lambda content: setattr(content["args"], "pipeline_model_parallel_size", 1))
-    with pytest.raises(uc.FormatError, match=r"got 2 ranks in its name, expected 1"):
-        uc.open(root)
-
-
-def test_missing_layer_is_refused(root: Path) -> None:
-    def drop(content: Any) -> None:
-        content["model"] = {
-            name: tensor for name, tensor in content["model"].items() if "layers.1." not in name
-        }
-
-    changed(of_rank(root) / "model_optim_rng.pt", drop)
-    with pytest.raises(uc.FormatError, match=r"have different tensors(.|\n)*decoder.layers.1"):
-        uc.open(root)
-
-
-def test_qkv_order_before_2021_is_refused(root: Path) -> None:
-    for path in root.rglob("model_optim_rng.pt"):
-        changed(path, lambda content: content.update(checkpoint_version=1.0))
-    with pytest.raises(uc.FormatError, match=r"got checkpoint_version(.|\n)*expected 2 or later"):
-        uc.open(root)
-
-
-# ---- optimizer state of another parameter
-
-
-def test_optimizer_silently_wrong_after_layout_change(root: Path) -> None:
-    """A buffer in another order has the same size; the fp32 copy of the weights reveals it."""
-
-    def turn(content: Any) -> None:
-        ((_, flat),) = content[0].items()
-        for key in ("param", "exp_avg", "exp_avg_sq"):
-            flat[key] = flat[key].roll(64)
-
-    changed(of_rank(root) / "distrib_optim.pt", turn)
-    model = new_model("Llama", Job())
-    uc.load(root, model=model.bfloat16())  # without the optimizer it loads
-    optimizer = FusedAdam(model.parameters(), master_weights=True)
-    with pytest.raises(uc.IntegrityError, match=r"does not round to the model's tensor"):
-        uc.load(
-            root,
-            model=model,
-            optimizer=optimizer,
-            options=uc.LoadOptions(hyperparameters="current"),
-        )
-
-
-def test_moments_alone_are_checked(root: Path) -> None:
-    changed(
-        of_rank(root) / "distrib_optim.pt",
-        lambda content: next(iter(content[0].values()))["param"].add_(1.0),
-    )
-    with (
-        uc.open(root) as source,
-        pytest.raises(uc.IntegrityError, match=r"does not round to the model's tensor"),
-    ):
-        _ = source["optimizer"]["model.layers.0.mlp.down_proj.weight/exp_avg"][...]
-
-
-def test_buffer_of_wrong_size_is_refused(root: Path) -> None:
-    def grow(content: Any) -> None:
-        ((_, flat),) = content[0].items()
-        flat["exp_avg"] = torch.cat([flat["exp_avg"], torch.zeros(64)])
-
-    changed(of_rank(root) / "distrib_optim.pt", grow)
-    check_only_model_loads(root, r"buffer 0: got numels .*parameters are in another order")
-
-
-def test_buffers_per_bucket_are_refused(root: Path) -> None:
-    changed(of_rank(root) / "distrib_optim.pt", lambda content: content.pop("buckets_coalesced"))
-    check_only_model_loads(root, r"one buffer per bucket")
-
-
-def grouped(tmp_path: Path, change: Callable[[Any], object]) -> Path:
-    job = Job(tp=1)
-    _, hub = drawn("Llama", job, tmp_path)
-    root = write(tmp_path / "job", job, hub)
-    changed(
-        of_rank(root, "mp_rank_00") / "model_optim_rng.pt",
-        lambda content: change(content["optimizer"]),
-    )
-    return root
-
-
-def test_swapped_parameters_of_equal_shape(tmp_path: Path) -> None:
-    def swap(optimizer: Any) -> None:
-        first = optimizer["fp32_from_fp16_params"][0]
-        same = [n for n, param in enumerate(first) if param.shape == first[1].shape][:2]
-        first[same[0]], first[same[1]] = first[same[1]], first[same[0]]
-
-    root = grouped(tmp_path, swap)
-    with (
-        uc.open(root) as source,
-        pytest.raises(uc.IntegrityError, match=r"does not round to the model's tensor"),
-    ):
-        _ = [source["master_weights"][name][...] for name in source["master_weights"]]
-
-
-REFUSED: list[tuple[str, Callable[[Any], object], str]] = [
-    (
-        "a parameter less",
-        lambda o: o["optimizer"]["param_groups"][0]["params"].pop(),
-        r"param group 0: got 17 parameters, expected 18",
-    ),
-    (
-        "another shape",
-        lambda o: o["optimizer"]["state"].update({0: o["optimizer"]["state"][1]}),
-        r"exp_avg: got shape",
-    ),
-    (
-        "no state",
-        lambda o: o["optimizer"]["state"].pop(3),
-        r"no optimizer state of parameter 3",
-    ),
-    (
-        "a master less",
-        lambda o: o["fp32_from_fp16_params"][0].pop(),
-        r"param group 0: got 17 fp32 copies, expected 18",
-    ),
-    (
-        "one group twice",
-        lambda o: o["optimizer"]["param_groups"][1].update(wd_mult=1.0),
-        r"expected exactly one for each",
-    ),
-    (
-        "no steps",
-        lambda o: [group.pop("step") for group in o["optimizer"]["param_groups"]],
-        r"no step count",
-    ),
-    (
-        "no groups",
-        lambda o: o["optimizer"].pop("param_groups"),
-        r"expected an optimizer of Megatron-LM: KeyError\('param_groups'\)",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("change", "text"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
-)
-def test_mismatched_optimizer_is_refused(
-    tmp_path: Path, change: Callable[[Any], object], text: str
+def test_flat_ranges(
+    sizes: list[tuple[int, bool]], bucket: int | None, ranges: list[tuple[int, int]]
 ) -> None:
-    check_only_model_loads(grouped(tmp_path, change), text)
-
-
-def test_flat_ranges() -> None:
-    assert flat_ranges([(10, False), (70, False), (5, False)], None) == [
-        (192, 202),
-        (64, 134),
-        (0, 5),
-    ]
-    assert flat_ranges([(10, False), (70, False), (5, False)], 60) == [
-        (134, 144),
-        (64, 134),
-        (0, 5),
-    ]
-    assert flat_ranges([(10, True), (70, False), (5, False)], None) == [
-        (192, 202),
-        (64, 134),
-        (0, 5),
-    ]
-    assert flat_ranges([(10, False), (70, False), (5, True)], None) == [(133, 143), (5, 75), (0, 5)]
-
-
-# ---- hostile files
-
-
-class Hostile:
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._mark}",)
-
-
-@pytest.mark.parametrize("name", ["model_optim_rng.pt", "distrib_optim.pt"])
-@pytest.mark.parametrize("place", ["beside", "inside"])
-def test_hostile_file_is_refused_and_not_executed(
-    root: Path, tmp_path: Path, name: str, place: str
-) -> None:
-    def spoil(content: Any) -> None:
-        content["x"] = (
-            Hostile(tmp_path / "mark")
-            if place == "beside"
-            else {"args": [Hostile(tmp_path / "mark")]}
-        )
-
-    changed(of_rank(root) / name, spoil)
-    text = rf"{name}: asks for classes that are not loaded from files(.|\n)*system"
-    if name == "distrib_optim.pt":
-        check_only_model_loads(root, text)
-    else:
-        with pytest.raises(uc.FormatError, match=text):
-            uc.open(root)
-    assert not (tmp_path / "mark").exists()
-
-
-def test_arguments_of_unknown_class_are_refused(root: Path) -> None:
-    changed(
-        of_rank(root) / "model_optim_rng.pt",
-        lambda content: setattr(content["args"], "x", replace(Job())),
-    )
-    with pytest.raises(uc.FormatError, match=r"megatrons\.Job"):
-        uc.open(root)
-
-
-def test_layer_wise_optimizer_is_refused(root: Path) -> None:
-    (of_rank(root) / "layer_wise_optimizer_0.pt").touch()
-    check_only_model_loads(root, r"layer-wise optimizer")
+    assert flat_ranges(sizes, bucket) == ranges

@@ -1,4 +1,4 @@
-"""Names for optimizer state by position: every order is checked against shapes, none is guessed."""
+"""Names for optimizer state stored by position: every order is checked against shapes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from unified_ckpt.engine.source.by_position import Order
+from unified_ckpt.engine.source.protocol import Order
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL
+from unified_ckpt.sources.pytorch.optimizer_groups import SavedGroup, parse_groups
 from unified_ckpt.sources.pytorch.optimizer_names import (
     ForeignCheckpoint,
-    SavedGroup,
     match_order,
-    parse_groups,
     shape_fits,
     with_optimizer_names,
 )
@@ -39,7 +38,7 @@ def entry(shape: tuple[int, ...]) -> dict[str, Any]:
 def test_match_order_with_missing_parameters(
     shapes: list[tuple[int, ...]], data: st.DataObject
 ) -> None:
-    """Compared with all ways to leave parameters out."""
+    """The oracle tries all ways to omit parameters."""
     saved_shapes = [shape for shape in shapes if data.draw(st.booleans())]
     parameters = [(str(number), shape) for number, shape in enumerate(shapes)]
     candidates = [
@@ -137,7 +136,7 @@ def test_order_is_resolved_on_demand() -> None:
     assert indexed.parts == ["model", "optimizer"]
     assert set(indexed.names(MODEL)) == {"a", "b", "c"}
     assert indexed.metadata().groups == ()
-    assert indexed.without_optimizer().parts == ["model"]
+    assert indexed.without_optimizer.parts == ["model"]
     with pytest.raises(
         uc.FormatError, match=r"one: the checkpoint's model has other names or shapes(.|\n)*x"
     ):

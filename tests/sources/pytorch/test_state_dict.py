@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import types
 import warnings
 from pathlib import Path
@@ -18,23 +17,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
-from unified_ckpt.cli.main import main
+from tests.support.torch_training import check_equal, state_of
 
 
 def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-
-
-def filled(path: Path) -> dict[str, torch.Tensor]:
-    other = net(1)
-    uc.load(path, model=other)
-    return other.state_dict()
-
-
-def check_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
 FORMS: dict[str, Any] = {
@@ -55,27 +43,8 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("zipped", [True, False])
-def test_training_script_file_loads(tmp_path: Path, form: str, zipped: bool) -> None:
-    path = tmp_path / "last.pt"
-    torch.save(FORMS[form](net().state_dict()), path, _use_new_zipfile_serialization=zipped)
-    check_equal(filled(path), net().state_dict())
-
-
-def test_plain_values_are_extra(tmp_path: Path) -> None:
-    torch.save(FORMS["lightning"](net().state_dict()), tmp_path / "last.ckpt")
-    report = uc.load(tmp_path / "last.ckpt", model=net(1))
-    assert report.step == 7
-    assert report.extra == {
-        "global_step": 7,
-        "pytorch-lightning_version": "2.6.6",
-        "optimizer_states": [{}],
-    }
-
-
 def test_namespaces_and_paths_become_plain(tmp_path: Path) -> None:
-    """Many scripts save their argparse.Namespace: a placeholder replaces it without an import."""
+    """Many scripts save an argparse.Namespace; a placeholder replaces it without an import."""
     args = argparse.Namespace(
         lr=0.1,
         out=Path("/a/b"),
@@ -98,15 +67,6 @@ def stepped(model: nn.Module, groups: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[id(p)]}/{key}": value
-        for p, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-
-
 def test_indexed_optimizer_goes_to_its_parameters(tmp_path: Path) -> None:
     model = net()
     optimizer = stepped(model, model.parameters())
@@ -118,9 +78,8 @@ def test_indexed_optimizer_goes_to_its_parameters(tmp_path: Path) -> None:
     uc.load(tmp_path / "last.pt", model=other, optimizer=fresh)
     check_equal(state_of(other, fresh), state_of(model, optimizer))
     assert fresh.param_groups[0]["lr"] == 0.3
-    with uc.open(
-        tmp_path / "last.pt"
-    ) as source:  # no optimizer there: the order of the file's tensors, its statistics left out
+    # without a target optimizer, the order of the file's tensors without buffers is used
+    with uc.open(tmp_path / "last.pt") as source:
         check_equal(
             {name: view[...] for name, view in source["optimizer"].items()},
             state_of(model, optimizer),
@@ -209,49 +168,9 @@ def test_ambiguous_orders_are_refused(
             )
 
 
-def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:
-    shared = torch.arange(6.0)
-    torch.save({"a": shared, "b": shared, "c": torch.ones(2)}, tmp_path / "tied.pt")
-    with uc.open(tmp_path / "tied.pt") as source:
-        assert list(source["model"]) == ["a", "c"]
-        assert torch.equal(source["model"]["b"][...], shared)
-
-
-@pytest.mark.parametrize("shards", ["1GB", "20KB"])
-def test_hugging_faces_bin_folders(
-    tmp_path: Path, shards: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    model = LlamaForCausalLM(config)
-    state = model.state_dict()
-    names, folder = sorted(state), tmp_path / "hf"
-    folder.mkdir()
-    if shards == "1GB":
-        torch.save(state, folder / "pytorch_model.bin")
-    else:  # as transformers 4 wrote them
-        halves = {f"pytorch_model-0000{i + 1}-of-00002.bin": names[i::2] for i in range(2)}
-        for file, members in halves.items():
-            torch.save({name: state[name] for name in members}, folder / file)
-        weight_map = {name: file for file, members in halves.items() for name in members}
-        (folder / "pytorch_model.bin.index.json").write_text(
-            json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
-        )
-    other = LlamaForCausalLM(config)
-    uc.load(folder, model=other)
-    check_equal(dict(other.state_dict()), dict(state))
-    assert main(["inspect", str(folder)]) == 0
-    assert "pickled" in capsys.readouterr().out
-    if shards != "1GB":
-        (folder / "pytorch_model-00002-of-00002.bin").unlink()
-        with pytest.raises(uc.IncompleteError, match="pytorch_model-00002"):
-            uc.load(folder, model=other)
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 @pytest.mark.parametrize(
@@ -260,6 +179,13 @@ def test_hugging_faces_bin_folders(
         ([1, 2], "got list"),
         ({"epoch": 3}, "no state dict: got the keys epoch"),
         ({"w": torch.ones(2).to_sparse()}, "expected a whole dense"),
+        ({"w": torch.empty(3, device="meta")}, "w: got .*on the meta device"),
+        ({"w": nested()}, "w: got .*a nested tensor"),
+        (
+            {"net": {"w": torch.ones(2)}, "state_dict": {"w": torch.zeros(2)}},
+            r"expected one state dict that may be the model, got several \(2\):\n  "
+            r"state_dict\n  net",
+        ),
     ],
 )
 def test_files_without_model_are_refused(tmp_path: Path, value: Any, text: str) -> None:
@@ -271,26 +197,26 @@ def test_files_without_model_are_refused(tmp_path: Path, value: Any, text: str) 
 class Counting(nn.Linear):
     """A module with extra state."""
 
-    seen: Any = 0
+    count: Any = 0
 
     def get_extra_state(self) -> Any:
-        return {"seen": self.seen}
+        return {"count": self.count}
 
     def set_extra_state(self, state: Any) -> None:
-        self.seen = state["seen"]
+        self.count = state["count"]
 
 
 @pytest.mark.parametrize("form", ["bare", "model", "ddp", "lightning"])
 def test_module_extra_state_is_restored(tmp_path: Path, form: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
-    model[1].seen = [4, torch.ones(2)]
+    model[1].count = [4, torch.ones(2)]
     torch.save(FORMS[form](model.state_dict()), tmp_path / "last.pt")
     uc.convert(tmp_path / "last.pt", tmp_path / "ours")
     for path in (tmp_path / "last.pt", tmp_path / "ours"):
         other = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
         uc.load(path, model=other)
-        assert other[1].seen[0] == 4
-        assert torch.equal(other[1].seen[1], torch.ones(2))
+        assert other[1].count[0] == 4
+        assert torch.equal(other[1].count[1], torch.ones(2))
 
 
 def test_plain_values_among_the_weights_are_extra(tmp_path: Path) -> None:
@@ -315,25 +241,18 @@ def test_plain_values_among_the_weights_are_extra(tmp_path: Path) -> None:
     assert model.seen == 5
 
 
-def test_two_state_dicts_are_refused(tmp_path: Path) -> None:
-    zeros, ones = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+def test_state_dict_of_lightning_is_the_model(tmp_path: Path) -> None:
+    first, second = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
     torch.save(
-        {"model": ones, "state_dict": zeros, "pytorch-lightning_version": "2.6.6"},
+        {"model": first, "state_dict": second, "pytorch-lightning_version": "2.6.6"},
         tmp_path / "lightning.ckpt",
     )
     with uc.open(tmp_path / "lightning.ckpt") as source:
-        assert torch.equal(source["model"]["w"][...], zeros["w"])
-    torch.save({"net": ones, "state_dict": zeros}, tmp_path / "last.pt")
-    with pytest.raises(
-        uc.FormatError,
-        match=r"expected one state dict that may be the model, got several \(2\):\n  "
-        r"state_dict\n  net",
-    ):
-        uc.open(tmp_path / "last.pt")
+        assert torch.equal(source["model"]["w"][...], second["w"])
 
 
 def test_submodule_called_module_keeps_its_name(tmp_path: Path) -> None:
-    """As in `AveragedModel`: only some names have the prefix."""
+    """As in `AveragedModel`, only some names have the prefix `module.`."""
     model = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
     torch.save(model.state_dict(), tmp_path / "swa.pt")
     other = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
@@ -383,18 +302,6 @@ def test_optimizer_without_state_gives_hyperparameters(tmp_path: Path, make: Any
         uc.load(path, model=other, optimizer=fresh)
         assert fresh.param_groups[0]["lr"] == 0.3
         assert not fresh.state
-
-
-def test_meta_and_nested_tensors_are_refused(tmp_path: Path) -> None:
-    with warnings.catch_warnings(action="ignore"):  # a prototype
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    for tensor, text in (
-        (torch.empty(3, device="meta"), "on the meta device"),
-        (nested, "a nested tensor"),
-    ):
-        torch.save({"w": tensor}, tmp_path / "x.pt")
-        with pytest.raises(uc.FormatError, match=f"w: got .*{text}"):
-            uc.open(tmp_path / "x.pt")
 
 
 def test_dtensor_shard_is_refused(tmp_path: Path) -> None:

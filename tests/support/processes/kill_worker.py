@@ -1,5 +1,5 @@
-"""A rank of a run with a manager: it resumes, then saves in the background at every step, until it
-is killed. One tier, or two.
+"""A rank of a run with a manager. It resumes, then saves in the background at every step until it
+is killed. It has one tier or two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import unified_ckpt as uc
-from tests.support.processes.sigkill_worker import WORLD, join, resume_and_save, say_to, state
+from tests.support.processes.sigkill_worker import (
+    WORLD,
+    join,
+    redirect_output,
+    resume_and_save,
+    state,
+)
 
 
 def options(local: Path | None) -> uc.ManagerOptions:
@@ -26,7 +32,7 @@ def options(local: Path | None) -> uc.ManagerOptions:
 
 
 def serve(rank: int, port: int, prefix: str, root: Path, local: Path | None, output: Path) -> None:
-    say_to(output, seconds=90)
+    redirect_output(output, seconds=90)
     try:
         mesh = join(rank, WORLD, port, prefix)
         manager = uc.CheckpointManager(
@@ -40,14 +46,14 @@ def serve(rank: int, port: int, prefix: str, root: Path, local: Path | None, out
 
 
 def lose_store(rank: int, port: int, root: Path, watching: bool, output: Path) -> None:
-    """Rank 0 serves the store and is killed once a step is saved; rank 1 goes on."""
-    say_to(output, seconds=90)
+    """Rank 0 serves the store and is killed once a step is saved; rank 1 continues."""
+    redirect_output(output, seconds=90)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=30))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
     )
     mesh = init_device_mesh("cpu", (WORLD,))
-    given = uc.ManagerOptions(
+    manager_options = uc.ManagerOptions(
         interval_steps=10**9 if watching else 1,
         on_preemption=watching,
         notice_seconds=0.001,
@@ -56,12 +62,12 @@ def lose_store(rank: int, port: int, root: Path, watching: bool, output: Path) -
         raise_after=1,
     )
     manager = uc.CheckpointManager(
-        root, options=given, save_options=uc.SaveOptions(timeout_seconds=20)
+        root, options=manager_options, save_options=uc.SaveOptions(timeout_seconds=20)
     )
     model, states = state(mesh, 1)
     manager.save(1, model=model, optimizer=states, force=True)
     dist.barrier()
-    time.sleep(0.2)  # the other one has left it
+    time.sleep(0.2)  # until the other rank has left the barrier
     if rank == 0:
         os.kill(os.getpid(), 9)
     try:

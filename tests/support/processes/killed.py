@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,21 @@ import unified_ckpt as uc
 from tests.support.processes import sigkill_worker
 from tests.support.processes.launch import environment
 from tests.support.processes.merged import read_merged
-from tests.support.processes.sigkill_worker import REFUSED, WORLD, contents, newest, serve
+from tests.support.processes.sigkill_worker import (
+    REFUSED,
+    WORLD,
+    contents,
+    latest_checkpoint,
+    serve,
+)
 
 Spawn = multiprocessing.context.ForkServerContext
 
 
 @pytest.fixture(scope="module")
 def spawn() -> Iterator[Spawn]:
-    """Processes forked from one that has imported torch already: a start costs milliseconds, not
-    seconds.
+    """Processes forked from one that has already imported torch. A start costs milliseconds instead
+    of seconds.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
@@ -36,43 +43,69 @@ def spawn() -> Iterator[Spawn]:
         yield context
 
 
-class Scene:
-    """The store that outlives the killed, and where they save."""
+class Lives:
+    """Successive launches of ranks that are killed, and the store that outlives them.
 
-    def __init__(
-        self, root: Path, spawn: Spawn, *, world: int = WORLD, background: bool = False
-    ) -> None:
-        self.world, self.background = world, background
-        self.root = root / "run"
-        self.root.mkdir()
-        self.output = root / "output.txt"
-        self.spawn = spawn
+    `serve` takes a rank, the store's port, the name of the life, more arguments, and the log.
+    """
+
+    def __init__(self, top: Path, spawn: Spawn, serve: Callable[..., None], world: int) -> None:
+        self.output, self.spawn, self.serve, self.world = top / "log.txt", spawn, serve, world
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.rounds = 0
-
-    def start(self, *, fixed: bool) -> list[multiprocessing.process.BaseProcess]:
-        self.rounds += 1
-        arguments = (
-            self.world,
-            self.store.port,
-            f"round-{self.rounds}",
-            self.root,
-            fixed,
-            self.background,
-            self.output,
-        )
-        ranks = [
-            self.spawn.Process(target=serve, args=(rank, *arguments)) for rank in range(self.world)
-        ]
-        for rank in ranks:
-            rank.start()
-        return ranks
+        self.lives = 0
 
     def log_text(self) -> str:
         return self.output.read_text() if self.output.exists() else "(nothing)"
 
-    def newest_step(self, *, fixed: bool) -> int:
-        folder = self.root / "latest" if fixed else newest(self.root)
+    def resumed(self) -> list[int]:
+        """The steps that rank 0 has resumed from."""
+        return [int(step) for step in re.findall(r"resumed 0 (\d+)", self.log_text())]
+
+    def arguments(self, *more: object) -> list[tuple[object, ...]]:
+        """Those of each rank of the next life."""
+        self.lives += 1
+        common = (self.store.port, f"life-{self.lives}", *more, self.output)
+        return [(rank, *common) for rank in range(self.world)]
+
+    def start(self, *more: object) -> list[multiprocessing.process.BaseProcess]:
+        ranks = [self.spawn.Process(target=self.serve, args=args) for args in self.arguments(*more)]
+        for rank in ranks:
+            rank.start()
+        return ranks
+
+    def wait(
+        self,
+        ranks: list[multiprocessing.process.BaseProcess],
+        ready: Callable[[], bool],
+        *,
+        seconds: float,
+    ) -> None:
+        deadline = time.monotonic() + seconds
+        while not ready():
+            assert all(rank.is_alive() for rank in ranks), self.log_text()
+            assert time.monotonic() < deadline, self.log_text()
+            time.sleep(0.002)
+
+    def kill(self, ranks: list[multiprocessing.process.BaseProcess]) -> None:
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.join(30)
+            assert rank.exitcode == -9, self.log_text()
+
+
+class Scene(Lives):
+    """Ranks that only save, and the folder they save to."""
+
+    def __init__(
+        self, root: Path, spawn: Spawn, *, world: int = WORLD, background: bool = False
+    ) -> None:
+        super().__init__(root, spawn, serve, world)
+        self.root, self.background = root / "run", background
+        self.root.mkdir()
+
+    def latest_step(self, *, fixed: bool) -> int:
+        folder = self.root / "latest" if fixed else latest_checkpoint(self.root)
         return step_of(folder) if folder is not None and folder.exists() else 0
 
 
@@ -81,7 +114,7 @@ def step_of(folder: Path) -> int:
 
 
 def check_whole(folder: Path) -> int:
-    """The folder verifies, and holds the bytes of one step only. Returns the step."""
+    """Check that the folder verifies and holds the bytes of one step only. Return the step."""
     assert uc.verify(folder, deep=True).problems == ()
     step = step_of(folder)
     for name, tensor in read_merged(folder).items():
@@ -91,28 +124,18 @@ def check_whole(folder: Path) -> int:
     return step
 
 
-def wait_until_saving(
-    scene: Scene, ranks: list[multiprocessing.process.BaseProcess], *, after: int, fixed: bool
-) -> None:
-    deadline = time.monotonic() + 60
-    while scene.newest_step(fixed=fixed) <= after:
-        assert all(rank.is_alive() for rank in ranks), scene.log_text()
-        assert time.monotonic() < deadline, scene.log_text()
-        time.sleep(0.002)
-
-
 def kill_at_some_moment(
     scene: Scene, draw: random.Random, *, fixed: bool, only: int | None
 ) -> bool:
-    """One life: resume, save, save … and SIGKILL. Returns whether it left an unfinished save
-    behind.
+    """Start ranks that resume and save in a loop, and SIGKILL them. Return whether an unfinished
+    save is left.
     """
-    before = scene.newest_step(fixed=fixed)
+    before = scene.latest_step(fixed=fixed)
     older = set(scene.root.glob(".unified-*"))
-    ranks = scene.start(fixed=fixed)
-    wait_until_saving(scene, ranks, after=before, fixed=fixed)
+    ranks = scene.start(scene.world, scene.root, fixed, scene.background)
+    scene.wait(ranks, lambda: scene.latest_step(fixed=fixed) > before, seconds=60)
     time.sleep(draw.uniform(0.0, 0.3))
-    reached = scene.newest_step(fixed=fixed)
+    reached = scene.latest_step(fixed=fixed)
     for number, rank in enumerate(ranks):
         if only in (None, number):
             rank.kill()
@@ -137,7 +160,7 @@ def kill_at_some_moment(
 
 
 def live_through(scene: Scene, moments: range) -> None:
-    """Adds moments if few of them hit a save: at most three times as many."""
+    """Kill at these moments, and at more if few of them hit a save: at most three times as many."""
     left, enough = 0, len(moments) // 3
     for number, moment in enumerate(range(moments.start, moments.start + 3 * len(moments))):
         if number >= len(moments) and left >= enough:

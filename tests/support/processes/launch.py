@@ -1,19 +1,20 @@
-"""Starting torchrun with a time limit, and showing everything that it said when it fails."""
+"""Starts torchrun with a time limit, and shows the full output of a failure."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.support.processes import warm
 
-HERE = Path(__file__).resolve().parent
+PROGRAMS = Path(__file__).resolve().parent
 
 
 def environment() -> dict[str, str]:
     """The workers' environment: this checkout first on the path, one thread each."""
-    path = os.pathsep.join(filter(None, [str(HERE.parents[2]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(PROGRAMS.parents[2]), os.environ.get("PYTHONPATH")]))
     return {
         **os.environ,
         "PYTHONPATH": path,
@@ -24,10 +25,10 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float) -> str:
-    """Run a script of this folder in `world` processes; what it said. Raise with the full output if
-    it fails or lasts too long.
+    """Run a script of this folder in `world` processes and return its output. Raise with the full
+    output if it fails or takes too long.
     """
-    rank = warm.python(HERE / script, environment())
+    rank = warm.python(PROGRAMS / script, environment())
     command = [
         *warm.module("torch.distributed.run", environment()),
         "--standalone",
@@ -49,7 +50,7 @@ def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float
     try:
         output, _ = child.communicate(timeout=timeout_seconds)
     except BaseException as error:
-        child.terminate()  # torchrun ends its workers when it is told to stop
+        child.terminate()  # on SIGTERM torchrun ends its workers
         try:
             output, _ = child.communicate(timeout=30)
         except subprocess.TimeoutExpired:
@@ -63,3 +64,20 @@ def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float
     if child.returncode:
         raise RuntimeError(f"{script} on {world} ranks ended with {child.returncode}\n{output}")
     return output
+
+
+def run_example(script: str, world: int, *arguments: object, cwd: Path | None = None) -> str:
+    """Run a script of the documentation as its reader would; one process runs without torchrun."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    path = PROGRAMS.parents[2] / "docs" / "examples" / script
+    ended = subprocess.run(
+        [sys.executable, *(launch if world > 1 else []), str(path), *map(str, arguments)],
+        check=False,
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout

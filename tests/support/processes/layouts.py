@@ -87,7 +87,7 @@ class Copy(torch.autograd.Function):
 
 
 class Total(torch.autograd.Function):
-    """Sum over the group; the gradient passes as it is."""
+    """Sum over the group; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -101,8 +101,8 @@ class Total(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """What the three kinds share: a norm with a frozen bias, a token shift, and the group over
-    which its insides are spread.
+    """Common to the three kinds: a norm with a frozen bias, a token shift, and the group of the
+    parallel layer.
     """
 
     def __init__(self) -> None:
@@ -210,15 +210,15 @@ class Net(nn.Module):
             x = layer(x)
         return (
             self.head(self.norm(x)) * 1.0 if self.last else x
-        )  # FSDP2 warns if what it returns is a view
+        )  # FSDP2 warns if the module returns a view
 
 
 Fill = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def formula(name: str, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The dense contents of a tensor, from its name alone: the reference that no code under test
-    has touched.
+    """The dense contents of a tensor, computed from its name alone: a reference independent of the
+    code under test.
     """
     draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if dtype.is_floating_point:
@@ -274,7 +274,7 @@ class Built:
         return "embed.weight" if self.tied and name == "head.weight" else name
 
     def coordinate(self, *dims: str) -> tuple[int, int]:
-        """My number and the count along these mesh dims together."""
+        """This rank's index and the count along these mesh dims together."""
         number, count = 0, 1
         for dim in dims:
             if dim in ROWS[self.row]:
@@ -285,7 +285,7 @@ class Built:
 
 
 def build(row: str, *, tied: bool, fill: Fill) -> Built:
-    """The model of this layout, its dense tensors filled by `fill` before torch's wrappers cut
+    """Build the model of this layout. `fill` sets its dense tensors before torch's wrappers cut
     them.
     """
     dims = ROWS[row]
@@ -293,12 +293,12 @@ def build(row: str, *, tied: bool, fill: Fill) -> Built:
         init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
     )
     stages, owners = _stages(dims)
-    mine = (
+    local_stage = (
         mesh.get_local_rank(next(d for d in dims if d in ("pp", "vpp"))) if len(owners) > 1 else 0
     )
     built = Built(row, tied, mesh, [], [], owners, _layout(dims), {})
     for stage, owner in zip(stages, owners, strict=True):
-        if owner != mine:
+        if owner != local_stage:
             continue
         net = Net(stage, tied=tied)
         with torch.no_grad():
@@ -339,7 +339,7 @@ def _layout(dims: dict[str, int]) -> uc.Layout | None:
 
 def _cut(net: Net, dims: dict[str, int], mesh: DeviceMesh | None, *, tied: bool) -> nn.Module:
     if "cut" in dims:
-        _slice_by_hand(net, mesh["cut"])
+        _slice_manually(net, mesh["cut"])
     if "tp" in dims:
         _tensor_parallel(net, mesh["tp"], tied=tied)
     if "ep" in dims:
@@ -355,18 +355,18 @@ def _cut(net: Net, dims: dict[str, int], mesh: DeviceMesh | None, *, tied: bool)
 
 
 def cut_of(name: str) -> tuple[int, tuple[int, ...]] | None:
-    """The dim that `cut` slices of this parameter, and its global shape."""
-    return next((found for glob, found in CUTS.items() if fnmatchcase(name, glob)), None)
+    """The dim of this parameter that `cut` slices, and its global shape."""
+    return next((cut for glob, cut in CUTS.items() if fnmatchcase(name, glob)), None)
 
 
-def _slice_by_hand(net: Net, mesh: DeviceMesh) -> None:
+def _slice_manually(net: Net, mesh: DeviceMesh) -> None:
     for layer in net.layers.values():
         layer.group = mesh.get_group()
     for name, parameter in list(net.named_parameters()):
-        found = cut_of(name)
-        if found is not None:
+        cut = cut_of(name)
+        if cut is not None:
             owner, _, leaf = name.rpartition(".")
-            piece = parameter.detach().chunk(mesh.size(), found[0])[mesh.get_local_rank()].clone()
+            piece = parameter.detach().chunk(mesh.size(), cut[0])[mesh.get_local_rank()].clone()
             setattr(net.get_submodule(owner), leaf, nn.Parameter(piece))
 
 
@@ -393,27 +393,29 @@ def _tensor_parallel(net: Net, mesh: DeviceMesh, *, tied: bool) -> None:
 
 def _expert_parallel(net: Net, mesh: DeviceMesh) -> None:
     chunk = math.ceil(EXPERTS / mesh.size())
-    held = range(mesh.get_local_rank() * chunk, min(EXPERTS, (mesh.get_local_rank() + 1) * chunk))
+    local_experts = range(
+        mesh.get_local_rank() * chunk, min(EXPERTS, (mesh.get_local_rank() + 1) * chunk)
+    )
     for layer in net.layers.values():
         if isinstance(layer, Spread):
-            layer.experts = nn.ModuleDict({str(i): layer.experts[str(i)] for i in held})
+            layer.experts = nn.ModuleDict({str(i): layer.experts[str(i)] for i in local_experts})
             layer.group = mesh.get_group()
         elif isinstance(layer, Fused):
             layer.ups = nn.Parameter(distribute_tensor(layer.ups.detach(), mesh, [Shard(0)]))
             layer.downs = nn.Parameter(distribute_tensor(layer.downs.detach(), mesh, [Shard(0)]))
-            layer.held = held
+            layer.held = local_experts
             layer.group = mesh.get_group()
 
 
 LR = {
     True: 1e-2,
     False: 3e-3,
-}  # of matrices, and of the rest: two param groups that a load must not mix up
+}  # of matrices and of other params: two param groups that a load must not mix up
 WEIGHT_DECAY = {True: 0.1, False: 0.0}
 
 
 def _adamw(module: nn.Module) -> torch.optim.AdamW:
-    """Two groups; the frozen biases are in the second one and never get any state."""
+    """Two groups; the frozen biases in the second one never have state."""
     groups = [
         {
             "params": [p for p in module.parameters() if (p.ndim > 1) == big],
@@ -425,12 +427,12 @@ def _adamw(module: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, eps=1e-5, foreach=False)
 
 
-def set_everything(
+def set_state(
     built: Built,
     dense: Callable[[str, torch.Size, torch.dtype], Tensor],
     step: Callable[[str], float],
 ) -> None:
-    """Give the model and its AdamW state these dense contents, each rank its own elements."""
+    """Set the model and its AdamW state to these dense contents; each rank sets its elements."""
     with torch.no_grad():
         for name, parameter, optimizer in built.parameters():
             key = built.dense_name(name)
@@ -450,8 +452,8 @@ def set_everything(
 def _picker(
     built: Built, name: str, parameter: nn.Parameter, dense: Fill
 ) -> Callable[[str], Tensor]:
-    found = cut_of(name) if built.layout is not None else None
-    shape = parameter.shape if found is None else torch.Size(found[1])
+    cut = cut_of(name) if built.layout is not None else None
+    shape = parameter.shape if cut is None else torch.Size(cut[1])
     return lambda key: (
         dense(key, shape, parameter.dtype).flatten()[built.where[name]].view(local(parameter).shape)
     )
@@ -462,7 +464,7 @@ def formula_step(name: str) -> float:
 
 
 def dense_formula(*, tied: bool) -> dict[str, Tensor]:
-    """The whole reference state, by the names that a checkpoint gives it."""
+    """The whole reference state, by checkpoint name."""
     net = Net(range(len(KINDS)), tied=tied)
     dense = {
         name: formula(name, tensor.shape, tensor.dtype)
@@ -480,67 +482,50 @@ def dense_formula(*, tied: bool) -> dict[str, Tensor]:
     return dense
 
 
-def compare(
-    built: Built, dense: Callable[[str], Tensor | None], *, hyperparameters: bool = True
-) -> list[str]:
-    """What differs, bit for bit, between this rank's state and the dense one. `dense(key)` is None
+def held(built: Built) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """(checkpoint name, this rank's elements, their positions in the dense tensor)."""
+    for name, parameter, optimizer in built.parameters():
+        key, where = built.dense_name(name), built.where[name]
+        yield key, local(parameter.detach()), where
+        for leaf, tensor in optimizer.state.get(parameter, {}).items():
+            if leaf != "step":
+                assert type(tensor) is type(parameter.data), f"{key}/{leaf}"
+            yield f"{key}/{leaf}", local(tensor), None if leaf == "step" else where
+    for name, buffer in built.buffers():
+        yield name, buffer, None
+
+
+def same_bits(have: Tensor, want: Tensor) -> bool:
+    return (have.dtype, have.shape) == (want.dtype, want.shape) and torch.equal(
+        have.contiguous().flatten().view(torch.uint8), want.contiguous().flatten().view(torch.uint8)
+    )
+
+
+def compare(built: Built, dense: Callable[[str], Tensor | None]) -> list[str]:
+    """Differences, bit for bit, between this rank's state and the dense one. `dense(key)` is None
     where nothing must exist.
     """
     wrong: list[str] = []
-
-    def same(key: str, have: Tensor, want: Tensor | None, where: Tensor | None) -> None:
-        if want is None:
-            wrong.append(f"{key}: exists here, not in the reference")
-            return
-        if where is not None:
+    for key, have, where in held(built):
+        want = dense(key)
+        if want is not None and where is not None:
             want = want.flatten()[where].view(have.shape)
-        if have.dtype != want.dtype or have.shape != want.shape:
-            wrong.append(
-                f"{key}: {have.dtype}{tuple(have.shape)}, the reference is "
-                f"{want.dtype}{tuple(want.shape)}"
-            )
-        elif not torch.equal(
-            have.contiguous().flatten().view(torch.uint8),
-            want.contiguous().flatten().view(torch.uint8),
-        ):
-            wrong.append(f"{key}: {int((have != want).sum())} of {have.numel()} elements differ")
-
+        if want is None or not same_bits(have, want):
+            wrong.append(f"{key}: {have}, the reference is {want}")
     for name, parameter, optimizer in built.parameters():
-        key, where = built.dense_name(name), built.where[name]
-        same(key, local(parameter.detach()), dense(key), where)
-        state = optimizer.state.get(parameter, {})
-        wanted = {"step", "exp_avg", "exp_avg_sq"} if parameter.requires_grad else set()
-        if set(state) != wanted:
-            wrong.append(f"{key}: has the states {sorted(state)}, not {sorted(wanted)}")
-            continue
-        for leaf, tensor in state.items():
-            if leaf != "step" and type(tensor) is not type(parameter.data):
-                wrong.append(f"{key}/{leaf}: is a {type(tensor).__name__}")
-            same(
-                f"{key}/{leaf}",
-                local(tensor),
-                dense(f"{key}/{leaf}"),
-                None if leaf == "step" else where,
-            )
+        states = set(optimizer.state.get(parameter, {}))
+        if states != ({"step", "exp_avg", "exp_avg_sq"} if parameter.requires_grad else set()):
+            wrong.append(f"{name}: has the states {sorted(states)}")
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-        big = parameter.ndim > 1
-        if hyperparameters and (group["lr"], group["weight_decay"], group["eps"]) != (
-            LR[big],
-            WEIGHT_DECAY[big],
-            1e-5,
-        ):
-            wrong.append(
-                f"{key}: its group has lr {group['lr']}, weight decay {group['weight_decay']}, "
-                f"eps {group['eps']}"
-            )
-    for name, buffer in built.buffers():
-        same(name, buffer, dense(name), None)
+        options, big = (group["lr"], group["weight_decay"], group["eps"]), parameter.ndim > 1
+        if options != (LR[big], WEIGHT_DECAY[big], 1e-5):
+            wrong.append(f"{name}: the options of its group are {options}")
     return wrong
 
 
 def scramble(built: Built, *, forget: bool) -> None:
-    """Leave nothing that a load could pass off as its own work; with `forget`, no optimizer state
-    at all.
+    """Overwrite all state, so that a load must restore it; `forget` also removes the optimizer
+    state.
     """
     with torch.no_grad():
         for _, parameter, optimizer in built.parameters():
@@ -581,11 +566,9 @@ def train_step(built: Built, step: int) -> float:
 
 
 def settle(built: Built) -> None:
-    """Make the replicas over `tp` equal again.
-
-    Uneven TP shards give the TP ranks FSDP buffers of unequal length, so gloo's ring over 4 ranks
-    adds up the gradients of what they replicate in unequal order: true drift, in the last bit,
-    which `check_replicas` finds and refuses.
+    """Make the replicas over `tp` equal again. Uneven TP shards give the TP ranks FSDP buffers of
+    unequal length. gloo's ring over 4 ranks then sums the gradients of replicas in unequal order.
+    The last bit drifts, which `check_replicas` detects and refuses.
     """
     if "tp" not in ROWS[built.row]:
         return
@@ -601,10 +584,8 @@ def settle(built: Built) -> None:
 
 
 def _forward_backward(built: Built, tokens: Tensor) -> Tensor | None:
-    """Forward and backward through all chunks, with the neighbours' sends where the model is a
-    pipeline.
-    """
-    mine, _ = built.coordinate("pp", "vpp")
+    """Run forward and backward through all chunks; exchange with pipeline neighbours."""
+    local_stage, _ = built.coordinate("pp", "vpp")
     group = (
         built.mesh.get_group(next(d for d in ROWS[built.row] if d in ("pp", "vpp")))
         if len(built.owners) > 1
@@ -612,7 +593,7 @@ def _forward_backward(built: Built, tokens: Tensor) -> Tensor | None:
     )
 
     def peer(chunk: int) -> int | None:
-        if not 0 <= chunk < len(built.owners) or built.owners[chunk] == mine:
+        if not 0 <= chunk < len(built.owners) or built.owners[chunk] == local_stage:
             return None
         return dist.get_global_rank(group, built.owners[chunk])
 
@@ -621,11 +602,11 @@ def _forward_backward(built: Built, tokens: Tensor) -> Tensor | None:
         dist.recv(tensor, source)
         return tensor
 
-    held = [i for i, owner in enumerate(built.owners) if owner == mine]
+    local_chunks = [i for i, owner in enumerate(built.owners) if owner == local_stage]
     hidden = torch.Size((*tokens[:, :-1].shape, DIM))
     ends: dict[int, tuple[Tensor, Tensor]] = {}
     loss = None
-    for i, chunk in zip(held, built.chunks, strict=True):
+    for i, chunk in zip(local_chunks, built.chunks, strict=True):
         x = tokens[:, :-1] if i == 0 else received(peer(i - 1), hidden).requires_grad_()
         y = chunk(x)
         ends[i] = (x, y)
@@ -633,7 +614,7 @@ def _forward_backward(built: Built, tokens: Tensor) -> Tensor | None:
             dist.send(y.detach().contiguous(), peer(i + 1))
         if i == len(built.owners) - 1:
             loss = nn.functional.cross_entropy(y.flatten(0, 1), tokens[:, 1:].flatten())
-    for i in reversed(held):
+    for i in reversed(local_chunks):
         x, y = ends[i]
         if i == len(built.owners) - 1:
             loss.backward()

@@ -20,9 +20,7 @@ SECONDS = {
 
 
 class Matrix:
-    """The launches of the matrix, each made when it is first asked for, and what the workers
-    reported.
-    """
+    """The launches of the matrix, each made on first use, and the workers' reports."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -42,7 +40,7 @@ class Matrix:
             raise error
 
     def saved(self, world: int) -> list[str]:
-        """Save in all layouts of this world size. Returns what the ranks found wrong."""
+        """Save in all layouts of this world size. Return the problems that ranks report."""
         self._once("worker_save.py", world, "", timeout_seconds=SECONDS[world])
         return [
             text
@@ -51,7 +49,7 @@ class Matrix:
         ]
 
     def loaded(self, world: int, *, sources: tuple[int, ...] = WORLDS) -> list[dict[str, Any]]:
-        """Load every folder saved by these world sizes in all layouts of `world`. Returns one entry
+        """Load every folder saved by these world sizes in all layouts of `world`. Return one entry
         per case and rank.
         """
         for source in sources:

@@ -1,4 +1,4 @@
-"""The oracle of what lies on disk: the safetensors library and the index files, nothing of ours."""
+"""An oracle of the folder's contents: the safetensors library and the index files only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARTS = ("model", "optimizer")
 
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:
-    """Every tensor of a part, each from the file that the part's index names."""
+    """Every tensor of a part, each read from the file that the index names."""
     weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"]
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(weight_map.values())):

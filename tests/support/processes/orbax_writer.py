@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 class ScaleByAdamState(NamedTuple):
-    """As optax has it."""
+    """The state as optax names it."""
 
     count: Any
     mu: Any
@@ -35,8 +35,8 @@ MESH = Mesh(np.array(jax.devices()), ("fsdp",))
 
 
 def on_devices(leaf: Any) -> Any:
-    """Sharded on the last dim that the devices divide, so that an array has several chunks; whole
-    where there is none.
+    """Shard on the last dim that the devices divide, so that an array has several chunks; otherwise
+    keep it whole.
     """
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf
@@ -50,7 +50,7 @@ def on_devices(leaf: Any) -> Any:
 
 
 def adam(tree: Any) -> Any:
-    """{"adam": (count, mu, nu)} anywhere is optax's state."""
+    """Replace each {"adam": (count, mu, nu)} by optax's state."""
     if isinstance(tree, dict):
         return (
             ScaleByAdamState(*map(adam, tree["adam"]))
@@ -70,9 +70,9 @@ def write(job: dict[str, Any]) -> None:
     elif api == "bare":
         ocp.PyTreeCheckpointer(use_ocdbt=job["ocdbt"], use_zarr3=job["zarr3"]).save(path, tree)
     else:
-        made = ocp.PyTreeCheckpointHandler(use_ocdbt=job["ocdbt"], use_zarr3=job["zarr3"])
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=job["ocdbt"], use_zarr3=job["zarr3"])
         with ocp.CheckpointManager(
-            path, item_handlers={"items": made, "meta": ocp.JsonCheckpointHandler()}
+            path, item_handlers={"items": handler, "meta": ocp.JsonCheckpointHandler()}
         ) as manager:
             for step in job["steps"]:
                 items = {

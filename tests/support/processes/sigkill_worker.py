@@ -1,8 +1,7 @@
-"""A rank that resumes from the newest checkpoint and then does nothing but save, waiting or in the
+"""A rank that resumes from the latest checkpoint and then only saves, in the foreground or
 background, until it is killed.
 
-Every element of the state follows from the step, so that a reader can tell which step's bytes it
-sees.
+Every element of the state follows from the step, so a reader can tell which step's bytes it reads.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def state(mesh: DeviceMesh, step: int) -> tuple[dict[str, DTensor], dict[str, DT
     return model, states
 
 
-def say_to(output: Path, *, seconds: float) -> None:
-    """What this process says goes to a file; after so many seconds its stacks, and it ends."""
+def redirect_output(output: Path, *, seconds: float) -> None:
+    """Redirect stdout and stderr to a file. After `seconds`, dump the stacks and exit."""
     sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
@@ -61,7 +60,7 @@ def say_to(output: Path, *, seconds: float) -> None:
 
 
 def join(rank: int, world: int, port: int, prefix: str) -> DeviceMesh:
-    """All ranks of one life, through a store that none of them serves."""
+    """Join all ranks of one round through a store that none of them serves."""
     torch.set_num_threads(1)
     store = dist.PrefixStore(
         prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
@@ -75,7 +74,7 @@ def join(rank: int, world: int, port: int, prefix: str) -> DeviceMesh:
 def check_resumed(
     mesh: DeviceMesh, step: int, model: dict[str, DTensor], states: dict[str, DTensor]
 ) -> None:
-    """Ends the process unless every element is that of the step."""
+    """Exit the process unless every element is that of the step."""
     right = state(mesh, step)
     for have, want in zip(
         (*model.values(), *states.values()), (*right[0].values(), *right[1].values()), strict=True
@@ -87,8 +86,8 @@ def check_resumed(
 def resume_and_save(
     manager: uc.CheckpointManager, mesh: DeviceMesh, rank: int, *, last_step: float
 ) -> None:
-    """From the newest step on, a save in the background at every step; every tensor changes as soon
-    as the call returns.
+    """Resume from the latest step, then save in the background at every step. Every tensor changes
+    as soon as the call returns.
     """
     model, states = state(mesh, 0)
     report = manager.restore(model=model, optimizer=states)
@@ -105,28 +104,32 @@ def resume_and_save(
             tensor.to_local().neg_()
 
 
-def newest(root: Path) -> Path | None:
-    """As a user would find it: by the names that committed folders have."""
-    found = sorted(root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    return found[-1] if found else None
+def latest_checkpoint(root: Path) -> Path | None:
+    """Select as a user would: by the names of committed folders."""
+    checkpoints = sorted(root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    return checkpoints[-1] if checkpoints else None
 
 
 def serve(
     rank: int,
-    world: int,
     port: int,
     prefix: str,
+    world: int,
     root: Path,
     fixed: bool,
     background: bool,
     output: Path,
 ) -> None:
-    """`fixed`: always the same folder, replaced by each save; else one folder per step."""
-    say_to(output, seconds=60)
+    """`fixed`: every save replaces the same folder; else one folder per step."""
+    redirect_output(output, seconds=60)
     try:
         mesh = join(rank, world, port, prefix)
         step = 0
-        last = (root / "latest" if (root / "latest").exists() else None) if fixed else newest(root)
+        last = (
+            (root / "latest" if (root / "latest").exists() else None)
+            if fixed
+            else latest_checkpoint(root)
+        )
         if last is not None:
             model, states = state(mesh, 0)
             step = uc.load(last, model=model, optimizer=states).step
@@ -151,7 +154,7 @@ def save_on(
     background: bool,
     checkpointer: uc.Checkpointer,
 ) -> None:
-    """For ever. In the background, every tensor changes as soon as the call returns."""
+    """Save forever. In the background, every tensor changes as soon as the call returns."""
     while True:
         step += 1
         model, states = state(mesh, step)

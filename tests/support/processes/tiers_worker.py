@@ -1,7 +1,5 @@
-"""A rank on one of two nodes, with two tiers: it resumes, then saves in the background at every
-step, until it ends or is killed.
-
-Run with the arguments of `serve`, it is a process that ends as any does.
+"""A rank on one of two nodes, with two tiers. It resumes, then saves in the background at every
+step until it ends or is killed. Run as a program with the arguments of `serve`, it exits normally.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import traceback
 from pathlib import Path
 
 import unified_ckpt as uc
-from tests.support.processes.sigkill_worker import join, resume_and_save, say_to
+from tests.support.processes.sigkill_worker import join, redirect_output, resume_and_save
 
 PER_NODE = 2
 NODES = 2
@@ -21,8 +19,8 @@ WORLD = PER_NODE * NODES
 
 
 def serve(rank: int, port: int, prefix: str, top: Path, last_step: int, output: Path) -> None:
-    """Every step to the node's own folder, every fourth to the root. The manager is not closed."""
-    say_to(output, seconds=90)
+    """Save every step to the node's folder and every fourth to the root. The manager stays open."""
+    redirect_output(output, seconds=90)
     logging.basicConfig(level=logging.WARNING)
     try:
         node, mesh = rank // PER_NODE, join(rank, WORLD, port, prefix)

@@ -1,5 +1,6 @@
-"""Processes that start with what their script imports imported already: a server for each set of
-packages forks them. Importing costs up to 8 s of a core, for each rank of each launch.
+"""Starts processes whose imports are already done: a server for each set of packages forks them.
+
+Importing costs up to 8 s of a core for each rank of each launch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 IMPORTS = {  # what is imported for a script that imports something of a package
     "torch": [
         "torch",
@@ -34,16 +35,16 @@ _clients: dict[tuple[str, ...], list[str]] = {}
 
 
 def python(script: Path, env: Mapping[str, str]) -> list[str]:
-    """What to put in place of `[sys.executable, script]`. `env`: of its imports, if it is the first
+    """Command in place of `[sys.executable, script]`. `env`: for the imports, if this is the first
     of its kind.
     """
-    said = script.read_text()
+    source = script.read_text()
     return [
         *_client(
             [
                 name
                 for name in IMPORTS
-                if re.search(rf"^\s*(from|import) {name}\b", said, re.MULTILINE)
+                if re.search(rf"^\s*(from|import) {name}\b", source, re.MULTILINE)
             ],
             env,
         ),
@@ -52,7 +53,7 @@ def python(script: Path, env: Mapping[str, str]) -> list[str]:
 
 
 def module(name: str, env: Mapping[str, str]) -> list[str]:
-    """The same for a module of torch."""
+    """Command in place of `[sys.executable, "-m", module]`, for a module of torch."""
     return [*_client(["torch"], env), "-m", name]
 
 
@@ -63,17 +64,17 @@ def _client(packages: Sequence[str], env: Mapping[str, str]) -> list[str]:
             sys.executable,
             "-I",
             "-S",
-            str(HERE / "warm_client.py"),
+            str(FOLDER / "warm_client.py"),
             _server([m for name in packages for m in IMPORTS[name]], env),
         ]
     return _clients[key]
 
 
 def _server(modules: Sequence[str], env: Mapping[str, str]) -> str:
-    """Its address. It ends with this process."""
+    """The server's address. The server ends with this process."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     path = Path(folder.name) / "socket"
-    command = [sys.executable, str(HERE / "warm_server.py"), str(path), *modules]
+    command = [sys.executable, str(FOLDER / "warm_server.py"), str(path), *modules]
     server = subprocess.Popen(command, env=dict(env), stdin=subprocess.PIPE, start_new_session=True)
 
     def end() -> None:

@@ -1,8 +1,8 @@
 """Stands in for a process of a warm server (see `warm.py`): `warm_client.py SOCKET SCRIPT
 ARGUMENTS`, or `-m MODULE` for a script.
 
-It passes on what it was given, and the signals that it gets, and ends as that process does. It
-imports next to nothing.
+It passes on its arguments and the signals it receives, and exits as that process does. It imports
+next to nothing.
 """
 
 import json

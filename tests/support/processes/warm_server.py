@@ -1,8 +1,8 @@
-"""Forks a process for each script that a client asks for, with modules imported already:
+"""Forks a process for each script that a client requests, with modules already imported:
 `warm_server.py SOCKET MODULES`, until its standard input ends.
 
-The process has a keeper, which passes on the client's signals, tells it the end, and kills the
-process when the client is gone.
+Each process has a supervisor. It passes on the client's signals, reports the exit status, and kills
+the process when the client is gone.
 """
 
 import importlib
@@ -20,8 +20,8 @@ from typing import Any
 
 
 def serve(listener: socket.socket) -> dict[str, Any]:
-    """Returns in each process that is to run a request, with the request; else never."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are waited for by nobody
+    """Return the request in each process that is to run one; otherwise never."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for a supervisor
     while True:
         ready, _, _ = select.select([listener, 0], [], [])
         if 0 in ready:
@@ -37,7 +37,7 @@ def serve(listener: socket.socket) -> dict[str, Any]:
             request: dict[str, Any] = json.loads(stream.read(int.from_bytes(head, "little")))
         worker = os.fork()
         if worker:
-            keep(worker, connection)
+            supervise(worker, connection)
         connection.close()
         for number, file in enumerate(files):
             os.dup2(file, number)
@@ -45,7 +45,7 @@ def serve(listener: socket.socket) -> dict[str, Any]:
         return request
 
 
-def keep(worker: int, connection: socket.socket) -> None:
+def supervise(worker: int, connection: socket.socket) -> None:
     ended = os.pidfd_open(worker)
     while True:
         ready, _, _ = select.select([ended, connection], [], [])
@@ -60,7 +60,7 @@ def keep(worker: int, connection: socket.socket) -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """What the interpreter does of itself for a new process."""
+    """Set up the process as a new interpreter would, and run the script."""
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -75,7 +75,7 @@ def become(request: dict[str, Any]) -> None:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
-    main = ModuleType("__main__")  # stays, for what runs when the interpreter ends
+    main = ModuleType("__main__")  # stays for functions that run at the interpreter's exit
     main.__dict__.update(__file__=sys.argv[0], __builtins__=__builtins__)
     sys.modules["__main__"] = main
     with open(sys.argv[0], "rb") as script:
@@ -90,7 +90,7 @@ def start() -> dict[str, Any]:
         Path(f"/proc/self/task/{thread}/comm").read_text().strip()
         for thread in os.listdir("/proc/self/task")[1:]
     }
-    if threads - {"jemalloc_bg_thd"}:  # which starts anew in a process that is forked
+    if threads - {"jemalloc_bg_thd"}:  # restarts in a forked process
         raise SystemExit(f"{modules}: left threads, which a fork does not take along: {threads}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path + "~")

@@ -1,4 +1,4 @@
-"""What every worker script does first and last."""
+"""First and last steps of every worker script."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 or loads those of other worlds.
 
 `make`: each kind uninterrupted, then stopped and resumed, bitwise; then each kind from each other
-kind's checkpoint. `load`: from all that is there. Rank 0 leaves what was saved, and the losses that
-follow without dropout, in `<root>/<kind>.pt`. `go`: DDP from whatever the root has, with a save at
-each step, to the end, which is left in `<root>/end.pt`.
+kind's checkpoint. `load`: each kind from every checkpoint under the root. Rank 0 writes the saved
+state, and the losses that follow without dropout, to `<root>/<kind>.pt`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import transformers.integrations.tensor_parallel
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, ParallelismConfig, ProjectConfiguration
+from accelerate.utils import DistributedType, ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -69,15 +68,14 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return torch.randint(0, 100, (8,), generator=torch.Generator().manual_seed(i))
 
 
-def made_accelerator(kind: str, project: Path | None) -> Accelerator:
-    """Accelerate takes FSDP and a mesh only where there are several devices, and never on CPUs: the
-    gloo processes pose as devices, by the one value that tells it so. Its way of FSDP2 with TP
-    imports a name that transformers 5.23 lacks; here every parameter is a DTensor before, and it is
-    not used.
+def make_accelerator(kind: str) -> Accelerator:
+    """Accelerate allows FSDP and a mesh on several devices only, never on CPUs. One attribute makes
+    the gloo processes pose as devices. Its FSDP2 with TP imports a name that transformers 5.23
+    lacks; every parameter here is a DTensor already, so it is not used.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which an earlier plugin has set
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # set by an earlier plugin
     world = int(os.environ["WORLD_SIZE"])
     arguments: dict[str, Any] = {}
     if "fsdp" in kind:
@@ -92,23 +90,19 @@ def made_accelerator(kind: str, project: Path | None) -> Accelerator:
         transformers.integrations.tensor_parallel.ReplicateParallel = None
     if kind != "ddp" and world > 1:
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
-    if project is not None:
-        arguments["project_config"] = ProjectConfiguration(
-            str(project), automatic_checkpoint_naming=True, total_limit=2
-        )
     loading = DataLoaderConfiguration(
         use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=5
     )
-    # by itself Accelerate steps a scheduler once for each process, so that the rate would be
-    # another in another world
+    # by default Accelerate steps a scheduler once per process, so the rate would depend on the
+    # world size
     return Accelerator(
         cpu=True, dataloader_config=loading, step_scheduler_with_optimizer=False, **arguments
     )
 
 
 class Job:
-    def __init__(self, kind: str, seed: int, project: Path | None = None) -> None:
-        self.accelerator = made_accelerator(kind, project)
+    def __init__(self, kind: str, seed: int) -> None:
+        self.accelerator = make_accelerator(kind)
         torch.manual_seed(seed)
         model, ranks = Net(), self.accelerator.num_processes
         if "tp" in kind:
@@ -119,7 +113,7 @@ class Job:
             for i in range(2):
                 plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
             parallelize_module(model, self.accelerator.torch_device_mesh["tp"], plan)
-            model.tp_size = 2  # what Accelerate asks for
+            model.tp_size = 2  # Accelerate reads it
             ranks //= 2
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
@@ -134,7 +128,7 @@ class Job:
         )
         self.losses: list[float] = []
 
-    def run(self, *, start: int = 0, stop: int = 6 * EPOCHS, saving: bool = False) -> Job:
+    def run(self, *, start: int = 0, stop: int = 6 * EPOCHS) -> Job:
         while start + len(self.losses) < stop:
             for ids in self.loader:
                 loss = nn.functional.cross_entropy(self.model(ids).flatten(0, 1), ids.flatten())
@@ -143,32 +137,32 @@ class Job:
                 self.scheduler.step()
                 self.optimizer.zero_grad()
                 self.losses.append(self.accelerator.gather(loss.detach().reshape(1)).mean().item())
-                if saving:
-                    save_state(self.accelerator)
                 if start + len(self.losses) == stop:
                     return self
         return self
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer, put together by torch."""
-        found = {}
+        """Every tensor of model and optimizer, gathered by torch."""
+        tensors = {}
         for name, param in self.accelerator.unwrap_model(self.model).named_parameters():
-            found[name] = param
-            found |= {
+            tensors[name] = param
+            tensors |= {
                 f"{name}/{key}": value
                 for key, value in self.optimizer.optimizer.state[param].items()
             }
         return {
-            name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
-            for name, one in found.items()
+            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+            for name, tensor in tensors.items()
         }
 
 
-def check_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what: str) -> None:
-    assert found.keys() == wanted.keys(), what
+def check_same(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], label: str
+) -> None:
+    assert actual.keys() == expected.keys(), label
     assert [
-        name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])
-    ] == [], what
+        name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])
+    ] == [], label
 
 
 def quiet(kind: str, folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -198,7 +192,7 @@ def make(root: Path, kind: str) -> None:
 
 
 class Fails:
-    """An object to register, which the last rank cannot load."""
+    """A registered object that the last rank cannot load."""
 
     def state_dict(self) -> dict[str, int]:
         return {"value": 1}
@@ -213,36 +207,25 @@ def check_errors_reach_all(root: Path, kind: str) -> None:
     attach(job.accelerator, save_options=uc.SaveOptions(fsync=False))
     job.accelerator.register_for_checkpointing(Fails())
     job.accelerator.save_state(root / "fails")
-    for path, said in (
+    for path, text in (
         (root / "fails", "ValueError: no good"),
         (root / "nothing", "got nothing, expected a checkpoint folder"),
     ):
-        with pytest.raises(uc.CheckpointError, match=said):
+        with pytest.raises(uc.CheckpointError, match=text):
             job.accelerator.load_state(path)
 
 
 def load(root: Path, kind: str, other: str) -> None:
-    saved, wanted = torch.load(root / f"{other}.pt")
+    saved, expected_losses = torch.load(root / f"{other}.pt")
     state, losses = quiet(kind, root / other)
     check_same(state, saved, f"{kind} from {other}")
     torch.testing.assert_close(
         torch.tensor(losses),
-        torch.tensor(wanted),
+        torch.tensor(expected_losses),
         rtol=1e-4,
         atol=1e-5,
         msg=lambda text: f"{kind} from {other}: {text}",
     )
-
-
-def go(root: Path) -> None:
-    job, start = Job("ddp", seed=0, project=root), 0
-    if list(root.glob("checkpoints/checkpoint_*")):
-        start = (
-            load_state(job.accelerator).step or 0
-        ) + 1  # the first save, after one step, is number 0
-    job.run(start=start, saving=True)
-    if dist.get_rank() == 0:
-        torch.save(job.whole(), root / "end.pt")
 
 
 def main() -> None:
@@ -250,12 +233,9 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("--make", nargs="*", default=[])
     parser.add_argument("--load", nargs="*", default=[])
-    parser.add_argument("--go", action="store_true")
     arguments = parser.parse_args()
     with started() as (_, world):
         warnings.filterwarnings("ignore", module=r"torch.*")
-        if arguments.go:
-            go(arguments.root)
         for kind in arguments.make:
             make(arguments.root, kind)
         if arguments.make and world > 1:

@@ -1,5 +1,5 @@
-"""torchrun script: FSDP2 and TP models train on while they are saved. Writes `wrong-<rank>.json`;
-ROOT/last is left to the end.
+"""torchrun script: FSDP2 and TP models train on while they are saved. ROOT/last is left
+to the end.
 
 The oracle: what the ranks gather right before the call, against what the safetensors library reads
 from the folder.
@@ -7,10 +7,8 @@ from the folder.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import traceback
+import sys
 from pathlib import Path
 
 import torch
@@ -24,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import unified_ckpt as uc
 from tests.support.processes.merged import read_merged
 from tests.support.processes.worker import started
+from tests.support.torch_training import check_equal
 
 STEPS = 3
 OPTIONS = uc.SaveOptions(fsync=False, timeout_seconds=60)
@@ -67,17 +66,17 @@ def full(tensor: Tensor) -> Tensor:
 
 def gathered(net: Net, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     names = {parameter: name for name, parameter in net.named_parameters()}
-    found = {name: full(tensor) for name, tensor in net.state_dict().items()}
+    tensors = {name: full(tensor) for name, tensor in net.state_dict().items()}
     for optimizer in optimizers:
         for parameter, states in optimizer.state.items():
-            found |= {
+            tensors |= {
                 f"{names[parameter]}/{state}": full(tensor) for state, tensor in states.items()
             }
-    return found
+    return tensors
 
 
 def spoil(net: Net, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Changes every byte of this rank's in place."""
+    """Change every byte of this rank's tensors in place."""
     states = (
         tensor
         for optimizer in optimizers
@@ -89,87 +88,62 @@ def spoil(net: Net, optimizers: list[torch.optim.Optimizer]) -> None:
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
 
 
-def case(root: Path, layout: str, lazy: bool, one_shot: bool, world: int) -> list[str]:
-    net, wrong = build(layout, world), list[str]()
+def case(root: Path, layout: str, lazy: bool, by_function: bool, world: int) -> None:
+    net = build(layout, world)
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(net.up.parameters(), lr=0.1, foreach=False),
         torch.optim.SGD(
             [*net.down.parameters(), *net.norm.parameters()], lr=0.1, momentum=0.9, foreach=False
         ),
     ]
-    name = f"{layout}-{lazy}-{one_shot}"
     with uc.Checkpointer(root, options=OPTIONS) as checkpointer:
         for step in range(STEPS):
             train_step(net, optimizers, step)
             expected = gathered(net, optimizers)
-            what = {"model": net, "optimizer": optimizers, "step": step, "lazy": lazy}
-            path = root / f"{name}-{step}"
+            arguments = {"model": net, "optimizer": optimizers, "step": step, "lazy": lazy}
+            path = root / f"{layout}-{lazy}-{by_function}-{step}"
             pending = (
-                uc.save_async(path, options=OPTIONS, **what)
-                if one_shot
-                else checkpointer.save_async(path.name, **what)
+                uc.save_async(path, options=OPTIONS, **arguments)
+                if by_function
+                else checkpointer.save_async(path.name, **arguments)
             )
             train_step(net, optimizers, step + 50)
-            if not pending.staged():
-                wrong.append(f"{path.name}: the step did not wait for the copy")
+            assert pending.staged(), f"{path.name}: the step did not wait for the copy"
             spoil(net, optimizers)
-            if pending.result(60).step != step:
-                wrong.append(f"{path.name}: the report says another step")
-            found = read_merged(path)
-            if found.keys() != expected.keys():
-                wrong.append(f"{path.name}: {sorted(found.keys() ^ expected.keys())}")
-            wrong += [
-                f"{path.name}: {key} differs"
-                for key in found.keys() & expected.keys()
-                if not torch.equal(found[key], expected[key])
-            ]
-            if any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers):
-                wrong.append(f"{path.name}: a hook is left")
-    return wrong
+            assert pending.result(60).step == step
+            check_equal(read_merged(path), expected)
+            assert not any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers)
 
 
-def keys_of_many(root: Path, world: int) -> list[str]:
-    """Keys in the ranks' store after few saves and after many."""
-    if world == 1:
-        return []
+def check_keys_of_many(root: Path) -> None:
+    """Compare the number of keys in the store after few saves and after many."""
     store, counts = dist.distributed_c10d._get_default_store(), list[int]()
     state = {"w": torch.ones(70, 300)}
     options = OPTIONS.model_copy(update={"if_exists": "replace"})
     with uc.Checkpointer(root, options=options) as checkpointer:
-        for turn in range(30):
+        for number in range(30):
             checkpointer.save_async("many", model=state).result(60)
             uc.save_async(root / "many", model=state, options=options).result(60)
             checkpointer.idle()
-            if turn in (4, 29):
+            if number in (4, 29):
                 dist.barrier()
                 counts.append(store.num_keys())
                 dist.barrier()
-    return [] if counts[1] - counts[0] < 60 else [f"keys in the store: {counts}"]
+    assert counts[1] - counts[0] < 60, f"keys in the store: {counts}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("root", type=Path)
-    root = parser.parse_args().root
-    with started() as (rank, world):
-        wrong: list[str] = []
-        for layout, lazy, one_shot in (
-            ("fsdp", False, False),
-            ("fsdp", True, False),
-            ("tp", False, True),
-            ("tp", True, True),
-        ):
-            try:
-                wrong += case(root, layout, lazy, one_shot, world)
-            except Exception:
-                wrong.append(f"{layout}, lazy={lazy}: {traceback.format_exc()}")
-                break
-        wrong += keys_of_many(root, world)
-        (root / f"wrong-{rank}.json").write_text(json.dumps(wrong))
+    root = Path(sys.argv[1])
+    with started() as (_, world):
+        for layout, by_function in (("fsdp", False), ("tp", True)):
+            for lazy in (False, True):
+                case(root, layout, lazy, by_function, world)
+        if world > 1:
+            check_keys_of_many(root)
         net = build("fsdp", world)
         uc.save_async(
             root / "last", model=net, step=99, parts={"big": {"w": torch.ones(4000, 2000)}}
-        )  # for the end of the process
+        )  # it ends with the process
         os.environ.pop("WORKER_TIMEOUT_SECONDS", None)
 
 

@@ -1,5 +1,4 @@
-"""torchrun script: running statistics of BatchNorm under DistributedDataParallel, which differ from
-rank to rank.
+"""Running statistics of BatchNorm under DistributedDataParallel, which differ from rank to rank.
 
 ROOT/plain, ROOT/masters and ROOT/without, whose masters are sharded, are checkpoints; ROOT/rank0.pt
 has what rank 0 holds. Ranks that call with different steps, or one to save and one to load, get one
@@ -8,7 +7,6 @@ error.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import unified_ckpt as uc
-from tests.support.processes.worker import started
 
 
 def build() -> nn.Module:
@@ -28,8 +25,8 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
 
 
-def main() -> None:
-    root, rank = Path(sys.argv[1]), dist.get_rank()
+def main(root: Path) -> None:
+    rank = dist.get_rank()
     model = DistributedDataParallel(build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(3):
@@ -37,12 +34,12 @@ def main() -> None:
         model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    own = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    local_state = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     means = [torch.empty(6) for _ in range(dist.get_world_size())]
-    dist.all_gather(means, own["1.running_mean"])
+    dist.all_gather(means, local_state["1.running_mean"])
     assert not torch.equal(means[0], means[1]), "the ranks have seen other samples"
     if rank == 0:
-        torch.save(own, root / "rank0.pt")
+        torch.save(local_state, root / "rank0.pt")
     save = {
         "model": model,
         "optimizer": optimizer,
@@ -81,8 +78,3 @@ def main() -> None:
     uc.load(root / "plain", model=other)
     dist.all_gather(means, other.module.state_dict()["1.running_mean"])
     assert torch.equal(means[0], means[1]), "a load gives every rank what was stored"
-
-
-if __name__ == "__main__":
-    with started():
-        main()

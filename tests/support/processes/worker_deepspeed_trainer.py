@@ -16,7 +16,7 @@ from tests.support.processes.worker import started
 
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: (
     None
-)  # a kernel that would be compiled first, for minutes
+)  # DeepSpeed's own would compile a kernel for minutes
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     Trainer(
         model=model,
         args=arguments,
-        train_dataset=[{"input_ids": one, "labels": one} for one in draws],
+        train_dataset=[{"input_ids": tokens, "labels": tokens} for tokens in draws],
     ).train()
 
 

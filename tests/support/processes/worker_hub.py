@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.trainers import trainer
 
 if __name__ == "__main__":
-    made = trainer(
+    hub_trainer = trainer(
         Path(sys.argv[1]),
         max_steps=4,
         save_total_limit=1,
@@ -16,4 +16,4 @@ if __name__ == "__main__":
         hub_strategy="all_checkpoints",
         hub_always_push=True,
     )
-    made.train()
+    hub_trainer.train()

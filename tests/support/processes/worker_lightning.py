@@ -1,5 +1,5 @@
-"""A rank of Lightning's Trainer with the callback: some runs, one after the other. Rank 0 leaves
-what they came to at `told`.
+"""A rank of Lightning's Trainer with the callback: several runs, one after the other. Rank 0
+writes their results to `output`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def strategy(kind: str) -> Any:
     )
 
 
-def run(kind: str, out: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """`asked`: `ckpt_path`; `net` and `trainer`, their arguments; `save`: a path to save to at the
-    end.
+def run(kind: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options`: `ckpt_path`; `net` and `trainer`, their arguments; `save`: where to
+    save at the end.
     """
     torch.manual_seed(0)
-    net = Net(sharded=kind != "ddp", **asked.get("net", {}))
-    made = trainer(
+    net = Net(sharded=kind != "ddp", **options.get("net", {}))
+    lightning_trainer = trainer(
         out,
         strategy=strategy(kind),
         devices=int(os.environ["WORLD_SIZE"]),
-        **asked.get("trainer", {}),
+        **options.get("trainer", {}),
     )
-    made.fit(net, ckpt_path=asked.get("ckpt_path"))
-    if "save" in asked:
-        made.save_checkpoint(asked["save"])
+    lightning_trainer.fit(net, ckpt_path=options.get("ckpt_path"))
+    if "save" in options:
+        lightning_trainer.save_checkpoint(options["save"])
     weights = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in net.state_dict().items()
@@ -53,17 +53,20 @@ def run(kind: str, out: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("told", type=Path)
-    parser.add_argument("runs", help="JSON: [[strategy, folder, what is asked], ...]")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("runs", help="JSON: [[strategy, folder, options], ...]")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module=r"unified_ckpt(\..*)?")
     torch.set_num_threads(1)
-    found = [run(*one) for one in json.loads(arguments.runs)]
+    results = [run(*run_arguments) for run_arguments in json.loads(arguments.runs)]
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found)
+    dist.all_gather_object(ranks, results)
     if dist.get_rank() == 0:
-        torch.save([[of[i] for of in ranks] for i in range(len(found))], arguments.told)
+        torch.save(
+            [[results_of_rank[i] for results_of_rank in ranks] for i in range(len(results))],
+            arguments.output,
+        )
     dist.barrier()
     dist.destroy_process_group()
 

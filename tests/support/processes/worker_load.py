@@ -52,16 +52,16 @@ def load(folder: Path, source: str, target: Built, rank: int, world: int) -> lis
         wrong.append(f"missing {report.missing}, unexpected {report.unexpected}")
     if not equal(report.extra, EXTRA):
         wrong.append(f"extra is {report.extra}")
-    own = (
+    expected_extra = (
         {"rank": rank, "draw": torch.full((rank + 1,), rank)} if world_of(source) == world else None
     )
-    if not equal(report.rank_extra, own):
+    if not equal(report.rank_extra, expected_extra):
         wrong.append(f"rank_extra is {report.rank_extra}")
     return wrong
 
 
 def all_well(wrong: list[str]) -> bool:
-    """Whether no rank has anything wrong: what follows is collective."""
+    """Whether no rank has a problem; the next steps are collective."""
     count = torch.tensor(len(wrong))
     if dist.is_initialized():
         dist.all_reduce(count)
@@ -74,12 +74,12 @@ def case(
     target: Built,
     reference: dict[str, Tensor],
     merged: dict[str, Tensor],
-    turn: int,
+    number: int,
 ) -> dict[str, object]:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     scramble(
-        target, forget=turn % 2 == 0
-    )  # by turns: state is created from the checkpoint, state is filled in place
+        target, forget=number % 2 == 0
+    )  # alternately: state is created from the checkpoint, or filled in place
     wrong: list[str] = []
     losses: list[float] = []
     try:
@@ -92,7 +92,9 @@ def case(
         )
     except Exception:
         wrong.append(traceback.format_exc())
-    if not target.tied and turn % 5 == 0 and all_well(wrong):  # a fifth of the pairs trains on
+    if (
+        not target.tied and number % 5 == 0 and all_well(wrong)
+    ):  # a fifth of the pairs trains further
         losses = [train_step(target, step) for step in range(BEFORE, BEFORE + AFTER)]
     kind = "formula" if target.tied else "trained"
     return {

@@ -42,15 +42,15 @@ def train(root: Path, rank: int, world: int, *, signalled_at: int, wait_seconds:
         }
 
     with uc.CheckpointManager(root, options=OPTIONS) as manager:
-        found = state(0)
-        report = manager.restore(**found)
+        targets = state(0)
+        report = manager.restore(**targets)
         first = 1
         if report is not None and report.step is not None:
             first = report.step + 1
             right = state(report.step)
             for kind, tensors in right.items():
                 for name, tensor in tensors.items():
-                    assert torch.equal(found[kind][name].to_local(), tensor.to_local()), (
+                    assert torch.equal(targets[kind][name].to_local(), tensor.to_local()), (
                         f"{kind}:{name} is not of step {report.step}"
                     )
         for step in range(first, first + 400):

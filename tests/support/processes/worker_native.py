@@ -1,6 +1,6 @@
 """Saves sharded jobs with native frameworks: Accelerate (FSDP2), DCP, Lightning, the Trainer.
 
-Each checkpoint is in the root, next to `<name>.pt` with the same state, gathered by torch.
+Each checkpoint lies in the root, next to `<name>.pt` with the same state, gathered by torch.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ def leave(root: Path, name: str, whole: Mapping[str, Any]) -> None:
 
 def accelerate(root: Path) -> None:
     job = worker_accelerate.Job("fsdp", seed=0).run(stop=2)
-    made, plugin = job.accelerator, job.accelerator.state.fsdp_plugin
-    made.save_state(str(root / "sharded"))
+    accelerator, plugin = job.accelerator, job.accelerator.state.fsdp_plugin
+    accelerator.save_state(str(root / "sharded"))
     leave(root, "sharded", job.whole())
-    save_fsdp_model(plugin, made, job.model, str(root / "ranks"), use_dcp=False)
-    save_fsdp_optimizer(plugin, made, job.optimizer, job.model, str(root / "ranks"), use_dcp=False)
+    save_fsdp_model(plugin, accelerator, job.model, str(root / "ranks"), use_dcp=False)
+    save_fsdp_optimizer(
+        plugin, accelerator, job.optimizer, job.model, str(root / "ranks"), use_dcp=False
+    )
     leave(root, "ranks", job.whole())
     plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
-    made.save_state(str(root / "full"))
+    accelerator.save_state(str(root / "full"))
     leave(root, "full", job.whole())
     weights = get_model_state_dict(job.model)
     files = {name: 1 + number % 2 for number, name in enumerate(weights)}
@@ -65,23 +67,23 @@ def accelerate(root: Path) -> None:
 
 def lightning(root: Path) -> None:
     torch.manual_seed(0)
-    made = worker_lightning.trainer(
-        root, strategy=worker_lightning.strategy("2x1"), devices=2, stock=True, max_epochs=1
+    lightning_trainer = worker_lightning.trainer(
+        root, strategy=worker_lightning.strategy("2x1"), devices=2, native=True, max_epochs=1
     )
     net = Net(sharded=True)
-    made.fit(net)
-    made.save_checkpoint(root / "lightning.ckpt")
-    (optimizer,) = made.optimizers
-    found = {}
+    lightning_trainer.fit(net)
+    lightning_trainer.save_checkpoint(root / "lightning.ckpt")
+    (optimizer,) = lightning_trainer.optimizers
+    tensors = {}
     for name, parameter in net.named_parameters():
-        found[name] = parameter
-        found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+        tensors[name] = parameter
+        tensors |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
     leave(
         root,
         "lightning",
         {
-            name: (one.full_tensor() if isinstance(one, DTensor) else one).detach()
-            for name, one in found.items()
+            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+            for name, tensor in tensors.items()
         },
     )
 
@@ -90,9 +92,11 @@ def trainer(root: Path) -> None:
     if RANK == 0:
         worker_sharded.model().save_pretrained(root / "start")
     dist.barrier()
-    made = worker_sharded.trainer(root / "run", "accelerate", worker_sharded.StopAt(2), stock=True)
-    made.train()
-    leave(root, "trainer", worker_sharded.contents(made.model, made.optimizer))
+    hf_trainer = worker_sharded.trainer(
+        root / "run", "accelerate", worker_sharded.StopAt(2), native=True
+    )
+    hf_trainer.train()
+    leave(root, "trainer", worker_sharded.contents(hf_trainer.model, hf_trainer.optimizer))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,17 @@
-"""Round trips on real ranks: jobs sharded by FSDP2 or whole on every rank, loaded into either.
-Arguments: folder, cases.
-"""
+"""Round trips on real ranks: jobs sharded by FSDP2 or whole on every rank, loaded into either."""
 
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.processes.worker import started
 from tests.support.round_trips import check, draw_case, unsharded
+
+CASES = 40
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -21,9 +19,8 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-with started() as (rank, _):
-    root, count = Path(sys.argv[1]), int(sys.argv[2])
-    for number in range(count):
+def main(root: Path) -> None:
+    for number in range(CASES):
         pick = random.Random(number).choice
         case, saver, loader = (
             draw_case(pick),
@@ -31,13 +28,12 @@ with started() as (rank, _):
             pick((sharded, unsharded)),
         )
         folder = root / str(number)
-        if rank == 0:
+        if dist.get_rank() == 0:
             folder.mkdir()
         dist.barrier()
         try:
             check(case, folder, saver=saver, loader=loader)
         except BaseException as error:
-            error.add_note(
-                f"case {number} on rank {rank}: {case}, {saver.__name__} -> {loader.__name__}"
-            )
+            label = f"{case}, {saver.__name__} -> {loader.__name__}"
+            error.add_note(f"case {number} on rank {dist.get_rank()}: {label}")
             raise

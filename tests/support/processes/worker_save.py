@@ -27,7 +27,7 @@ from tests.support.processes.layouts import (
     formula,
     formula_step,
     scramble,
-    set_everything,
+    set_state,
     settle,
     train_step,
     world_of,
@@ -60,7 +60,7 @@ def save(path: Path, built: Built, rank: int, step: int) -> None:
 
 def save_formula(root: Path, row: str, rank: int) -> list[str]:
     built = build_with_oracle(row, tied=True)
-    set_everything(built, formula, formula_step)
+    set_state(built, formula, formula_step)
     save(root / "formula" / row, built, rank, 7)
     return []
 
@@ -94,10 +94,10 @@ def main() -> None:
     with started(at_once=True) as (rank, world):
         wrong: list[str] = []
         for row in ROWS:
-            for kind, save_one in (("formula", save_formula), ("trained", save_trained)):
+            for kind, save_kind in (("formula", save_formula), ("trained", save_trained)):
                 if world_of(row) == world:
                     try:
-                        wrong += [f"{kind}/{row}: {text}" for text in save_one(root, row, rank)]
+                        wrong += [f"{kind}/{row}: {text}" for text in save_kind(root, row, rank)]
                     except Exception:  # the other layouts may yet be right
                         wrong.append(f"{kind}/{row}: {traceback.format_exc()}")
         (root / f"save-{world}-{rank}.json").write_text(json.dumps(wrong))

@@ -1,5 +1,5 @@
-"""Ranks of Hugging Face's Trainer with a sharded model and the callback: the cases named, one after
-another, in folders of a root.
+"""Ranks of Hugging Face's Trainer with a sharded model and the callback. Runs the named cases in
+turn, in folders of a root.
 
 A layout is `accelerate` (FSDP2 through TrainingArguments), `plain`, or the sizes of a
 DistributedConfig: `tp=2,fsdp=2`.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ import unified_ckpt as uc
 from tests.support.expert_models import mixtral
 from tests.support.processes.worker import started
 from tests.support.trainers import STEPS, Sequences, StopAt, losses, model
-from unified_ckpt.engine.folder import commit
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, open_model_names
 
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -54,8 +52,8 @@ def main() -> None:
 
 
 def same(root: Path, layout: str, net: str = "llama", *more: str) -> None:
-    """Stopped and resumed is uninterrupted, bit for bit; each checkpoint opens in stock
-    transformers as it is written.
+    """A stopped and resumed run equals the uninterrupted one, bit for bit. Each checkpoint opens in
+    transformers as it is.
     """
     arguments = {"gradient_accumulation_steps": 2} if "accumulate" in more else {}
     name = "-".join([layout, *([] if net == "llama" else [net]), *more])
@@ -65,9 +63,9 @@ def same(root: Path, layout: str, net: str = "llama", *more: str) -> None:
     if RANK == 0:
         torch.save(losses(straight), root / f"losses-{name}.pt")
     trainer(root / name, layout, StopAt(4), net=net, **arguments).train()
-    keep(root / name, root / f"{name}-stopped")
+    copy_run(root / name, root / f"{name}-stopped")
     resumed = trainer(
-        root / name, layout, AsStored(root / name / "checkpoint-4"), net=net, **arguments
+        root / name, layout, ExpectStored(root / name / "checkpoint-4"), net=net, **arguments
     )
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight), (losses(resumed), losses(straight))
@@ -75,75 +73,77 @@ def same(root: Path, layout: str, net: str = "llama", *more: str) -> None:
 
 
 def into(root: Path, layout: str, stopped: str, net: str = "llama") -> None:
-    """A run that another layout has stopped is resumed: state bit for bit, losses nearly."""
+    """Resume a run that another layout stopped: equal state bit for bit, losses nearly equal."""
     run = root / f"{stopped}-{layout}-{WORLD}"
-    keep(root / f"{stopped}-stopped", run)
-    resumed = trainer(run, layout, AsStored(run / "checkpoint-4"), Opens(), net=net)
+    copy_run(root / f"{stopped}-stopped", run)
+    resumed = trainer(run, layout, ExpectStored(run / "checkpoint-4"), Opens(), net=net)
     resumed.train(resume_from_checkpoint=True)
-    straight, found = torch.load(root / f"losses-{stopped}.pt"), losses(resumed)
-    assert found[:4] == straight[:4], "the log goes on where it was"
-    assert len(found) == STEPS
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (
-        found,
+    straight, resumed_losses = torch.load(root / f"losses-{stopped}.pt"), losses(resumed)
+    assert resumed_losses[:4] == straight[:4], "the log goes on where it was"
+    assert len(resumed_losses) == STEPS
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(resumed_losses, straight, strict=True)), (
+        resumed_losses,
         straight,
     )
 
 
 def best(root: Path, layout: str) -> None:
-    """The best checkpoint is kept and loaded at the end; the others but the newest are removed."""
-    told = {
+    """The best checkpoint stays and is loaded at the end. Of the others only the latest stays."""
+    arguments = {
         "save_total_limit": 2,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "load_best_model_at_end": True,
         "greater_is_better": True,
     }
-    made = trainer(root / f"best-{layout}", layout, **told)
-    made.train()
-    folder = Path(made.state.best_model_checkpoint)
+    best_trainer = trainer(root / f"best-{layout}", layout, **arguments)
+    best_trainer.train()
+    folder = Path(best_trainer.state.best_model_checkpoint)
     assert folder.name == "checkpoint-2", "the loss falls, and the highest is called the best"
     assert sorted(os.listdir(folder.parent)) == ["checkpoint-2", "checkpoint-6"]
     check_equal(
-        weights(made.model),
+        weights(best_trainer.model),
         {name: tensor for name, tensor in stored(folder).items() if "/" not in name},
     )
 
 
 def alone(root: Path, layout: str) -> None:
-    """A checkpoint without its optimizer opens everywhere, and a resume from it is refused on every
-    rank.
+    """A checkpoint without its optimizer opens in transformers. Every rank refuses to resume from
+    it.
     """
     run = root / f"alone-{layout}"
-    made = trainer(run, layout, Opens(), only_model=True)
-    made.train()
+    only_model_trainer = trainer(run, layout, Opens(), only_model=True)
+    only_model_trainer.train()
     assert not any("optimizer" in name for name in os.listdir(run / "checkpoint-6"))
     refused(trainer(run, layout), True, uc.MismatchError, "got only model")
 
 
 def errors(root: Path, layout: str, stopped: str) -> None:
-    """Each says on every rank what is there; nothing hangs, nothing is loaded. Then the same
-    Trainer trains.
+    """Each error names the actual content on every rank; nothing hangs or is loaded. The same
+    Trainer then trains.
     """
     run = root / f"errors-{layout}"
-    keep(root / f"{stopped}-stopped", run)
-    made, folder = trainer(run, layout), run / "checkpoint-4"
+    copy_run(root / f"{stopped}-stopped", run)
+    same_trainer, folder = trainer(run, layout), run / "checkpoint-4"
     refused(
-        made,
+        same_trainer,
         str(run),
         uc.NotFoundError,
         "got a run's folder, expected a checkpoint; the latest is checkpoint-4",
     )
-    refused(made, str(folder / "config.json"), uc.NotFoundError, "got a file")
-    refused(made, str(run / "nothing"), uc.NotFoundError, "got nothing")
+    refused(same_trainer, str(folder / "config.json"), uc.NotFoundError, "got a file")
+    refused(same_trainer, str(run / "nothing"), uc.NotFoundError, "got nothing")
     meet()
     if RANK == 0:
         (run / "checkpoint-2" / "unified_checkpoint.json").unlink()
         (run / "checkpoint-2" / "trainer_state.json").unlink()
-        shutil.copytree(root / "start", run / "stock")
-        shutil.copy(folder / "trainer_state.json", run / "stock")
+        shutil.copytree(root / "start", run / "native")
+        shutil.copy(folder / "trainer_state.json", run / "native")
     meet()
-    refused(made, str(run / "checkpoint-2"), uc.NotFoundError, "it is unfinished or damaged")
-    refused(trainer(run, layout), str(run / "stock"), uc.MismatchError, "got only model")
+    refused(
+        same_trainer, str(run / "checkpoint-2"), uc.NotFoundError, "it is unfinished or damaged"
+    )
+    refused(trainer(run, layout), str(run / "native"), uc.MismatchError, "got only model")
     refused(
         trainer(run, layout, optim="sgd"),
         str(folder),
@@ -162,86 +162,88 @@ def errors(root: Path, layout: str, stopped: str) -> None:
     assert resumed.state.global_step == STEPS
 
 
-def stock(root: Path, layout: str) -> None:
-    """A sharded checkpoint of the stock Trainer is resumed by it, and the next ones are ours."""
-    straight = trainer(root / "straight-stock", layout, stock=True)
+def native(root: Path, layout: str) -> None:
+    """The callback resumes a sharded checkpoint of the Trainer's own; later saves are ours."""
+    straight = trainer(root / "straight-stock", layout, native=True)
     straight.train()
-    trainer(root / "stock", layout, StopAt(4), stock=True).train()
-    resumed = trainer(root / "stock", layout)
+    trainer(root / "native", layout, StopAt(4), native=True).train()
+    resumed = trainer(root / "native", layout)
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight), (losses(resumed), losses(straight))
-    assert uc.verify(root / "stock" / "checkpoint-6", deep=True).ok
+    assert uc.verify(root / "native" / "checkpoint-6", deep=True).ok
 
 
-def stock_stop(root: Path, layout: str) -> None:
-    """A run of the stock Trainer that was stopped; what it had in memory, and the losses of one
-    that was not.
+def native_stop(root: Path, layout: str) -> None:
+    """Stop a run that the Trainer saves natively. Store its state in memory, and the losses of an
+    uninterrupted run.
     """
-    straight = trainer(root / f"stock-straight-{layout}", layout, stock=True)
+    straight = trainer(root / f"stock-straight-{layout}", layout, native=True)
     straight.train()
-    stopped = trainer(root / f"stock-{layout}", layout, StopAt(4), stock=True)
+    stopped = trainer(root / f"stock-{layout}", layout, StopAt(4), native=True)
     stopped.train()
-    held = contents(stopped.model, stopped.optimizer)
+    in_memory = contents(stopped.model, stopped.optimizer)
     if RANK == 0:
-        torch.save((held, losses(straight)), root / f"stock-{layout}.pt")
+        torch.save((in_memory, losses(straight)), root / f"stock-{layout}.pt")
     meet()
 
 
-def stock_into(root: Path, layout: str, stopped: str) -> None:
-    """It is resumed in a layout that the stock Trainer cannot load it into: state bit for bit,
-    losses nearly, the next save ours.
+def native_into(root: Path, layout: str, stopped: str) -> None:
+    """Resume it in a layout that the Trainer cannot load it into: state bit for bit, losses nearly
+    equal, the next save ours.
     """
     run = root / f"stock-{stopped}-{layout}"
-    keep(root / f"stock-{stopped}", run)
-    held, straight = torch.load(root / f"stock-{stopped}.pt")
-    resumed = trainer(run, layout, AsHeld(held), only_model=False)
+    copy_run(root / f"stock-{stopped}", run)
+    in_memory, straight = torch.load(root / f"stock-{stopped}.pt")
+    resumed = trainer(run, layout, ExpectState(in_memory), only_model=False)
     resumed.train(resume_from_checkpoint=str(run / "checkpoint-4"))
-    found = losses(resumed)
-    assert found[:4] == straight[:4], "the log goes on where it was"
-    assert len(found) == STEPS
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (
-        found,
+    resumed_losses = losses(resumed)
+    assert resumed_losses[:4] == straight[:4], "the log goes on where it was"
+    assert len(resumed_losses) == STEPS
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(resumed_losses, straight, strict=True)), (
+        resumed_losses,
         straight,
     )
     assert uc.verify(run / "checkpoint-6", deep=True).ok
 
 
 def hub(root: Path, layout: str) -> None:
-    """A folder in the hub's names is loaded into a sharded model whose experts are stacked."""
-    made = trainer(root / "hub", layout, net="mixtral", stock=True, max_steps=1, save_strategy="no")
-    made.train()
-    with open_model_names(root / "start-mixtral", model=made.model) as source:
+    """Load a folder with hub names into a sharded model with stacked experts."""
+    hub_trainer = trainer(
+        root / "hub", layout, net="mixtral", native=True, max_steps=1, save_strategy="no"
+    )
+    hub_trainer.train()
+    with open_model_names(root / "start-mixtral", model=hub_trainer.model) as source:
         assert "model.layers.0.mlp.experts.gate_up_proj" in source["model"]
-        report = uc.load(source, model=made.model)
+        report = uc.load(source, model=hub_trainer.model)
     assert report.missing == report.unexpected == ()
     check_equal(
-        weights(made.model),
+        weights(hub_trainer.model),
         AutoModelForCausalLM.from_pretrained(root / "start-mixtral").state_dict(),
     )
 
 
 def refusals(root: Path, layout: str) -> None:
-    """FSDP1, adapters on tensor-parallel models and pipeline stages are refused by name, with the
-    way out.
+    """FSDP1, adapters on tensor-parallel models, and pipeline stages are refused by name, with a
+    remedy.
     """
     del layout
-    made = trainer(root / "refused", "accelerate", stock=True)
-    made.accelerator.state.fsdp_plugin.fsdp_version = 1
+    fsdp1_trainer = trainer(root / "refused", "accelerate", native=True)
+    fsdp1_trainer.accelerator.state.fsdp_plugin.fsdp_version = 1
     with pytest.raises(
         uc.LayoutError,
         match=r"got FSDP1, which flattens parameters; use fsdp_config=\{'version': 2\}",
     ):
-        UnifiedCheckpointCallback().attach(made)
-    adapted = trainer(root / "refused", "tp=2", stock=True, peft=True)
+        UnifiedCheckpointCallback().attach(fsdp1_trainer)
+    adapted = trainer(root / "refused", "tp=2", native=True, peft=True)
     with pytest.raises(uc.LayoutError, match="got adapters \\(PEFT\\) on a model sharded at load"):
         UnifiedCheckpointCallback().attach(adapted)
-    staged = trainer(root / "refused", "pp=2", stock=True)
+    staged = trainer(root / "refused", "pp=2", native=True)
     with pytest.raises(uc.LayoutError, match="pipeline stages"):
         UnifiedCheckpointCallback().attach(staged)
 
 
 def adapters(root: Path, layout: str) -> None:
-    """Adapters on a model that FSDP2 shards: stored as PEFT knows them, stopped and resumed bit for
+    """Adapters on a model sharded by FSDP2: stored under PEFT's names, stopped and resumed bit for
     bit.
     """
     straight = trainer(root / f"straight-lora-{layout}", layout, peft=True)
@@ -249,7 +251,7 @@ def adapters(root: Path, layout: str) -> None:
     if RANK == 0:
         torch.save(losses(straight), root / f"losses-lora-{layout}.pt")
     trainer(root / f"lora-{layout}", layout, StopAt(4), peft=True).train()
-    keep(root / f"lora-{layout}", root / f"lora-{layout}-stopped")
+    copy_run(root / f"lora-{layout}", root / f"lora-{layout}-stopped")
     resumed = trainer(root / f"lora-{layout}", layout, peft=True)
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight), (losses(resumed), losses(straight))
@@ -263,40 +265,17 @@ def adapters(root: Path, layout: str) -> None:
 
 
 def adapters_into(root: Path, layout: str, stopped: str) -> None:
-    """Adapters that another layout has saved: losses go on nearly as there."""
+    """Resume adapters that another layout saved: losses nearly equal."""
     run = root / f"lora-{stopped}-{layout}-{WORLD}"
-    keep(root / f"lora-{stopped}-stopped", run)
+    copy_run(root / f"lora-{stopped}-stopped", run)
     resumed = trainer(run, layout, peft=True)
     resumed.train(resume_from_checkpoint=True)
-    straight, found = torch.load(root / f"losses-lora-{stopped}.pt"), losses(resumed)
-    assert found[:4] == straight[:4], "the log goes on where it was"
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (
-        found,
+    straight, resumed_losses = torch.load(root / f"losses-lora-{stopped}.pt"), losses(resumed)
+    assert resumed_losses[:4] == straight[:4], "the log goes on where it was"
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(resumed_losses, straight, strict=True)), (
+        resumed_losses,
         straight,
     )
-
-
-def killed(root: Path, layout: str) -> None:
-    """The second save ends this rank, once all is written and before it has its name."""
-    made = trainer(root / f"killed-{layout}", layout)
-    publish = commit.publish
-
-    def die(*arguments: Any, **more: Any) -> Any:
-        if made.state.global_step == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return publish(*arguments, **more)
-
-    commit.publish = die
-    made.train()
-
-
-def after(root: Path, layout: str) -> None:
-    """What `killed` has left is resumed, and ends as the run that `same` did not interrupt."""
-    run = root / f"killed-{layout}"
-    resumed = trainer(run, layout, AsStored(run / "checkpoint-2"))
-    resumed.train(resume_from_checkpoint=True)
-    assert losses(resumed) == torch.load(root / f"losses-{layout}.pt")
-    check_equal(stored(run / "checkpoint-6"), stored(root / f"straight-{layout}" / "checkpoint-6"))
 
 
 CASES = {
@@ -307,32 +286,32 @@ CASES = {
         best,
         alone,
         errors,
-        stock,
-        stock_stop,
-        stock_into,
+        native,
+        native_stop,
+        native_into,
         hub,
         adapters,
         adapters_into,
         refusals,
-        killed,
-        after,
     )
 }
 
 
 def refused(
-    made: Trainer, where: str | bool, kind: type[Exception], text: str, *, read: bool = False
+    refusing: Trainer, where: str | bool, kind: type[Exception], text: str, *, read: bool = False
 ) -> None:
-    """`read`: the error comes after the weights were loaded, and before the first step."""
-    before = weights(made.model)
+    """Check that `train` raises this error. `read`: after the weights were loaded, and before the
+    first step.
+    """
+    before = weights(refusing.model)
     with pytest.raises(kind, match=re.escape(text)):
-        made.train(resume_from_checkpoint=where)
-    assert made.state.global_step in (0, 4)
+        refusing.train(resume_from_checkpoint=where)
+    assert refusing.state.global_step in (0, 4)
     if not read:
-        check_equal(weights(made.model), before)
+        check_equal(weights(refusing.model), before)
 
 
-# what they are made of
+# helpers
 
 
 def trainer(
@@ -340,14 +319,14 @@ def trainer(
     layout: str,
     *callbacks: TrainerCallback,
     net: str = "llama",
-    stock: bool = False,
+    native: bool = False,
     only_model: bool = False,
     peft: bool = False,
     **arguments: Any,
 ) -> Trainer:
     sizes = {
         f"{name}_size": int(size)
-        for name, size in (one.split("=") for one in layout.split(",") if "=" in one)
+        for name, size in (item.split("=") for item in layout.split(",") if "=" in item)
     }
     config = DistributedConfig(**sizes) if sizes else None
     shards: dict[str, Any] = {}
@@ -360,30 +339,36 @@ def trainer(
             },
         }
     data_parallel = config.dp_size if config is not None else WORLD
-    told = TrainingArguments(
+    training_arguments = TrainingArguments(
         output_dir=str(out),
         **{
-            "max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 1, "save_only_model": only_model or bool(sizes),  # noqa: E501
-            "per_device_train_batch_size": BATCH // data_parallel, **shards, **arguments,
+            "max_steps": STEPS,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "seed": 1,
+            "save_only_model": only_model or bool(sizes),
+            "per_device_train_batch_size": BATCH // data_parallel,
+            **shards,
+            **arguments,
         },
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
         accelerator_config={"use_configured_state": accelerated()},
         ddp_find_unused_parameters=False,
-    )  # fmt: skip
+    )
     start = out.parent / ("start" if net == "llama" else f"start-{net}")
-    found = AutoModelForCausalLM.from_pretrained(
+    network = AutoModelForCausalLM.from_pretrained(
         start, **({"distributed_config": config} if config else {})
     )
     if peft:
         torch.manual_seed(2)
-        found = get_peft_model(
-            found, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        network = get_peft_model(
+            network, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         )
     ours = (
         []
-        if stock
+        if native
         else [
             UnifiedCheckpointCallback(
                 save_options=uc.SaveOptions(fsync=False), save_only_model=only_model
@@ -391,8 +376,8 @@ def trainer(
         ]
     )
     return Trainer(
-        model=found,
-        args=told,
+        model=network,
+        args=training_arguments,
         train_dataset=Sequences(),
         eval_dataset=Sequences(),
         callbacks=[*ours, *callbacks],
@@ -400,9 +385,9 @@ def trainer(
 
 
 def accelerated() -> bool:
-    """Accelerate has FSDP and TP for ranks with an accelerator of their own. It takes a state that
-    is configured already, so these CPU ranks say that they are such. What it remembers of the last
-    case goes first.
+    """Accelerate supports FSDP and TP only for ranks with an accelerator each. It accepts a state
+    configured beforehand, so these CPU ranks claim to be such. State of the last case is cleared
+    first.
     """
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -416,12 +401,12 @@ def contents(model: torch.nn.Module, optimizer: Any) -> Tensors:
         id(parameter): name
         for name, parameter in getattr(model, "module", model).named_parameters()
     }
-    found = weights(model)
+    tensors = weights(model)
     for parameter, state in getattr(optimizer, "optimizer", optimizer).state.items():
-        found.update(
+        tensors.update(
             {f"{names[id(parameter)]}/{key}": whole(value) for key, value in state.items()}
         )
-    return found
+    return tensors
 
 
 def weights(model: torch.nn.Module) -> Tensors:
@@ -434,14 +419,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def check_equal(found: Tensors, needed: Tensors) -> None:
-    assert found.keys() == needed.keys(), found.keys() ^ needed.keys()
-    different = [name for name, tensor in needed.items() if not torch.equal(found[name], tensor)]
+def check_equal(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not different, different
 
 
 def stored(folder: Path) -> Tensors:
-    """What the files hold, as the safetensors package reads them."""
+    """Tensors of the folder's files, read by the safetensors package."""
     names = [
         name
         for name in os.listdir(folder)
@@ -450,7 +435,7 @@ def stored(folder: Path) -> Tensors:
     return {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
 
 
-def keep(run: Path, copy: Path) -> None:
+def copy_run(run: Path, copy: Path) -> None:
     meet()
     if RANK == 0:
         shutil.copytree(run, copy)
@@ -462,8 +447,8 @@ def meet() -> None:
         dist.barrier()
 
 
-class AsHeld(TrainerCallback):
-    """When training begins, model and optimizer are these."""
+class ExpectState(TrainerCallback):
+    """Checks model and optimizer when training begins."""
 
     def __init__(self, needed: Tensors) -> None:
         self._needed = needed
@@ -472,24 +457,26 @@ class AsHeld(TrainerCallback):
         check_equal(contents(model, optimizer), self._needed)
 
 
-class AsStored(AsHeld):
-    """When training begins, model and optimizer are those of a checkpoint."""
+class ExpectStored(ExpectState):
+    """Checks that model and optimizer are those of a checkpoint when training begins."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(stored(folder))
 
 
 class Opens(TrainerCallback):
-    """After each save stock transformers opens the folder, and finds this model in it."""
+    """Checks after each save that transformers opens the folder with this model."""
 
     def on_save(self, args: Any, state: Any, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         needed = weights(model)
         if RANK == 0:
-            found = AutoModelForCausalLM.from_pretrained(
+            opened = AutoModelForCausalLM.from_pretrained(
                 Path(args.output_dir) / f"checkpoint-{state.global_step}"
             )
-            check_equal(found.state_dict(), needed)
+            check_equal(opened.state_dict(), needed)
 
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():
+        dist.destroy_process_group()  # its threads may abort the exit

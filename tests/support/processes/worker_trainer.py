@@ -1,5 +1,5 @@
-"""A rank of Hugging Face's Trainer under DDP, with the callback. Rank 0 leaves weights and losses
-at `--told`.
+"""A rank of Hugging Face's Trainer under DDP, with the callback. Rank 0 writes weights and losses
+to `--output`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.trainers import StopAt, losses, trainer
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
-    parser.add_argument("--told", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--stop", type=int)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
@@ -25,12 +25,20 @@ def main() -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1
         else {}
     )
-    made = trainer(arguments.run, *([StopAt(arguments.stop)] if arguments.stop else []), **backend)
-    made.train(resume_from_checkpoint=True if arguments.resume else None)
-    if made.args.process_index == 0:
+    hf_trainer = trainer(
+        arguments.run, *([StopAt(arguments.stop)] if arguments.stop else []), **backend
+    )
+    hf_trainer.train(resume_from_checkpoint=True if arguments.resume else None)
+    if hf_trainer.args.process_index == 0:
         torch.save(
-            (made.accelerator.unwrap_model(made.model).state_dict(), losses(made)), arguments.told
+            (
+                hf_trainer.accelerator.unwrap_model(hf_trainer.model).state_dict(),
+                losses(hf_trainer),
+            ),
+            arguments.output,
         )
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # else gloo may abort the exit
 
 
 if __name__ == "__main__":

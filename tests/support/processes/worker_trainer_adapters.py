@@ -1,5 +1,5 @@
-"""A rank of Hugging Face's Trainer with adapters under DDP: straight with the stock one, stopped,
-resumed; leaves the samples it took.
+"""A rank of Hugging Face's Trainer with adapters under DDP: uninterrupted without the callback,
+then stopped and resumed. Writes its samples.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import torch.distributed as dist
 
 from tests.support.adapter_models import lora
 from tests.support.processes.worker import started
-from tests.support.trainer_positions import Seen, seen, train
+from tests.support.trainer_positions import RecordingTrainer, recording_trainer, train
 from tests.support.trainers import StopAt, check_same
 
 DDP = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
 
 
-def made(root: Path, name: str, *callbacks: StopAt, stock: bool = False) -> Seen:
-    return seen(
+def adapter_trainer(
+    root: Path, name: str, *callbacks: StopAt, native: bool = False
+) -> RecordingTrainer:
+    return recording_trainer(
         root / name,
         *callbacks,
         batch=2,
-        stock=stock,
+        native=native,
         async_save=True,
-        of=lora(),
+        net=lora(),
         logging_steps=1,
         **DDP,
     )
@@ -37,16 +39,16 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     root = parser.parse_args().root
     with started() as (rank, _):
-        straight = made(root, "straight", stock=True)
+        straight = adapter_trainer(root, "straight", native=True)
         train(straight)
-        stopped = train(made(root, "run", StopAt(15)))
+        stopped = train(adapter_trainer(root, "run", StopAt(15)))
         if rank == 0:
             shutil.copytree(root / "run", root / "alone")
         dist.barrier()
-        resumed = made(root, "run")
-        assert stopped + train(resumed, resume=True) == straight.taken
+        resumed = adapter_trainer(root, "run")
+        assert stopped + train(resumed, resume=True) == straight.samples
         check_same(resumed, straight)
-        torch.save(straight.taken, root / f"taken-{rank}.pt")
+        torch.save(straight.samples, root / f"samples-{rank}.pt")
 
 
 if __name__ == "__main__":

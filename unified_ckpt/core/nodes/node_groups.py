@@ -50,7 +50,7 @@ def group_sharding(
     for rank in members:
         position = sharding.position(rank)
         if position is not None:
-            by_coordinates = index_by_replica.setdefault(sharding.replica_id(position), {})
+            by_coordinates = index_by_replica.setdefault(sharding.replica_origin(position), {})
             by_coordinates[sharding.coordinates(position)] = index[rank]
     sizes = [shard_dim.size for shard_dim in sharding.shard_dims]
     replicas = [

@@ -2,7 +2,7 @@
 
 How bytes could be lost: a network file system caches whole pages on each node. Two nodes that write
 different bytes of one page overwrite each other's bytes with stale ones. A file is therefore
-divided into blocks, and one node writes each block. If one rank's bytes fill a block, that rank
+divided into aligned blocks, and one node writes each. If one rank's bytes fill a block, that rank
 writes it. Otherwise all ranks compute the same writer and send it their bytes.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-ANY_BYTE = 1  # as a block size: any two nodes may write adjacent bytes; nothing is sent
-WHOLE_FILES = 0  # as a block size: one node writes a whole file
+ANY_BYTE = 1  # as an alignment: any two nodes may write adjacent bytes; nothing is sent
+WHOLE_FILES = 0  # as an alignment: one node writes a whole file
 _MAX_WRITERS = 64  # nodes that blocks are sent to; limits the connections of a rank
 
 
@@ -22,11 +22,12 @@ _MAX_WRITERS = 64  # nodes that blocks are sent to; limits the connections of a 
 class WriteAlignment:
     """The write rule of a folder that ranks of several nodes share.
 
-    `nodes`: the node of each rank. `block_nbytes`: bytes of a block, or ANY_BYTE or WHOLE_FILES.
+    `nodes`: the node of each rank. `alignment_nbytes`: of an aligned block, or
+    ANY_BYTE or WHOLE_FILES.
     """
 
     nodes: tuple[int, ...]
-    block_nbytes: int
+    alignment_nbytes: int
 
     @cached_property
     def _ranks_by_node(self) -> list[list[int]]:
@@ -57,18 +58,20 @@ class WriteAlignment:
         yield from self._split_by_block(file, max(start, high), stop, rank)
 
     def _whole_blocks(self, exclusive_range: tuple[int, int]) -> tuple[int, int]:
-        if self.block_nbytes == WHOLE_FILES:
+        if self.alignment_nbytes == WHOLE_FILES:
             return 0, 0
         low, high = exclusive_range
-        size = self.block_nbytes
+        size = self.alignment_nbytes
         return -(-low // size) * size, high // size * size
 
     def _split_by_block(
         self, file: str, start: int, stop: int, rank: int
     ) -> Iterator[tuple[int, int, int]]:
         while start < stop:
-            block = start // self.block_nbytes if self.block_nbytes else 0
-            border = min((block + 1) * self.block_nbytes, stop) if self.block_nbytes else stop
+            block = start // self.alignment_nbytes if self.alignment_nbytes else 0
+            border = (
+                min((block + 1) * self.alignment_nbytes, stop) if self.alignment_nbytes else stop
+            )
             yield start, border, self._writer(file, block, rank)
             start = border
 
@@ -108,7 +111,7 @@ _COHERENT = frozenset(
     ]
 )
 _PAGE_CACHED = frozenset(["nfs", "nfs4", "cifs", "smb3", "afs", "beegfs"])
-_PAGE_CACHED_BLOCK_NBYTES = 1 << 20  # pages of up to 64 KiB, and larger folios of recent kernels
+_PAGE_CACHED_ALIGNMENT = 1 << 20  # pages of up to 64 KiB, and larger folios of recent kernels
 
 
 def is_slow(fs_type: str) -> bool:
@@ -116,15 +119,15 @@ def is_slow(fs_type: str) -> bool:
     return fs_type not in _COHERENT
 
 
-def alignment_nbytes(fs_types: Sequence[str]) -> int:
-    """Return the block size for a folder that nodes see as these file system types.
+def choose_alignment(fs_types: Sequence[str]) -> int:
+    """Return the alignment in bytes for a folder that nodes see as these file system types.
 
     The strictest of them decides.
     """
     if all(fs_type in _COHERENT for fs_type in fs_types):
         return ANY_BYTE
     return (
-        _PAGE_CACHED_BLOCK_NBYTES
+        _PAGE_CACHED_ALIGNMENT
         if all(fs_type in _COHERENT or fs_type in _PAGE_CACHED for fs_type in fs_types)
         else WHOLE_FILES
     )

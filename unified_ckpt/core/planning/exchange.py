@@ -2,19 +2,23 @@
 
 A *tile* is a bounded buffer. At a save its members fill it and its `io_rank` writes it to the file.
 At a load the `io_rank` reads it and the members empty it. Bytes that concern the `io_rank` alone
-are `Extent`s and pass through no buffer.
+are `Extent`s and pass through no shared buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from unified_ckpt.core.planning.io_assignment import AssignedRange, IOAssignment
-from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.core.planning.io_assignment import AssignedRange, IOAssignment, assign_io
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER, itemsize
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
+
+TILE_NBYTES = 16 << 20  # of each of a tile buffer's two tiles: large writes, little memory
+_ALIGN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,8 @@ class Tile:
 class RankIO:
     """The reads or writes of one rank.
 
-    `extents`: without a buffer. `io_tiles`: tiles that this rank reads or writes. `member_tiles`:
-    all tiles, its own included, that it fills or empties.
+    `extents`: without a shared buffer. `io_tiles`: tiles that this rank reads or writes.
+    `member_tiles`: all tiles, its own included, that it fills or empties.
     """
 
     extents: tuple[Extent, ...]
@@ -82,20 +86,53 @@ class Exchange:
     """The rules of one exchange among `holders`, which are ascending.
 
     `small_io_ranks`: index of a declaration -> rank that reads or writes it, for small tensors.
-    `all_replicas`: every participant is a member (load), else only the replica of the io_rank
-    (save).
+    `is_read`: at a read, every participant is a member. At a write, only the replica that the
+    io_rank belongs to.
     """
 
     assignment: IOAssignment
     holders: tuple[int, ...]
     small_io_ranks: Mapping[int, int]
-    all_replicas: bool
+    is_read: bool
     tile_nbytes: int
+
+
+def in_file_order(decls: Sequence[TensorDecl], decl_indices: Iterable[int]) -> list[int]:
+    """Sort declarations of one part, which are sorted by name, into the order of a file.
+
+    Neighbours in a file are written and read with one call.
+    """
+    return sorted(decl_indices, key=lambda n: DTYPE_ORDER[decls[n].spec.dtype])
+
+
+def plan_exchange(
+    decls: Sequence[TensorDecl],
+    *,
+    holders: Sequence[int],
+    header_nbytes_by_rank: Mapping[int, int],
+    small_io_ranks: Mapping[int, int],
+    unexchanged: Collection[int],
+    is_read: bool,
+) -> Exchange:
+    """Plan the exchange of a group; `small_io_ranks` and `is_read` as in `Exchange`.
+
+    `unexchanged`: as in `assign_io`.
+    """
+    assigned_nbytes = dict(header_nbytes_by_rank)
+    for decl_index, io_rank in small_io_ranks.items():
+        assigned_nbytes[io_rank] = assigned_nbytes.get(io_rank, 0) + decls[decl_index].spec.nbytes
+    assignment = assign_io(
+        decls, holders=holders, assigned_nbytes=assigned_nbytes, unexchanged=unexchanged
+    )
+    tile_nbytes = -(-max(TILE_NBYTES, largest_slab(assignment)) // _ALIGN) * _ALIGN
+    return Exchange(assignment, tuple(holders), small_io_ranks, is_read, tile_nbytes)
 
 
 def largest_slab(assignment: IOAssignment) -> int:
     """Return the bytes of the largest slab that a tile must hold."""
-    return max((grain.slab_nbytes for grain in assignment.grains.values()), default=0)
+    return max(
+        (granularity.slab_nbytes for granularity in assignment.granularities.values()), default=0
+    )
 
 
 def plan_rank_io(exchange: Exchange, rank: int) -> RankIO:
@@ -162,33 +199,31 @@ _UnplacedRange = tuple[int, int, int, int, int, int, tuple[int, ...]]
 
 def _small_ranges(exchange: Exchange, io_rank: int) -> Iterator[_UnplacedRange]:
     members: dict[Sharding, tuple[int, ...]] = {}
-    for decl_index, owner in exchange.small_io_ranks.items():
-        if owner != io_rank:
+    for decl_index, small_io_rank in exchange.small_io_ranks.items():
+        if small_io_rank != io_rank:
             continue
         decl = exchange.assignment.decls[decl_index]
         size = decl.spec.nbytes
         if size:
             if decl.sharding not in members:
                 members[decl.sharding] = _small_members(
-                    decl.sharding, exchange.holders, io_rank, exchange.all_replicas
+                    decl.sharding, exchange.holders, io_rank, exchange.is_read
                 )
             yield decl_index, 0, size, 0, 1, 0, members[decl.sharding]
 
 
 def _large_ranges(exchange: Exchange, io_rank: int) -> Iterator[_UnplacedRange]:
-    for assigned in exchange.assignment.assigned_to(
-        io_rank, exchanged_only=not exchange.all_replicas
-    ):
+    for assigned in exchange.assignment.assigned_to(io_rank, exchanged_only=not exchange.is_read):
         if not _is_exclusive(exchange, assigned, io_rank):
             members = _members_of(exchange, assigned, io_rank)
-            segment, grain = assigned.segment, assigned.grain
-            slab_count = (segment.stop - segment.start) // grain.slab_nbytes
-            first_local_slab = segment.local_offset // grain.slab_nbytes
+            segment, granularity = assigned.segment, assigned.granularity
+            slab_count = (segment.stop - segment.start) // granularity.slab_nbytes
+            first_local_slab = segment.local_offset // granularity.slab_nbytes
             yield (
                 assigned.decl_index,
                 segment.start,
                 segment.stop,
-                grain.outer_ndim,
+                granularity.outer_ndim,
                 slab_count,
                 first_local_slab,
                 members,
@@ -198,16 +233,18 @@ def _large_ranges(exchange: Exchange, io_rank: int) -> Iterator[_UnplacedRange]:
 def _is_exclusive(exchange: Exchange, assigned: AssignedRange, io_rank: int) -> bool:
     """Return whether the bytes lie in the io_rank's shard as in the file and concern no other rank.
 
-    Of an exchanged slab it may hold only some elements.
+    False for an exchanged slab: the io_rank may hold only some of its elements.
     """
-    return not assigned.grain.exchanged and _members_of(exchange, assigned, io_rank) == (io_rank,)
+    return not assigned.granularity.exchanged and _members_of(exchange, assigned, io_rank) == (
+        io_rank,
+    )
 
 
 def _members_of(exchange: Exchange, assigned: AssignedRange, io_rank: int) -> tuple[int, ...]:
-    if exchange.all_replicas:
+    if exchange.is_read:
         return assigned.participants
     return _replica_members(
-        exchange.assignment.decls[assigned.decl_index].sharding, assigned.grain.outer, io_rank
+        exchange.assignment.decls[assigned.decl_index].sharding, assigned.granularity.outer, io_rank
     )
 
 
@@ -240,10 +277,10 @@ def _ranks_along(
 
 
 def _small_members(
-    sharding: Sharding, holders: tuple[int, ...], io_rank: int, all_replicas: bool
+    sharding: Sharding, holders: tuple[int, ...], io_rank: int, is_read: bool
 ) -> tuple[int, ...]:
     """Return the members of a small tensor."""
-    if all_replicas:
+    if is_read:
         return tuple(rank for rank in holders if sharding.position(rank) is not None)
     return _replica_members(sharding, Sharding(), io_rank)
 
@@ -257,15 +294,15 @@ def _io_ranks_of(exchange: Exchange, rank: int) -> set[int]:
     io_ranks = {
         io_rank
         for sharding, io_rank in sharding_ranks
-        if rank in _small_members(sharding, exchange.holders, io_rank, exchange.all_replicas)
+        if rank in _small_members(sharding, exchange.holders, io_rank, exchange.is_read)
     }
     for io_class, decl_indices in exchange.assignment.classes.items():
         outer, exchanged = io_class
         position = outer.position(rank)
-        if position is None or not (exchanged or exchange.all_replicas):
+        if position is None or not (exchanged or exchange.is_read):
             continue
-        participants = exchange.assignment.splits[io_class, outer.coordinates(position)].ranks
-        if exchange.all_replicas:
+        participants = exchange.assignment.shares[io_class, outer.coordinates(position)].ranks
+        if exchange.is_read:
             io_ranks.update(participants)
             continue
         for sharding in {exchange.assignment.decls[n].sharding for n in decl_indices}:

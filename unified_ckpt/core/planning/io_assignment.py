@@ -1,4 +1,4 @@
-"""Assigns each byte of a group's tensors to one rank, with balanced loads and borders on slabs.
+"""Assigns each byte of a group's tensors to one rank: ranks balanced, borders on slabs.
 
 Two ranks that compute a border differently would lose bytes, so the assignment is a function of the
 group's declarations and holders only. Knows no files.
@@ -14,19 +14,19 @@ from math import prod
 
 from unified_ckpt.core.planning.slabs import (
     SMALL_NBYTES,
-    IOGrain,
+    IOGranularity,
     Segment,
-    choose_grain,
-    own_runs_only,
+    choose_granularity,
     segments,
     segments_nbytes,
+    unexchanged_granularity,
 )
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
 _COARSE_GRAIN_NBYTES = 64 * 1024  # borders of much larger ranges are rounded to multiples of this
 _MAX_ROUNDS = 32  # of rebalancing; random states of 12 ranks took 12
-_TOLERANCE = 0.001  # of the largest load: less than the weight of a slab
+_TOLERANCE = 0.001  # of the largest rank: less than the weight of a slab
 
 # (outer sharding, exchanged): tensors that the same ranks divide in the same way.
 IOClass = tuple[Sharding, bool]
@@ -43,14 +43,14 @@ class AssignedRange:
     """
 
     decl_index: int
-    grain: IOGrain
+    granularity: IOGranularity
     segment: Segment
     participants: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
-    """The division of a class's concatenated bytes: `ranks[i]` has [ends[i-1], ends[i])."""
+class Shares:
+    """How ranks share a class's concatenated bytes: `ranks[i]` has [ends[i-1], ends[i])."""
 
     ranks: tuple[int, ...]
     ends: tuple[int, ...]
@@ -66,14 +66,14 @@ class _Split:
 class IOAssignment:
     """The bytes that each rank of one holder group reads or writes.
 
-    `grains`: by index of the declaration. `loads`: bytes by rank, including headers.
+    `granularities`: by index of the declaration. `nbytes_by_rank` includes headers.
     """
 
     decls: Sequence[TensorDecl]
-    grains: Mapping[int, IOGrain]
+    granularities: Mapping[int, IOGranularity]
     classes: Mapping[IOClass, Sequence[int]]
-    splits: Mapping[tuple[IOClass, Coordinates], _Split]
-    loads: Mapping[int, int]
+    shares: Mapping[tuple[IOClass, Coordinates], Shares]
+    nbytes_by_rank: Mapping[int, int]
 
     def assigned_to(self, rank: int, *, exchanged_only: bool) -> Iterator[AssignedRange]:
         """Yield the rank's ranges, by class and declaration; every rank computes the same."""
@@ -85,33 +85,38 @@ class IOAssignment:
             if position is None:
                 continue
             coordinates = outer.coordinates(position)
-            split = self.splits[io_class, coordinates]
-            i = split.ranks.index(rank)
-            start, stop = (split.ends[i - 1] if i else 0), split.ends[i]
+            shares = self.shares[io_class, coordinates]
+            i = shares.ranks.index(rank)
+            start, stop = (shares.ends[i - 1] if i else 0), shares.ends[i]
             offset = 0
             for decl_index in decl_indices:
                 size = segments_nbytes(self.decls[decl_index].spec, outer, coordinates)
                 if offset < stop and offset + size > start:
                     yield from self._ranges_of_decl(
-                        decl_index, coordinates, start - offset, stop - offset, split
+                        decl_index, coordinates, start - offset, stop - offset, shares
                     )
                 offset += size
 
     def _ranges_of_decl(
-        self, decl_index: int, coordinates: Coordinates, start: int, stop: int, split: _Split
+        self,
+        decl_index: int,
+        coordinates: Coordinates,
+        start: int,
+        stop: int,
+        shares: Shares,
     ) -> Iterator[AssignedRange]:
         """Yield [start, stop) of the concatenated segments, borders rounded to the nearest slab."""
-        spec, grain = self.decls[decl_index].spec, self.grains[decl_index]
-        step = grain.slab_nbytes * -(-split.border_nbytes // grain.slab_nbytes)
+        spec, granularity = self.decls[decl_index].spec, self.granularities[decl_index]
+        step = granularity.slab_nbytes * -(-shares.border_nbytes // granularity.slab_nbytes)
         offset = 0
-        for segment in segments(spec, grain.outer, coordinates):
+        for segment in segments(spec, granularity.outer, coordinates):
             size = segment.stop - segment.start
             low = _round_to_step(start - offset, step, size)
             high = _round_to_step(stop - offset, step, size)
             if low < high:
                 first = segment.start
                 piece = Segment(first + low, first + high, segment.local_offset + low)
-                yield AssignedRange(decl_index, grain, piece, split.ranks)
+                yield AssignedRange(decl_index, granularity, piece, shares.ranks)
             offset += size
 
 
@@ -119,29 +124,28 @@ def assign_io(
     decls: Sequence[TensorDecl],
     *,
     holders: Sequence[int],
-    fixed_nbytes: Mapping[int, int],
-    sparse: Collection[int],
+    assigned_nbytes: Mapping[int, int],
+    unexchanged: Collection[int],
 ) -> IOAssignment:
     """Divide the bytes of all tensors of 64 KiB and more among the holders.
 
-    `holders`: ascending. `fixed_nbytes`: bytes by rank that are assigned already (headers, small
-    tensors). `sparse`: indices of declarations, of any size, of which ranks read only their own
-    runs.
+    `holders`: ascending. `assigned_nbytes`: by rank, what it already has (headers, small tensors).
+    `unexchanged`: indices of declarations, of any size, of which ranks read only their own runs.
 
     Classes with few participants are divided first, since the others can compensate for them.
     Further rounds follow because participants may overlap.
     """
     classes: dict[IOClass, list[int]] = {}
-    grains: dict[int, IOGrain] = {}
+    granularities: dict[int, IOGranularity] = {}
     for decl_index, decl in enumerate(decls):
-        if decl.spec.nbytes >= SMALL_NBYTES or decl_index in sparse:
-            grain = (
-                own_runs_only(decl.spec, decl.sharding)
-                if decl_index in sparse
-                else choose_grain(decl.spec, decl.sharding)
+        if decl.spec.nbytes >= SMALL_NBYTES or decl_index in unexchanged:
+            granularity = (
+                unexchanged_granularity(decl.spec, decl.sharding)
+                if decl_index in unexchanged
+                else choose_granularity(decl.spec, decl.sharding)
             )
-            grains[decl_index] = grain
-            classes.setdefault((grain.outer, grain.exchanged), []).append(decl_index)
+            granularities[decl_index] = granularity
+            classes.setdefault((granularity.outer, granularity.exchanged), []).append(decl_index)
     participants = {io_class: _participants(io_class[0], holders) for io_class in classes}
     order = sorted(
         classes,
@@ -149,80 +153,82 @@ def assign_io(
             (len(ranks) for ranks in participants[io_class].values()), default=0
         ),
     )
-    loads = {rank: fixed_nbytes.get(rank, 0) for rank in holders}
+    nbytes_by_rank = {rank: assigned_nbytes.get(rank, 0) for rank in holders}
     assignment: Assignment = {}
     for io_class in order:
         total_nbytes = _total_nbytes(
             Counter(decls[n].spec for n in classes[io_class]), io_class[0], participants[io_class]
         )
         for coordinates, ranks in participants[io_class].items():
-            parts_nbytes = water_fill([loads[r] for r in ranks], total_nbytes[coordinates])
-            assignment[io_class, coordinates] = (ranks, parts_nbytes)
-            for rank, part_nbytes in zip(ranks, parts_nbytes, strict=True):
-                loads[rank] += part_nbytes
-    _rebalance(assignment, loads)
-    splits = {
-        split_key: _Split(tuple(ranks), tuple(accumulate(parts_nbytes)))
-        for split_key, (ranks, parts_nbytes) in assignment.items()
+            share_nbytes = water_fill([nbytes_by_rank[r] for r in ranks], total_nbytes[coordinates])
+            assignment[io_class, coordinates] = (ranks, share_nbytes)
+            for rank, nbytes in zip(ranks, share_nbytes, strict=True):
+                nbytes_by_rank[rank] += nbytes
+    _rebalance(assignment, nbytes_by_rank)
+    shares = {
+        class_key: Shares(tuple(ranks), tuple(accumulate(share_nbytes)))
+        for class_key, (ranks, share_nbytes) in assignment.items()
     }
-    return IOAssignment(decls, grains, classes, splits, loads)
+    return IOAssignment(decls, granularities, classes, shares, nbytes_by_rank)
 
 
-def _rebalance(assignment: Assignment, loads: dict[int, int]) -> None:
-    """Divide each class again, in rounds, until loads are stable; changes both arguments.
+def _rebalance(assignment: Assignment, nbytes_by_rank: dict[int, int]) -> None:
+    """Divide each class again, in rounds, until bytes are stable; changes both arguments.
 
     One pass is optimal if participants are nested. If they overlap (rows over one mesh dim, columns
-    over another), the first class was divided before the other loads were known: 1.34 times the
-    lowest peak was measured. A round is a step of coordinate descent on the sum of squared loads.
-    Its minimum is the assignment with the lowest peak, since the loads form the base of a
+    over another), the first class was divided before the others were known: 1.34 times the lowest
+    peak was measured. A round is a step of coordinate descent on the sum of squared bytes of ranks.
+    Its minimum is the assignment with the lowest peak, since these bytes form the base of a
     polymatroid (Fujishige 1980, lexicographically optimal bases).
     """
     movable = {
-        split_key: ranks
-        for split_key, (ranks, parts_nbytes) in assignment.items()
-        if len(ranks) > 1 and any(parts_nbytes)
+        class_key: ranks
+        for class_key, (ranks, share_nbytes) in assignment.items()
+        if len(ranks) > 1 and any(share_nbytes)
     }
     if len({io_class for io_class, _ in movable}) < 2:
         return
-    lowest_peak = sum(loads.values()) / len(loads)
+    lowest_peak = sum(nbytes_by_rank.values()) / len(nbytes_by_rank)
     for _ in range(_MAX_ROUNDS):
-        slack = _TOLERANCE * max(loads.values())
-        if max(loads.values()) <= lowest_peak + slack:
+        slack = _TOLERANCE * max(nbytes_by_rank.values())
+        if max(nbytes_by_rank.values()) <= lowest_peak + slack:
             return
-        previous_loads = dict(loads)
-        for split_key, ranks in movable.items():
-            old = assignment[split_key][1]
-            for rank, part_nbytes in zip(ranks, old, strict=True):
-                loads[rank] -= part_nbytes
-            new = water_fill([loads[r] for r in ranks], sum(old))
-            assignment[split_key] = (ranks, new)
-            for rank, part_nbytes in zip(ranks, new, strict=True):
-                loads[rank] += part_nbytes
-        if all(abs(loads[rank] - previous_loads[rank]) <= slack for rank in loads):
+        previous_nbytes = dict(nbytes_by_rank)
+        for class_key, ranks in movable.items():
+            old = assignment[class_key][1]
+            for rank, nbytes in zip(ranks, old, strict=True):
+                nbytes_by_rank[rank] -= nbytes
+            new = water_fill([nbytes_by_rank[r] for r in ranks], sum(old))
+            assignment[class_key] = (ranks, new)
+            for rank, nbytes in zip(ranks, new, strict=True):
+                nbytes_by_rank[rank] += nbytes
+        if all(
+            abs(nbytes_by_rank[rank] - previous_nbytes[rank]) <= slack for rank in nbytes_by_rank
+        ):
             return
 
 
-def water_fill(loads: Sequence[int], total: int) -> list[int]:
-    """Return the part of `total` to add to each load so that the lowest loads become equal.
+def water_fill(levels: Sequence[int], total: int) -> list[int]:
+    """Return the share of `total` to add to each level so that the lowest levels become equal.
 
-    The parts sum to `total` exactly, and the result is deterministic.
+    The shares sum to `total` exactly, and the result is deterministic.
     """
-    if len(loads) == 1:
+    if len(levels) == 1:
         return [total]
-    lowest_first = sorted(range(len(loads)), key=lambda i: (loads[i], i))
-    filled_sum, filled_count = 0, len(loads)
+    lowest_first = sorted(range(len(levels)), key=lambda i: (levels[i], i))
+    filled_sum, filled_count = 0, len(levels)
     for count, i in enumerate(lowest_first):
-        if loads[i] * count - filled_sum >= total and count:
+        if levels[i] * count - filled_sum >= total and count:
             filled_count = count
             break
-        filled_sum += loads[i]
+        filled_sum += levels[i]
     level, remainder = divmod(
-        total + sum(loads[i] for i in lowest_first[:filled_count]), filled_count
+        total + sum(levels[i] for i in lowest_first[:filled_count]), filled_count
     )
-    parts = [0] * len(loads)
+    shares = [0] * len(levels)
     for count, i in enumerate(lowest_first[:filled_count]):
-        parts[i] = level - loads[i] + (1 if count >= filled_count - remainder else 0)
-    return parts
+        shares[i] = level - levels[i] + (1 if count >= filled_count - remainder else 0)
+    return shares
 
 
 def _round_to_step(offset: int, step: int, size: int) -> int:
@@ -254,7 +260,7 @@ def _total_nbytes(
         dim: prod(c.size for c in outer.shard_dims if c.dim == dim) for dim in outer.sharded_dims()
     }
     is_even = all(
-        c.sections == 1 and not c.chunk_length and not c.padded_length for c in outer.shard_dims
+        c.sections == 1 and not c.chunk_length and not c.target_length for c in outer.shard_dims
     )
     if is_even and all(
         spec.shape[dim] % size == 0 for spec in specs for dim, size in sizes.items()

@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from unified_ckpt.core.planning.exchange import RankIO, plan_rank_io
-from unified_ckpt.core.planning.save_plan import in_file_order, plan_exchange
-from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_grain, segments_nbytes
+from unified_ckpt.core.planning.exchange import (
+    RankIO,
+    in_file_order,
+    plan_exchange,
+    plan_rank_io,
+)
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_granularity, segments_nbytes
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
@@ -20,11 +24,11 @@ from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 class ReadPlan:
     """What one rank reads and hands to other ranks of its node.
 
-    `sparse`: indices of declarations of which the node needs too little to read whole slabs.
+    `unexchanged`: indices of declarations of which the node needs too little to read whole slabs.
     """
 
     rank_io: RankIO
-    sparse: frozenset[int]
+    unexchanged: frozenset[int]
     tile_nbytes: int
 
 
@@ -33,23 +37,26 @@ def plan_reads(
 ) -> ReadPlan:
     """Plan what `rank` reads of a group of tensors that `holders`, ranks of one node, need.
 
-    `max_over_read`: bytes read per byte needed beyond which ranks read only their own runs.
+    `max_over_read`: if slabs would read more than this many bytes per needed byte, ranks read only
+    their own runs.
     """
     # Models repeat few (spec, sharding) pairs.
     specs = {(decl.spec, decl.sharding) for decl in decls if decl.spec.nbytes}
-    sparse_specs = {
+    unexchanged_specs = {
         (spec, sharding)
         for spec, sharding in specs
         if _over_read(spec, sharding, holders) > max_over_read
     }
-    sparse = (
-        frozenset(n for n, decl in enumerate(decls) if (decl.spec, decl.sharding) in sparse_specs)
-        if sparse_specs
+    unexchanged = (
+        frozenset(
+            n for n, decl in enumerate(decls) if (decl.spec, decl.sharding) in unexchanged_specs
+        )
+        if unexchanged_specs
         else frozenset[int]()
     )
     small_by_part: dict[str, list[int]] = {}
     for n, decl in enumerate(decls):
-        if decl.spec.nbytes < SMALL_NBYTES and n not in sparse:
+        if decl.spec.nbytes < SMALL_NBYTES and n not in unexchanged:
             small_by_part.setdefault(decl.part, []).append(n)
     small_indices = [
         n for decl_indices in small_by_part.values() for n in in_file_order(decls, decl_indices)
@@ -60,19 +67,19 @@ def plan_reads(
     exchange = plan_exchange(
         decls,
         holders=holders,
-        fixed_nbytes={},
+        header_nbytes_by_rank={},
         small_io_ranks=small_io_ranks,
-        sparse=sparse,
-        all_replicas=True,
+        unexchanged=unexchanged,
+        is_read=True,
     )
-    return ReadPlan(plan_rank_io(exchange, rank), sparse, exchange.tile_nbytes)
+    return ReadPlan(plan_rank_io(exchange, rank), unexchanged, exchange.tile_nbytes)
 
 
 def _over_read(spec: TensorSpec, sharding: Sharding, holders: Sequence[int]) -> float:
     """Return bytes of the slabs to read per byte that these ranks need; inf if they need none."""
-    grain = choose_grain(spec, sharding)
+    granularity = choose_granularity(spec, sharding)
     is_small = spec.nbytes < SMALL_NBYTES
-    if not grain.exchanged and not is_small:
+    if not granularity.exchanged and not is_small:
         return 1.0
     needed_nbytes, outer_coordinates = 0, set()
     for coordinates in {
@@ -85,14 +92,15 @@ def _over_read(spec: TensorSpec, sharding: Sharding, holders: Sequence[int]) -> 
             tuple(
                 coordinate
                 for shard_dim, coordinate in zip(sharding.shard_dims, coordinates, strict=True)
-                if shard_dim in grain.outer.shard_dims
+                if shard_dim in granularity.outer.shard_dims
             )
         )
     read_nbytes = (
         spec.nbytes
         if is_small
         else sum(
-            segments_nbytes(spec, grain.outer, coordinates) for coordinates in outer_coordinates
+            segments_nbytes(spec, granularity.outer, coordinates)
+            for coordinates in outer_coordinates
         )
     )
     return read_nbytes / needed_nbytes if needed_nbytes else inf

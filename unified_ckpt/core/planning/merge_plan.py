@@ -95,25 +95,6 @@ def plan_merge(
     return files
 
 
-def rank_spans(
-    files: Sequence[MergedFile],
-    sizes: Mapping[Key, int],
-    *,
-    node: int,
-    index: int,
-    count: int,
-    block_nbytes: int,
-) -> Iterator[Span]:
-    """Yield the spans that rank `index` of `count` writes: an even part of the node's bytes."""
-    return (
-        span
-        for rank, span in node_spans(
-            files, sizes, node=node, count=count, block_nbytes=block_nbytes
-        )
-        if rank == index
-    )
-
-
 def node_spans(
     files: Sequence[MergedFile],
     sizes: Mapping[Key, int],

@@ -26,7 +26,7 @@ SMALL_NBYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class IOGrain:
+class IOGranularity:
     """The granularity in which a tensor's bytes are divided among ranks.
 
     `outer`: the sharding that decides which ranks take part in a segment; the full sharding if
@@ -53,10 +53,11 @@ class Segment:
 
 
 @lru_cache(maxsize=65536)
-def choose_grain(spec: TensorSpec, sharding: Sharding) -> IOGrain:
-    """Return the finest granularity whose runs are long enough to read and write without exchange.
+def choose_granularity(spec: TensorSpec, sharding: Sharding) -> IOGranularity:
+    """Return how the bytes of a tensor are divided among ranks.
 
-    A tensor that is sharded along its leading dim is never exchanged along it.
+    `outer` has the longest prefix of the sharded dims whose runs reach `SMALL_NBYTES`; the other
+    sharded dims are exchanged. A leading dim is never exchanged.
     """
     dims = sharding.sharded_dims()
     item_nbytes = itemsize(spec.dtype)
@@ -71,18 +72,18 @@ def choose_grain(spec: TensorSpec, sharding: Sharding) -> IOGrain:
     else:
         depth, outer = 0, Sharding((), sharding.ranks)
     outer_ndim = dims[depth] if depth < len(dims) else len(spec.shape)
-    return IOGrain(
+    return IOGranularity(
         outer, outer_ndim, item_nbytes * prod(spec.shape[outer_ndim:]), depth < len(dims)
     )
 
 
 @lru_cache(maxsize=65536)
-def own_runs_only(spec: TensorSpec, sharding: Sharding) -> IOGrain:
-    """Return the granularity of each rank's own runs, however short.
+def unexchanged_granularity(spec: TensorSpec, sharding: Sharding) -> IOGranularity:
+    """Return the granularity of runs that each rank reads for itself, however short.
 
     For tensors of which so little is needed that reading whole slabs would be wasteful.
     """
-    return IOGrain(sharding, len(spec.shape), itemsize(spec.dtype), exchanged=False)
+    return IOGranularity(sharding, len(spec.shape), itemsize(spec.dtype), exchanged=False)
 
 
 @lru_cache(maxsize=65536)
@@ -119,23 +120,7 @@ def slab_boxes(
 
     They are (box in the slab, box in the local slab) pairs over the dims from `outer_ndim` on.
     """
-    per_dim = []
-    for dim in range(outer_ndim, len(shape)):
-        intervals = sharding.intervals(dim, shape[dim], coordinates)
-        ends = [0]
-        for a, b in intervals:
-            ends.append(ends[-1] + b - a)
-        per_dim.append([(a, b - a, end) for (a, b), end in zip(intervals, ends, strict=False)])
-    pairs = []
-    for combination in product(*per_dim):
-        sizes = tuple(n for _, n, _ in combination)
-        pairs.append(
-            (
-                Box(tuple(a for a, _, _ in combination), sizes),
-                Box(tuple(local_offset for _, _, local_offset in combination), sizes),
-            )
-        )
-    return tuple(pairs)
+    return tuple(sharding.boxes_at(coordinates, shape, first_dim=outer_ndim))
 
 
 def _shortest_run(shape: Sequence[int], outer: Sharding) -> int:

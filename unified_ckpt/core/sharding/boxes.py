@@ -23,6 +23,12 @@ class Box:
         """Number of elements."""
         return prod(self.shape)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the box in an array: one slice per dim."""
+        pairs = zip(self.offsets, self.shape, strict=True)
+        return tuple(slice(offset, offset + size) for offset, size in pairs)
+
 
 def full_box(shape: Sequence[int]) -> Box:
     """Return the box that covers a whole tensor of this shape."""
@@ -38,6 +44,16 @@ def intersect(a: Box, b: Box) -> Box | None:
     if any(low >= high for low, high in zip(lows, highs, strict=True)):
         return None
     return Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
+
+
+def relative_to(box: Box, origin: Sequence[int]) -> Box:
+    """Return the box with offsets counted from `origin`."""
+    return Box(tuple(a - b for a, b in zip(box.offsets, origin, strict=True)), box.shape)
+
+
+def shift(box: Box, offsets: Sequence[int]) -> Box:
+    """Return the box moved by `offsets`; the inverse of `relative_to`."""
+    return Box(tuple(a + b for a, b in zip(box.offsets, offsets, strict=True)), box.shape)
 
 
 def is_inside(box: Box, shape: Sequence[int]) -> bool:
@@ -121,6 +137,20 @@ def range_to_boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]
 
 def _box_in_row(row: int, box: Box) -> Box:
     return Box((row, *box.offsets), (1, *box.shape))
+
+
+def chunk_boxes(shape: Sequence[int], limit: int) -> Iterator[Box]:
+    """Split a tensor into contiguous boxes of at most `limit` elements, as large as possible."""
+    if prod(shape) <= limit:
+        yield full_box(shape)
+        return
+    dim = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) <= limit)
+    rows = max(limit // max(prod(shape[dim + 1 :]), 1), 1)
+    for index in product(*(range(size) for size in shape[:dim])):
+        for low in range(0, shape[dim], rows):
+            count = min(rows, shape[dim] - low)
+            whole = full_box(shape[dim + 1 :])
+            yield Box((*index, low, *whole.offsets), (*(1 for _ in index), count, *whole.shape))
 
 
 def chunk(length: int, count: int, index: int) -> tuple[int, int]:

@@ -47,7 +47,10 @@ sort_key = attrgetter("part", "fqn")
 
 @dataclass(frozen=True, slots=True)
 class HolderGroup:
-    """The tensors, sorted by (part, fqn), that the ranks of `table_ids` hold together."""
+    """The tensors, sorted by (part, fqn), that the ranks of `table_ids` hold together.
+
+    A rank is in one group for each set of tables that its tensors occur in.
+    """
 
     index: int
     table_ids: tuple[str, ...]
@@ -76,11 +79,11 @@ def encode_table(decls: Sequence[TensorDecl]) -> bytes:
 
 def decode_table(data: bytes) -> list[TensorDecl]:
     """Decode the declarations of `encode_table`."""
-    table = json.loads(data)
-    shardings = [_decode_sharding(encoded) for encoded in table["shardings"]]
+    document = json.loads(data)
+    shardings = [_decode_sharding(encoded) for encoded in document["shardings"]]
     return [
         TensorDecl(part, fqn, spec_of(dtype, tuple(shape)), shardings[index])
-        for part, fqn, dtype, shape, index in table["decls"]
+        for part, fqn, dtype, shape, index in document["decls"]
     ]
 
 
@@ -94,7 +97,7 @@ def _encode_sharding(sharding: Sharding) -> list[object]:
                 shard_dim.sections,
                 shard_dim.chunk_length,
                 shard_dim.name,
-                shard_dim.padded_length,
+                shard_dim.target_length,
             ]
             for shard_dim in sharding.shard_dims
         ],
@@ -110,7 +113,7 @@ def _decode_sharding(encoded: list[list[list[object]]]) -> Sharding:
     return Sharding(tuple(ShardDim(*fields) for fields in shard_dims), tuple(encoded[1]))  # type: ignore[arg-type]
 
 
-def group_tables(
+def group_tensors(
     tables: Mapping[str, Sequence[TensorDecl]], ranks_by_table: Mapping[str, Sequence[int]]
 ) -> list[HolderGroup]:
     """Group tensors by the set of tables that declare them, in a deterministic order.
@@ -119,9 +122,9 @@ def group_tables(
     ascending. A name with two shardings is two declarations, hence in two groups.
     """
     tables_by_decl: dict[TensorDecl, list[str]] = {}
-    for table in sorted(tables, key=lambda t: ranks_by_table[t][0]):
-        for decl in tables[table]:
-            tables_by_decl.setdefault(decl, []).append(table)
+    for table_id in sorted(tables, key=lambda t: ranks_by_table[t][0]):
+        for decl in tables[table_id]:
+            tables_by_decl.setdefault(decl, []).append(table_id)
     decls_by_tables: dict[tuple[str, ...], list[TensorDecl]] = {}
     for decl, table_ids in tables_by_decl.items():
         decls_by_tables.setdefault(tuple(table_ids), []).append(decl)
@@ -146,9 +149,9 @@ def check_consistent(
     first_by_key: dict[Key, tuple[TensorDecl, int]] = {}
     spec_problems: list[str] = []
     sharding_problems: list[str] = []
-    for table in sorted(tables, key=lambda t: ranks_by_table[t][0]):
-        rank = ranks_by_table[table][0]
-        for decl in tables[table]:
+    for table_id in sorted(tables, key=lambda t: ranks_by_table[t][0]):
+        rank = ranks_by_table[table_id][0]
+        for decl in tables[table_id]:
             first, first_rank = first_by_key.setdefault(decl.key, (decl, rank))
             if first.spec != decl.spec:
                 spec_problems.append(

@@ -13,11 +13,10 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
+from unified_ckpt.core.intervals import Interval, merge_adjacent
 from unified_ckpt.core.sharding.boxes import Box, chunk
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import LayoutError
-
-Interval = tuple[int, int]  # half-open, in elements of one tensor dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ class ShardDim:
     `torch.chunk`'s n sections; 1 is an ordinary split.
     `chunk_length`: elements per coordinate if ranks pad their shards to equal length; 0 means
     `torch.chunk`'s split.
-    `padded_length`: elements of the dim that is split, if larger than the tensor's: a stored tensor
-    that is loaded into a larger one; 0 means the tensor's own length.
+    `target_length`: elements of the larger target that is split, where a stored tensor fills only
+    its first ones; 0 means the tensor's own length.
     """
 
     dim: int
@@ -59,7 +58,7 @@ class ShardDim:
     sections: int | tuple[int, ...] = 1
     chunk_length: int = 0
     name: str = field(default="", compare=False)  # of the mesh dim, for error messages
-    padded_length: int = 0
+    target_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +85,10 @@ class Sharding:
         """Return the position's coordinate along each of `shard_dims`."""
         return tuple(position // shard_dim.stride % shard_dim.size for shard_dim in self.shard_dims)
 
-    def replica_id(self, position: int) -> int:
-        """Return an id that is equal for the positions that hold one copy of the tensor together.
+    def replica_origin(self, position: int) -> int:
+        """Return the position of the first shard of this position's replica.
 
-        It is the position at which all sharded coordinates are zero.
+        It is equal for all positions that hold one copy of the tensor together.
         """
         return position - sum(
             position // shard_dim.stride % shard_dim.size * shard_dim.stride
@@ -107,18 +106,18 @@ class Sharding:
             for shard_dim, coordinate in zip(self.shard_dims, coordinates, strict=True)
             if shard_dim.dim == dim
         )
-        padded_length = max((split.padded_length for split, _ in splits), default=0) or length
+        target_length = max((split.target_length for split, _ in splits), default=0) or length
         fields = tuple((split.size, split.sections, split.chunk_length, c) for split, c in splits)
-        return _intervals(length, padded_length, fields)
+        return _intervals(length, target_length, fields)
 
     def truncate(self, shape: Sequence[int], stored_shape: Sequence[int]) -> Sharding:
         """Return the sharding of a stored tensor that is loaded into a larger one of `shape`.
 
-        The stored tensor fills the corner at the origin. The elements of it that a rank holds lie
-        at the origin of the rank's shard.
+        The stored tensor fills the corner at the origin. In every dim, a rank's
+        stored elements are the first ones of its shard of the larger tensor.
         """
         shard_dims = (
-            replace(shard_dim, padded_length=shape[shard_dim.dim])
+            replace(shard_dim, target_length=shape[shard_dim.dim])
             if stored_shape[shard_dim.dim] < shape[shard_dim.dim]
             else shard_dim
             for shard_dim in self.shard_dims
@@ -142,12 +141,12 @@ class Sharding:
             yield from self.boxes_at(self.coordinates(position), shape)
 
     def boxes_at(
-        self, coordinates: Sequence[int], shape: Sequence[int]
+        self, coordinates: Sequence[int], shape: Sequence[int], *, first_dim: int = 0
     ) -> Iterator[tuple[Box, Box]]:
-        """Yield the pairs of `boxes` for mesh coordinates instead of a rank."""
+        """Yield the pairs of `boxes` at mesh coordinates, over the dims from `first_dim` on."""
         per_dim = [
-            list(_with_local_offsets(self.intervals(d, n, coordinates)))
-            for d, n in enumerate(shape)
+            list(_with_local_offsets(self.intervals(dim, shape[dim], coordinates)))
+            for dim in range(first_dim, len(shape))
         ]
         for combination in product(*per_dim):
             sizes = tuple(b - a for a, b, _ in combination)
@@ -168,7 +167,7 @@ def missing_coordinates(sharding: Sharding, ranks: Sequence[int]) -> list[tuple[
     for rank in ranks:
         position = sharding.position(rank)
         if position is not None:
-            by_replica.setdefault(sharding.replica_id(position), set()).add(
+            by_replica.setdefault(sharding.replica_origin(position), set()).add(
                 sharding.coordinates(position)
             )
     shard_count = prod(shard_dim.size for shard_dim in sharding.shard_dims)
@@ -199,11 +198,11 @@ def _positions(ranks: tuple[int, ...]) -> dict[int, int]:
 @lru_cache(maxsize=65536)
 def _intervals(
     length: int,
-    padded_length: int,
+    target_length: int,
     shard_dims: tuple[tuple[int, int | tuple[int, ...], int, int], ...],
 ) -> tuple[Interval, ...]:
-    """Split `padded_length` elements; return the intervals up to `length`."""
-    pieces: list[Interval] = [(0, padded_length)]
+    """Split `target_length` elements; return the intervals up to `length`."""
+    pieces: list[Interval] = [(0, target_length)]
     for size, sections, chunk_length, coordinate in shard_dims:
         total = sum(b - a for a, b in pieces)
         shard_pieces: list[Interval] = []
@@ -217,9 +216,7 @@ def _intervals(
                 a, b = chunk(high - low, size, coordinate)
             shard_pieces.extend(_slice(pieces, low + a, low + b))
         pieces = shard_pieces
-    return tuple(
-        _merge_adjacent([(low, min(high, length)) for low, high in pieces if low < length])
-    )
+    return tuple(merge_adjacent([(low, min(high, length)) for low, high in pieces if low < length]))
 
 
 def _sections(length: int, sections: int | tuple[int, ...]) -> Iterator[Interval]:
@@ -246,17 +243,3 @@ def _slice(pieces: Sequence[Interval], low: int, high: int) -> Iterator[Interval
         if first < last:
             yield a + first, a + last
         offset += b - a
-
-
-def _merge_adjacent(pieces: Sequence[Interval]) -> Iterator[Interval]:
-    """Merge intervals that touch."""
-    last: Interval | None = None
-    for a, b in pieces:
-        if last is not None and last[1] == a:
-            last = (last[0], b)
-            continue
-        if last is not None:
-            yield last
-        last = (a, b)
-    if last is not None:
-        yield last

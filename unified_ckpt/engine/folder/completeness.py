@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
-from unified_ckpt.errors import FormatError, NotFoundError
-from unified_ckpt.format import digests, header, names
+from unified_ckpt.engine.folder.stored_files import read_file, read_header
+from unified_ckpt.errors import FormatError, IntegrityError
+from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -57,25 +58,14 @@ def header_mismatch(storage: LocalStorage, name: str, manifest: Manifest) -> str
 
     Expects a complete checkpoint.
     """
-    for file, index_record in manifest.indexes().items():
-        try:
-            crc = f"{digests.crc(storage.read(f'{name}/{file}')):016x}"
-        except NotFoundError:  # the part was deleted
-            continue
-        if crc != index_record.crc:
-            return f"{file}: has CRC {crc}; the manifest says {index_record.crc}"
-    for part in manifest.parts.values():
-        for file, record in part.files.items():
-            path = f"{name}/{file}"
-            if storage.size(path) is None:  # the part was deleted
-                continue
-            prefix = bytearray(min(header.PREFIX_NBYTES, record.nbytes))
-            storage.read_at(path, 0, memoryview(prefix))
-            try:
-                head = bytearray(header.header_nbytes(prefix, file_size=record.nbytes, file=file))
-            except FormatError as error:
-                return str(error)
-            storage.read_at(path, 0, memoryview(head))
-            if (crc := f"{digests.crc(head):016x}") != record.header_crc:
-                return f"{file}: its header has CRC {crc}; the manifest says {record.header_crc}"
+    headers = [record for part in manifest.parts.values() for record in part.files.items()]
+    try:
+        for file, index_record in manifest.indexes().items():
+            if storage.size(f"{name}/{file}") is not None:  # else the part was deleted
+                read_file(storage, f"{name}/{file}", index_record)
+        for file, record in headers:
+            if storage.size(f"{name}/{file}") is not None:
+                read_header(storage, f"{name}/{file}", record.nbytes, record.header_crc)
+    except (FormatError, IntegrityError) as error:
+        return str(error).removeprefix(f"{storage.path(name)}/")
     return ""

@@ -9,14 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.folder.backup import clean_up, engine_files
-from unified_ckpt.engine.folder.reader import Folder, open_path
+from unified_ckpt.engine.folder.backup import engine_files
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_copy_if_exists
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
-from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.format.manifest import DigestFile, IndexFile, Manifest, NamedFile, parse_manifest
+from unified_ckpt.runtime.comm.comm import single_process
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 ProgressCallback = Callable[
@@ -27,14 +31,17 @@ _FLUSH_NBYTES = 32 << 20  # start writeback after so many bytes of a file
 
 
 @dataclass(frozen=True, slots=True)
-class CopyResult:
-    """The result of a copy. `nbytes`: bytes written, 0 if an existing checkpoint was kept.
+class CopyReport:
+    """What a copy or a merge wrote.
 
-    `save_id` is that of the checkpoint at the target; `is_other_save`: it is not the source's.
+    `nbytes` is what this rank wrote. It is 0 on every rank if a checkpoint exists at the target and
+    is kept; `save_id` is then the id of that checkpoint, and `is_other_save` says that it is
+    another save. `notes` lists damage that was bypassed and state that was left out.
     """
 
     save_id: str
     nbytes: int
+    notes: tuple[str, ...] = ()
     is_other_save: bool = False
 
 
@@ -46,7 +53,7 @@ def copy_checkpoint(
     if_exists: str,
     fsync: bool,
     on_progress: ProgressCallback,
-) -> CopyResult:
+) -> CopyReport:
     """Copy the checkpoint folder `source` to `name` below the storage's root.
 
     Uses a few MiB of memory; any rank and thread may call it. Copies all files, and links to files
@@ -60,30 +67,26 @@ def copy_checkpoint(
     folder = open_path(source, lock=True)
     try:
         manifest, manifest_bytes = _check_source(folder)
-        target = commit.PublishTarget(
-            name, if_exists, manifest.parts, is_step_path=True
+        target = PublishTarget(
+            name, if_exists, manifest.parts, is_managed_path=True
         )  # only the manager copies
-        present = commit.check_existing_entries(storage, target)
-        existing = commit.resolve_copy_if_exists(storage, target, save_id=manifest.save_id)
-        if existing is not None:
-            return CopyResult(
-                existing.save_id, 0, is_other_save=existing.save_id != manifest.save_id
+        collective = single_process().begin_collective(f"copy of {source}", timeout_seconds=60)
+        with Transaction(collective, storage, target, fsync=fsync) as transaction:
+            existing = transaction.begin(
+                partial(resolve_copy_if_exists, storage, target, save_id=manifest.save_id)
             )
-        staging = commit.create(
-            storage, name, save_id=None, existing_entries=present
-        )  # its own id: an interrupted copy may be there
-        try:
-            commit.check_free_space(storage, staging, sum(_file_sizes(source)))
+            if existing is not None:
+                save_id = existing["id"]
+                return CopyReport(save_id, 0, is_other_save=save_id != manifest.save_id)
+            walk = os.walk(source)
+            files = (os.path.join(folder, file) for folder, _, files in walk for file in files)
+            transaction.check_free_space(sum(map(os.path.getsize, filter(os.path.exists, files))))
             nbytes = _copy_files(
-                folder, manifest, storage, staging.folder, fsync=fsync, on_progress=on_progress
+                folder, manifest, storage, transaction.folder, fsync=fsync, on_progress=on_progress
             )
-            storage.put(f"{staging.folder}/{names.MANIFEST}", manifest_bytes, fsync=fsync)
-            published = commit.publish(storage, staging, target, fsync=fsync)
-        except BaseException:
-            commit.abort(storage, staging)
-            raise
-        clean_up(storage, published, fsync=fsync)
-        return CopyResult(manifest.save_id, nbytes)
+            storage.put(f"{transaction.folder}/{names.MANIFEST}", manifest_bytes, fsync=fsync)
+            transaction.publish_and_clean_up()
+        return CopyReport(manifest.save_id, nbytes)
     finally:
         folder.close()
         storage.close()
@@ -119,15 +122,11 @@ def _copy_files(
 ) -> int:
     """Copy everything but the manifest; return the number of bytes."""
     copier = FolderCopier(folder, storage, target_folder, fsync, on_progress)
-    for auxiliary in manifest.auxiliary_files():
-        copier.copy_auxiliary(auxiliary.file, auxiliary.nbytes, auxiliary.crc)
-    for part in folder.parts:
-        if (record := manifest.parts[part].index) is not None:
-            copier.copy_auxiliary(names.index_name(part), record.nbytes, record.crc)
-        for file, file_record in manifest.parts[part].files.items():
-            copier.copy_part_file(part, file, file_record.header_crc)
+    present_parts = {part: manifest.parts[part] for part in folder.parts}
+    for file in manifest.model_copy(update={"parts": present_parts}).files():
+        copier.copy_file(file)
     copier.copy_extra_files("", engine_files(manifest) - {names.REPLICAS})
-    storage.remove_file(f"{target_folder}/{names.MARKER}")
+    storage.remove_file(f"{target_folder}/{names.SAVE_ID_FILE}")
     return copier.nbytes
 
 
@@ -147,33 +146,34 @@ class FolderCopier:
         self._fsync, self._on_progress = fsync, on_progress
         self._buffer = memoryview(bytearray(digests.BLOCK_NBYTES))
         self.nbytes = 0
+        self._whole_files: dict[str, IndexFile | NamedFile | DigestFile] = {}
+        self._part_files: dict[str, tuple[str, str]] = {}  # part and CRC of the header
+        if folder.manifest is not None:
+            auxiliary = {record.file: record for record in folder.manifest.auxiliary_files()}
+            self._whole_files = {**folder.manifest.indexes(), **auxiliary}
+            self._part_files = {
+                file: (part, record.header_crc)
+                for part, part_record in folder.manifest.parts.items()
+                for file, record in part_record.files.items()
+            }
 
-    def copy_auxiliary(self, file: str, nbytes: int, expected_crc: str) -> None:
-        """Copy a file that has one CRC of all its bytes."""
-        crc = 0
-        for start, stop in _block_ranges(0, nbytes):
-            crc = digests.crc(self._copy_range(file, start, stop), crc)
-        if f"{crc:016x}" != expected_crc:
-            raise IntegrityError(
-                f"{self._path(file)}: has CRC {crc:016x}, expected {expected_crc}: it is not copied"
-            )
-        self._finish_file(file)
+    def copy_file(self, file: str) -> None:
+        """Copy a file that the manifest names and verify every byte; no other file is copied."""
+        if file in self._whole_files:
+            record = self._whole_files[file]
+            self._copy_range(file, 0, record.nbytes, record.crc)
+            self._finish_file(file)
+        elif file in self._part_files:
+            self._copy_part_file(file, *self._part_files[file])
 
-    def copy_part_file(self, part: str, file: str, header_crc: str) -> None:
-        """Copy a file of a part, verifying its header and every block of its tensors."""
+    def _copy_part_file(self, file: str, part: str, header_crc: str) -> None:
         entries = self._folder.header(file)
         digests_by_key = self._folder.block_digests([(part, name) for name in entries])
         data_start = min(
             (entry.start for entry in entries.values()), default=self._source.size(file) or 0
         )
-        crc, flushed = 0, 0
-        for start, stop in _block_ranges(0, data_start):
-            crc = digests.crc(self._copy_range(file, start, stop), crc)
-        if f"{crc:016x}" != header_crc:
-            raise IntegrityError(
-                f"{self._path(file)}: its header has CRC {crc:016x}, expected {header_crc}: "
-                "it is not copied"
-            )
+        self._copy_range(file, 0, data_start, header_crc, what="its header ")
+        flushed = 0
         for name, entry in entries.items():
             expected = digests_by_key[part, name]
             if expected is None or len(expected) != digests.block_count(entry.stop - entry.start):
@@ -181,12 +181,8 @@ class FolderCopier:
                     f"{self._path(file)}: {part}:{name} has no digests, expected one for each block"
                 )
             for block, (start, stop) in enumerate(_block_ranges(entry.start, entry.stop)):
-                actual = digests.crc(self._copy_range(file, start, stop))
-                if actual != expected[block]:
-                    raise IntegrityError(
-                        f"{self._path(file)}: block {block} of {part}:{name} has CRC "
-                        f"{actual:016x}, expected {expected[block]:016x}: it is not copied"
-                    )
+                what = f"block {block} of {part}:{name} "
+                self._copy_range(file, start, stop, f"{expected[block]:016x}", what=what)
                 if stop - flushed >= _FLUSH_NBYTES:
                     self._storage.start_flush(
                         f"{self._target_folder}/{file}", flushed, stop - flushed
@@ -195,14 +191,17 @@ class FolderCopier:
         self._finish_file(file)
 
     def copy_extra_files(self, subfolder: str, copied: set[str]) -> None:
-        """Copy files that a trainer or a user added, which have no digests."""
-        for name, path, is_folder in _scan_folder(
-            os.path.join(self._source.root, subfolder), subfolder
-        ):
+        """Copy files, and links to files, that a trainer or a user added: they have no digests."""
+        folder = os.path.join(self._source.root, subfolder)
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            name, is_folder = (
+                os.path.join(subfolder, entry.name),
+                entry.is_dir(follow_symlinks=False),
+            )
             is_interrupted_repair = (
                 not subfolder and not is_folder and name.startswith(names.REPAIR_TMP)
             )
-            if name in copied or is_interrupted_repair:
+            if name in copied or is_interrupted_repair or not (is_folder or entry.is_file()):
                 continue
             if is_folder:
                 self._storage.make_folder(f"{self._target_folder}/{name}")
@@ -210,27 +209,32 @@ class FolderCopier:
                 if self._fsync:
                     self._storage.sync_folder(f"{self._target_folder}/{name}")
                 continue
-            size = os.path.getsize(path)
-            for start, stop in _block_ranges(0, size):
-                self._copy_range(name, start, stop)
+            size = os.path.getsize(entry.path)
+            self._copy_range(name, 0, size)
             if size == 0:
                 self._storage.resize(f"{self._target_folder}/{name}", 0)
             self._finish_file(name)
 
-    def _copy_range(self, file: str, start: int, stop: int) -> memoryview:
-        """Read a range, write it and return it; valid until the next call.
+    def _copy_range(
+        self, file: str, start: int, stop: int, expected_crc: str = "", *, what: str = ""
+    ) -> None:
+        """Copy a range; IntegrityError if it has another CRC than the expected one, if any.
 
         A damaged range is written as well, but never published.
         """
-        view = self._buffer[: stop - start]
-        self._source.read_at(file, start, view)
-        self._write(file, start, view)
-        return view
-
-    def _write(self, file: str, start: int, view: memoryview) -> None:
-        self._storage.write_at(f"{self._target_folder}/{file}", start, [view])
-        self.nbytes += len(view)
-        self._on_progress(len(view))
+        crc = 0
+        for low, high in _block_ranges(start, stop):
+            view = self._buffer[: high - low]
+            self._source.read_at(file, low, view)
+            crc = digests.crc(view, crc) if expected_crc else 0
+            self._storage.write_at(f"{self._target_folder}/{file}", low, [view])
+            self.nbytes += len(view)
+            self._on_progress(len(view))
+        if expected_crc and f"{crc:016x}" != expected_crc:
+            raise IntegrityError(
+                f"{self._path(file)}: {what}has CRC {crc:016x}, expected {expected_crc}: "
+                "it is not copied"
+            )
 
     def _finish_file(self, file: str) -> None:
         self._source.close()  # keep one file open at a time
@@ -246,23 +250,3 @@ def _block_ranges(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Split [start, stop) into blocks; a tensor's blocks begin at its first byte."""
     for low in range(start, stop, digests.BLOCK_NBYTES):
         yield low, min(low + digests.BLOCK_NBYTES, stop)
-
-
-def _scan_folder(folder: str, subfolder: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield (name below the checkpoint, path, is folder) of files, links to files, and folders."""
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda item: item.name):
-            is_folder = entry.is_dir(follow_symlinks=False)
-            if is_folder or entry.is_file():
-                yield (
-                    os.path.join(subfolder, entry.name) if subfolder else entry.name,
-                    entry.path,
-                    is_folder,
-                )
-
-
-def _file_sizes(source: str) -> Iterator[int]:
-    for folder, _, files in os.walk(source):
-        for path in (os.path.join(folder, file) for file in files):
-            if os.path.exists(path):
-                yield os.stat(path).st_size

@@ -1,31 +1,35 @@
-"""Writes the manifest, the last file of a folder, which makes the folder a checkpoint."""
+"""Reads the manifest of a checkpoint on the disk; `format/manifest.py` parses it."""
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
+import os
 
-from unified_ckpt.engine.folder.backup import attached_files
+from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError
 from unified_ckpt.format import names
-from unified_ckpt.format.manifest import Manifest, encode_manifest
+from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
-def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fsync: bool) -> None:
-    """Write the manifest. It lists the files present that the engine did not write.
+def read_manifest_at(path: str) -> Manifest | None:
+    """`read_manifest` by the checkpoint's path."""
+    parent, name = os.path.split(os.path.abspath(path))
+    return read_manifest(LocalStorage(parent), name)
 
-    Files that appear later are the user's and stay when the checkpoint is replaced.
+
+def read_manifest(storage: LocalStorage, name: str) -> Manifest | None:
+    """Return the manifest of the checkpoint `name`, None if there is no valid one.
+
+    FormatError for an undamaged manifest that this version cannot read, StorageError for one that
+    cannot be read now: both belong to a checkpoint.
     """
-    manifest = manifest.model_copy(update={"attached": attached_files(storage, folder, manifest)})
-    storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest), fsync=fsync)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, this package, torch and safetensors."""
-    package_versions = {"python": platform.python_version()}
-    for package in ("unified-ckpt", "torch", "safetensors"):
-        try:
-            package_versions[package] = version(package)
-        except PackageNotFoundError:
-            package_versions[package] = "unknown"
-    return package_versions
+    file = f"{name}/{names.MANIFEST}"
+    try:
+        body = storage.read(file)
+    except NotFoundError:
+        return None
+    try:
+        return parse_manifest(body, file=storage.path(file))
+    except (FormatError, IntegrityError):
+        if has_valid_crc(body):
+            raise
+        return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unified_ckpt.engine.folder.stored_files import check_crc
 from unified_ckpt.errors import IncompleteError, IntegrityError, NotFoundError
-from unified_ckpt.format import digests, index, names
+from unified_ckpt.format import index, names
 from unified_ckpt.format.manifest import Part
 from unified_ckpt.runtime.storage.storage import Reader
 
@@ -29,11 +30,7 @@ def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str] | 
         raise IncompleteError(
             f"{location}: is missing, expected the index of part {part}; {_REPAIR_HINT}"
         ) from error
-    if f"{digests.crc(body):016x}" != record.index.crc:
-        raise IntegrityError(
-            f"{location}: has CRC {digests.crc(body):016x}; the manifest says "
-            f"{record.index.crc}; {_REPAIR_HINT}"
-        )
+    check_crc(body, record.index.crc, f"{location}:", consequence=f"; {_REPAIR_HINT}")
     weight_map = index.parse_index(body, file=location).weight_map
     differing_files = sorted(set(weight_map.values()) ^ record.files.keys())
     if differing_files:

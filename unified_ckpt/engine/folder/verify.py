@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from unified_ckpt.engine.folder.reader import Folder, open_folder
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.reader import open_folder
+from unified_ckpt.engine.folder.stored_files import read_file, read_range
 from unified_ckpt.engine.source.protocol import Location
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
@@ -169,7 +171,7 @@ def _check_tensor(folder: Folder, part: str, name: str, *, deep: bool) -> tuple[
 def _mismatched_blocks(
     folder: Folder, part: str, name: str, nbytes: int, saved: Sequence[int]
 ) -> Iterator[str]:
-    location = folder.catalog([(part, name)]).locations[part, name]
+    location = folder.locations([(part, name)]).by_key[part, name]
     for block, expected in enumerate(saved):
         actual = read_block_crc(folder.storage, location, block, nbytes)
         if actual != expected:
@@ -198,18 +200,8 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
         if record is None:
             continue
         try:
-            size = folder.storage.size(record.file)
-            if size != record.nbytes:
-                yield (
-                    f"{record.file}: {'is missing' if size is None else f'has {size} bytes'}; "
-                    f"the manifest says {record.nbytes} bytes"
-                )
-            elif deep or record is manifest.digests:
-                if f"{digests.crc(folder.storage.read(record.file)):016x}" != record.crc:
-                    yield (
-                        f"{record.file}: is not the file that was written; expected CRC "
-                        f"{record.crc}"
-                    )
+            if deep or record is manifest.digests:
+                read_file(folder.storage, record.file, record)
             else:
                 folder.check_rank_extra()
         except CheckpointError as error:
@@ -218,7 +210,6 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
 
 def read_block_crc(storage: Reader, location: Location, block: int, nbytes: int) -> int:
     """Read one whole block of a tensor of `nbytes` and return its CRC."""
-    start = block * digests.BLOCK_NBYTES
-    buffer = bytearray(min(digests.BLOCK_NBYTES, nbytes - start))
-    storage.read_at(location.file, location.start + start, memoryview(buffer))
-    return digests.crc(buffer)
+    start = location.start + block * digests.BLOCK_NBYTES
+    stop = min(start + digests.BLOCK_NBYTES, location.start + nbytes)
+    return digests.crc(read_range(storage, location.file, start, stop))

@@ -23,7 +23,7 @@ from unified_ckpt.runtime.torch_state.flatten import (
 )
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
-Pads = Mapping[Key, Sequence[int]]  # see `SourceMetadata`
+PaddableDims = Mapping[Key, Sequence[int]]  # see `SourceMetadata`
 # Stored parts to read in place of a part that the checkpoint lacks.
 _SUBSTITUTES = {MODEL: (WITHOUT_MASTERS, MASTER), MASTER: (MODEL, WITHOUT_MASTERS)}
 
@@ -32,19 +32,21 @@ _SUBSTITUTES = {MODEL: (WITHOUT_MASTERS, MASTER), MASTER: (MODEL, WITHOUT_MASTER
 class Match:
     """A target and the stored tensor to read into it.
 
-    The target's declaration has the stored dtype; its part is "part@stored_part" if they differ.
+    The declaration of `target` has the stored dtype. Its part is "part@stored_part" if they
+    differ, so that ranks which read different parts do not read together.
     """
 
+    target_key: Key
     target: LocalTensor
-    part: str
-    name: str
+    stored_key: Key
 
 
 @dataclass(slots=True)
-class Differences:
+class MatchReport:
     """What this rank cannot load, as "part:fqn" or one sentence each, and the stored names it uses.
 
-    `used`, `sources`: stored names and stored parts, by requested part.
+    `used`: stored tensors that targets match, as "part:name". `sources`: stored parts, by requested
+    part.
     `padded`: targets larger than the stored tensor, with both shapes.
     `masters`: stored master weights more precise than this rank's model; `masters_read`: those
     read at full precision. `tied`: for each target, other stored names in the part that is read.
@@ -52,7 +54,7 @@ class Differences:
 
     missing: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    used: dict[str, set[str]] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
     sources: dict[str, set[str]] = field(default_factory=dict)
     padded: dict[Key, str] = field(default_factory=dict)
     masters: set[str] = field(default_factory=set)
@@ -67,12 +69,12 @@ def match_targets(
     *,
     aliases: Mapping[str, Mapping[str, str]],
     cast: bool,
-    pads: Pads,
+    paddable_dims: PaddableDims,
     rank: int,
-) -> tuple[list[Match], Differences]:
+) -> tuple[list[Match], MatchReport]:
     """Match each target with its stored tensor. `aliases`: those of the target, by part."""
     matches: list[Match] = []
-    differences = Differences()
+    match_report = MatchReport()
     names = TensorNames(source, aliases)
     candidates = [_candidates(target.decl, source, names) for target in targets]
     names_by_part: dict[str, set[str]] = {}
@@ -85,10 +87,9 @@ def match_targets(
     }
     for target, keys in zip(targets, candidates, strict=True):
         decl = target.decl
-        for part, name in keys:
-            differences.used.setdefault(part, set()).add(name)
+        match_report.used.update(map(":".join, keys))
         if not keys:
-            differences.missing.append(f"{decl.part}:{decl.fqn}")
+            match_report.missing.append(f"{decl.part}:{decl.fqn}")
             continue
         part, name = _select_key(decl, keys, specs)
         spec = specs[part, name]
@@ -98,41 +99,43 @@ def match_targets(
                 for source_part, name in keys
                 if source_part == MASTER
             )
-            differences.masters.update(
+            match_report.masters.update(
                 name for name, item_bits in masters if item_bits > ITEM_BITS[decl.spec.dtype]
             )
         if part == MASTER and ITEM_BITS[decl.spec.dtype] >= ITEM_BITS[spec.dtype]:
-            differences.masters_read.add(name)
+            match_report.masters_read.add(name)
         if spec.shape != decl.spec.shape and not _shape_fits(
-            spec.shape, decl.spec.shape, pads.get((part, name), ())
+            spec.shape, decl.spec.shape, paddable_dims.get((part, name), ())
         ):
-            differences.wrong.append(
+            match_report.wrong.append(
                 f"{decl.part}:{decl.fqn}: checkpoint has shape {spec.shape}, target has "
                 f"{decl.spec.shape}{_padding_hint(decl, spec)}"
             )
-        elif spec.dtype != decl.spec.dtype and not cast and not _is_substitute(decl.part, part):
-            differences.wrong.append(
+        # A part that is read in place of one that the checkpoint lacks is always cast.
+        elif spec.dtype != decl.spec.dtype and not cast and decl.part == part:
+            match_report.wrong.append(
                 f"{decl.part}:{decl.fqn}: checkpoint has dtype {spec.dtype}, target has "
                 f"{decl.spec.dtype}; pass LoadOptions(cast=True) to cast"
             )
         else:
-            differences.sources.setdefault(decl.part, set()).add(part)
-            label = decl.part if part == decl.part else f"{decl.part}@{part}"
+            match_report.sources.setdefault(decl.part, set()).add(part)
+            declared_part = decl.part if part == decl.part else f"{decl.part}@{part}"
             tied_names = [
                 tied_name
                 for source_part, tied_name in keys
                 if source_part == part and tied_name != name
             ]
             if tied_names:
-                differences.tied[decl.key] = tied_names
-            matches.append(Match(_stored_region(target, label, spec, rank), part, name))
+                match_report.tied[decl.key] = tied_names
+            region = _stored_region(target, declared_part, spec, rank)
+            matches.append(Match(decl.key, region, (part, name)))
             if spec.shape != decl.spec.shape:
-                differences.padded[decl.key] = (
+                match_report.padded[decl.key] = (
                     f"{decl.part}:{decl.fqn} {spec.shape} -> {decl.spec.shape}"
                 )
-    if differences.padded:
-        differences.wrong += _unpadded_state(targets, differences.padded)
-    return matches, differences
+    if match_report.padded:
+        match_report.wrong += _unpadded_state(targets, match_report.padded)
+    return matches, match_report
 
 
 def _padding_hint(decl: TensorDecl, stored_spec: TensorSpec) -> str:
@@ -282,7 +285,7 @@ def saved_state(
     source: Source,
     aliases: Mapping[str, Mapping[str, str]],
     *,
-    pads: Pads,
+    paddable_dims: PaddableDims,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
     """Return the stored optimizer state of some parameters, and the keys that need padding.
@@ -304,7 +307,8 @@ def saved_state(
     specs_by_key, padded = {}, set()
     for target_key, key in stored_keys.items():
         spec, shape = specs[key], shapes.get(target_key.rpartition("/")[0], ())
-        if spec.shape != shape and _shape_fits(spec.shape, shape, pads.get((OPTIMIZER, key), ())):
+        dims = paddable_dims.get((OPTIMIZER, key), ())
+        if spec.shape != shape and _shape_fits(spec.shape, shape, dims):
             spec = replace(spec, shape=shape)
             padded.add(target_key)
         specs_by_key[target_key] = spec.dtype, spec.shape
@@ -357,11 +361,3 @@ def _select_key(
 ) -> tuple[str, str]:
     """Return the candidate with the target's dtype, else the first one."""
     return next((key for key in keys if specs[key].dtype == decl.spec.dtype), keys[0])
-
-
-def _is_substitute(target_part: str, stored_part: str) -> bool:
-    """Return whether a stored part is read in place of one that the checkpoint lacks.
-
-    Casting is what such a load means.
-    """
-    return target_part != stored_part

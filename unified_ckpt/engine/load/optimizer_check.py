@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.engine.load.match import TensorNames
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.runtime.torch_state.flatten import OPTIMIZER
 from unified_ckpt.runtime.torch_state.optimizer_rules import (
     MASTER_KEYS,
@@ -41,12 +41,12 @@ def state_mismatches(
     metadata: SourceMetadata,
     aliases: Aliases,
     *,
-    keep_current: bool,
+    use_current: bool,
 ) -> list[str]:
     """Return one sentence for each param group whose saved state the next step cannot use.
 
     Adds the group's parameters to `target.unchanged` and moves step counts to where the optimizer
-    reads them. `keep_current`: the optimizer keeps its own hyperparameters.
+    reads them. `use_current`: the optimizer keeps its own hyperparameters.
     """
     problems = []
     states: dict[str, set[str]] = {fqn: set(state) for fqn, state in metadata.scalars.items()}
@@ -58,7 +58,7 @@ def state_mismatches(
         options = saved[0]["options"] if saved else {}
         group_state = _GroupState(
             optimizer,
-            effective=dict(group) if keep_current else {**group, **options},
+            effective=dict(group) if use_current else {**group, **options},
             saved_options=options,
             saved_classes=sorted({part["optimizer"] for part in saved if part.get("optimizer")}),
             states={
@@ -67,7 +67,7 @@ def state_mismatches(
             },
         )
         problem = _state_mismatch(group_state, target.param_steps) or _class_mismatch(
-            group_state, keep_current=keep_current
+            group_state, use_current=use_current
         )
         if not problem and group_state.counts_in_group:
             counts = _step_counts(group_state, source, metadata, aliases)
@@ -154,7 +154,7 @@ def _state_mismatch(group: _GroupState, steps: dict[str, float]) -> str:
     return ""
 
 
-def _class_mismatch(group: _GroupState, *, keep_current: bool) -> str:
+def _class_mismatch(group: _GroupState, *, use_current: bool) -> str:
     """Describe another optimizer class whose needs the state names alone cannot show."""
     if group.saved_classes in ([], [group.name]):
         return ""
@@ -170,7 +170,7 @@ def _class_mismatch(group: _GroupState, *, keep_current: bool) -> str:
             f"state of {group.name} is unknown before its first step; {group.remedy}, or step it "
             "once before the load"
         )
-    if any(rule.required for rule in rules) or (keep_current and not any(group.states.values())):
+    if any(rule.required for rule in rules) or (use_current and not any(group.states.values())):
         return ""
     missing_options = sorted(
         group.optimizer.defaults.keys() - group.saved_options.keys() - set(RUNTIME_OPTIONS)
@@ -199,7 +199,7 @@ def _step_counts(
             names = (f"{name}/{STEP}" for name in names_of(fqn, OPTIMIZER, OPTIMIZER))
             key = next(name for name in names if name in source.names(OPTIMIZER))
             spec = source.specs(OPTIMIZER, {key})[key]
-            buffer = bytearray(source.read(OPTIMIZER, key, full_box(spec.shape)))
+            buffer = read_box(source, (OPTIMIZER, key), full_box(spec.shape))
             steps = torch.frombuffer(buffer, dtype=TORCH_DTYPES[spec.dtype])
             counts.setdefault(int(steps.max()), fqn)
     if not counts and STEP in group.saved_options:

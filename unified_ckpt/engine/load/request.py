@@ -6,15 +6,19 @@ Changes none of the caller's objects.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 from torch.optim import Optimizer
 
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.engine.load.match import TensorNames, saved_shapes, saved_state
-from unified_ckpt.engine.source.by_position import IndexedOptimizerSource
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.engine.source.protocol import (
+    IndexedOptimizerSource,
+    ReadPolicy,
+    Source,
+    SourceMetadata,
+)
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm.comm import Comm
@@ -27,16 +31,16 @@ from unified_ckpt.runtime.torch_state.flatten import (
     resolve_like_params,
 )
 from unified_ckpt.runtime.torch_state.growth import init_grown_state
-from unified_ckpt.runtime.torch_state.modules import Model
+from unified_ckpt.runtime.torch_state.modules import ModelArgument
 from unified_ckpt.runtime.torch_state.optimizer_target import (
     OptimizerTarget,
     prepare_masters,
     prepare_optimizer,
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
-    Optimizers,
+    OptimizerArgument,
     as_optimizers,
-    check_one_master,
+    check_same_masters,
     collect_masters,
     has_masters,
     master_key,
@@ -44,17 +48,18 @@ from unified_ckpt.runtime.torch_state.optimizers import (
 from unified_ckpt.runtime.torch_state.placements import check_not_expanded, make_resolver
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """The targets of a load: arguments of `Checkpointer.load`."""
+class LoadArguments(TypedDict, total=False):
+    """The keyword arguments of every load; `Checkpointer.load` documents them."""
 
-    model: Model | None
-    optimizer: Optimizers | None
-    master_weights: Optimizers | None
-    parts: Mapping[str, Model] | None
+    model: ModelArgument | None
+    optimizer: OptimizerArgument | None
+    master_weights: OptimizerArgument | None
+    parts: Mapping[str, ModelArgument] | None
+    extra: Any
+    rank_extra: Any
     layout: Layout | None
-    extra: Any = None
-    rank_extra: Any = None
+    strict: bool
+    options: LoadOptions | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,83 +77,98 @@ class LoadRequest:
     matched_rules: set[str]
     strict: bool
     options: LoadOptions
+    policy: ReadPolicy = field(default_factory=ReadPolicy)  # that the source was opened with
     extra: Any = None
     rank_extra: Any = None
 
 
 def try_load_request(
-    comm: Comm, source: Source | Exception, targets: Targets, *, strict: bool, options: LoadOptions
+    comm: Comm,
+    source: Source | Exception,
+    arguments: LoadArguments,
+    *,
+    options: LoadOptions,
+    policy: ReadPolicy,
 ) -> LoadRequest | Exception:
     """Return the request, or this rank's error, which `load` then raises on every rank."""
     try:
         if isinstance(source, Exception):
             raise source
-        return load_request(comm, source, targets, strict=strict, options=options)
+        return load_request(comm, source, arguments, options=options, policy=policy)
     except Exception as error:
         return error
 
 
 def load_request(
-    comm: Comm, source: Source, targets: Targets, *, strict: bool, options: LoadOptions
+    comm: Comm,
+    source: Source,
+    arguments: LoadArguments,
+    *,
+    options: LoadOptions,
+    policy: ReadPolicy,
 ) -> LoadRequest:
     """Return the request of this rank. Raises LayoutError for targets that cannot be placed."""
-    resolver, model = make_resolver(comm, targets.layout), targets.model
-    optimizer, master_weights = targets.optimizer, targets.master_weights
-    optimizers, master_holders = as_optimizers(optimizer), as_optimizers(master_weights)
+    layout, model = arguments.get("layout"), arguments.get("model")
+    optimizer, master_weights = arguments.get("optimizer"), arguments.get("master_weights")
+    resolver = make_resolver(comm, layout)
+    optimizers, optimizers_with_masters = as_optimizers(optimizer), as_optimizers(master_weights)
+    # Optimizers are flattened below, as what they must hold depends on what is stored.
     state = flatten_state(
         resolver,
         model=model,
         optimizer=None if optimizers else optimizer,
-        master_weights=None if master_holders else master_weights,
-        extra_parts=targets.parts,
+        master_weights=None if optimizers_with_masters else master_weights,
+        extra_parts=arguments.get("parts"),
         model_dtype=None,
     )
     names, optimizer_target = state.param_names(), None
-    metadata = SourceMetadata() if isinstance(source, IndexedOptimizerSource) else source.metadata()
+    metadata = SourceMetadata() if source.indexed else source.metadata()
     if master_weights is None:
-        master_holders = [
-            holder
-            for holder in optimizers
-            if has_masters(holder) or _creates_masters(holder, names, metadata)
+        optimizers_with_masters = [
+            candidate
+            for candidate in optimizers
+            if has_masters(candidate) or _creates_masters(candidate, names, metadata)
         ]
     else:
-        _check_masters(optimizers, master_holders, master_weights, names, metadata)
+        _check_masters(optimizers, optimizers_with_masters, master_weights, names, metadata)
     target_parts = {
-        *state.requested,
+        *state.requested_parts,
         *([OPTIMIZER] if optimizers else []),
-        *([MASTER] if master_holders else []),
+        *([MASTER] if optimizers_with_masters else []),
     }
     parts_to_read = _parts_to_read(target_parts, options.parts)
     if master_weights is None and OPTIMIZER not in parts_to_read:
-        master_holders = [holder for holder in master_holders if has_masters(holder)]
+        optimizers_with_masters = [opt for opt in optimizers_with_masters if has_masters(opt)]
     if (
         master_weights is None
-        and master_holders
+        and optimizers_with_masters
         and parts_to_read & {MODEL, OPTIMIZER, *state.extra_parts}
     ):
         parts_to_read.add(MASTER)  # else the next step overwrites the model from old masters
     optimizers = optimizers if OPTIMIZER in parts_to_read else []
-    if isinstance(source, IndexedOptimizerSource):
+    if source.indexed is not None:
         source = _with_parameter_names(
-            source, optimizers, state, by_name=OPTIMIZER in parts_to_read
+            source.indexed, optimizers, state, by_name=OPTIMIZER in parts_to_read
         )
         metadata = source.metadata()
-    master_holders = master_holders if MASTER in parts_to_read else []
-    if optimizers or master_holders:
-        if model is None and not targets.parts:
+    optimizers_with_masters = optimizers_with_masters if MASTER in parts_to_read else []
+    if optimizers or optimizers_with_masters:
+        if model is None and not arguments.get("parts"):
             raise LayoutError(
                 "optimizer: its parameters have no names without their model; pass `model` too"
             )
         param_refs = state.param_refs()
-        optimizer_target = _optimizer_target(optimizers, master_holders, source, metadata, state)
+        optimizer_target = _optimizer_target(
+            optimizers, optimizers_with_masters, source, metadata, state
+        )
         if optimizers:
-            state.requested.add(OPTIMIZER)
+            state.requested_parts.add(OPTIMIZER)
             state.tensors += resolve_like_params(
                 resolver, OPTIMIZER, optimizer_target.tensors, param_refs
             )
-        if master_holders:
-            state.requested.add(MASTER)
-            masters = collect_masters(master_holders, names) | {
+        if optimizers_with_masters:
+            state.requested_parts.add(MASTER)
+            masters = collect_masters(optimizers_with_masters, names) | {
                 fqn: tensor for fqn, (_, tensor) in optimizer_target.masters.items()
             }
             state.tensors += resolve_like_params(resolver, MASTER, masters, param_refs)
@@ -156,36 +176,37 @@ def load_request(
     for tensor in state.tensors:
         if not tensor.local.is_contiguous():
             check_not_expanded(f"{tensor.decl.part}:{tensor.decl.fqn}", tensor.local)
-    state.requested.intersection_update(parts_to_read)
+    state.requested_parts.intersection_update(parts_to_read)
     return LoadRequest(
         source=source,
         state=state,
         metadata=metadata,
         optimizer=optimizer_target,
-        layout=targets.layout,
+        layout=layout,
         matched_rules=resolver.matched_patterns,
-        strict=strict,
+        strict=arguments.get("strict", True),
         options=options,
-        extra=targets.extra,
-        rank_extra=targets.rank_extra,
+        policy=policy,
+        extra=arguments.get("extra"),
+        rank_extra=arguments.get("rank_extra"),
     )
 
 
 def _check_masters(
     optimizers: list[Optimizer],
-    master_holders: list[Optimizer],
-    masters: Optimizers,
+    optimizers_with_masters: list[Optimizer],
+    masters: OptimizerArgument,
     names: Mapping[int, str],
     metadata: SourceMetadata,
 ) -> None:
     """Raise LayoutError if an optimizer would use other masters than `master_weights`."""
     target_masters = (
-        masters if isinstance(masters, Mapping) else collect_masters(master_holders, names)
+        masters if isinstance(masters, Mapping) else collect_masters(optimizers_with_masters, names)
     )
-    check_one_master(target_masters, collect_masters(optimizers, names))
+    check_same_masters(target_masters, collect_masters(optimizers, names))
     for optimizer in optimizers:
         if (
-            optimizer not in master_holders
+            optimizer not in optimizers_with_masters
             and not has_masters(optimizer)
             and _creates_masters(optimizer, names, metadata)
         ):
@@ -200,28 +221,27 @@ def _creates_masters(
     optimizer: Optimizer, names: Mapping[int, str], metadata: SourceMetadata
 ) -> bool:
     """Return whether the next step of an optimizer without masters creates them."""
-    fqns = {
-        names.get(id(param), "") for group in optimizer.param_groups for param in group["params"]
-    }
+    fqns = _parameter_names([optimizer], names)
     saved_groups = (group for group in metadata.groups if not fqns.isdisjoint(group["names"]))
     return master_key(optimizer, next(saved_groups, None)) is not None
 
 
 def _optimizer_target(
     optimizers: list[Optimizer],
-    master_holders: list[Optimizer],
+    optimizers_with_masters: list[Optimizer],
     source: Source,
     metadata: SourceMetadata,
     state: FlatState,
 ) -> OptimizerTarget:
-    """Allocate state of `optimizers` and masters of `master_holders`.
+    """Allocate state of `optimizers` and masters of `optimizers_with_masters`.
 
-    The holders are some of the optimizers, if there are any.
+    `optimizers_with_masters`: some of `optimizers`; or any, if `optimizers` is empty.
     """
-    selected_optimizers, names = optimizers or master_holders, state.param_names()
+    selected_optimizers, names = optimizers or optimizers_with_masters, state.param_names()
     shapes = {fqn: param_ref.tensor.shape for fqn, param_ref in state.param_refs().items()}
     fqns = _parameter_names(selected_optimizers, names) if optimizers else set()
-    saved, padded = saved_state(fqns, source, state.aliases, pads=metadata.pads, shapes=shapes)
+    dims = metadata.paddable_dims
+    saved, padded = saved_state(fqns, source, state.aliases, paddable_dims=dims, shapes=shapes)
     differing = {
         key.rpartition("/")[0]
         for key, (_, shape) in saved.items()
@@ -237,7 +257,7 @@ def _optimizer_target(
         loads_state=bool(optimizers),
     )
     init_grown_state(optimizer_target, padded)
-    if master_holders:
+    if optimizers_with_masters:
         master_names, names_of = set(source.names(MASTER)), TensorNames(source, state.aliases)
         stored = {
             fqn for fqn in shapes if not master_names.isdisjoint(names_of(fqn, MASTER, MASTER))
@@ -247,7 +267,7 @@ def _optimizer_target(
             metadata.groups,
             stored_masters=stored,
             shapes=shapes,
-            grows=bool(metadata.pads),
+            targets_may_be_larger=bool(dims),
         )
     return optimizer_target
 
@@ -260,7 +280,7 @@ def _with_parameter_names(
     `by_name`: without optimizers, name it as the checkpoint does; else leave it out.
     """
     if not optimizers:
-        return source.with_stored_order if by_name else source.without_optimizer()
+        return source.with_stored_order if by_name else source.without_optimizer
     names, param_refs = state.param_names(), state.param_refs()
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     names_by_group = [

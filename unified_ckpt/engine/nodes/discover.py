@@ -1,17 +1,16 @@
-"""Discover the folders of all nodes for a load: what they hold, and who reads from whom.
-
-Collective.
-"""
+"""Opens a unified checkpoint for a load: one folder, or the folders of all nodes as one Source."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
-from unified_ckpt.engine.folder.reader import Folder, open_folder, open_path
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.reader import open_folder, open_path
 from unified_ckpt.engine.nodes.coverage import ClusterIndex, decode_cluster_index, select_save
 from unified_ckpt.engine.nodes.folders import FolderCache
 from unified_ckpt.engine.nodes.inventory import (
@@ -22,30 +21,17 @@ from unified_ckpt.engine.nodes.inventory import (
     tensor_list_name,
 )
 from unified_ckpt.engine.nodes.source import ClusterSource
-from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.protocol import ReadPolicy, Source
 from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError, StorageError
-from unified_ckpt.format import names
+from unified_ckpt.format import codec, names
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.comm.topology import all_gather, first_ranks, node_numbers
+from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address, parse_address
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, is_url
 
-# How the message of a node begins.
-_INVENTORIES = b"="  # its inventories follow
-_PLAIN = b"plain"  # its folder has no manifest
-_ABSENT = b"!-"  # there is no folder; an error follows
-_DAMAGED = b"!+"  # a folder cannot be opened; an error follows
-
-
-def gather_node_numbers(
-    comm: Comm, operation: str, node_id: str, *, timeout_seconds: float
-) -> list[int]:
-    """Return the node of each rank, numbered by first rank. Collective."""
-    collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
-    with collective.step("nodes"):
-        return node_numbers(all_gather(collective, "node", node_id))
+_PLAIN = b"plain"  # the answer of rank 0 if no folder has a manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,64 +42,81 @@ class OpenedFolders:
     """
 
     paths: tuple[str, ...]
+    policy: ReadPolicy
     folders: tuple[Folder, ...] = ()
     error: Exception | None = None
     problems: tuple[str, ...] = ()
 
 
-def open_folders(paths: Iterable[str], resources: ExitStack, *, lock: bool) -> OpenedFolders:
+def open_folders(
+    paths: Iterable[str], resources: ExitStack, *, lock: bool, policy: ReadPolicy | None = None
+) -> OpenedFolders:
     """Open folders; `open_cluster_source` combines errors of all nodes, which may have enough.
 
     `lock`: set on one rank of each node.
     """
-    paths = tuple(paths)
+    paths, policy = tuple(paths), policy or ReadPolicy()
     folders: list[Folder] = []
     errors: list[CheckpointError] = []
     for path in paths:
         try:
-            folders.append(open_path(path, lock=lock))
+            folders.append(open_path(path, lock=lock, policy=policy))
         except CheckpointError as error:
             errors.append(error)
         except Exception as error:
-            return OpenedFolders(paths, error=error)
+            return OpenedFolders(paths, policy, error=error)
         else:
             resources.callback(folders[-1].close)
     if not folders and not errors:
-        return OpenedFolders(paths, error=NotFoundError("got no path, expected a checkpoint's"))
+        return OpenedFolders(
+            paths, policy, error=NotFoundError("got no path, expected a checkpoint's")
+        )
     # Without a manifest, nothing says which folders belong together.
     if errors and all(folder.manifest is None for folder in folders):
         damage = [problem for problem in errors if not isinstance(problem, NotFoundError)]
-        return OpenedFolders(paths, error=(damage or errors)[0])
-    return OpenedFolders(paths, tuple(folders), problems=tuple(map(str, errors)))
+        return OpenedFolders(paths, policy, error=(damage or errors)[0])
+    return OpenedFolders(paths, policy, tuple(folders), problems=tuple(map(str, errors)))
 
 
-def open_source(
-    comm: Comm,
-    label: str,
-    paths: Sequence[str],
-    nodes: Sequence[int],
-    resources: ExitStack,
-    *,
-    timeout_seconds: float,
-) -> Source | Exception:
-    """Return the checkpoint at some paths of this node, or this rank's error.
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A checkpoint to open on all ranks.
+
+    `label` names it in errors; `paths` are those of this node.
+    """
+
+    label: str
+    paths: Sequence[str]
+    topology: Topology
+    timeout_seconds: float
+    policy: ReadPolicy
+
+
+def open_unified(comm: Comm, request: OpenRequest, resources: ExitStack) -> Source | Exception:
+    """Open the unified checkpoint at some paths of this node, or return this rank's error.
 
     Collective if the checkpoint may span several nodes. `resources`: closed after all ranks
     have read.
     """
-    opened = open_folders(paths, resources, lock=comm.rank in first_ranks(nodes))
-    if may_span_folders(opened, nodes):
-        return open_cluster_source(
-            comm, f"load of {label}", opened, nodes, resources, timeout_seconds=timeout_seconds
+    topology = request.topology
+    opened = open_folders(
+        request.paths, resources, lock=topology.is_node_leader, policy=request.policy
+    )
+    if may_span_folders(opened, topology):
+        operation, timeout = f"load of {request.label}", request.timeout_seconds
+        source = open_cluster_source(
+            comm, operation, opened, topology, resources, timeout_seconds=timeout
         )
+        if source is not None:
+            return source
     return opened.error or opened.folders[0]
 
 
-def may_span_folders(opened: OpenedFolders, nodes: Sequence[int]) -> bool:
+def may_span_folders(opened: OpenedFolders, topology: Topology) -> bool:
     """Return whether a checkpoint may lie in several folders, by nodes, paths or manifest."""
     if any(is_url(path) for path in opened.paths):
         return False
-    if max(nodes) > 0 or len(opened.paths) > 1:
+    if topology.spans_nodes or len(opened.paths) > 1:
         return True
     manifest = opened.folders[0].manifest if opened.folders else None
     return manifest is not None and manifest.node_group is not None
@@ -123,30 +126,32 @@ def open_cluster_source(
     comm: Comm,
     operation: str,
     opened: OpenedFolders,
-    nodes: Sequence[int],
+    topology: Topology,
     resources: ExitStack,
     *,
     timeout_seconds: float,
-) -> Source:
+) -> ClusterSource | None:
     """Return the checkpoint that all nodes hold together. Collective.
+
+    None if no folder has a manifest: each node then reads its own.
 
     `opened`: this node's folders; `resources`: closed after all ranks have read. Raises
     IncompleteError on every rank, naming what is missing, if no save is complete, and
     NotFoundError if no node has any.
     """
     collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
-    node, leaders = nodes[collective.rank], first_ranks(nodes)
+    node, leaders = topology.node, topology.node_leaders
     with collective.step("inventory"):
         is_leader = collective.rank in leaders
-        message = _describe_folders(collective, opened, node) if is_leader else b""
+        message = b""
+        if is_leader:
+            message = codec.pack(_describe_folders(collective, opened, node), "inventory")
         messages = collective.collect("inventory", message, dst=0, ranks=leaders)
     with collective.step("select"):
         answer = _select_save(collective, messages, operation) if collective.rank == 0 else None
         body = collective.broadcast("index", answer)
         if body == _PLAIN:
-            if opened.error is not None:
-                raise opened.error
-            return opened.folders[0]  # each node reads its own
+            return None
         index = decode_cluster_index(body)
     local = [number for number, folder in enumerate(index.folders) if folder.node == node]
     with collective.step("serve"):
@@ -156,12 +161,15 @@ def open_cluster_source(
         )
         resources.callback(server.close)
         reused = _reuse_opened(index, local, opened)  # the server opened them before
-        servers = _assign_servers(collective, server.address, nodes)
+        servers = _assign_servers(collective, server.address, topology)
     with collective.step("open"):
         storages = _open_storages(collective, index, servers, node, reused, resources)
         folders = FolderCache(storages, reused, save_id=index.save_id)
         resources.callback(folders.close)
-    return ClusterSource(index, folders, local=local, rotation=collective.rank)
+        _ask_one_peer(collective, storages)
+    return ClusterSource(
+        index, folders, local=local, rotation=collective.rank, policy=opened.policy
+    )
 
 
 def _reuse_opened(
@@ -191,62 +199,61 @@ def _reuse_opened(
 
 def _select_save(collective: Collective, messages: Sequence[bytes], operation: str) -> bytes:
     """Return rank 0's answer: the index of the save to read, or _PLAIN."""
-    if all(message == _PLAIN for message in messages):
+    reports = [codec.unpack(message, "inventory") for message in messages]
+    if all(report["error_kind"] == "plain" for report in reports):
         return _PLAIN
-    tensor_lists: dict[str, TensorList] = {}
 
+    @cache
     def tensor_list_of(name: str) -> TensorList:
-        if name not in tensor_lists:
-            tensor_lists[name] = decode_tensor_list(
-                zlib.decompress(collective.get(f"tensor-list/{name}"))
-            )
-        return tensor_lists[name]
+        return decode_tensor_list(zlib.decompress(collective.get(f"tensor-list/{name}")))
+
+    def errors(*kinds: str) -> list[str]:
+        return [
+            f"node {node}: {report['error']}"
+            for node, report in enumerate(reports)
+            if report["error_kind"] in kinds
+        ]
 
     inventories = [
         decode_inventory(body, tensor_list_of)
-        for message in messages
-        for body in _split_inventories(message)
-    ]
-    reasons = [
-        f"node {node}: {message[2:].decode()}"
-        for node, message in enumerate(messages)
-        if message.startswith((_ABSENT, _DAMAGED))
-    ]
-    reasons += [
-        f"node {node}: has a folder without a manifest"
-        for node, message in enumerate(messages)
-        if message == _PLAIN
+        for report in reports
+        for body in report["inventories"]
     ]
     if not inventories:
-        is_absent = all(message.startswith(_ABSENT) for message in messages)
-        raise (NotFoundError if is_absent else IncompleteError)("; ".join(reasons))
-    damaged = [
-        f"node {node}: {message[2:].decode()}"
-        for node, message in enumerate(messages)
-        if message.startswith(_DAMAGED)
-    ]
+        is_absent = all(report["error_kind"] == "absent" for report in reports)
+        error_class = NotFoundError if is_absent else IncompleteError
+        raise error_class("; ".join(errors("absent", "damaged", "plain")))
+    damaged = errors("damaged")
     index = select_save(inventories, label=operation, damaged=damaged)
     return replace(index, problems=(*index.problems, *damaged)).encode()
 
 
-def _describe_folders(collective: Collective, opened: OpenedFolders, node: int) -> bytes:
-    """Return this node's message: its inventories, _PLAIN, or why it has none."""
+def _describe_folders(
+    collective: Collective, opened: OpenedFolders, node: int
+) -> dict[str, object]:
+    """Return this node's inventories, or why it has none: "absent", "damaged" or "plain"."""
     error = opened.error
     if error is not None and not isinstance(error, CheckpointError):
         raise error
-    problems = list(opened.problems)
-    adjacent = [folder for path in opened.paths for folder in _adjacent_folders(path)]
-    replicas = [folder for path in opened.paths for folder in _replica_folders(path, problems)]
+    problems, adjacent, replicas = list(opened.problems), list[Folder](), list[Folder]()
+    for path in opened.paths:
+        parent, name = os.path.split(path)
+        # A save that stopped between the renames of several nodes leaves them.
+        adjacent += _node_group_folders(parent, partial(_is_version_of, name))[0]
+        found, replica_problems = _node_group_folders(os.path.join(path, names.REPLICAS))
+        replicas += found
+        problems += replica_problems
     for folder in adjacent:  # a crash may have interrupted their replicas: no problem
-        replicas += _replica_folders(folder.storage.root, [])
+        replicas += _node_group_folders(os.path.join(folder.storage.root, names.REPLICAS))[0]
     try:
         if error is not None:
             if not adjacent and not replicas:
-                tag = _ABSENT if isinstance(error, NotFoundError) else _DAMAGED
-                return tag + str(error).encode()
+                kind = "absent" if isinstance(error, NotFoundError) else "damaged"
+                return {"inventories": [], "error_kind": kind, "error": str(error)}
             problems += [str(error)] if not isinstance(error, NotFoundError) else []
         elif all(folder.manifest is None for folder in opened.folders):
-            return _PLAIN
+            text = "has a folder without a manifest"
+            return {"inventories": [], "error_kind": "plain", "error": text}
         node_folders = (*opened.folders, *adjacent)
         inventories = [
             read_inventory(folder, node=node, is_replica=False)
@@ -260,13 +267,13 @@ def _describe_folders(collective: Collective, opened: OpenedFolders, node: int) 
     first = inventories[0]
     inventories[0] = replace(first, problems=(*problems, *first.problems))
     bodies = [
-        inventory.encode(list_name=_publish_tensor_list(collective, inventory.tensor_list))
+        inventory.encode(list_name=_send_tensor_list(collective, inventory.tensor_list))
         for inventory in inventories
     ]
-    return _INVENTORIES + b"".join(len(body).to_bytes(8, "little") + body for body in bodies)
+    return {"inventories": bodies, "error_kind": ""}
 
 
-def _publish_tensor_list(collective: Collective, tensor_list: TensorList) -> str:
+def _send_tensor_list(collective: Collective, tensor_list: TensorList) -> str:
     """Publish a tensor list unless another node has, and return its name. Most nodes share one."""
     body = tensor_list.encode()
     name = tensor_list_name(body)
@@ -275,31 +282,16 @@ def _publish_tensor_list(collective: Collective, tensor_list: TensorList) -> str
     return name
 
 
-def _adjacent_folders(path: str) -> list[Folder]:
-    """Return complete folders next to the checkpoint, staged or replaced.
-
-    A save that stopped between the renames of several nodes leaves them.
-    """
-    parent, name = os.path.split(path)
-    folders = []
-    storage = LocalStorage(parent)
-    if storage.kind("") != "folder":
-        return []
-    for entry in storage.names():
-        if names.is_replaced(entry, name) or names.is_staging_of(entry, name):
-            try:
-                folder = open_folder(LocalStorage(storage.path(entry)))
-            except CheckpointError:
-                continue  # unfinished: it has no manifest
-            if folder.manifest is not None and folder.manifest.node_group is not None:
-                folders.append(folder)
-    return folders
+def _is_version_of(name: str, entry: str) -> bool:
+    return names.is_replaced(entry, name) or names.is_staging_of(entry, name)
 
 
-def _replica_folders(path: str, problems: list[str]) -> list[Folder]:
-    """Return replicas of other nodes' folders. Unreadable ones add to `problems`."""
-    storage, folders = LocalStorage(os.path.join(path, names.REPLICAS)), []
-    for entry in storage.names() if storage.kind("") == "folder" else []:
+def _node_group_folders(
+    parent: str, is_wanted: Callable[[str], bool] = lambda _: True
+) -> tuple[list[Folder], list[str]]:
+    """Return the complete folders of node groups below a folder, and what is wrong with others."""
+    storage, folders, problems = LocalStorage(parent), list[Folder](), list[str]()
+    for entry in filter(is_wanted, storage.names() if storage.kind("") == "folder" else ()):
         try:
             folder = open_folder(LocalStorage(storage.path(entry)))
         except CheckpointError as error:
@@ -312,32 +304,20 @@ def _replica_folders(path: str, problems: list[str]) -> list[Folder]:
                 f"{folder.storage.root}: has no {names.MANIFEST} of a node's folder, "
                 "expected a replica of one"
             )
-    return folders
-
-
-def _split_inventories(message: bytes) -> list[bytes]:
-    """Return the encoded inventories of a node's message."""
-    bodies, position = [], len(_INVENTORIES)
-    while message.startswith(_INVENTORIES) and position < len(message):
-        nbytes = int.from_bytes(message[position : position + 8], "little")
-        bodies.append(message[position + 8 : position + 8 + nbytes])
-        position += 8 + nbytes
-    return bodies
+    return folders, problems
 
 
 def _assign_servers(
-    collective: Collective, address: Address, nodes: Sequence[int]
+    collective: Collective, address: Address, topology: Topology
 ) -> list[tuple[int, Address]]:
     """Return, for each node, the rank to read from and its address; clients are spread evenly.
 
     Collective.
     """
-    ranks: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        ranks.setdefault(node, []).append(rank)
-    local_world = max(map(len, ranks.values()))
+    ranks_by_node = topology.ranks_by_node
+    local_world = max(map(len, ranks_by_node))
     servers_by_local_rank = [
-        [ranks[node][local_rank % len(ranks[node])] for node in range(len(ranks))]
+        [ranks[local_rank % len(ranks)] for ranks in ranks_by_node]
         for local_rank in range(local_world)
     ]
     addresses = collective.collect(
@@ -349,7 +329,7 @@ def _assign_servers(
                 f"servers/{local_rank}",
                 zlib.compress(b"\n".join(addresses[rank] for rank in servers)),
             )
-    local_rank = ranks[nodes[collective.rank]].index(collective.rank)
+    local_rank = ranks_by_node[topology.node].index(topology.rank)
     body = zlib.decompress(collective.get(f"servers/{local_rank}", sender=0))
     servers, texts = servers_by_local_rank[local_rank], body.decode().split("\n")
     return [(rank, parse_address(text)) for rank, text in zip(servers, texts, strict=True)]
@@ -370,10 +350,7 @@ def _open_storages(
     reused: Mapping[int, Folder],
     resources: ExitStack,
 ) -> list[Reader]:
-    """Return a reader for each folder: direct on this node, through a peer elsewhere.
-
-    Raises StorageError if a peer does not answer.
-    """
+    """Return a reader for each folder: direct on this node, through a peer elsewhere."""
     storages: list[Reader] = []
     folders_by_node: dict[int, int] = {}  # folders so far
     for folder_number, folder in enumerate(index.folders):
@@ -397,9 +374,14 @@ def _open_storages(
                 timeout_seconds=collective.timeout_seconds,
             )
         )
-    # Folders are opened while reading. A missing connection must show before the first byte is
-    # written, so ask one peer now.
+    return storages
+
+
+def _ask_one_peer(collective: Collective, storages: Sequence[Reader]) -> None:
+    """Raise StorageError if a peer does not answer: folders are opened while reading.
+
+    A missing connection must show before the target is modified.
+    """
     remote = [storage for storage in storages if isinstance(storage, PeerStorage)]
     if remote:
         remote[collective.rank % len(remote)].size(names.MANIFEST)
-    return storages

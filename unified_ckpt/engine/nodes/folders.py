@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from unified_ckpt.engine.folder.reader import Folder, open_folder
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.runtime.storage.storage import Reader
 

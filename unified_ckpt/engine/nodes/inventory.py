@@ -20,7 +20,7 @@ from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, parse_shard_name, 
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.folder.reader import Folder
+from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.names import MANIFEST
@@ -91,7 +91,7 @@ class Inventory:
     is_replica: bool = False
 
     def encode(self, *, list_name: str) -> bytes:
-        """Encode for transfer. `list_name`: the name under which the tensor list is published."""
+        """Encode for transfer. `list_name`: the name under which the tensor list is sent."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return zlib.compress(
             json.dumps({**values, "tensor_list": list_name, "spans": self.spans.tolist()}).encode(),
@@ -100,7 +100,7 @@ class Inventory:
 
 
 def decode_inventory(body: bytes, tensor_list_of: Callable[[str], TensorList]) -> Inventory:
-    """Decode the result of `Inventory.encode`. `tensor_list_of`: returns a published list."""
+    """Decode the result of `Inventory.encode`. `tensor_list_of`: returns a sent list."""
     values = json.loads(zlib.decompress(body))
     values.update({name: tuple(values[name]) for name in ("ranks", "files", "problems")})
     return Inventory(
@@ -197,6 +197,9 @@ def read_inventory(folder: Folder, *, node: int, is_replica: bool) -> Inventory:
         raise AssertionError("a folder without a manifest cannot be one of several")
     node_group = manifest.node_group
     world_size = node_group.world_size if node_group else manifest.world_size
+    rank_extras = _saved_rank_extras(manifest)
+    # a folder that fewer ranks converted has the `rank_extra` of all ranks of the save
+    ranks = node_group.ranks if node_group else range(max(manifest.world_size, rank_extras))
     if node_group:
         totals = node_group.totals
     else:
@@ -214,14 +217,14 @@ def read_inventory(folder: Folder, *, node: int, is_replica: bool) -> Inventory:
         created=manifest.created,
         group_count=node_group.count if node_group else 1,
         group_number=node_group.number if node_group else 0,
-        ranks=tuple(node_group.ranks) if node_group else tuple(range(manifest.world_size)),
+        ranks=tuple(ranks),
         files=(*manifest.files(), MANIFEST),
         tensor_list=tensor_list,
         spans=spans,
         problems=tuple(problems),
         world_size=world_size,
         totals=totals,
-        rank_extras=_saved_rank_extras(manifest),
+        rank_extras=rank_extras,
         is_replica=is_replica,
     )
 

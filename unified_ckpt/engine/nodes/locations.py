@@ -8,34 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.source.protocol import Catalog, Location
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.source.protocol import Location
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.runtime.storage.storage import Reader
 
 _HASH_NBYTES = 8
-
-
-class ShardFolder(Protocol):
-    """What reading needs of a folder."""
-
-    @property
-    def storage(self) -> Reader:
-        """The storage that reads the folder's files."""
-
-    def file_of(self, part: str, name: str) -> str:
-        """Return the file that holds a tensor."""
-
-    def catalog(self, keys: Collection[Key]) -> Catalog:
-        """Return where some tensors lie."""
-
-    def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
-        """Return the digests of some tensors' blocks."""
 
 
 class LocationTable:
@@ -74,7 +57,7 @@ class LocationTable:
         return Location(self._file_names[self._files[row]], start) if start >= 0 else None
 
     def load_locations(
-        self, folder: ShardFolder, keys: Callable[[], Collection[Key]], key: Key
+        self, folder: Folder, keys: Callable[[], Collection[Key]], key: Key
     ) -> Location:
         """Load and return a tensor's location, with those of all `keys` in the same file.
 
@@ -85,10 +68,10 @@ class LocationTable:
         if file not in self._incomplete_files:
             file_keys = [file_key for file_key in keys() if folder.file_of(*file_key) == file]
         try:
-            locations = folder.catalog(file_keys).locations
+            locations = folder.locations(file_keys).by_key
         except CheckpointError:
             self._incomplete_files.add(file)
-            locations = folder.catalog([key]).locations  # perhaps another tensor is missing
+            locations = folder.locations([key]).by_key  # perhaps another tensor is missing
         if file not in self._file_names:
             self._file_names.append(file)
         for file_key, location in locations.items():
@@ -101,7 +84,7 @@ class LocationTable:
         """Whether `load_digests` was called."""
         return self._digests is not None
 
-    def load_digests(self, folder: ShardFolder, keys: Collection[Key]) -> None:
+    def load_digests(self, folder: Folder, keys: Collection[Key]) -> None:
         """Read all digests at once: a request to a peer costs more than the bytes."""
         try:
             self._digests = _DigestTable(

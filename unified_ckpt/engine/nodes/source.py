@@ -8,47 +8,54 @@ is verified.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from unified_ckpt.core.sharding.boxes import Box, full_box
+from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.folder.reader import Folder
+from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.nodes.coverage import ClusterIndex
 from unified_ckpt.engine.nodes.folders import FolderCache
-from unified_ckpt.engine.nodes.storage import ShardedStorage, virtual_file
-from unified_ckpt.engine.source.protocol import Catalog, Location, SourceMetadata, read_box
+from unified_ckpt.engine.nodes.storage import ShardReader
+from unified_ckpt.engine.source.protocol import ReadPolicy, Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.format import names
+from unified_ckpt.format import names as format_names
 from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.runtime.storage.storage import Buffer
+
+_Result = TypeVar("_Result")
 
 
-class ClusterSource:
+class ClusterSource(Source):
     """The folders of one save on several nodes, as a Source.
 
     `index` is complete; `local`: the numbers of this node's folders.
     """
 
     def __init__(
-        self, index: ClusterIndex, folders: FolderCache, *, local: Collection[int], rotation: int
+        self,
+        index: ClusterIndex,
+        folders: FolderCache,
+        *,
+        local: Collection[int],
+        rotation: int,
+        policy: ReadPolicy,
     ) -> None:
         self._index, self._folders, self._local = index, folders, frozenset(local)
         count = len(index.folders)
         self._order = sorted(
             range(count), key=lambda number: (number not in local, (number + rotation) % count)
         )
-        self.storage = ShardedStorage(index, folders, local=local, rotation=rotation, complete=True)
-        self.storage.verification_log.damage.extend(index.problems)
+        self._reader = ShardReader(
+            index, folders, local=local, rotation=rotation, complete=True, policy=policy
+        )
+        self.format, self.verification = "unified", self._reader.verification
+        self.verification.damage.extend(index.problems)
         self._names: dict[str, dict[str, None]] = {}
         for part, name in index.specs:
             self._names.setdefault(part, {})[name] = None
-
-    @property
-    def format(self) -> str:
-        """Always "unified"."""
-        return "unified"
 
     @property
     def parts(self) -> Sequence[str]:
@@ -67,57 +74,45 @@ class ClusterSource:
         """Return dtype and shape of some tensors."""
         return {name: self._index.specs[part, name] for name in names}
 
-    def read(self, part: str, name: str, box: Box) -> bytes:
-        """Return a box of a tensor, as row-major bytes."""
-        location = Location(virtual_file((part, name)), 0)
-        return read_box(self.storage, location, self._index.specs[part, name], box)
-
-    def catalog(self, keys: Collection[Key]) -> Catalog:
-        """Return where some tensors lie, in files that `storage` assembles."""
-        return Catalog(
-            self.storage,
-            {key: Location(virtual_file(key), 0) for key in keys},
-            self.storage.verification_log,
-        )
+    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
+        """Fill `buffer` from byte `start` of a tensor, from the folders that have the bytes."""
+        self._reader.read_into(key, start, buffer)
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
-        """Return None for each tensor: `storage` verifies the shards."""
+        """Return None for each tensor: digests are of shards, which `read_into` verifies."""
         self._any_folder.digest_record()
         return dict.fromkeys(keys)
 
     def metadata(self) -> SourceMetadata:
         """Return the metadata of the first readable folder; all folders have the same."""
-        errors: list[CheckpointError] = []
-        for number in self._order:
-            try:
-                metadata = self._folders[number].metadata()
-            except CheckpointError as error:
-                errors.append(error)
-                continue
-            self.storage.verification_log.damage.extend(map(str, errors))
-            return replace(metadata, rank_extras=self._index.rank_extras)
-        raise errors[0]
+        metadata = self._read_first(self._order, lambda number: self._folders[number].metadata())
+        return replace(metadata, rank_extras=self._index.rank_extras)
 
     def rank_extra(self, rank: int) -> Any:
         """Return the `rank_extra` of a saving rank, from a folder that has it."""
+        ranks = [folder.ranks for folder in self._index.folders]
+        numbers = [number for number in self._order if rank in ranks[number]]
+        if not numbers:
+            self.verification.damage.append(
+                f"rank_extra of rank {rank} is not restored: no node present has its folder"
+            )
+            return None
+        return self._read_first(
+            numbers, lambda number: self._folders[number].rank_extra(ranks[number].index(rank))
+        )
+
+    def _read_first(self, numbers: Sequence[int], read: Callable[[int], _Result]) -> _Result:
+        """Return what `read` returns for the first folder that it can read; note the others."""
         errors: list[CheckpointError] = []
-        for number in self._order:
-            ranks = self._index.folders[number].ranks
-            if rank not in ranks:
-                continue
+        for number in numbers:
             try:
-                rank_extra = self._folders[number].rank_extra(ranks.index(rank))
+                result = read(number)
             except CheckpointError as error:
                 errors.append(error)
                 continue
-            self.storage.verification_log.damage.extend(map(str, errors))
-            return rank_extra
-        if errors:
-            raise errors[0]
-        self.storage.verification_log.damage.append(
-            f"rank_extra of rank {rank} is not restored: no node present has its folder"
-        )
-        return None
+            self.verification.damage.extend(map(str, errors))
+            return result
+        raise errors[0]
 
     @property
     def save_id(self) -> str:
@@ -158,4 +153,4 @@ def _folder_order(folder: Folder) -> tuple[bool, int]:
     """Sort folders by node group, replicas last."""
     node_group = folder.manifest.node_group if folder.manifest is not None else None
     parent = os.path.split(os.path.split(folder.storage.root)[0])[1]
-    return parent == names.REPLICAS, node_group.number if node_group is not None else -1
+    return parent == format_names.REPLICAS, node_group.number if node_group is not None else -1

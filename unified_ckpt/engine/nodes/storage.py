@@ -10,24 +10,24 @@ import logging
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 
 from unified_ckpt.core.nodes.coverage import subtract_box
 from unified_ckpt.core.nodes.write_alignment import is_slow
-from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, runs
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, relative_to, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.nodes.coverage import ClusterIndex, ShardLayout
-from unified_ckpt.engine.nodes.locations import LocationTable, ShardFolder
+from unified_ckpt.engine.nodes.folders import FolderCache
+from unified_ckpt.engine.nodes.locations import LocationTable
 from unified_ckpt.engine.nodes.tiling import (
     LONG_RUN_NBYTES,
     Region,
-    Run,
     ShardCopies,
     SlabRange,
     enclosing_rows,
@@ -36,7 +36,7 @@ from unified_ckpt.engine.nodes.tiling import (
     split_by_block,
     split_whole_rows,
 )
-from unified_ckpt.engine.source.protocol import VerificationLog
+from unified_ckpt.engine.source.protocol import ReadPolicy, VerificationLog
 from unified_ckpt.errors import CheckpointError, IntegrityError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.storage.storage import Buffer
@@ -46,21 +46,10 @@ _MAX_BLOCKS = 256  # cached at a time
 _CACHE_PROBES = 16  # recent blocks to search
 _ROWS_NBYTES = 4 << 20  # of a shard, read at once
 _MAX_REGIONS = 1 << 16  # cached at a time
+_MIN_REDUNDANCY = 1.5  # below this, sharing reads costs more than it saves
 
 
-class ShardFolders(Protocol):
-    """Folders by number."""
-
-    def __getitem__(self, number: int, /) -> ShardFolder:
-        """Return a folder, open."""
-
-
-def virtual_file(key: Key) -> str:
-    """Return the file name under which `ShardedStorage` presents a whole tensor."""
-    return f"{key[0]}:{key[1]}"
-
-
-class ShardedStorage:
+class ShardReader:
     """Reads whole tensors from shards in several folders, local folders first.
 
     A damaged or unreadable block is read from another shard that contains it. `complete`: whether
@@ -70,18 +59,18 @@ class ShardedStorage:
     def __init__(
         self,
         index: ClusterIndex,
-        folders: ShardFolders,
+        folders: FolderCache | Sequence[Folder],
         *,
         local: Collection[int],
         rotation: int,
         complete: bool,
+        policy: ReadPolicy | None = None,
     ) -> None:
-        self.root, self.verification_log = "the nodes' folders", VerificationLog()
+        self.verification = VerificationLog()
+        self._policy = policy or ReadPolicy()
         self._index, self._folders = index, folders
         self._rotation, self._is_complete = rotation, complete
-        self._keys = {virtual_file(key): key for key in index.specs}
         self._local = frozenset(local)
-        self._verify = True
         self._locations: dict[int, LocationTable] = {}  # by folder
         self._lock = threading.Lock()  # a read-ahead thread and its owner both read
         self._edges: dict[int, list[int]] = {}  # by layout
@@ -93,43 +82,45 @@ class ShardedStorage:
         self._blocks: OrderedDict[tuple[int, bool, Box, int], tuple[bytes, SlabRange | None]] = (
             OrderedDict()
         )
-        self._co_readers: dict[int, list[int]] = {}  # by folder: its numbers on several nodes
 
-    def enable_shared_reads(self, *, slow_only: bool) -> None:
-        """Let one node read each block of a folder that several see, and serve the others.
+    def _co_readers(self) -> Mapping[int, Sequence[int]]:
+        """Return by folder: its numbers on several nodes, of which one reads each block for all.
 
-        `slow_only`: skip file systems that serve many nodes as fast as one.
+        "auto" shares where nodes need the same bytes and the file system is slow.
         """
+        mode, redundancy = self._policy.share_reads, self._policy.redundancy
+        if mode == "never" or (mode == "auto" and redundancy < _MIN_REDUNDANCY):
+            return {}
+        return self._sharing_folders
+
+    @cached_property
+    def _sharing_folders(self) -> Mapping[int, Sequence[int]]:
         by_folder_id: dict[str, list[int]] = {}
         for number, folder in enumerate(self._index.folders):
-            if folder.folder_id and (not slow_only or is_slow(folder.folder_id.split()[0])):
+            file_system = folder.folder_id.partition(" ")[0]
+            if file_system and (self._policy.share_reads == "always" or is_slow(file_system)):
                 by_folder_id.setdefault(folder.folder_id, []).append(number)
-        self._co_readers = {
-            number: co_readers
-            for co_readers in by_folder_id.values()
-            if len(co_readers) > 1
-            for number in co_readers
-        }
+        groups = [numbers for numbers in by_folder_id.values() if len(numbers) > 1]
+        return {number: numbers for numbers in groups for number in numbers}
 
-    def skip_verify(self) -> None:
-        """Stop verifying blocks and reading digests."""
-        self._verify = False
+    @property
+    def _verifies(self) -> bool:
+        return self._policy.verify != "off"
 
     def _read_order(
         self, holders: Sequence[tuple[int, bool]], stored_key: Key, block: int
     ) -> Sequence[tuple[int, bool]]:
         """Return the holders, starting with the one that reads this block for all."""
-        co_readers = self._co_readers.get(holders[0][0], ())
+        co_readers = self._co_readers().get(holders[0][0], ())
         sharing = sorted(holder for holder in holders if holder[0] in co_readers)
         if len(sharing) < 2:
             return holders
-        first = sharing[zlib.crc32(f"{virtual_file(stored_key)}/{block}".encode()) % len(sharing)]
+        first = sharing[zlib.crc32(f"{':'.join(stored_key)}/{block}".encode()) % len(sharing)]
         return [first, *(holder for holder in holders if holder != first)]
 
-    def read_at(self, name: str, start: int, buffer: Buffer) -> None:
+    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
         """Fill `buffer` from byte `start` of a tensor. IntegrityError if no copy is intact."""
         with self._lock:
-            key = self._keys[name]
             if self._tensor != key:
                 self._tensor = key
                 self._blocks.clear()
@@ -138,26 +129,13 @@ class ShardedStorage:
             filled_nbytes = self._read_tensor(key, start, buffer, frozenset(), [])
             if filled_nbytes != len(buffer):
                 raise IntegrityError(
-                    f"{name}: {filled_nbytes} of {len(buffer)} bytes from byte {start} are "
-                    "in the folders, expected all of them"
+                    f"{':'.join(key)}: {filled_nbytes} of {len(buffer)} bytes from byte {start} "
+                    "are in the folders, expected all of them"
                 )
 
-    def read(self, name: str) -> bytes:
-        """Return all bytes of a tensor."""
-        buffer = bytearray(self.size(name) or 0)
-        self.read_at(name, 0, memoryview(buffer))
-        return bytes(buffer)
-
-    def size(self, name: str) -> int | None:
-        """Return the size of a tensor in bytes, or None if it is unknown."""
-        return self._index.specs[self._keys[name]].nbytes if name in self._keys else None
-
-    def names(self) -> list[str]:
-        """Return the file names of all tensors."""
-        return sorted(self._keys)
-
-    def close(self) -> None:
-        """Do nothing: the folders are closed by their owner."""
+    def nbytes(self, key: Key) -> int | None:
+        """Return the size of a tensor in bytes, or None if no folder has any of it."""
+        return self._index.specs[key].nbytes if key in self._index.specs else None
 
     def _regions(self, key: Key, window: Box, corrupt: frozenset[Box]) -> list[Region]:
         """Return disjoint regions that cover a window, except what only `corrupt` boxes hold.
@@ -231,38 +209,29 @@ class ShardedStorage:
             overlap = intersect(region.box, window)
             if overlap is None:
                 continue
-            copies = ShardCopies(key, spec, region, region.stored_box.numel * item_nbytes)
+            stored_nbytes, max_blocks = region.stored_box.numel * item_nbytes, len(regions) + 1
+            copies = ShardCopies(key, spec, region, stored_nbytes, corrupt, errors, max_blocks)
             inner, outer = split_whole_rows(overlap, spec, start, stop)
-            if inner is not None and self._read_rows(
-                copies, inner, start, buffer, max_cached_blocks=len(regions) + 1
-            ):
+            if inner is not None and self._read_rows(copies, inner, start, buffer):
                 filled_nbytes += inner.numel * item_nbytes
             elif inner is not None:
                 outer = [overlap]
             for box in outer:
-                origin = region.stored_box.offsets
-                offsets = tuple(a - b for a, b in zip(box.offsets, origin, strict=True))
-                local = Box(offsets, box.shape)
+                local = relative_to(box, region.stored_box.offsets)
                 for first, shard_offset, count in runs(
                     box, spec.shape, local=local, local_shape=region.stored_box.shape
                 ):
                     low = max(first * item_nbytes, start)
                     high = min((first + count) * item_nbytes, stop)
                     if low < high:
-                        run = Run(low, (shard_offset - first) * item_nbytes + low, corrupt, errors)
-                        self._read_run(
-                            copies,
-                            run,
-                            buffer[low - start : high - start],
-                            max_cached_blocks=len(regions) + 1,
-                        )
+                        shard_start = (shard_offset - first) * item_nbytes + low
+                        target = buffer[low - start : high - start]
+                        self._read_shard_range(copies, shard_start, target, tensor_start=low)
                         filled_nbytes += high - low
         return filled_nbytes
 
-    def _read_rows(
-        self, copies: ShardCopies, box: Box, start: int, buffer: Buffer, *, max_cached_blocks: int
-    ) -> bool:
-        """Read complete rows of a box and scatter them. False if no holder has a block intact."""
+    def _read_rows(self, copies: ShardCopies, box: Box, start: int, buffer: Buffer) -> bool:
+        """Read whole rows of a box and copy them to their places. False if a block is lost."""
         spec, stored_box = copies.spec, copies.region.stored_box
         item_nbytes = spec.nbytes // full_box(spec.shape).numel
         row_nbytes = spec.nbytes // spec.shape[0]
@@ -272,60 +241,41 @@ class ShardedStorage:
         for first in range(box.offsets[0], box.offsets[0] + box.shape[0], max_rows):
             count = min(max_rows, box.offsets[0] + box.shape[0] - first)
             stored_rows = np.empty(count * stored_row_nbytes, dtype=np.uint8)
-            if not self._read_shard_range(
-                copies,
-                (first - stored_box.offsets[0]) * stored_row_nbytes,
-                stored_rows.data,
-                max_cached_blocks=max_cached_blocks,
-            ):
+            shard_start = (first - stored_box.offsets[0]) * stored_row_nbytes
+            if not self._read_shard_range(copies, shard_start, stored_rows.data):
                 return False
             destination = target[
                 first * row_nbytes - start : (first + count) * row_nbytes - start
             ].reshape(count, *spec.shape[1:], item_nbytes)
             source = stored_rows.reshape(count, *stored_box.shape[1:], item_nbytes)
-            dims = list(zip(box.offsets[1:], stored_box.offsets[1:], box.shape[1:], strict=True))
-            destination_slices = tuple(slice(low, low + n) for low, _, n in dims)
-            destination[(slice(None), *destination_slices)] = source[
-                (slice(None), *(slice(low - base, low - base + n) for low, base, n in dims))
-            ]
+            stored_slices = relative_to(box, stored_box.offsets).slices
+            destination[:, *box.slices[1:]] = source[:, *stored_slices[1:]]
         return True
 
     def _read_shard_range(
-        self, copies: ShardCopies, start: int, buffer: Buffer, *, max_cached_blocks: int
+        self, copies: ShardCopies, start: int, buffer: Buffer, *, tensor_start: int | None = None
     ) -> bool:
-        """Read bytes from `start` of a shard. False if no holder has all of them intact."""
+        """Read bytes from `start` of a shard, each block from the first holder that has it intact.
+
+        A block that no holder has intact is read from overlapping boxes if the bytes are contiguous
+        in the tensor, from byte `tensor_start`. Otherwise it ends the read: returns False.
+        """
         for position, target in split_by_block(copies, start, buffer):
             errors: list[str] = []
-            is_read = self._read_within_block(
-                copies, position, target, errors, max_cached_blocks=max_cached_blocks
-            )
+            is_read = self._read_within_block(copies, position, target, errors)
+            if not is_read and tensor_start is not None:
+                corrupt = copies.corrupt | {copies.region.stored_box}
+                all_errors, first = [*copies.errors, *errors], tensor_start + position - start
+                if self._read_tensor(copies.key, first, target, corrupt, all_errors) < len(target):
+                    raise IntegrityError(format_list("no node has these bytes intact", all_errors))
+                is_read = True
             self._report(errors)
             if not is_read:
                 return False
         return True
 
-    def _read_run(
-        self, copies: ShardCopies, run: Run, buffer: Buffer, *, max_cached_blocks: int
-    ) -> None:
-        """Read a run block by block, each from the first holder that has it intact."""
-        for position, target in split_by_block(copies, run.shard_offset, buffer):
-            errors: list[str] = []
-            if not self._read_within_block(
-                copies, position, target, errors, max_cached_blocks=max_cached_blocks
-            ):
-                self._read_from_overlaps(
-                    copies, run, run.start + position - run.shard_offset, target, errors
-                )
-            self._report(errors)
-
     def _read_within_block(
-        self,
-        copies: ShardCopies,
-        position: int,
-        buffer: Buffer,
-        errors: list[str],
-        *,
-        max_cached_blocks: int,
+        self, copies: ShardCopies, position: int, buffer: Buffer, errors: list[str]
     ) -> bool:
         """Read bytes of one block of a shard. False if no holder has it intact."""
         block = position // digests.BLOCK_NBYTES
@@ -333,20 +283,10 @@ class ShardedStorage:
         high = min((block + 1) * digests.BLOCK_NBYTES, copies.nbytes)
         if (position, position + len(buffer)) == (low, high):
             return self._read_block(copies, block, buffer, errors)
-        block_bytes = self._cached_block(
-            copies, block, high - low, errors, max_cached_blocks=max_cached_blocks
-        )
+        block_bytes = self._cached_block(copies, block, high - low, errors)
         if block_bytes is not None:
             buffer[:] = block_bytes[position - low : position - low + len(buffer)]
         return block_bytes is not None
-
-    def _read_from_overlaps(
-        self, copies: ShardCopies, run: Run, start: int, buffer: Buffer, errors: list[str]
-    ) -> None:
-        """Read bytes of a block that is corrupt in every copy of its box from overlapping boxes."""
-        corrupt, all_errors = run.corrupt | {copies.region.stored_box}, [*run.errors, *errors]
-        if self._read_tensor(copies.key, start, buffer, corrupt, all_errors) != len(buffer):
-            raise IntegrityError(format_list("no node has these bytes intact", all_errors))
 
     def _read_from_cache(self, start: int, buffer: Buffer) -> bool:
         """Fill `buffer` from a recently cached block. False if none has the bytes."""
@@ -362,13 +302,7 @@ class ShardedStorage:
         return False
 
     def _cached_block(
-        self,
-        copies: ShardCopies,
-        block: int,
-        nbytes: int,
-        errors: list[str],
-        *,
-        max_cached_blocks: int,
+        self, copies: ShardCopies, block: int, nbytes: int, errors: list[str]
     ) -> bytes | None:
         """Return a whole block and cache it: the rest of it is usually needed soon."""
         block_id = (*copies.region.holders[0], copies.region.stored_box, block)
@@ -380,7 +314,7 @@ class ShardedStorage:
                 bytes(buffer),
                 slab_range_of(copies.region.stored_box, copies.spec),
             )
-            while len(self._blocks) > min(max_cached_blocks, _MAX_BLOCKS):
+            while len(self._blocks) > min(copies.max_cached_blocks, _MAX_BLOCKS):
                 self._blocks.popitem(last=False)
         self._blocks.move_to_end(block_id)
         return self._blocks[block_id][0]
@@ -394,7 +328,7 @@ class ShardedStorage:
             stored_key = copies.stored_key(is_shard=is_shard)
             try:
                 locations = self._locations_in(number)
-                saved_digests = locations.digests(stored_key) if self._verify else None
+                saved_digests = locations.digests(stored_key) if self._verifies else None
                 location = locations.location(stored_key) or locations.load_locations(
                     self._folders[number], partial(self._index.keys_in_folder, number), stored_key
                 )
@@ -408,7 +342,7 @@ class ShardedStorage:
                 block < len(saved_digests) and int(saved_digests[block]) == digests.crc(buffer)
             ):
                 if saved_digests is not None:
-                    self.verification_log.verified_nbytes += len(buffer)
+                    self.verification.verified_nbytes += len(buffer)
                 return True
             has_digest = block < len(saved_digests)
             expected = (
@@ -416,7 +350,7 @@ class ShardedStorage:
             )
             errors.append(
                 f"{locations.storage.root}/{location.file}: block {block} of "
-                f"{virtual_file(stored_key)} has CRC {digests.crc(buffer):016x}, "
+                f"{':'.join(stored_key)} has CRC {digests.crc(buffer):016x}, "
                 f"expected {expected}"
             )
         return False
@@ -424,8 +358,8 @@ class ShardedStorage:
     def _report(self, errors: Sequence[str]) -> None:
         """Log each error once, and as a warning."""
         for text in errors:
-            if text not in self.verification_log.damage:
-                self.verification_log.damage.append(text)
+            if text not in self.verification.damage:
+                self.verification.damage.append(text)
                 _LOG.warning("read from another node: %s", text)
 
     def _locations_in(self, number: int) -> LocationTable:
@@ -438,6 +372,6 @@ class ShardedStorage:
                 self._folders[number].storage, self._index.keys_in_folder(number)
             )
         locations = self._locations[number]
-        if self._verify and not locations.digests_loaded:
+        if self._verifies and not locations.digests_loaded:
             locations.load_digests(self._folders[number], self._index.keys_in_folder(number))
         return locations

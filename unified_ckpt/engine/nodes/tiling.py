@@ -76,29 +76,23 @@ def slab_range_of(box: Box, spec: TensorSpec) -> SlabRange | None:
 
 @dataclass(frozen=True, slots=True)
 class ShardCopies:
-    """The copies of a region's stored box. `nbytes`: the size of each."""
+    """The copies of a region's stored box. `nbytes`: the size of each.
+
+    `corrupt`: boxes of the tensor that no folder has intact; `errors`: why. `max_cached_blocks`:
+    as many as one row of the tensor crosses.
+    """
 
     key: Key
     spec: TensorSpec
     region: Region
     nbytes: int
+    corrupt: frozenset[Box]
+    errors: Sequence[str]
+    max_cached_blocks: int
 
     def stored_key(self, *, is_shard: bool) -> Key:
         """Return the part and name that a folder stores the box under."""
         return stored_key(self.key, self.region.stored_box, self.spec.shape, is_shard=is_shard)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Contiguous bytes, from `start` of the tensor and `shard_offset` of a shard.
-
-    `corrupt`: boxes that did not have them intact; `errors`: why.
-    """
-
-    start: int
-    shard_offset: int
-    corrupt: frozenset[Box]
-    errors: Sequence[str]
 
 
 def split_by_block(copies: ShardCopies, start: int, buffer: Buffer) -> Iterator[tuple[int, Buffer]]:

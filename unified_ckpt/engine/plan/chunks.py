@@ -18,3 +18,11 @@ def chunks(start: int, stop: int, *, nbytes: int = CHUNK_NBYTES) -> Iterator[tup
         boundary = min((start // nbytes + 1) * nbytes, stop)
         yield start, boundary
         start = boundary
+
+
+def group_by_tensor(block_crcs: BlockCrcs) -> dict[int, list[digests.BlockCrc]]:
+    """Return the CRCs of each tensor, by its index in the group."""
+    by_tensor: dict[int, list[digests.BlockCrc]] = {}
+    for index, block_crc in block_crcs:
+        by_tensor.setdefault(index, []).append(block_crc)
+    return by_tensor

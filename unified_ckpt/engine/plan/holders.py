@@ -1,7 +1,8 @@
 """Exchanges tensor declarations: rank 0 learns who holds what, each rank its holder groups.
 
-Equal tables of declarations are sent once. Only rank 0 sees all names; another rank receives what
-concerns its own table, which grows with its tensors and not with the number of ranks.
+A *table* is all declarations of one rank; equal tables are sent once. Only rank 0 sees all names;
+another rank receives what concerns its own table, which grows with its tensors and not with the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unified_ckpt.core.intervals import to_intervals
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
     TensorDecl,
     decode_table,
     encode_table,
-    group_tables,
+    group_tensors,
     sort_key,
 )
 from unified_ckpt.core.sharding.layouts import Layout
@@ -35,7 +37,7 @@ class Declarations:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A holder group as its members know it; `group_info` is what rank 0 published with it."""
+    """A holder group as rank 0 sent it to its members, with any other `group_info`."""
 
     index: int
     holders: tuple[int, ...]
@@ -64,6 +66,15 @@ def gather_distinct(
     digests = [digest.decode() for digest in collected]
     distinct = dict.fromkeys(digests)
     return digests, {digest: collective.get(f"{key}-body/{digest}") for digest in distinct}
+
+
+def gather_distinct_json(
+    collective: Collective, key: str, value: object
+) -> tuple[list[str], dict[str, Any]]:
+    """Gather values like `gather_distinct`, sent as JSON."""
+    body = json.dumps(value, sort_keys=True).encode()
+    digests, bodies = gather_distinct(collective, key, body)
+    return digests, {digest: json.loads(body) for digest, body in bodies.items()}
 
 
 def gather_declarations(
@@ -99,10 +110,9 @@ def check_layout_rules(
         "rules": sorted(layout.rules) if layout else [],
         "matched": sorted(matched_rules),
     }
-    _, bodies = gather_distinct(collective, "layout-rules", json.dumps(report).encode())
-    reports = [json.loads(body) for body in bodies.values()]
-    rules = {rule for report in reports for rule in report["rules"]}
-    unmatched = rules - {rule for report in reports for rule in report["matched"]}
+    _, reports = gather_distinct_json(collective, "layout-rules", report)
+    rules = {rule for report in reports.values() for rule in report["rules"]}
+    unmatched = rules - {rule for report in reports.values() for rule in report["matched"]}
     if unmatched:
         raise LayoutError(
             f"Layout: rule(s) {', '.join(map(repr, sorted(unmatched)))} match no tensor on any "
@@ -117,22 +127,22 @@ def group_holders(
     return tuple(sorted(rank for table_id in group.table_ids for rank in ranks_by_table[table_id]))
 
 
-def publish_groups(
+def send_groups(
     collective: Collective,
     declarations: Declarations,
     groups: Sequence[HolderGroup],
     group_infos: Sequence[Mapping[str, Any]],
 ) -> None:
-    """On rank 0: publish the groups of each table's tensors, with one `group_info` per group."""
+    """On rank 0: send the groups of each table's tensors, with one `group_info` per group."""
     memberships = _encode_memberships(declarations.tables, groups, group_infos)
     ranks_by_table = declarations.ranks_by_table
-    _publish_memberships(collective, groups, memberships, ranks_by_table, prefix="")
+    _send_memberships(collective, groups, memberships, ranks_by_table, prefix="")
 
 
-def publish_groups_by_node(
+def send_groups_by_node(
     collective: Collective, declarations: Declarations, nodes: Sequence[int]
 ) -> None:
-    """On rank 0: publish groups of the ranks of each node, under the prefix "<node>/".
+    """On rank 0: send groups of the ranks of each node, under the prefix "<node>/".
 
     A node reads together what its ranks want, whatever other nodes do. The groups follow from the
     tables of the node in the order of its ranks, and are computed once for nodes that are alike.
@@ -147,10 +157,10 @@ def publish_groups_by_node(
         if order not in groups_by_order:
             tables = {table_id: declarations.tables[table_id] for table_id in order}
             positions = {table_id: [index] for index, table_id in enumerate(order)}
-            groups = group_tables(tables, positions)
+            groups = group_tensors(tables, positions)
             memberships = _encode_memberships(tables, groups, [{} for _ in groups])
             groups_by_order[order] = groups, memberships
-        _publish_memberships(collective, *groups_by_order[order], ranks_by_table, prefix=f"{node}/")
+        _send_memberships(collective, *groups_by_order[order], ranks_by_table, prefix=f"{node}/")
         collective.heartbeat()
 
 
@@ -168,11 +178,11 @@ def _encode_memberships(
     for group, group_info in zip(groups, group_infos, strict=True):
         for table_id in group.table_ids:
             decl_indices = sorted(index_by_decl[table_id][decl] for decl in group.decls)
-            entries[table_id].append([group.index, _to_spans(decl_indices), group_info])
+            entries[table_id].append([group.index, to_intervals(decl_indices), group_info])
     return {table_id: _encode_line(entry) for table_id, entry in entries.items()}
 
 
-def _publish_memberships(
+def _send_memberships(
     collective: Collective,
     groups: Sequence[HolderGroup],
     memberships: Mapping[str, bytes],
@@ -180,10 +190,10 @@ def _publish_memberships(
     *,
     prefix: str,
 ) -> None:
-    """Publish the memberships of each table, after its reporter and the holders of its groups."""
+    """Send the memberships of each table, after its reporter and the holders of its groups."""
     holders: dict[str, list[object]] = {table_id: [] for table_id in memberships}
     for group in groups:
-        spans = _to_spans(group_holders(group, ranks_by_table))
+        spans = to_intervals(group_holders(group, ranks_by_table))
         for table_id in group.table_ids:
             holders[table_id].append(spans)
     for table_id, body in memberships.items():
@@ -199,10 +209,10 @@ def _encode_line(document: object) -> bytes:
 def read_memberships(
     collective: Collective, table_id: str, decls: Sequence[TensorDecl], *, prefix: str = ""
 ) -> tuple[list[Membership], bool]:
-    """Return the groups of this rank's table as rank 0 published them, by index.
+    """Return the groups of this rank's table as rank 0 sent them, by index.
 
     Also returns whether this rank is the reporter of its table. `prefix` is that of
-    `publish_groups_by_node`.
+    `send_groups_by_node`.
     """
     ordered = sorted(decls, key=sort_key)
     body = collective.get(f"groups/{prefix}{table_id}")
@@ -217,17 +227,6 @@ def read_memberships(
         for ranks, (index, decl_spans, group_info) in zip(holders, groups, strict=True)
     ]
     return memberships, reporter == collective.rank
-
-
-def _to_spans(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ascending numbers as half-open spans."""
-    spans: list[tuple[int, int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number:
-            spans[-1] = (spans[-1][0], number + 1)
-        else:
-            spans.append((number, number + 1))
-    return spans
 
 
 def _from_spans(spans: Sequence[Sequence[int]]) -> list[int]:

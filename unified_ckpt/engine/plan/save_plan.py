@@ -1,20 +1,24 @@
-"""Plans a save, once per layout: what each rank writes where, and on rank 0 the records."""
+"""Plans a save, once per layout: what each rank writes where, and on rank 0 the records.
+
+A group of tensors takes four forms. On rank 0, `HolderGroup` has its declarations, and `GroupFiles`
+adds files and digests. Rank 0 sends it, and each member reads it as a `Membership`. From that,
+every member computes its own `GroupPlan`: what it writes of the group, at which offsets.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.core.planning.exchange import RankIO
-from unified_ckpt.core.planning.save_plan import FilePlan, plan_files, plan_writes
+from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
     TensorDecl,
     check_complete,
     check_consistent,
-    group_tables,
+    group_tensors,
 )
 from unified_ckpt.core.sharding.dtypes import file_shape
 from unified_ckpt.core.sharding.layouts import Layout
@@ -24,10 +28,11 @@ from unified_ckpt.engine.plan.holders import (
     check_layout_rules,
     gather_declarations,
     group_holders,
-    publish_groups,
     read_memberships,
+    send_groups,
 )
 from unified_ckpt.format import digests, header, names
+from unified_ckpt.format.digest_file import encode_digest_header
 from unified_ckpt.format.manifest import FileRecord
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
@@ -36,17 +41,17 @@ PlanKey = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedFile:
+class FileLayout:
     """A file of a group: its size in bytes, its header, and the rank that writes the header.
 
-    `offsets` are the first bytes of the tensors in the file, by index in the group.
+    `offsets` are the start offsets of the tensors in the file, by index in the group.
     """
 
     name: str
     part: str
     nbytes: int
     header_bytes: bytes
-    writer: int
+    io_rank: int
     offsets: Mapping[int, int]
 
 
@@ -61,7 +66,7 @@ class GroupPlan:
     index: int
     holders: tuple[int, ...]
     decls: tuple[TensorDecl, ...]
-    files: tuple[PlannedFile, ...]
+    files: tuple[FileLayout, ...]
     file_by_decl: Mapping[int, int]
     rank_io: RankIO
     tile_nbytes: int
@@ -74,32 +79,44 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalPlan:
-    """The plan of the whole save, on rank 0.
+class StagedTensors:
+    """The tensors of a staged folder, by part: the file of each, the files' records, their bytes.
 
-    `weight_maps` and `records` are by part and file. `digest_sections` are (leader, bytes) of each
-    group in the order of the digest file. `reporters` are the ranks that report non-tensor state.
+    `nbytes` has every part, also one without tensors.
     """
 
     weight_maps: Mapping[str, Mapping[str, str]]
-    part_nbytes: Mapping[str, int]
     records: Mapping[str, Mapping[str, FileRecord]]
+    nbytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPlan:
+    """The plan of the whole save, on rank 0.
+
+    `digest_nbytes` are the bytes of each group in the order of the digest file. `reporters` are the
+    ranks that report non-tensor state.
+    """
+
+    tensors: StagedTensors
     digest_header: bytes
-    digest_sections: Sequence[tuple[int, int]]
+    digest_nbytes: Sequence[int]
     reporters: Sequence[int]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all part files and of the digest file."""
-        files = sum(file.nbytes for records in self.records.values() for file in records.values())
-        return files + len(self.digest_header) + sum(nbytes for _, nbytes in self.digest_sections)
+        files = sum(
+            file.nbytes for records in self.tensors.records.values() for file in records.values()
+        )
+        return files + len(self.digest_header) + sum(self.digest_nbytes)
 
     @property
     def index_nbytes(self) -> int:
         """Bytes of all indexes, if names are ASCII."""
         return sum(
             len(name) + len(file) + 12
-            for weight_map in self.weight_maps.values()
+            for weight_map in self.tensors.weight_maps.values()
             for name, file in weight_map.items()
         )
 
@@ -124,7 +141,7 @@ class SavePlan:
 def make_plan_key(
     tensors: Sequence[LocalTensor], *, rank: int, world: int, max_file_bytes: int
 ) -> PlanKey:
-    """Return a key that saves with the same declarations, memory and rank share."""
+    """Return a key, equal for saves with equal declarations, dtypes, strides, devices and rank."""
     memory_forms = tuple(
         (tensor.decl, tensor.local.dtype, tensor.local.stride(), tensor.local.device)
         for tensor in tensors
@@ -147,7 +164,7 @@ def make_plan(
     """
     decls = [tensor.decl for tensor in tensors]
     all_files, digest_header = list[GroupFiles](), b""
-    with collective.step("exchange-declarations"):
+    with collective.step("gather-declarations"):
         check_layout_rules(collective, layout, matched_rules)
         table_id, declarations = gather_declarations(collective, decls)
         if declarations is not None:
@@ -156,7 +173,7 @@ def make_plan(
                 holder_groups, declarations, max_file_bytes=max_file_bytes
             )
             group_infos = [files.group_info for files in all_files]
-            publish_groups(collective, declarations, holder_groups, group_infos)
+            send_groups(collective, declarations, holder_groups, group_infos)
     memberships, is_reporter = read_memberships(collective, table_id, decls)
     groups = [
         plan_group(membership, rank=collective.rank, max_file_bytes=max_file_bytes)
@@ -169,15 +186,15 @@ def make_plan(
         for file in group.files
     }
     if led_files:
-        collective.put(f"files/{collective.rank}", json.dumps(led_files).encode())
+        collective.put_json(f"files/{collective.rank}", led_files)
     if declarations is None:
         return SavePlan(plan_key, groups, None, is_reporter, int(collective.get("nbytes")))
-    records: dict[str, tuple[int, str]] = {}
+    file_stats: dict[str, tuple[int, str]] = {}
     for leader in {files.holders[0] for files in all_files}:
-        records |= json.loads(collective.get(f"files/{leader}"))
+        file_stats |= collective.get_json(f"files/{leader}")
     reporters = [ranks[0] for ranks in declarations.ranks_by_table.values()]
-    global_plan = build_global_plan(all_files, records, digest_header, reporters)
-    nbytes = sum(global_plan.part_nbytes.values())
+    global_plan = build_global_plan(all_files, file_stats, digest_header, reporters)
+    nbytes = sum(global_plan.tensors.nbytes.values())
     collective.put("nbytes", str(nbytes).encode())
     return SavePlan(plan_key, groups, global_plan, is_reporter, nbytes)
 
@@ -192,7 +209,7 @@ class GroupFiles:
 
     group: HolderGroup
     holders: tuple[int, ...]
-    files: Sequence[FilePlan]
+    files: Sequence[FileContents]
     group_info: dict[str, Any]
 
 
@@ -226,7 +243,7 @@ def checked_groups(declarations: Declarations) -> list[HolderGroup]:
     """Return the holder groups. LayoutError or MismatchError if their claims do not add up."""
     tables, ranks_by_table = declarations.tables, declarations.ranks_by_table
     check_consistent(tables, ranks_by_table)
-    groups = group_tables(tables, ranks_by_table)
+    groups = group_tensors(tables, ranks_by_table)
     for group in groups:
         check_complete(group, group_holders(group, ranks_by_table))
     return groups
@@ -237,23 +254,22 @@ def _digest_nbytes(decls: Sequence[TensorDecl]) -> int:
 
 
 def _digest_header(groups: Sequence[HolderGroup]) -> bytes:
-    items = [
-        (f"{decl.part}:{decl.fqn}", "U64", (digests.block_count(decl.spec.nbytes),))
+    return encode_digest_header(
+        (decl.key, digests.block_count(decl.spec.nbytes))
         for group in groups
         for decl in group.decls
-    ]
-    return header.encode_header(items)[0]
+    )
 
 
 def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> GroupPlan:
     """Return one member's plan of a group. Its cost grows with the group's tensors and holders."""
     decls, holders = membership.decls, membership.holders
-    plans = plan_files(decls, holders=holders, max_file_bytes=max_file_bytes)
-    files = [_plan_file(membership, plan) for plan in plans]
+    file_contents = plan_files(decls, holders=holders, max_file_bytes=max_file_bytes)
+    files = [_lay_out_file(membership, contents) for contents in file_contents]
     rank_io, tile_nbytes = plan_writes(
         decls,
         holders=holders,
-        files=plans,
+        files=file_contents,
         header_nbytes={index: len(file.header_bytes) for index, file in enumerate(files)},
         rank=rank,
     )
@@ -264,8 +280,8 @@ def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> Gro
         files=tuple(files),
         file_by_decl={
             decl_index: index
-            for index, plan in enumerate(plans)
-            for decl_index in plan.decl_indices
+            for index, contents in enumerate(file_contents)
+            for decl_index in contents.decl_indices
         },
         rank_io=rank_io,
         tile_nbytes=tile_nbytes,
@@ -273,51 +289,50 @@ def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> Gro
     )
 
 
-def _file_name(plan: FilePlan, group_info: Mapping[str, Any]) -> str:
-    number = group_info["first"][plan.part] + plan.number + 1
-    return names.file_name(plan.part, number=number, count=group_info["count"][plan.part])
+def _file_name(contents: FileContents, group_info: Mapping[str, Any]) -> str:
+    number = group_info["first"][contents.part] + contents.number + 1
+    return names.file_name(contents.part, number=number, count=group_info["count"][contents.part])
 
 
-def _plan_file(membership: Membership, plan: FilePlan) -> PlannedFile:
+def _lay_out_file(membership: Membership, contents: FileContents) -> FileLayout:
     """Encode the header, which fixes the byte offset of every tensor in the file.
 
-    This is the only place where the offset of a saved tensor is computed.
+    No other function lays out a part file; `encode_header` computes the offsets.
     """
-    index_by_fqn = {membership.decls[index].fqn: index for index in plan.decl_indices}
+    index_by_fqn = {membership.decls[index].fqn: index for index in contents.decl_indices}
     specs = {fqn: membership.decls[index].spec for fqn, index in index_by_fqn.items()}
     items = [(fqn, spec.dtype, file_shape(spec.dtype, spec.shape)) for fqn, spec in specs.items()]
     header_bytes, entries = header.encode_header(header.file_order(items))
-    return PlannedFile(
-        name=_file_name(plan, membership.group_info),
-        part=plan.part,
+    return FileLayout(
+        name=_file_name(contents, membership.group_info),
+        part=contents.part,
         nbytes=max((entry.stop for entry in entries.values()), default=len(header_bytes)),
         header_bytes=header_bytes,
-        writer=plan.writer,
+        io_rank=contents.io_rank,
         offsets={index_by_fqn[fqn]: entry.start for fqn, entry in entries.items()},
     )
 
 
 def build_global_plan(
     all_files: Sequence[GroupFiles],
-    records: Mapping[str, tuple[int, str]],
+    file_stats: Mapping[str, tuple[int, str]],
     digest_header: bytes,
     reporters: Sequence[int],
 ) -> GlobalPlan:
-    """Collect what indexes and manifest need. `records`: (bytes, header CRC) by file."""
+    """Collect what indexes and manifest need. `file_stats`: (bytes, header CRC) by file."""
     weight_maps: dict[str, dict[str, str]] = {}
     part_nbytes: dict[str, int] = {}
     records_by_part: dict[str, dict[str, FileRecord]] = {}
     for group_files in all_files:
-        for plan in group_files.files:
-            part, name = plan.part, _file_name(plan, group_files.group_info)
-            nbytes, crc = records[name]
+        for contents in group_files.files:
+            part, name = contents.part, _file_name(contents, group_files.group_info)
+            nbytes, crc = file_stats[name]
             record = FileRecord(nbytes=nbytes, header_crc=crc)
             records_by_part.setdefault(part, {})[name] = record
-            decls = [group_files.group.decls[index] for index in plan.decl_indices]
+            decls = [group_files.group.decls[index] for index in contents.decl_indices]
             weight_maps.setdefault(part, {}).update((decl.fqn, name) for decl in decls)
             tensor_nbytes = sum(decl.spec.nbytes for decl in decls)
             part_nbytes[part] = part_nbytes.get(part, 0) + tensor_nbytes
-    sections = [(files.holders[0], _digest_nbytes(files.group.decls)) for files in all_files]
-    return GlobalPlan(
-        weight_maps, part_nbytes, records_by_part, digest_header, sections, sorted(reporters)
-    )
+    sections = [_digest_nbytes(files.group.decls) for files in all_files]
+    tensors = StagedTensors(weight_maps, records_by_part, part_nbytes)
+    return GlobalPlan(tensors, digest_header, sections, sorted(reporters))

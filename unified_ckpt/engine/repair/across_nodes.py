@@ -6,7 +6,6 @@ folder, one of them repairs it: locks do not work between nodes on every filesys
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Sequence
@@ -14,13 +13,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from unified_ckpt.engine.repair.expected import inspect_copy
-from unified_ckpt.engine.repair.repair import RepairReport, repair_folder
+from unified_ckpt.engine.repair.copies import open_source, open_target
+from unified_ckpt.engine.repair.repair import FolderRepair, RepairReport
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.comm.topology import first_ranks
+from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import parse_address
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
@@ -30,64 +29,47 @@ Reports = tuple[RepairReport, ...]  # of the nodes, in the order of their first 
 
 
 def repair_across_nodes(
-    comm: Comm, path: str, nodes: Sequence[int], *, timeout_seconds: float
+    comm: Comm, path: str, topology: Topology, *, timeout_seconds: float
 ) -> Reports:
     """Repair the folder at `path` of each node; return all nodes' reports on every rank.
     Collective.
 
-    `nodes` gives the node of each rank. What one node cannot repair is in its report and does not
+    What one node cannot repair is in its report and does not
     stop the others. NotFoundError if no node has the folder, RankError if a rank is gone.
     """
     collective = comm.begin_collective(f"repair of {path}", timeout_seconds=timeout_seconds)
-    node, node_leaders = nodes[collective.rank], first_ranks(nodes)
-    is_leader, root = node_leaders[node] == collective.rank, os.path.realpath(path)
+    node, leaders, root = topology.node, topology.node_leaders, os.path.realpath(path)
+    is_leader = topology.is_node_leader
+
+    def gather(key: str, value: object) -> list[Any]:
+        values = collective.all_gather_json(key, value)
+        return [values[leader] for leader in leaders]
+
     with ExitStack() as resources, collective.propagating_errors():
         with ExitStack() as marker_scope:
             with collective.step("serve"):
-                if is_leader:
-                    marker = _create_marker(root, marker_scope) if len(node_leaders) > 1 else ""
-                    collective.put(
-                        f"server/{node}", _serve(root, marker, resources, timeout_seconds)
-                    )
-                served = [
-                    json.loads(collective.get(f"server/{other_node}"))
-                    for other_node in range(len(node_leaders))
-                ]
-                if not any(served):
+                served = None
+                if is_leader and os.path.isdir(root):
+                    marker = _create_marker(root, marker_scope) if topology.spans_nodes else ""
+                    served = _serve(root, marker, resources, timeout_seconds)
+                offers = gather("server", served)
+                if not any(offers):
                     raise NotFoundError(f"{root}: does not exist on any node")
             with collective.step("select-repairers"):
-                if is_leader:
-                    collective.put(f"repairer/{node}", str(_repairer(root, served, node)).encode())
-                repairers = [
-                    int(collective.get(f"repairer/{other_node}"))
-                    for other_node in range(len(node_leaders))
-                ]
-        with collective.step("repair"):
-            if is_leader and repairers[node] != node:
-                collective.put(f"report/{node}", collective.get(f"report/{repairers[node]}"))
-            elif is_leader:
-                source_nodes = [
-                    other_node
-                    for other_node, info in enumerate(served)
-                    if info and other_node != node and repairers[other_node] == other_node
-                ]
+                repairers = gather("repairer", _repairer(root, offers, node) if is_leader else None)
+        with collective.step("repair"):  # ends once no peer reads here any more
+            report = None
+            if is_leader and repairers[node] == node:
                 peers = [
-                    _peer(collective, node_leaders[other_node], served[other_node])
-                    for other_node in source_nodes
+                    _peer(collective, leaders[number], offer)
+                    for number, offer in enumerate(offers)
+                    if offer and number != node and repairers[number] == number
                 ]
                 for peer in peers:
                     resources.callback(peer.close)
-                report = (
-                    _repair_local(collective, root, peers)
-                    if served[node]
-                    else _failed_report(root, f"{root}: does not exist on this node")
-                )
-                collective.put(f"report/{node}", json.dumps(asdict(report)).encode())
-        with collective.step("done"):  # peers may read here until they are done
-            return tuple(
-                _parse_report(collective.get(f"report/{other_node}"))
-                for other_node in range(len(node_leaders))
-            )
+                report = asdict(_repair_local(collective, root, peers))
+            reports = gather("report", report)
+        return tuple(_parse_report(reports[repairer]) for repairer in repairers)
 
 
 def _create_marker(root: str, marker_scope: ExitStack) -> str:
@@ -106,28 +88,23 @@ def _remove_marker(storage: LocalStorage, marker: str) -> None:
         storage.remove_file(marker)
 
 
-def _repairer(root: str, served: Sequence[dict[str, object] | None], node: int) -> int:
+def _repairer(root: str, offers: Sequence[dict[str, Any] | None], node: int) -> int:
     """Return the first node whose marker is in this folder.
 
     Looks up names: directory listings may be stale.
     """
     storage = LocalStorage(root)
-    for other_node, info in enumerate(served[:node]):
+    for number, offer in enumerate(offers[:node] if offers[node] else ()):
         with suppress(CheckpointError):
-            if (
-                served[node]
-                and info
-                and info["mark"]
-                and storage.size(str(info["mark"])) is not None
-            ):
-                return other_node
+            if offer and offer["mark"] and storage.size(offer["mark"]) is not None:
+                return number
     return node
 
 
-def _serve(root: str, marker: str, resources: ExitStack, timeout_seconds: float) -> bytes:
-    """Serve the folder to other nodes and return its address, or null if there is no folder."""
-    if not os.path.isdir(root):
-        return b"null"
+def _serve(
+    root: str, marker: str, resources: ExitStack, timeout_seconds: float
+) -> dict[str, object]:
+    """Serve the folder to other nodes, and return what these need to read it."""
     files = [
         name
         for name in LocalStorage(root).names()
@@ -135,51 +112,43 @@ def _serve(root: str, marker: str, resources: ExitStack, timeout_seconds: float)
     ]
     server = FolderServer([(root, files)], timeout_seconds=timeout_seconds)
     resources.callback(server.close)
-    return json.dumps(
-        {"address": server.address.encode(), "root": root, "files": files, "mark": marker}
-    ).encode()
+    return {"address": server.address.encode(), "root": root, "files": files, "mark": marker}
 
 
-def _peer(collective: Collective, rank: int, served: dict[str, object]) -> PeerStorage:
-    files = served["files"]
+def _peer(collective: Collective, rank: int, offer: dict[str, Any]) -> PeerStorage:
     return PeerStorage(
-        parse_address(str(served["address"])),
+        parse_address(offer["address"]),
         folder=0,
-        root=str(served["root"]),
+        root=offer["root"],
         rank=collective.ranks[rank],
-        names=files if isinstance(files, list) else [],
+        names=offer["files"],
         timeout_seconds=collective.timeout_seconds,
     )
 
 
 def _repair_local(collective: Collective, root: str, peers: Sequence[PeerStorage]) -> RepairReport:
+    """Repair this node's folder from those peers that have a valid manifest of the same save."""
+    notes: list[str] = []
     try:
+        if not os.path.isdir(root):
+            raise NotFoundError(f"{root}: does not exist on this node")
         with repair_lock(root) as folder, shared_lock(root), LocalStorage(root) as storage:
-            manifest, same_save, notes = inspect_copy(storage).manifest, list(peers), []
-            if manifest is not None:
-                for peer in peers:
-                    peer_manifest = inspect_copy(peer).manifest
-                    if peer_manifest is not None and peer_manifest.save_id != manifest.save_id:
-                        same_save.remove(peer)
-                        notes.append(
-                            f"{peer.root} on another node: has another save, "
-                            f"{peer_manifest.save_id} (step {peer_manifest.step})"
-                        )
-            report = repair_folder(
-                storage, same_save, folder=folder, progress=lambda _: collective.heartbeat()
-            )
+            target, sources = open_target(storage), []
+            for peer in peers:
+                try:
+                    sources.append(open_source(peer, target))
+                except CheckpointError as error:
+                    notes.append(f"not used: {error}")
+            report = FolderRepair(
+                storage, target, sources, folder, lambda _: collective.heartbeat()
+            ).run()
             return replace(report, notes=(*notes, *report.notes))
     except CheckpointError as error:
-        return _failed_report(root, str(error))
+        return RepairReport(root, "", (), (), (str(error),), tuple(notes), 0)
 
 
-def _parse_report(body: bytes) -> RepairReport:
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in json.loads(body).items()
+def _parse_report(fields: dict[str, Any]) -> RepairReport:
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()
     }
-    return RepairReport(**fields)
-
-
-def _failed_report(root: str, problem: str) -> RepairReport:
-    return RepairReport(root, "", (), (), (problem,), (), 0)
+    return RepairReport(**values)

@@ -4,13 +4,11 @@ How data could be lost; each case has a test in tests/engine/repair:
 - Good bytes are overwritten by bad ones, of a damaged source or of another save. Every byte written
   has the CRC that the folder's own manifest leads to, and is written from the memory that was
   compared. A source of another save is refused.
-- The wrong manifest is installed and the right files are overwritten by it. A folder's valid
-  manifest is never replaced, and one that differs from its copy's is refused. A folder without one
-  takes a copy's only if its own digests, or all existing files, prove its origin; it is then
-  written last.
+- The wrong manifest is installed and the right files are overwritten by it. A manifest is never
+  written: without its own valid one, a folder is not repaired.
 - A crash or a full disk leaves half a file. It is written to a temporary file, made durable, and
   renamed.
-- A newer save replaces the folder meanwhile. The rename is relative to the folder that was scanned.
+- A newer save replaces the folder meanwhile. The rename is relative to the folder that was locked.
 - A part that was deleted on purpose comes back, an unfinished save is taken for a damaged one, or
   two repairs interfere: none of this happens.
 - A file that cannot be repaired is modified. A file is repaired as a whole or left unchanged.
@@ -22,24 +20,34 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
+from typing import TypeVar
 
+from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import MAX_SHOWN, format_ranks
-from unified_ckpt.engine.repair.expected import (
-    Expected,
+from unified_ckpt.engine.folder.stored_files import check_size, read_file
+from unified_ckpt.engine.nodes.storage import ShardReader
+from unified_ckpt.engine.repair.copies import (
+    Block,
     FolderCopy,
-    collect_expected,
-    inspect_copy,
-    resolve_manifest,
+    Header,
+    Notes,
+    blocks_of,
+    first_intact,
+    open_source,
+    open_target,
+    parse_digests,
+    read_block,
+    read_part_header,
 )
-from unified_ckpt.engine.repair.recover import BlockRecovery
-from unified_ckpt.engine.repair.scan import Damage, Progress, scan_folder
-from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
-from unified_ckpt.format import digests, names
-from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.engine.repair.shards import assemble_block, open_shards
+from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from unified_ckpt.format import digests, index, names
+from unified_ckpt.format.manifest import DigestFile, FileRecord, IndexFile, NamedFile, Part
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
 from unified_ckpt.runtime.storage.storage import (
     LocalStorage,
@@ -50,9 +58,10 @@ from unified_ckpt.runtime.storage.storage import (
 )
 
 Path = str | os.PathLike[str]
+Progress = Callable[[int], object]  # called with the bytes of tensors that were scanned
+_Result = TypeVar("_Result")
 
 _HEADROOM_NBYTES = 1 << 20
-_PRECHECK_BLOCKS = 256  # up to this many damaged blocks are located before writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +92,9 @@ def repair(
 ) -> RepairReport:
     """Repair the checkpoint folder at a local path from other folders of the same save.
 
-    Sources are local paths or fsspec URLs, and may be damaged too. Without sources, repairs what
-    the folder itself can restore: indexes and digests. `progress` is called with the bytes scanned.
+    Sources are local paths or fsspec URLs. They may be damaged too, but need a valid manifest, as
+    the folder itself does. Without sources, only indexes and files of the wrong length can be
+    repaired. `progress` is called with the bytes scanned.
 
     NotFoundError, FormatError, StorageError, MismatchError, IntegrityError or IncompleteError if
     nothing was changed. After a StorageError some files may have been repaired; none is worse than
@@ -96,7 +106,8 @@ def repair(
         resources.callback(storage.close)
         folder = resources.enter_context(repair_lock(storage.root))
         resources.enter_context(shared_lock(storage.root))
-        readers: list[Reader] = []
+        target = open_target(storage)
+        copies = []
         for source in [os.fspath(source_path) for source_path in sources]:
             opened = open_reader(absolute_path(source))
             resources.callback(opened.close)
@@ -107,8 +118,8 @@ def repair(
                         f"{opened.root}: is the folder to repair; give another copy of it"
                     )
                 resources.enter_context(shared_lock(opened.root))
-            readers.append(opened)
-        return repair_folder(storage, readers, folder=folder, progress=progress)
+            copies.append(open_source(opened, target))
+        return FolderRepair(storage, target, copies, folder, progress or (lambda _: None)).run()
 
 
 def _check_folder(storage: LocalStorage) -> None:
@@ -119,219 +130,192 @@ def _check_folder(storage: LocalStorage) -> None:
         raise NotFoundError(f"{storage.root}: {problem}")
 
 
-def repair_folder(
-    storage: LocalStorage,
-    sources: Sequence[Reader],
-    *,
-    folder: os.stat_result,
-    progress: Progress | None = None,
-) -> RepairReport:
-    """Repair a folder that the caller has locked.
+class FolderRepair:
+    """One repair of a folder that the caller has locked. Runs once.
 
-    `folder` identifies it, in case it is replaced.
-    """
-    target = inspect_copy(storage)
-    file_names = storage.names()
-    if names.is_staging(os.path.split(storage.root)[1]) or names.MARKER in file_names:
-        raise FormatError(
-            f"{storage.root}: got an unfinished save, expected a committed checkpoint"
-        )
-    copies = [inspect_copy(source) for source in sources]
-    resolved = resolve_manifest(target, copies)
-    expected = collect_expected(resolved.manifest, storage, copies)
-    recovery = BlockRecovery(expected, target, copies)
-    recovery.rebuild_digests()
-    damages = list(scan_folder(storage, expected, progress or (lambda _: None)))
-    if not resolved.proven:
-        _check_same_save(target, expected, damages)
-    if target.manifest is None:
-        damages.append(Damage(names.MANIFEST, [target.problem], missing=target.body is None))
-        expected.auxiliary_files[names.MANIFEST] = resolved.body
-    folder_repair = _FolderRepair(
-        storage,
-        expected,
-        recovery,
-        folder,
-        _missing_source_advice(resolved.manifest, copies),
-        progress or (lambda _: None),
-    )
-    folder_repair.remove_stale(file_names)
-    for damaged_file in damages:
-        if damaged_file.file == names.MANIFEST and folder_repair.problems:
-            folder_repair.problems.append(
-                f"{damaged_file.file}: is written once everything that it describes is intact"
-            )
-            continue
-        folder_repair.repair_file(damaged_file)
-    damage = tuple(message for damaged_file in damages for message in damaged_file.messages)
-    notes = (*_notes(target, copies, expected), *recovery.damage)
-    return RepairReport(
-        storage.root,
-        expected.manifest.save_id,
-        damage,
-        tuple(folder_repair.repaired),
-        tuple(folder_repair.problems),
-        notes,
-        folder_repair.nbytes,
-    )
-
-
-def _check_same_save(target: FolderCopy, expected: Expected, damages: Sequence[Damage]) -> None:
-    """Check that a folder without manifest and digests has only intact files of this save."""
-    messages = [
-        message
-        for damaged_file in damages
-        if not damaged_file.missing
-        for message in damaged_file.messages
-    ]
-    files = {
-        file
-        for part in expected.parts
-        for file in expected.manifest.parts[part].files
-        if file in expected.headers
-    }
-    intact = files - {damaged_file.file for damaged_file in damages}
-    if messages or not intact or not expected.block_crcs:
-        reason = messages[0] if messages else "no tensor file is intact"
-        raise IntegrityError(
-            f"{target.problem}; nothing proves that this folder is of save "
-            f"{expected.manifest.save_id}: {reason}; restore its {names.DIGESTS}, or "
-            "provide intact files; nothing was changed"
-        )
-
-
-def _missing_source_advice(manifest: Manifest, copies: Sequence[FolderCopy]) -> str:
-    """Say which source would help."""
-    node_group, searched = manifest.node_group, ", ".join(copy.storage.root for copy in copies)
-    text = f"add another copy of save {manifest.save_id} (step {manifest.step})"
-    if node_group is not None:
-        text = (
-            f"add a copy of this folder, number {node_group.number} of {node_group.count} of save "
-            f"{manifest.save_id} (step {manifest.step}), by "
-            f"rank(s) {format_ranks(node_group.ranks)}, or folders of other nodes that have the "
-            "same elements"
-        )
-    return f"{text}; searched: {searched or 'no source'}"
-
-
-def _notes(target: FolderCopy, copies: Sequence[FolderCopy], expected: Expected) -> Iterator[str]:
-    for part, record in expected.manifest.parts.items():
-        if record.files and part not in expected.parts:
-            yield (
-                f"part {part}: neither its index nor any of its files exists: it was deleted, and "
-                "is not restored"
-            )
-    for copy in copies:
-        if copy.manifest is None:
-            yield f"{copy.problem}; only bytes of it that {target.storage.root} proves are used"
-    if expected.manifest.digests is None or not expected.manifest.digests.is_supported:
-        yield "the save has no digests of a known algorithm: only sizes and headers were checked"
-
-
-# repairing
-
-
-class _FolderRepair:
-    """Replaces files.
-
-    A StorageError ends the repair; what is unavailable is listed in `problems`.
+    `folder` identifies it, in case it is replaced. A StorageError ends the repair; what no copy has
+    intact is listed in the report's problems.
     """
 
     def __init__(
         self,
         storage: LocalStorage,
-        expected: Expected,
-        recovery: BlockRecovery,
+        target: FolderCopy,
+        sources: Sequence[FolderCopy],
         folder: os.stat_result,
-        advice: str,
         progress: Progress,
     ) -> None:
-        self._storage = storage
-        self._expected = expected
-        self._recovery = recovery
-        self._folder = folder
-        self._advice = advice
-        self._progress = progress
-        self.repaired: list[str] = []
-        self.problems: list[str] = []
-        self.nbytes = 0
+        self._storage, self._target, self._sources = storage, target, sources
+        self._folder, self._progress = folder, progress
+        self._block_crcs: Mapping[Key, Sequence[int]] = {}
+        self._damage: list[str] = []
+        self._repaired: list[str] = []
+        self._problems: list[str] = []
+        self._notes: Notes = {}
+        self._nbytes = 0
 
-    def remove_stale(self, file_names: Sequence[str]) -> None:
-        """Remove temporary files of an interrupted repair."""
-        for name in file_names:
+    def run(self) -> RepairReport:
+        """Replace every damaged file of which all bytes are available."""
+        manifest = self._target.manifest
+        file_names = set(self._storage.names())
+        for name in file_names:  # of an interrupted repair
             if name.startswith(names.REPAIR_TMP) and self._storage.kind(name) == "file":
-                self._storage.remove_file(name)
+                with suppress(NotFoundError):  # another node removes its marker
+                    self._storage.remove_file(name)
+        for record in manifest.auxiliary_files():
+            body = self._repair_small_file(record.file, record)
+            if isinstance(record, DigestFile) and body is not None:
+                self._block_crcs = parse_digests(body, record)
+        if manifest.digests is None or not manifest.digests.is_supported:
+            reason = "the save has no digests of a known algorithm"
+            self._notes[f"{reason}: only sizes and headers were checked"] = None
+        for part, part_record in manifest.parts.items():
+            if not file_names.isdisjoint((names.index_name(part), *part_record.files)):
+                self._repair_part(part, part_record)
+            elif part_record.files:
+                reason = "neither its index nor any of its files exists"
+                self._notes[f"part {part}: {reason}: it was deleted, and is not restored"] = None
+        return RepairReport(
+            self._storage.root,
+            manifest.save_id,
+            tuple(self._damage),
+            tuple(self._repaired),
+            tuple(self._problems),
+            tuple(self._notes),
+            self._nbytes,
+        )
 
-    def repair_file(self, damaged_file: Damage) -> None:
-        """Replace a damaged file, or record why that is impossible."""
+    def _repair_part(self, part: str, record: Part) -> None:
+        weight_map: dict[str, str] = {}
+        for file, file_record in record.files.items():
+            header = self._repair_part_file(part, file, file_record)
+            weight_map |= dict.fromkeys(header.entries, file) if header is not None else {}
+        rebuilt = index.encode_index(total_size=record.total_nbytes, weight_map=weight_map)
+        if record.index is not None:
+            self._repair_small_file(names.index_name(part), record.index, rebuilt=rebuilt)
+
+    def _lookup(self, file: str, read: Callable[[Reader], _Result]) -> tuple[_Result | None, str]:
+        """Return what `read` returns of the folder or else of a source, and the folder's damage."""
         try:
-            self._replace_file(damaged_file.file, self._verified_ranges(damaged_file))
-        except _UnavailableError as error:
-            self.problems.append(f"{damaged_file.messages[0]}; {error}; {self._advice}")
-            return
-        self.repaired.append(damaged_file.file)
+            return read(self._storage), ""
+        except CheckpointError as error:
+            crc = self._target.crcs[file]
+            return first_intact(self._sources, file, crc, read, self._notes), self._text(error)
 
-    def _verified_ranges(self, damaged_file: Damage) -> Iterator[tuple[int, bytes]]:
-        """Yield (first byte, bytes) of the intact file. _UnavailableError if there is no copy."""
-        file, part, expected = damaged_file.file, damaged_file.part, self._expected
-        if part is None:
-            if file not in expected.auxiliary_files:
-                raise _UnavailableError("no copy has that CRC")
-            yield 0, expected.auxiliary_files[file]
-        elif file not in expected.headers:
-            raise _UnavailableError("no copy of its header is intact")
-        elif any(
-            (part, name) not in expected.block_crcs
-            for name, entry in expected.headers[file].entries.items()
-            if entry.stop > entry.start
-        ):
-            raise _UnavailableError("no digests prove its bytes")
+    def _text(self, error: CheckpointError) -> str:
+        """Return an error about a file as a sentence that begins with the file's name."""
+        return str(error).removeprefix(f"{self._storage.root}/")
+
+    def _repair_small_file(
+        self, file: str, record: NamedFile | DigestFile | IndexFile, *, rebuilt: bytes | None = None
+    ) -> bytes | None:
+        """Repair a file that has one CRC, and return its bytes. `rebuilt`: what they may be."""
+        body, damage = self._lookup(file, partial(read_file, file=file, record=record))
+        if not damage:
+            return body
+        self._damage.append(damage)
+        if body is None and rebuilt is not None and f"{digests.crc(rebuilt):016x}" == record.crc:
+            body = rebuilt
+        if body is None:
+            self._add_problem(damage, "no copy of it is intact")
         else:
-            if len(damaged_file.blocks) <= _PRECHECK_BLOCKS:
-                self._check_available(damaged_file, part)
-            yield 0, expected.headers[file].body
-            for name, entry in expected.headers[file].entries.items():
-                for block in range(digests.block_count(entry.stop - entry.start)):
-                    body = self._recovery.block(part, name, file, block)
-                    if body is None:
-                        self._check_available(damaged_file, part)
-                        raise _UnavailableError(f"no copy has block {block} of {part}:{name}")
-                    yield entry.start + block * digests.BLOCK_NBYTES, body
+            self._replace_file(file, len(body), [(0, body)])
+        return body
 
-    def _check_available(self, damaged_file: Damage, part: str) -> None:
-        unavailable = [
-            f"{part}:{name} block {block}"
-            for name, block in damaged_file.blocks
-            if self._recovery.block(part, name, damaged_file.file, block) is None
-        ]
-        if unavailable:
-            more = (
-                f" and {len(unavailable) - MAX_SHOWN} more" if len(unavailable) > MAX_SHOWN else ""
+    def _repair_part_file(self, part: str, file: str, record: FileRecord) -> Header | None:
+        """Repair a file of tensors, and return its header if any copy has it intact."""
+        header, header_damage = self._lookup(
+            file, partial(read_part_header, file=file, record=record)
+        )
+        blocks = blocks_of(part, header, self._block_crcs) if header is not None else None
+        damage = [header_damage] if header_damage else []
+        damaged: list[Block] = []
+        for block in blocks or ():
+            try:
+                read_block(self._storage, file, block)
+            except CheckpointError as error:
+                damaged.append(block)
+                damage.append(self._text(error))
+            self._progress(block.nbytes)
+        try:
+            check_size(self._storage, file, record.nbytes)
+        except CheckpointError as error:
+            damage = [self._text(error)]  # which explains the others
+        self._damage += damage
+        if damage:
+            try:
+                ranges = self._verified_ranges(file, header, blocks, damaged)
+                self._replace_file(file, record.nbytes, ranges)
+            except _UnavailableError as error:
+                self._add_problem(damage[0], str(error))
+        return header
+
+    def _verified_ranges(
+        self,
+        file: str,
+        header: Header | None,
+        blocks: Sequence[Block] | None,
+        damaged: Sequence[Block],
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield (first byte, bytes) of the intact file; _UnavailableError if a byte is in no copy.
+
+        Damaged blocks come first: mostly, nothing is written if one is unavailable.
+        """
+        if header is None:
+            raise _UnavailableError("no copy of its header is intact")
+        if blocks is None:
+            raise _UnavailableError("no intact digests prove its bytes")
+        excluded = set(damaged)
+        for group in (damaged, [block for block in blocks if block not in excluded]):
+            unavailable: list[str] = []
+            for block in group:
+                body = self._intact_block(file, block)
+                if body is None:
+                    unavailable.append(str(block))
+                elif not unavailable:
+                    yield block.start, body
+            if unavailable:
+                raise _UnavailableError(f"no copy has {_shortened(unavailable)}")
+        yield 0, header.body
+
+    def _intact_block(self, file: str, block: Block) -> bytes | None:
+        """Return a block of the folder, of a source, or assembled from other nodes' folders."""
+        body, _ = self._lookup(file, partial(read_block, file=file, block=block))
+        if body is None and self._sharded is not None:
+            body = assemble_block(self._sharded, block, self._notes)
+        return body if body is not None and digests.crc(body) == block.crc else None
+
+    @cached_property
+    def _sharded(self) -> ShardReader | None:
+        return open_shards([source.storage for source in self._sources], self._notes)
+
+    def _add_problem(self, damage: str, reason: str) -> None:
+        manifest = self._target.manifest
+        save = f"save {manifest.save_id} (step {manifest.step})"
+        advice = f"add another copy of {save}"
+        if (group := manifest.node_group) is not None:
+            advice = (
+                f"add a copy of this folder, number {group.number} of {group.count} of {save}, by "
+                f"rank(s) {format_ranks(group.ranks)}, or folders of other nodes that have the "
+                "same elements"
             )
-            raise _UnavailableError(f"no copy has {', '.join(unavailable[:MAX_SHOWN])}{more}")
+        searched = ", ".join(copy.storage.root for copy in self._sources) or "no source"
+        self._problems.append(f"{damage}; {reason}; {advice}; searched: {searched}")
 
-    def _replace_file(self, file: str, ranges: Iterator[tuple[int, bytes]]) -> None:
+    def _replace_file(self, file: str, nbytes: int, ranges: Iterable[tuple[int, bytes]]) -> None:
         """Write a temporary file, sync it, and rename it over the old one."""
-        storage = self._storage
-        tmp_name = f"{names.REPAIR_TMP}{file}-{secrets.token_hex(4)}"
-        nbytes = 0
-        first_range = next(ranges)  # raises before anything is written
-        file_sizes = {
-            name: record.nbytes
-            for part in self._expected.manifest.parts.values()
-            for name, record in part.files.items()
-        }
-        free = storage.free_nbytes()
-        needed_nbytes = file_sizes.get(file, len(first_range[1])) + _HEADROOM_NBYTES
-        if free < needed_nbytes:
+        storage, iterator = self._storage, iter(ranges)
+        first_range = next(iterator)  # raises before anything is written
+        free, needed = storage.free_nbytes(), nbytes + _HEADROOM_NBYTES
+        if free < needed:
             raise StorageError(
-                f"{storage.path(file)}: {free} bytes free, expected {needed_nbytes} for a new "
+                f"{storage.path(file)}: {free} bytes free, expected {needed} for a new "
                 "copy; free some space"
             )
+        tmp_name = f"{names.REPAIR_TMP}{file}-{secrets.token_hex(4)}"
         try:
-            for start, body in chain([first_range], ranges):
+            for start, body in chain([first_range], iterator):
                 storage.write_at(tmp_name, start, [memoryview(body)])
-                nbytes += len(body)
                 self._progress(0)
             storage.sync(tmp_name)
             storage.replace(tmp_name, file, folder=self._folder)
@@ -342,8 +326,13 @@ class _FolderRepair:
             raise
         storage.sync_folder("")
         storage.close()  # the next reader opens the new file
-        self._recovery.close()
-        self.nbytes += nbytes
+        self._repaired.append(file)
+        self._nbytes += nbytes
+
+
+def _shortened(items: Sequence[str]) -> str:
+    more = f" and {len(items) - MAX_SHOWN} more" if len(items) > MAX_SHOWN else ""
+    return ", ".join(items[:MAX_SHOWN]) + more
 
 
 class _UnavailableError(Exception):

@@ -3,7 +3,7 @@
 All ranks write, in bounded memory. How data could be lost or be wrong, and what prevents it:
 - Slices are assembled in the wrong order. If the source holds the weights twice, as model and as
   master weights, the two are compared (`weights_check.py`).
-- The source is damaged. Bytes that it has digests of are compared with them.
+- The source is damaged. It verifies the bytes that it has digests of while they are read.
 - Ranks see different sources. A fingerprint of names, dtypes and shapes is compared before any
   write.
 - A tensor is left out. Names, shapes and counts of what was written are compared with the source's.
@@ -16,24 +16,19 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.folder.backup import clean_up
-from unified_ckpt.engine.folder.manifest import versions, write_manifest
-from unified_ckpt.engine.rewrite.metadata import write_indexes, write_metadata, write_rank_extra
+from unified_ckpt.engine.folder.finalize import finalize_checkpoint, finalize_files, manifest_fields
+from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_if_exists
+from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.rewrite.metadata import write_rank_extra, write_state
 from unified_ckpt.engine.rewrite.tensors import (
-    Output,
     Rewrite,
     WrittenFiles,
-    check_free_space,
-    check_sizes,
-    nodes_that_see,
     plan_files,
     tensor_sizes,
     write_tensors,
@@ -41,12 +36,13 @@ from unified_ckpt.engine.rewrite.tensors import (
 from unified_ckpt.engine.rewrite.weights_check import MasterCheck
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageError
-from unified_ckpt.format import digests, names
-from unified_ckpt.format.manifest import ConvertedFrom, Manifest
+from unified_ckpt.format import digests
+from unified_ckpt.format.manifest import ConvertedFrom
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import WITHOUT_MASTERS
 
@@ -107,7 +103,7 @@ def convert_source(
     name: str,
     request: ConvertRequest,
     *,
-    nodes: Sequence[int],
+    topology: Topology,
 ) -> ConvertReport:
     """Write the source to `name` under the storage's root. Collective.
 
@@ -129,49 +125,29 @@ def convert_source(
             if isinstance(source, Exception):
                 raise source
             sizes = _check_same_tensors(collective, source, request.source_path)
-        commit_target = commit.PublishTarget(
-            name, "error" if request.without_manifest else request.if_exists
-        )
-        staging, existing = commit.create_collectively(
-            collective,
-            storage,
-            commit_target,
-            partial(commit.resolve_if_exists, storage, commit_target),
-            leader=0,
-        )
-        if staging is None:
-            return ConvertReport(
-                path,
-                source.format,
-                existing["id"],
-                existing["step"],
-                time.monotonic() - start_time,
-                existed=True,
-            )
-        try:
-            writers = nodes_that_see(collective, storage, staging, nodes, leader=0)
-            file_plan = plan_files(
-                collective,
-                sizes,
-                {},
-                writer_nodes=writers,
-                max_file_bytes=request.max_file_bytes,
-                leader=0,
-            )
+        target = PublishTarget(name, "error" if request.without_manifest else request.if_exists)
+        with Transaction(collective, storage, target, fsync=request.fsync) as transaction:
+            existing = transaction.begin(partial(resolve_if_exists, storage, target))
+            if existing is not None:
+                return ConvertReport(
+                    path,
+                    source.format,
+                    existing["id"],
+                    existing["step"],
+                    time.monotonic() - start_time,
+                    existed=True,
+                )
             rewrite = Rewrite(
-                collective, source, storage, staging, 0, tuple(nodes), file_plan, sizes
+                transaction, source, topology, sizes, lambda _: collective.heartbeat()
             )
-            record = _write_and_publish(rewrite, commit_target, request, start_time)
-        except BaseException as error:
-            commit.abort_collectively(collective, storage, staging, error, leader=0)
-            raise
+            rewrite = plan_files(rewrite, {}, max_file_bytes=request.max_file_bytes)
+            record = _write_and_publish(rewrite, request, start_time)
     # of several folders of one save: damage that other copies made up for
-    log = source.catalog(()).verification_log
-    damage = log.damage if log is not None else ()
+    damage = source.verification.damage
     return ConvertReport(
         path=path,
         format=source.format,
-        id=None if request.without_manifest else staging.save_id,
+        id=None if request.without_manifest else transaction.save_id,
         step=source.metadata().step,
         seconds=time.monotonic() - start_time,
         tensors=record.tensors,
@@ -213,46 +189,34 @@ def _tensor_fingerprint(source: Source, sizes: Mapping[Key, int]) -> int:
 
 
 def _write_and_publish(
-    rewrite: Rewrite,
-    commit_target: commit.PublishTarget,
-    request: ConvertRequest,
-    start_time: float,
+    rewrite: Rewrite, request: ConvertRequest, start_time: float
 ) -> ConvertedFrom:
     """Write, verify and publish the folder; return its record. Collective."""
-    collective, storage, staging = rewrite.collective, rewrite.storage, rewrite.staging
+    collective, transaction = rewrite.transaction.collective, rewrite.transaction
     rank_nbytes = sum(stop - start for _, _, start, stop in rewrite.rank_spans())
 
     def on_write(nbytes: int) -> None:
         collective.heartbeat()
         request.progress(nbytes, rank_nbytes)
 
-    output = Output(storage, staging.folder, fsync=request.fsync, on_progress=on_write)
-    with collective.step("check-free-space"):
-        if collective.rank == 0:
-            check_free_space(rewrite)
+    rewrite = replace(rewrite, on_progress=on_write)
+    with collective.step("write"):
         master_check = (
             MasterCheck(request.uncast_source or rewrite.source)
             if request.compare_masters
             else None
         )
-    with collective.step("write"):
-        written = write_tensors(
-            rewrite, output, master_check.update if master_check is not None else None
-        )
-        compared = (
-            _check_masters(collective, master_check, request.source_path)
-            if master_check is not None
-            else 0
-        )
+        if master_check is None:
+            compared, written = 0, write_tensors(rewrite)
+        else:
+            written = write_tensors(rewrite, master_check.update)
+            compared = _check_masters(collective, master_check, request.source_path)
     with collective.step("finalize"):
         if written is not None:
             record = _conversion_record(rewrite, request, written, compared)
-            _finalize(rewrite, request, output, written, record, start_time)
+            _finalize(rewrite, request, written, record, start_time)
             collective.put("record", record.model_dump_json().encode())
-    with collective.step("publish"):
-        if collective.rank == 0:
-            published = commit.publish(storage, staging, commit_target, fsync=request.fsync)
-            clean_up(storage, published, fsync=request.fsync)
+    transaction.publish_and_clean_up()
     return ConvertedFrom.model_validate_json(collective.get("record"))
 
 
@@ -261,12 +225,12 @@ def _check_masters(collective: Collective, master_check: MasterCheck, source_pat
 
     Collective. IntegrityError for a mismatch.
     """
-    encoded_by_rank = collective.collect(
-        "master_check", master_check.encode(), dst=0, ranks=range(collective.world)
+    summaries = collective.collect_json(
+        "master-check", master_check.summary(), dst=0, ranks=range(collective.world)
     )
     if collective.rank:
         return 0
-    master_check.merge(encoded_by_rank)
+    master_check.merge(summaries)
     return master_check.check(source_path)
 
 
@@ -281,9 +245,9 @@ def _conversion_record(
     missing = sorted(
         f"{part}:{name}"
         for part, name in rewrite.sizes
-        if name not in written.weight_maps.get(part, {})
+        if name not in written.tensors.weight_maps.get(part, {})
     )
-    extra_count = sum(map(len, written.weight_maps.values())) - len(rewrite.sizes)
+    extra_count = sum(map(len, written.tensors.weight_maps.values())) - len(rewrite.sizes)
     if missing or extra_count:
         raise IntegrityError(
             format_list(
@@ -293,13 +257,9 @@ def _conversion_record(
             )
         )
     specs = {part: source.specs(part, source.names(part)) for part in source.parts}
-    source_digests, verified, corrupt = source.block_digests(list(rewrite.sizes)), 0, []
+    source_digests = source.block_digests(list(rewrite.sizes))
     tensors, nbytes, crc_by_part = Counter[str](), Counter[str](), dict[str, int]()
     for (part, name), blocks in sorted(written.block_crcs.items()):
-        expected = source_digests[part, name]
-        if expected is not None:
-            verified += 1
-            corrupt += [f"{part}:{name}"] if list(expected) != list(blocks) else []
         spec = specs[part][name]
         tensors[part] += 1
         nbytes[part] += spec.nbytes
@@ -307,13 +267,6 @@ def _conversion_record(
             f"<{len(blocks)}Q", *blocks
         )
         crc_by_part[part] = digests.crc(line, crc_by_part.get(part, 0))
-    if corrupt:
-        raise IntegrityError(
-            format_list(
-                f"{request.source_path}: is damaged; bytes differ from the digests in",
-                corrupt,
-            )
-        )
     return ConvertedFrom(
         format=source.format,
         path=request.source_path,
@@ -323,7 +276,7 @@ def _conversion_record(
         nbytes=dict(nbytes),
         digests={part: f"{crc:016x}" for part, crc in crc_by_part.items()},
         compared=compared,
-        verified=verified,
+        verified=sum(crcs is not None for crcs in source_digests.values()),
         notes=[],
     )
 
@@ -331,75 +284,45 @@ def _conversion_record(
 def _finalize(
     rewrite: Rewrite,
     request: ConvertRequest,
-    output: Output,
     written: WrittenFiles,
     record: ConvertedFrom,
     start_time: float,
 ) -> None:
-    """On rank 0: write everything beside tensors, check it, and write the manifest last."""
-    storage, folder, source = rewrite.storage, rewrite.staging.folder, rewrite.source
-    stamps_before = {
-        name: storage.version_token(f"{folder}/{name}") for name in storage.entries(folder)
-    }
-    try:
-        request.attach(storage.path(folder))
-    except OSError as error:
-        raise StorageError(
-            f"{error.filename}: cannot copy this side file: {error.strerror}"
-        ) from error
-    changed = [
-        name
-        for name, stamp in stamps_before.items()
-        if storage.version_token(f"{folder}/{name}") != stamp
-    ]
-    if changed:
-        raise StorageError(
-            f"{storage.path(folder)}: `attach` changed {changed[0]}, which belongs to the "
-            "checkpoint"
-        )
-    if request.fsync:
-        for name in sorted(set(storage.entries(folder)) - stamps_before.keys()):
-            storage.sync_tree(f"{folder}/{name}")
+    """On rank 0: write everything beside tensors, the manifest last."""
+    source, tensors = rewrite.source, written.tensors
+    attach = partial(_attach_files, request)
     if request.without_manifest:
         tied_names = sorted(
             f"{part}:{a} ({b})" for part in source.parts for a, b in source.aliases(part).items()
         )
-        record.notes.extend(
-            [format_list("names of tied tensors that were not written", tied_names)]
-            if tied_names
-            else []
-        )
-        write_indexes(written, output, record.nbytes)
-        output.flush()
-        check_sizes(storage, folder, written.file_records)
-        storage.remove_file(f"{folder}/{names.MARKER}")
+        if tied_names:
+            title = "names of tied tensors that were not written"
+            record.notes.append(format_list(title, tied_names))
+        finalize_files(rewrite.transaction, tensors, attach=attach)
         return
     metadata = source.metadata()
-    manifest_fields = write_metadata(
-        source,
-        output,
+    state = write_state(
+        rewrite,
         written,
         has_optimizer=bool(metadata.groups or metadata.scalars or "optimizer" in source.parts),
-        empty_parts=(),
-        rank_extra=write_rank_extra(
-            source, output, world_size=metadata.rank_extras, notes=record.notes
-        ),
+        rank_extra=write_rank_extra(rewrite, world_size=metadata.rank_extras, notes=record.notes),
     )
-    check_sizes(storage, folder, written.file_records)
-    storage.remove_file(f"{folder}/{names.MARKER}")
-    manifest = Manifest(
-        save_id=rewrite.staging.save_id,
-        step=metadata.step,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        world_size=rewrite.collective.world,
-        seconds=round(time.monotonic() - start_time, 3),
-        versions=versions(),
-        omitted_parts=sorted(
+    fields = manifest_fields(rewrite.transaction, started=start_time) | {
+        "step": metadata.step,
+        "omitted_parts": sorted(
             {*metadata.omitted_parts, *(request.uncast_source or source).parts}
             - {*source.parts, WITHOUT_MASTERS}
         ),
-        converted_from=record,
-        metrics=dict(metadata.metrics),
-        **manifest_fields,
-    )
-    write_manifest(storage, folder, manifest, fsync=request.fsync)
+        "converted_from": record,
+        "metrics": dict(metadata.metrics),
+    }
+    finalize_checkpoint(rewrite.transaction, tensors, state, fields, attach=attach)
+
+
+def _attach_files(request: ConvertRequest, folder: str) -> None:
+    try:
+        request.attach(folder)
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename}: cannot copy this side file: {error.strerror}"
+        ) from error

@@ -10,8 +10,8 @@ How data could be lost, and what prevents it:
 - A byte is written twice or never: the ranks' shares are a pure function that every rank computes
   for all ranks (`plan_merge`), and the leader counts the digests of every block before the
   manifest.
-- A node writes to a different folder at the same path: a node that does not see the leader's marker
-  file writes nothing.
+- A node writes to a different folder at the same path: a node that does not see the leader's save
+  id in it writes nothing.
 - A file is incomplete when the manifest is written: each rank syncs its writes before it reports,
   and the leader checks all sizes.
 - A crash or a full disk: one rename publishes the target at the end; until then the old one stays.
@@ -21,38 +21,39 @@ How data could be lost, and what prevents it:
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.folder.backup import clean_up
-from unified_ckpt.engine.folder.manifest import write_manifest
+from unified_ckpt.core.text import format_ranks
+from unified_ckpt.engine.folder.copy import CopyReport, FolderCopier
+from unified_ckpt.engine.folder.finalize import finalize_checkpoint
+from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_copy_if_exists
+from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.nodes.source import ClusterSource
-from unified_ckpt.engine.rewrite.metadata import write_merged_metadata
+from unified_ckpt.engine.plan.save_plan import StagedTensors
+from unified_ckpt.engine.rewrite.metadata import (
+    no_rank_extra_note,
+    write_rank_extra,
+    write_state,
+)
 from unified_ckpt.engine.rewrite.tensors import (
     OnProgress,
-    Output,
     Rewrite,
     WrittenFiles,
-    check_free_space,
-    check_sizes,
-    nodes_that_see,
     plan_files,
     tensor_sizes,
     write_tensors,
 )
-from unified_ckpt.errors import IntegrityError, NotFoundError
+from unified_ckpt.errors import IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.comm.topology import first_ranks
+from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
@@ -71,21 +72,6 @@ class MergeOptions:
     on_progress: OnProgress = lambda _: None
 
 
-@dataclass(frozen=True, slots=True)
-class MergeReport:
-    """What a merge wrote.
-
-    `nbytes` is what this rank wrote. It is 0 on every rank if a checkpoint exists at the target and
-    is kept; `save_id` is then the id of that checkpoint, and `is_other_save` says that it is
-    another save. `notes` lists damage that was bypassed and state that was left out.
-    """
-
-    save_id: str
-    nbytes: int
-    notes: tuple[str, ...]
-    is_other_save: bool = False
-
-
 def merge_paths(
     comm: Comm,
     paths: Sequence[str],
@@ -93,28 +79,28 @@ def merge_paths(
     name: str,
     options: MergeOptions,
     *,
-    nodes: Sequence[int],
-) -> MergeReport:
+    topology: Topology,
+) -> CopyReport:
     """Merge the folders at `paths`, of each node, with `merge`. Collective. A node may have none.
 
     The folders are locked against removal meanwhile.
     """
     operation = f"merge of {', '.join(paths)}"
     with ExitStack() as resources:
-        folders = open_folders(paths, resources, lock=comm.rank in first_ranks(nodes))
+        folders = open_folders(paths, resources, lock=topology.is_node_leader)
         source = open_cluster_source(
             comm,
             operation,
             folders,
-            nodes,
+            topology,
             resources,
             timeout_seconds=options.timeout_seconds,
         )
-        if not isinstance(source, ClusterSource):
+        if source is None:
             raise NotFoundError(
                 f"{operation}: got no checkpoint with a manifest, expected the folders of one save"
             )
-        return merge(comm, source, storage, name, options, nodes=nodes)
+        return merge(comm, source, storage, name, options, topology=topology)
 
 
 def merge(
@@ -124,112 +110,95 @@ def merge(
     name: str,
     options: MergeOptions,
     *,
-    nodes: Sequence[int],
-) -> MergeReport:
+    topology: Topology,
+) -> CopyReport:
     """Write the save to `name` under the storage's root. Collective; a few MiB of memory per rank.
 
-    The result has the same save id, step and state, and only whole tensors. `nodes` gives the node
-    of each rank; nodes that do not see the root write nothing. IncompleteError or IntegrityError if
+    The result has the same save id, step and state, and only whole tensors. Nodes that do not
+    see the root write nothing. IncompleteError or IntegrityError if
     no intact copy of a block is left, StorageError if the target cannot be written: the same error
     on all ranks. After any error, `name` is as it was and no temporary folder is left.
     """
     collective = comm.begin_collective(
         f"merge to {storage.path(name)}", timeout_seconds=options.timeout_seconds
     )
+    nbytes = 0
+
+    def on_write(count: int) -> None:
+        nonlocal nbytes
+        nbytes += count
+        collective.heartbeat()
+        options.on_progress(count)
+
     with storage, collective.propagating_errors():
-        leader, nbytes_by_node = _locate_tensors(collective, source, nodes)
+        leader, nbytes_by_node = _locate_tensors(collective, source, topology)
         # only managers merge, so the name is a step's
-        commit_target = commit.PublishTarget(
-            name, options.if_exists, source.parts, is_step_path=True
-        )
-        staging, existing = commit.create_collectively(
-            collective,
-            storage,
-            commit_target,
-            partial(_existing_save, source, storage, commit_target),
-            leader=leader,
-        )
-        if staging is None:
-            return MergeReport(
-                existing["id"], 0, (), is_other_save=existing["id"] != source.save_id
-            )
-        try:
-            writer_nodes = nodes_that_see(collective, storage, staging, nodes, leader=leader)
-            sizes = tensor_sizes(source)
-            file_plan = plan_files(
-                collective,
-                sizes,
-                nbytes_by_node,
-                writer_nodes=writer_nodes,
-                max_file_bytes=options.max_file_bytes,
-                leader=leader,
-            )
-            rewrite = Rewrite(
-                collective, source, storage, staging, leader, tuple(nodes), file_plan, sizes
-            )
-            nbytes = _write_and_publish(rewrite, source, commit_target, options)
-        except BaseException as error:
-            commit.abort_collectively(collective, storage, staging, error, leader=leader)
-            raise
-    return MergeReport(source.save_id, nbytes, tuple(source.storage.verification_log.damage))
+        target = PublishTarget(name, options.if_exists, source.parts, is_managed_path=True)
+        with Transaction(
+            collective, storage, target, fsync=options.fsync, leader=leader
+        ) as transaction:
+            existing = transaction.begin(partial(_existing_save, source, storage, target))
+            if existing is not None:
+                save_id = existing["id"]
+                return CopyReport(save_id, 0, is_other_save=save_id != source.save_id)
+            rewrite = Rewrite(transaction, source, topology, tensor_sizes(source), on_write)
+            rewrite = plan_files(rewrite, nbytes_by_node, max_file_bytes=options.max_file_bytes)
+            with collective.step("write"):
+                written = write_tensors(rewrite)
+            with collective.step("finalize"):
+                if written is not None:
+                    _finalize(rewrite, source, written)
+            transaction.publish_and_clean_up()
+    return CopyReport(source.save_id, nbytes, tuple(source.verification.damage))
 
 
 def _locate_tensors(
-    collective: Collective, source: ClusterSource, nodes: Sequence[int]
+    collective: Collective, source: ClusterSource, topology: Topology
 ) -> tuple[int, dict[Key, dict[int, int]]]:
     """Return the leader's rank, and on the leader the bytes of each tensor per node. Collective.
 
     The leader is the first rank of the node that has the first folder.
     """
-    keys, node_leaders = sorted(tensor_sizes(source)), first_ranks(nodes)
+    keys, node_leaders = sorted(tensor_sizes(source)), topology.node_leaders
+    group_numbers: list[int] = []
+    local_nbytes: list[tuple[int, int]] = []
     with collective.step("locate-tensors"):
-        if collective.rank in node_leaders:
+        if topology.is_node_leader:
             group_numbers = [
                 folder.manifest.node_group.number
                 if folder.manifest and folder.manifest.node_group
                 else 0
                 for folder in source.local_folders
             ]
-            collective.put(
-                f"lowest-group/{collective.rank}", str(min(group_numbers, default=-1)).encode()
-            )
             local_nbytes = [
                 (key_index, nbytes)
                 for key_index, key in enumerate(keys)
                 if (nbytes := source.local_nbytes(*key))
             ]
-            collective.put(
-                f"local-nbytes/{collective.rank}",
-                zlib.compress(json.dumps(local_nbytes).encode(), 1),
-            )
-        if collective.rank == 0:
-            lowest_group = {
-                rank: int(collective.get(f"lowest-group/{rank}")) for rank in node_leaders
-            }
-            collective.put(
-                "leader",
-                str(
-                    min((number, rank) for rank, number in lowest_group.items() if number >= 0)[1]
-                ).encode(),
-            )
-    leader = int(collective.get("leader"))
-    if collective.rank != leader:
-        return leader, {}
+        lowest_group = min(group_numbers, default=None)
+        groups = collective.collect_json("lowest-group", lowest_group, dst=0, ranks=node_leaders)
+        candidates = [
+            (group, rank)
+            for group, rank in zip(groups, node_leaders, strict=False)
+            if group is not None
+        ]
+        leader: int = collective.broadcast_json("leader", min(candidates, default=(0, 0))[1])
+        nbytes_of_nodes = collective.collect_json(
+            "local-nbytes", local_nbytes, dst=leader, ranks=node_leaders
+        )
     nbytes_by_node: dict[Key, dict[int, int]] = {}
-    for rank in node_leaders:
-        for key_index, nbytes in json.loads(
-            zlib.decompress(collective.get(f"local-nbytes/{rank}"))
-        ):
-            nbytes_by_node.setdefault(keys[key_index], {})[nodes[rank]] = nbytes
+    for node, entries in enumerate(nbytes_of_nodes):
+        for key_index, nbytes in entries:
+            nbytes_by_node.setdefault(keys[key_index], {})[node] = nbytes
     return leader, nbytes_by_node
 
 
 def _existing_save(
-    source: ClusterSource, storage: LocalStorage, commit_target: commit.PublishTarget
+    source: ClusterSource, storage: LocalStorage, target: PublishTarget
 ) -> Manifest | None:
     """On the leader: the checkpoint at the target that is kept, possibly this very save."""
     _check_has_digests(source)
-    return commit.resolve_copy_if_exists(storage, commit_target, save_id=source.save_id)
+    return resolve_copy_if_exists(storage, target, save_id=source.save_id)
 
 
 def _check_has_digests(source: ClusterSource) -> None:
@@ -242,39 +211,79 @@ def _check_has_digests(source: ClusterSource) -> None:
             )
 
 
-def _write_and_publish(
-    rewrite: Rewrite,
-    source: ClusterSource,
-    commit_target: commit.PublishTarget,
-    options: MergeOptions,
-) -> int:
-    """Write and publish the folder; return the number of bytes that this rank wrote. Collective."""
-    collective, storage, staging = rewrite.collective, rewrite.storage, rewrite.staging
-
-    def on_write(nbytes: int) -> None:
-        collective.heartbeat()
-        options.on_progress(nbytes)
-
-    output = Output(storage, staging.folder, fsync=options.fsync, on_progress=on_write)
-    with collective.step("check-free-space"):
-        if collective.rank == rewrite.leader:
-            check_free_space(rewrite)
-    with collective.step("write"):
-        written = write_tensors(rewrite, output)
-    with collective.step("finalize"):
-        if written is not None:
-            _finalize(source, output, written)
-    with collective.step("publish"):
-        if collective.rank == rewrite.leader:
-            published = commit.publish(storage, staging, commit_target, fsync=options.fsync)
-            clean_up(storage, published, fsync=options.fsync)
-    return output.nbytes
+def _finalize(rewrite: Rewrite, source: ClusterSource, written: WrittenFiles) -> None:
+    """On the leader: write everything beside tensors, the manifest last."""
+    manifests, notes, tensors = source.manifests, source.verification.damage, written.tensors
+    first_manifest = manifests[0]
+    node_group = first_manifest.node_group
+    world_size = node_group.world_size if node_group is not None else first_manifest.world_size
+    rank_extra = None
+    if any(manifest.rank_extra is not None for manifest in manifests):
+        try:
+            _check_all_ranks_present(source, world_size=world_size)
+        except IncompleteError as error:
+            notes.append(no_rank_extra_note(world_size, error))
+        else:
+            rank_extra = write_rank_extra(rewrite, world_size=world_size, notes=notes)
+    has_optimizer = first_manifest.optimizer is not None
+    state = write_state(rewrite, written, has_optimizer=has_optimizer, rank_extra=rank_extra)
+    nbytes = {**dict.fromkeys(_empty_parts(manifests), 0), **tensors.nbytes}
+    tensors = replace(tensors, nbytes=nbytes)
+    fields = {**dict(first_manifest), "world_size": world_size, "node_group": None}
+    attach = partial(_copy_attached, rewrite, source, tensors)
+    finalize_checkpoint(rewrite.transaction, tensors, state, fields, attach=attach)
 
 
-def _finalize(source: ClusterSource, output: Output, written: WrittenFiles) -> None:
-    """On the leader: write everything beside tensors, check sizes, and write the manifest last."""
-    storage, folder = output.storage, output.folder
-    manifest = write_merged_metadata(source, output, written)
-    check_sizes(storage, folder, written.file_records)
-    storage.remove_file(f"{folder}/{names.MARKER}")
-    write_manifest(storage, folder, manifest, fsync=output.fsync)
+def _check_all_ranks_present(source: ClusterSource, *, world_size: int) -> None:
+    present = {
+        rank
+        for manifest in source.manifests
+        for rank in (
+            manifest.node_group.ranks if manifest.node_group else range(manifest.world_size)
+        )
+    }
+    missing = sorted(set(range(world_size)) - present)
+    if missing:
+        raise IncompleteError(f"no node here has the folder of rank(s) {format_ranks(missing)}")
+
+
+def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:
+    """Parts that were saved without any tensor, except parts that were deleted from all folders."""
+    candidates = {
+        part
+        for manifest in manifests
+        for part, record in manifest.parts.items()
+        if not record.files
+    }
+    return {
+        part
+        for part in candidates
+        if not any(
+            manifest.node_group is not None and part in manifest.node_group.totals
+            for manifest in manifests
+        )
+    }
+
+
+def _copy_attached(rewrite: Rewrite, source: ClusterSource, tensors: StagedTensors, _: str) -> None:
+    """Copy the files that `attach` added; it added the same ones to every folder."""
+    engine_files = {
+        names.MANIFEST,
+        names.SAVE_ID_FILE,
+        names.DIGESTS,
+        names.EXTRA,
+        names.RANK_EXTRA,
+        names.REPLICAS,
+    }
+    engine_files |= {file for manifest in source.manifests for file in manifest.files()}
+    engine_files |= {
+        file for part, files in tensors.records.items() for file in (*files, names.index_name(part))
+    }
+    transaction = rewrite.transaction
+    FolderCopier(
+        source.local_folders[0],
+        transaction.storage,
+        transaction.folder,
+        fsync=transaction.fsync,
+        on_progress=rewrite.on_progress,
+    ).copy_extra_files("", engine_files)

@@ -6,16 +6,16 @@ detects them.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.protocol import Source, read_chunks
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
@@ -66,7 +66,7 @@ class MasterCheck:
         self._model_specs = {
             master: model_specs[name] for master, name in self._model_names.items()
         }
-        self._model_catalog = source.catalog({(MODEL, name) for name in self._model_names.values()})
+        self._source = source
         self._comparisons: dict[str, Comparison] = {}
 
     def itemsize(self, name: str) -> int:
@@ -82,17 +82,15 @@ class MasterCheck:
         }
         return {name: spec.nbytes // itemsize(spec.dtype) for name, spec in same_shape.items()}
 
-    def encode(self) -> bytes:
-        """Return this rank's comparisons as JSON, for `merge`."""
-        return json.dumps(
-            {name: astuple(comparison) for name, comparison in self._comparisons.items()}
-        ).encode()
+    def summary(self) -> dict[str, tuple[Any, ...]]:
+        """Return this rank's comparisons for `merge`. They can be sent as JSON."""
+        return {name: astuple(comparison) for name, comparison in self._comparisons.items()}
 
-    def merge(self, encoded_by_rank: Iterable[bytes]) -> None:
+    def merge(self, summaries: Iterable[Mapping[str, Sequence[Any]]]) -> None:
         """Replace this rank's comparisons with the sum over all ranks, this one included."""
         self._comparisons = {}
         for name, (elements, differ, max_abs) in (
-            entry for encoded in encoded_by_rank for entry in json.loads(encoded).items()
+            entry for summary in summaries for entry in summary.items()
         ):
             comparison = self._comparisons.setdefault(name, Comparison())
             comparison.elements += elements
@@ -136,12 +134,10 @@ class MasterCheck:
             return
         dtype, model_spec = TORCH_DTYPES[self._master_specs[name].dtype], self._model_specs[name]
         master = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-        location = self._model_catalog.locations[MODEL, self._model_names[name]]
         model_offset = start // dtype.itemsize * itemsize(model_spec.dtype)
         model_bytes = bytearray(master.numel() * itemsize(model_spec.dtype))
-        self._model_catalog.storage.read_at(
-            location.file, location.start + model_offset, memoryview(model_bytes)
-        )
+        model_key = MODEL, self._model_names[name]
+        self._source.read_into(model_key, model_offset, memoryview(model_bytes))
         model = torch.frombuffer(model_bytes, dtype=torch.uint8).view(
             TORCH_DTYPES[model_spec.dtype]
         )
@@ -165,11 +161,9 @@ def compare_masters(source: Source, path: str) -> int:
     IntegrityError naming tensors that differ.
     """
     master_check = MasterCheck(source)
-    catalog = source.catalog({(MASTER, name) for name in master_check.element_counts()})
     for name, count in master_check.element_counts().items():
-        location, element_nbytes = catalog.locations[MASTER, name], master_check.itemsize(name)
-        for offset in range(0, count * element_nbytes, _CHUNK_NBYTES):
-            buffer = memoryview(bytearray(min(_CHUNK_NBYTES, count * element_nbytes - offset)))
-            catalog.storage.read_at(location.file, location.start + offset, buffer)
-            master_check.update((MASTER, name), offset, buffer)
+        key, offset, nbytes = (MASTER, name), 0, count * master_check.itemsize(name)
+        for chunk in read_chunks(source, key, nbytes, chunk_nbytes=_CHUNK_NBYTES):
+            master_check.update(key, offset, chunk)
+            offset += len(chunk)
     return master_check.check(path)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 
 import torch
 
@@ -13,9 +12,8 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.exchange.file_writer import FileWriter
+from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS
-from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.torch_state.tensors import (
     SCALAR_BOXES,
     LocalTensor,
@@ -24,88 +22,11 @@ from unified_ckpt.runtime.torch_state.tensors import (
     copy_slabs_to_tile,
 )
 
-ContiguousWrite = tuple[str, int, list[memoryview]]  # file, offset, adjacent buffers
-
-
-class QueuedWriter:
-    """Positional writes of one rank on an I/O thread, one chunk ahead of the caller.
-
-    With `writeback_early`, the kernel is asked to flush each write at once. `busy_ranks` is the
-    number of ranks on this node that keep a core busy. `on_progress` is called with each write.
-    """
-
-    def __init__(
-        self,
-        file_writer: FileWriter,
-        *,
-        writeback_early: bool,
-        busy_ranks: int,
-        on_progress: Callable[[], None],
-    ) -> None:
-        self._file_writer, self._writeback_early = file_writer, writeback_early
-        self._on_progress = on_progress
-        self._io_thread = IOThread(ranks=busy_ranks)
-        self._pending: list[Future[None]] = []
-
-    def write(
-        self,
-        file: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        *,
-        exclusive_range: tuple[int, int] | None = None,
-    ) -> Future[None]:
-        """Queue a write at byte `start`; the buffers must not change until the future is done.
-
-        `exclusive_range`: a byte range of the file around them that only this rank writes.
-        """
-        return self._queue(partial(self._write, file, start, buffers, exclusive_range))
-
-    def write_all(self, writes: Sequence[ContiguousWrite]) -> Future[None]:
-        """Queue several writes as one."""
-        return self._queue(partial(self._write_all, writes))
-
-    def _queue(self, operation: Callable[[], None]) -> Future[None]:
-        self._on_progress()
-        while len(self._pending) > 1:
-            self._pending.pop(0).result()
-        future = self._io_thread.submit(operation)
-        self._pending.append(future)
-        return future
-
-    def _write_all(self, writes: Sequence[ContiguousWrite]) -> None:
-        for file, start, buffers in writes:
-            self._write(file, start, buffers, None)
-
-    def _write(
-        self,
-        file: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        exclusive_range: tuple[int, int] | None,
-    ) -> None:
-        self._file_writer.write_at(file, start, buffers, exclusive_range=exclusive_range)
-        if self._writeback_early:  # the disk works meanwhile: a durable save takes a third less
-            self._file_writer.start_flush(file, start, sum(len(buffer) for buffer in buffers))
-
-    def drain(self) -> None:
-        """Wait until everything queued is written."""
-        while self._pending:
-            self._pending.pop(0).result()
-
-    def resize(self, file: str, nbytes: int) -> None:
-        """Create the file with this length."""
-        self._file_writer.resize(file, nbytes)
-
-    def close(self) -> None:
-        """Stop the I/O thread."""
-        self._io_thread.close()
-
 
 def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
     """Create the files whose header this rank writes, at their full length."""
     for file in group.files:
-        if file.writer == rank:
+        if file.io_rank == rank:
             writer.resize(file.name, file.nbytes)
             writer.write(file.name, 0, [memoryview(file.header_bytes)])
 
@@ -119,19 +40,17 @@ def write_extents(
     """
     block_crcs: BlockCrcs = []
     ring = BufferRing()
-    rotation = len(group.files) * group.holders.index(rank) // len(group.holders)
+    first_file = len(group.files) * group.holders.index(rank) // len(group.holders)
 
     def file_position(extent: Extent) -> tuple[int, int]:
         file_index = group.file_by_decl[extent.decl_index]
         offset = group.files[file_index].offsets[extent.decl_index] + extent.start
-        return (file_index - rotation) % len(group.files), offset
+        return (file_index - first_file) % len(group.files), offset
 
     for extent in sorted(group.rank_io.extents, key=file_position):
         decl_index = extent.decl_index
         file = group.files[group.file_by_decl[decl_index]]
-        tensor = tensors[decl_index]
-        if not tensor.local.is_contiguous():
-            tensor = LocalTensor(tensor.decl, as_contiguous(tensor.local))
+        tensor = LocalTensor(tensors[decl_index].decl, as_contiguous(tensors[decl_index].local))
         offset = file.offsets[decl_index]
         exclusive_range = offset + extent.start, offset + extent.stop
         for start, stop in chunks(extent.start, extent.stop):
@@ -139,37 +58,40 @@ def write_extents(
             if tensor.is_stored_bytes:
                 view = as_bytes(tensor.local)[local_offset : local_offset + stop - start]
             else:
-                view = ring.stage(tensor, local_offset, stop - start)
-            write = writer.write(file.name, offset + start, [view], exclusive_range=exclusive_range)
+                view = ring.copy_in(tensor, local_offset, stop - start)
+            future = writer.write(
+                file.name, offset + start, [view], exclusive_range=exclusive_range
+            )
             if not tensor.is_stored_bytes:
-                ring.set_in_use(write)
+                ring.set_in_use(future)
             block_crcs += [(decl_index, crc) for crc in digests.block_crcs(view, start=start)]
     writer.drain()
     return block_crcs
 
 
 class BufferRing:
-    """Two host buffers, used in turn, for bytes on a device or in another dtype than on disk."""
+    """Two host buffers of one chunk, used in turn: one is filled while the other is written."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
-        self._writes: list[Future[None] | None] = [None] * SLOTS
+        self._futures: list[Future[None] | None] = [None] * SLOTS
         self._slot = 0
 
-    def stage(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
-        """Copy bytes [offset, offset + nbytes) of the tensor, counted in the stored dtype.
-
-        Waits for the write that still uses the buffer. The next call but one reuses the view.
-        """
+    def next_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return a buffer, after the write that still uses it. The second next call reuses it."""
         self._slot = (self._slot + 1) % SLOTS
         if len(self._buffers) < SLOTS:
             self._buffers = [
                 torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu") for _ in range(SLOTS)
             ]
-        write = self._writes[self._slot]
-        if write is not None:
-            write.result()
-        buffer = self._buffers[self._slot][:nbytes]
+        future = self._futures[self._slot]
+        if future is not None:
+            future.result()
+        return self._buffers[self._slot][:nbytes]
+
+    def copy_in(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
+        """Copy bytes [offset, offset + nbytes) of the tensor, counted in the stored dtype."""
+        buffer = self.next_buffer(nbytes)
         element_nbytes = itemsize(tensor.decl.spec.dtype)
         copy_slabs_to_tile(
             buffer,
@@ -181,6 +103,6 @@ class BufferRing:
         )
         return as_bytes(buffer)
 
-    def set_in_use(self, write: Future[None]) -> None:
-        """Reserve the buffer of the last `stage` until this write is done."""
-        self._writes[self._slot] = write
+    def set_in_use(self, future: Future[None]) -> None:
+        """Reserve the last buffer until this future is done."""
+        self._futures[self._slot] = future

@@ -7,29 +7,28 @@ replaces is removed only after all are published.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, NodeGroup, group_sharding, shard_name
-from unified_ckpt.core.sharding.declarations import Key, TensorDecl, group_tables
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl, group_tensors
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 from unified_ckpt.engine.plan.holders import (
     check_layout_rules,
     gather_declarations,
-    publish_groups,
     read_memberships,
+    send_groups,
 )
 from unified_ckpt.engine.plan.save_plan import checked_groups
-from unified_ckpt.engine.save.extra_state import ExtraState
+from unified_ckpt.engine.save.caller_extra import CallerExtra
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import codec
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.comm.error_spread import narrow
+from unified_ckpt.runtime.comm.error_spread import demote_shared
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 # By key of the global declaration: the sharding within the node group, None for a tensor that the
@@ -40,15 +39,23 @@ GlobalTotals = Mapping[str, list[int]]  # part -> [tensors, bytes] over all node
 
 @dataclass(frozen=True, slots=True)
 class CommitGroup:
-    """The node groups that commit one save together; `collective` is that of all ranks."""
+    """The node groups that commit one save together; `collective` is that of all ranks.
+
+    A single node group waits for nobody, and sends nothing. `save_id`: on the first rank of each.
+    """
 
     collective: Collective
     node_group: NodeGroup
     save_id: str
 
+    @property
+    def is_single(self) -> bool:
+        """Whether all ranks share one folder."""
+        return self.node_group.count == 1
+
     def step(self, name: str) -> AbstractContextManager[None]:
         """Return a step that all node groups complete, or that fails on all of them."""
-        return self.collective.step(name)
+        return nullcontext() if self.is_single else self.collective.step(name)
 
     def barrier(self, name: str) -> None:
         """Wait for all node groups. Raises the error of one that failed."""
@@ -60,46 +67,48 @@ class CommitGroup:
 
         One rank of each group calls, inside a step of the group.
         """
+        if self.is_single:
+            return [value]
         try:
             self.collective.put(f"{key}/{self.node_group.number}", b"." + value)
             numbers = range(self.node_group.count)
             return [self.collective.get(f"{key}/{number}")[1:] for number in numbers]
         except CheckpointError as error:
-            narrow(error)  # by the groups, but not yet by the ranks of this one
+            demote_shared(error)  # the groups know it, but not yet the other ranks of this one
             raise
 
-
-@contextmanager
-def propagating_errors(commit_group: CommitGroup | None) -> Iterator[None]:
-    """Raise an error of the block on the ranks of all node groups."""
-    try:
-        yield
-    except BaseException as error:
-        if commit_group is None:
-            raise
-        if not commit_group.collective.has("failed"):
-            commit_group.collective.finish_step("node-group", error)
-        raise commit_group.collective.failure(error) from error
+    @contextmanager
+    def sharing_errors_with_groups(self) -> Iterator[None]:
+        """Raise an error of the block on the ranks of all node groups."""
+        try:
+            yield
+        except BaseException as error:
+            if self.is_single:
+                raise
+            if not self.collective.has("failed"):
+                self.collective.finish_step("node-group", error)
+            raise self.collective.failure(error) from error
 
 
 def join_commit_group(collective: Collective, node_group: NodeGroup) -> CommitGroup:
     """Collective over all ranks. Agree on one save id."""
-    new_id = secrets.token_hex(8).encode() if collective.rank == 0 else None
-    save_id = collective.broadcast("save-id", new_id)
-    return CommitGroup(collective, node_group, save_id.decode())
+    save_id = secrets.token_hex(8)
+    if node_group.count > 1:
+        save_id = collective.broadcast("save-id", save_id.encode()).decode()
+    return CommitGroup(collective, node_group, save_id)
 
 
-def broadcast_extra(commit_group: CommitGroup, extra_state: ExtraState) -> ExtraState:
+def broadcast_extra(commit_group: CommitGroup, caller_extra: CallerExtra) -> CallerExtra:
     """Collective over all ranks. Give rank 0's `extra` to the first rank of each node group.
 
     Every folder stores it, as any of them may be the one that survives.
     """
     collective, node_group = commit_group.collective, commit_group.node_group
     if collective.rank == 0:
-        collective.put("extra", codec.pack(extra_state.extra, "extra"))
+        collective.put("extra", codec.pack(caller_extra.extra, "extra"))
     if collective.rank != node_group.ranks[0]:
-        return extra_state
-    return replace(extra_state, extra=codec.unpack(collective.get("extra"), "extra"))
+        return caller_extra
+    return replace(caller_extra, extra=codec.unpack(collective.get("extra"), "extra"))
 
 
 def check_global(
@@ -123,8 +132,8 @@ def check_global(
             for (part, _), spec in specs.items():
                 count, nbytes = totals.get(part, [0, 0])
                 totals[part] = [count + 1, nbytes + spec.nbytes]
-            collective.put("totals", json.dumps(totals).encode())
-    totals_by_part: GlobalTotals = json.loads(collective.get("totals"))
+            collective.put_json("totals", totals)
+    totals_by_part: GlobalTotals = collective.get_json("totals")
     return totals_by_part
 
 
@@ -141,8 +150,8 @@ def local_shardings(
     with collective.step("local-shardings"):
         table_id, declarations = gather_declarations(collective, decls)
         if declarations is not None:
-            groups = group_tables(declarations.tables, declarations.ranks_by_table)
-            publish_groups(collective, declarations, groups, [{} for _ in groups])
+            groups = group_tensors(declarations.tables, declarations.ranks_by_table)
+            send_groups(collective, declarations, groups, [{} for _ in groups])
         memberships, _ = read_memberships(collective, table_id, decls)
     shardings: dict[Key, Sharding | None] = {}
     for membership in memberships:

@@ -31,15 +31,17 @@ from dataclasses import dataclass
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.nodes.replica_placement import place_replicas
-from unified_ckpt.engine.folder import commit
 from unified_ckpt.engine.folder.copy import FolderCopier
-from unified_ckpt.engine.folder.manifest import write_manifest
-from unified_ckpt.engine.folder.reader import Folder, open_folder
-from unified_ckpt.engine.plan.save_plan import GlobalPlan
+from unified_ckpt.engine.folder.finalize import write_indexes, write_manifest
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.manifest import read_manifest
+from unified_ckpt.engine.folder.reader import open_folder
+from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.plan.save_plan import GlobalPlan, StagedTensors
 from unified_ckpt.engine.save.node_local import CommitGroup
 from unified_ckpt.errors import IntegrityError, RankError
-from unified_ckpt.format import index, names
-from unified_ckpt.format.manifest import IndexFile, Manifest, Part
+from unified_ckpt.format import names
+from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import parse_address
@@ -83,7 +85,7 @@ def plan_copies(
     Groups describe equal contents only once.
     """
     collective, node_group = commit_group.collective, commit_group.node_group
-    if copies == 1:
+    if copies == 1 or commit_group.is_single:
         return CopyPlan({})
     numbers = range(node_group.count)
     with commit_group.step("plan-copies"):
@@ -91,19 +93,18 @@ def plan_copies(
             content_by_file, units_by_content = stored_units(global_plan)
             for content, units in units_by_content.items():
                 if collective.add(f"contents/{content}") == 1:
-                    collective.put(f"units/{content}", json.dumps(units).encode())
-            body = json.dumps(content_by_file).encode()
-            collective.put(f"stored-files/{node_group.number}", body)
+                    collective.put_json(f"units/{content}", units)
+            collective.put_json(f"stored-files/{node_group.number}", content_by_file)
         if collective.rank == 0:
-            stored = [json.loads(collective.get(f"stored-files/{number}")) for number in numbers]
+            stored = [collective.get_json(f"stored-files/{number}") for number in numbers]
             contents = dict.fromkeys(content for files in stored for content in files.values())
             units_by_content = {
-                content: json.loads(collective.get(f"units/{content}")) for content in contents
+                content: collective.get_json(f"units/{content}") for content in contents
             }
             placements = place_replicas(stored, units_by_content, copies=copies)
             for number, placement in enumerate(placements):
-                collective.put(f"copy-plan/{number}", json.dumps(placement).encode())
-        placement = json.loads(collective.get(f"copy-plan/{node_group.number}"))
+                collective.put_json(f"copy-plan/{number}", placement)
+        placement = collective.get_json(f"copy-plan/{node_group.number}")
     return CopyPlan({int(source): tuple(files) for source, files in placement.items()})
 
 
@@ -115,7 +116,7 @@ def stored_units(global_plan: GlobalPlan) -> tuple[dict[str, str], dict[str, lis
     """
     content_by_file: dict[str, str] = {}
     units_by_content: dict[str, list[str]] = {}
-    for part, weight_map in global_plan.weight_maps.items():
+    for part, weight_map in global_plan.tensors.weight_maps.items():
         fqns_by_file: dict[str, list[str]] = {}
         for fqn, file in weight_map.items():
             fqns_by_file.setdefault(file, []).append(fqn)
@@ -133,36 +134,28 @@ def _content_id(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
-def replicate(
-    commit_group: CommitGroup,
-    group_collective: Collective,
-    storage: LocalStorage,
-    staging_dir: commit.StagingDir,
-    copy_plan: CopyPlan,
-    *,
-    fsync: bool,
-) -> None:
+def replicate(commit_group: CommitGroup, transaction: Transaction, copy_plan: CopyPlan) -> None:
     """Collective over all node groups. Copy what the plan says into the finalized staging folder.
 
-    `group_collective` is that of this node group, whose ranks share the files to copy; its first
-    rank serves this group's folder. StorageError or IntegrityError on every rank of all groups if
-    one fails.
+    The ranks of this node group share the files to copy; its first rank serves the folder.
+    StorageError or IntegrityError on every rank of all groups if one fails.
     """
     files_by_group = copy_plan.files_by_group
     if not files_by_group:
         return
     number, count = commit_group.node_group.number, commit_group.node_group.count
-    rank, folder = group_collective.rank, staging_dir.folder
+    storage, fsync = transaction.storage, transaction.fsync
+    rank, world = transaction.collective.rank, transaction.collective.world
     with ExitStack() as exit_stack:  # serves until all groups are through or one has failed
         with commit_group.step("copy"):
             if rank == 0:
-                server = _serve(commit_group, storage, staging_dir, copy_plan)
+                server = _serve(commit_group, transaction, copy_plan)
                 exit_stack.callback(server.close)
-            peers = _PeerFolders(commit_group, staging_dir)
+            peers = _PeerFolders(commit_group)
             exit_stack.callback(peers.close)
             if rank == 0:
                 nbytes = sum(_copied_nbytes(peers[n], files) for n, files in files_by_group.items())
-                commit.check_free_space(storage, staging_dir, nbytes)
+                transaction.check_free_space(nbytes)
             # Set once the folders of the copies exist.
             commit_group.collective.get(_server_key(number))
             nearest = sorted(files_by_group, key=lambda source: (number - source) % count)
@@ -173,25 +166,28 @@ def replicate(
                 for file in (*auxiliary, *files_by_group[source])
             ]
             on_bytes = _copy_heartbeat(commit_group.collective)
-            for source, file in tasks[rank :: group_collective.world]:
-                target = _replica_folder(staging_dir, source)
-                copier = FolderCopier(peers[source], storage, target, fsync, on_bytes)
-                _copy_file(copier, peers[source], file)
+            copiers: dict[int, FolderCopier] = {}
+            for source, file in tasks[rank::world]:
+                if source not in copiers:
+                    target = _replica_folder(transaction, source)
+                    copiers[source] = FolderCopier(peers[source], storage, target, fsync, on_bytes)
+                copiers[source].copy_file(file)
         with commit_group.step("finalize-copies"):
             if rank == 0:
                 for source, files in files_by_group.items():
-                    target = _replica_folder(staging_dir, source)
+                    target = _replica_folder(transaction, source)
                     _finalize_copy(peers[source], files, storage, target, fsync=fsync)
                 if fsync:
-                    storage.sync_folder(f"{folder}/{names.REPLICAS}")
+                    storage.sync_folder(f"{transaction.folder}/{names.REPLICAS}")
 
 
 class _PeerFolders:
     """The served folders of other node groups, by number, opened on first use."""
 
-    def __init__(self, commit_group: CommitGroup, staging_dir: commit.StagingDir) -> None:
-        self._collective, self._save_id = commit_group.collective, staging_dir.save_id
+    def __init__(self, commit_group: CommitGroup) -> None:
+        self._collective, self._save_id = commit_group.collective, commit_group.save_id
         self._opened: dict[int, Folder] = {}
+        self._connections = ExitStack()
 
     def __getitem__(self, number: int) -> Folder:
         if number not in self._opened:
@@ -200,7 +196,7 @@ class _PeerFolders:
 
     def _open(self, number: int) -> Folder:
         """IntegrityError if the served folder is not that of this group and save."""
-        served = json.loads(self._collective.get(_server_key(number)))
+        served = self._collective.get_json(_server_key(number))
         storage = PeerStorage(
             parse_address(served["address"]),
             folder=0,
@@ -209,13 +205,13 @@ class _PeerFolders:
             names=served["files"],
             timeout_seconds=self._collective.timeout_seconds,
         )
+        self._connections.callback(storage.close)
         folder = open_folder(storage)
         check_peer_manifest(folder, save_id=self._save_id, number=number)
         return folder
 
     def close(self) -> None:
-        for folder in self._opened.values():
-            folder.close()
+        self._connections.close()
 
 
 def check_peer_manifest(folder: Folder, *, save_id: str, number: int) -> Manifest:
@@ -233,22 +229,20 @@ def check_peer_manifest(folder: Folder, *, save_id: str, number: int) -> Manifes
 
 
 def _serve(
-    commit_group: CommitGroup,
-    storage: LocalStorage,
-    staging_dir: commit.StagingDir,
-    copy_plan: CopyPlan,
+    commit_group: CommitGroup, transaction: Transaction, copy_plan: CopyPlan
 ) -> FolderServer:
     """Serve this group's folder, create the folders of its copies, and publish the address."""
-    collective, root = commit_group.collective, storage.path(staging_dir.folder)
-    manifest = commit.read_manifest(storage, staging_dir.folder)
+    collective, storage, folder = commit_group.collective, transaction.storage, transaction.folder
+    root = storage.path(folder)
+    manifest = read_manifest(storage, folder)
     if manifest is None:
         raise AssertionError("the folder is complete but for its copies")
     files = [*manifest.files(), names.MANIFEST]
     server = FolderServer([(root, files)], timeout_seconds=collective.timeout_seconds)
     try:
-        storage.make_folder(f"{staging_dir.folder}/{names.REPLICAS}")
+        storage.make_folder(f"{folder}/{names.REPLICAS}")
         for source in copy_plan.files_by_group:
-            storage.make_folder(_replica_folder(staging_dir, source))
+            storage.make_folder(_replica_folder(transaction, source))
         served = {
             "address": server.address.encode(),
             "root": root,
@@ -256,7 +250,7 @@ def _serve(
             "files": files,
         }
         key = _server_key(commit_group.node_group.number)
-        collective.put(key, json.dumps(served).encode())
+        collective.put_json(key, served)
     except BaseException:
         server.close()
         raise
@@ -267,8 +261,8 @@ def _server_key(number: int) -> str:
     return f"file-server/{number}"
 
 
-def _replica_folder(staging_dir: commit.StagingDir, source: int) -> str:
-    return f"{staging_dir.folder}/{names.replica_name(source)}"
+def _replica_folder(transaction: Transaction, source: int) -> str:
+    return f"{transaction.folder}/{names.replica_name(source)}"
 
 
 def _copy_heartbeat(collective: Collective) -> Callable[[int], None]:
@@ -284,17 +278,6 @@ def _copy_heartbeat(collective: Collective) -> Callable[[int], None]:
             collective.raise_if_failed()
 
     return on_bytes
-
-
-def _copy_file(copier: FolderCopier, folder: Folder, file: str) -> None:
-    """Copy one file if the folder has it."""
-    manifest = _require_manifest(folder)
-    for auxiliary in manifest.auxiliary_files():
-        if auxiliary.file == file:
-            copier.copy_auxiliary(file, auxiliary.nbytes, auxiliary.crc)
-    for part, record in manifest.parts.items():
-        if file in record.files:
-            copier.copy_part_file(part, file, record.files[file].header_crc)
 
 
 def _require_manifest(folder: Folder) -> Manifest:
@@ -313,42 +296,42 @@ def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
     return nbytes + sum(auxiliary.nbytes for auxiliary in manifest.auxiliary_files())
 
 
-def subset_manifest(folder: Folder, files: Collection[str]) -> tuple[Manifest, dict[str, bytes]]:
-    """Return the manifest and indexes of a copy that has only these part files."""
-    manifest, parts, indexes = _require_manifest(folder), {}, {}
-    for part, record in manifest.parts.items():
-        weight_map = {
-            name: folder.file_of(part, name)
-            for name in folder.names(part)
-            if folder.file_of(part, name) in files
-        }
-        total = sum(spec.nbytes for spec in folder.specs(part, weight_map).values())
-        copied = {name: file for name, file in record.files.items() if name in files}
-        index_file = None
-        if copied:
-            body = index.encode_index(total_size=total, weight_map=weight_map)
-            indexes[names.index_name(part)] = body
-            index_file = IndexFile.from_bytes(body)
-        parts[part] = Part(
-            files=copied,
-            index=index_file,
-            total_nbytes=total,
-            aliases=record.aliases,
-            codec=record.codec,
-        )
-    node_group = manifest.node_group
-    if node_group is not None:
-        node_group = node_group.model_copy(update={"replicas": []})
-    return manifest.model_copy(update={"parts": parts, "node_group": node_group}), indexes
-
-
 def _finalize_copy(
     folder: Folder, files: Collection[str], storage: LocalStorage, target: str, *, fsync: bool
 ) -> None:
-    """Write the indexes and the manifest of a copy whose files are all there."""
-    manifest, indexes = subset_manifest(folder, files)
-    for name, body in indexes.items():
-        storage.put(f"{target}/{name}", body, fsync=fsync)
+    """Write the indexes and the manifest of a copy that has only these part files."""
+    manifest = _require_manifest(folder)
+    weight_maps, records, nbytes_by_part = {}, {}, {}
+    for part, record in manifest.parts.items():
+        weight_map = {
+            name: file
+            for name in folder.names(part)
+            if (file := folder.file_of(part, name)) in files
+        }
+        specs = folder.specs(part, weight_map)
+        nbytes_by_part[part] = sum(spec.nbytes for spec in specs.values())
+        records[part] = {name: file for name, file in record.files.items() if name in files}
+        if records[part]:
+            weight_maps[part] = weight_map
+    tensors = StagedTensors(weight_maps, records, nbytes_by_part)
+    indexes = write_indexes(storage, target, tensors)
+    if fsync:
+        for part in indexes:
+            storage.sync(f"{target}/{names.index_name(part)}")
+    parts = {
+        part: record.model_copy(
+            update={
+                "files": records[part],
+                "index": indexes.get(part),
+                "total_nbytes": nbytes_by_part[part],
+            }
+        )
+        for part, record in manifest.parts.items()
+    }
+    node_group = manifest.node_group
+    if node_group is not None:
+        node_group = node_group.model_copy(update={"replicas": []})
+    manifest = manifest.model_copy(update={"parts": parts, "node_group": node_group})
     write_manifest(storage, target, manifest, fsync=fsync)
     if fsync:
         storage.sync_folder(target)

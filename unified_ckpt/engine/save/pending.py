@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.save import StagedSave
+from unified_ckpt.engine.save.save import BackgroundSave
 from unified_ckpt.errors import CheckpointError, LayoutError
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -35,7 +35,9 @@ class PendingSave:
         self._hooks: list[RemovableHandle] = []
         self._thread: threading.Thread | None = None
 
-    def start(self, staged: StagedSave, *, lazy_optimizers: Sequence[Optimizer]) -> None:
+    def start(
+        self, background_save: BackgroundSave, *, lazy_optimizers: Sequence[Optimizer]
+    ) -> None:
         """Start the thread. Without `lazy_optimizers`, copies the remaining tensors first.
 
         Otherwise the thread copies them, and the next step of each optimizer waits for it. An error
@@ -43,16 +45,16 @@ class PendingSave:
         """
         try:
             if not lazy_optimizers:
-                staged.copy()
+                background_save.copy()
                 self._copied.set()
             self._hooks = [block_step(optimizer, self._copied) for optimizer in lazy_optimizers]
             # Not a daemon: the interpreter must not exit in the middle of a save.
             self._thread = threading.Thread(
-                target=self._run, args=(staged,), name="unified_ckpt-save", daemon=False
+                target=self._run, args=(background_save,), name="unified_ckpt-save", daemon=False
             )
             self._thread.start()
         except BaseException as error:
-            self._reported = self._run(staged, error)
+            self._reported = self._run(background_save, error)
             raise
 
     def staged(self) -> bool:
@@ -72,7 +74,9 @@ class PendingSave:
         if not self._ended.wait(timeout_seconds):
             raise TimeoutError(f"the save has not ended within {timeout_seconds:g} s; it continues")
         self._reported = True
-        self._remove_hooks()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self._error is not None:
             raise self._error
         if self._report is None:
@@ -96,20 +100,20 @@ class PendingSave:
                 "save_async: `after_commit` or `attach` waits for its own save; wait after them"
             )
 
-    def _run(self, staged: StagedSave, failure: BaseException | None = None) -> bool:
+    def _run(self, background_save: BackgroundSave, failure: BaseException | None = None) -> bool:
         """Finish the save; False if another call does.
 
-        This frame is the only owner of `staged`, so that a kept PendingSave keeps no snapshot.
+        Only this frame owns `background_save`, so that a kept PendingSave keeps no snapshot.
         """
         if not self._finisher_lock.acquire(blocking=False):
             return False
         try:
             if failure is not None:
-                staged.fail(failure)
+                background_save.fail(failure)
             elif not self._copied.is_set():
-                staged.copy()
+                background_save.copy()
                 self._copied.set()
-            self._report = staged.finish(self._after_commit)
+            self._report = background_save.finish(self._after_commit)
         except BaseException as error:  # raised by `result`
             self._error = error
             if not threading.main_thread().is_alive():  # nobody can call `result` any more
@@ -122,11 +126,6 @@ class PendingSave:
             finally:
                 self._ended.set()
         return True
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
 
 class _StepBlock:

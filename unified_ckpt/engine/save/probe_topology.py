@@ -8,128 +8,182 @@ others by name: a directory listing may be stale, but a name never asked for is 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 
 from unified_ckpt.core.nodes.node_groups import NodeGroup
-from unified_ckpt.core.nodes.write_alignment import WriteAlignment, alignment_nbytes
+from unified_ckpt.core.nodes.write_alignment import choose_alignment
 from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.comm.error_spread import narrow
-from unified_ckpt.runtime.comm.topology import (
-    all_gather,
-    file_system_type,
-    first_ranks,
-    node_numbers,
-)
+from unified_ckpt.runtime.comm.comm import Comm, process_group_store
+from unified_ckpt.runtime.comm.error_spread import demote_shared
+from unified_ckpt.runtime.comm.topology import Topology, file_system_type, gather_topology, node_id
 from unified_ckpt.runtime.exchange.tcp import parse_address
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
+from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY, Transport
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _PROBE_PREFIX = ".unified-probe-"
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
-    """The ranks that see this rank's folder; `comm` connects them.
+class Connections:
+    """The ranks that see this rank's folder, connected by a store and a transport."""
 
-    `node_group` is None if these are all ranks. `transport` is None if they are on one node.
-    """
-
+    topology: Topology
     comm: Comm
-    node_group: NodeGroup | None
-    transport: PeerTransport | None
+    transport: Transport
 
     def close(self) -> None:
         """Close the connections."""
-        if self.node_group is not None:
-            self.comm.detach()
-        if self.transport is not None:
-            self.transport.close()
+        if self.topology.node_group.count > 1:
+            self.comm.hand_over_keys()
+        self.transport.close()
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """This rank's node group and the nodes of its ranks.
+class Topologies:
+    """The topologies of one `Comm`: that of its ranks, and those of the folders they save to.
 
-    `block_nbytes` is the alignment of writes to the folder, see `WriteAlignment`.
+    Dropped with the `Comm`: another process group may have other nodes. `node`: the name of this
+    rank's node, or None for the kernel's identity.
     """
 
-    node_group: NodeGroup
-    nodes: tuple[int, ...]
-    block_nbytes: int
+    def __init__(self, comm: Comm, node: str | None) -> None:
+        self.comm, self._node = comm, node
+        self._store = process_group_store()
+        self._topology: Topology | None = None
+        self._connections: dict[str, Connections] = {}  # by the folder that holds the checkpoints
 
+    def is_current(self) -> bool:
+        """Return whether the process group is still the one of the start."""
+        return self._store is process_group_store()
 
-def connect_topology(comm: Comm, probe: ProbeResult, *, timeout_seconds: float) -> Topology | None:
-    """Collective over all ranks, inside a step. None if all ranks are on one node."""
-    node_group, spans_nodes = probe.node_group, len(set(probe.nodes)) > 1
-    if node_group.count == 1 and not spans_nodes:
-        return None
-    group_comm = comm
-    if node_group.count > 1:
-        group_comm = comm.subgroup(f"node-group/{node_group.number}", node_group.ranks)
-    if not spans_nodes:
-        return Topology(group_comm, node_group, None)
-    keys, transport = group_comm.key_store("transport"), None
-    collective = group_comm.begin_collective("connections", timeout_seconds=timeout_seconds)
-    try:
-        with collective.step("listen"):
-            transport = PeerTransport(
-                WriteAlignment(probe.nodes, probe.block_nbytes),
-                lambda rank: parse_address(keys.get(str(rank)).decode()),
-                rank=group_comm.rank,
-                ranks=group_comm.ranks,
-                timeout_seconds=timeout_seconds,
+    def resolve_ranks(self, operation: str, *, timeout_seconds: float) -> Topology:
+        """Return the topology of the ranks, without folders. Collective at the first call."""
+        if self._topology is None:  # set once all ranks know it: a failed call gathers again
+            self._topology = gather_topology(
+                self.comm, operation, node=self._node, timeout_seconds=timeout_seconds
             )
-            keys.set(str(group_comm.rank), transport.address.encode())
+        return self._topology
+
+    def resolve_folder(
+        self,
+        storage: LocalStorage,
+        name: str,
+        *,
+        failure: Exception | None,
+        write_alignment: int | None,
+        timeout_seconds: float,
+    ) -> Connections:
+        """Return the connected ranks of a folder. Collective at the first save to it.
+
+        `name`: of the checkpoint. `failure`: this rank's error before the save, for all ranks.
+        """
+        if storage.root not in self._connections:
+            # A rank that failed may not know the folder, so it joins the collective of the others.
+            arguments = None if failure else {"first to this folder": True}
+            call = Call(f"save to {storage.path(name)}", arguments)
+            collective = self.comm.begin_collective(call, timeout_seconds=timeout_seconds)
+            with collective.step("probe-topology"):
+                if failure:
+                    # This may be the background save that the others are in: its keys are deleted
+                    # once every rank has counted itself as finished.
+                    collective.add("finished")
+                    raise failure
+                node = self._node or node_id()
+                topology = probe_topology(
+                    collective, storage, node, write_alignment=write_alignment
+                )
+            known = {
+                connections.topology: connections for connections in self._connections.values()
+            }
+            with ExitStack() as undo:
+                with collective.step("connect-topology"):
+                    if topology not in known:
+                        known[topology] = connect_topology(
+                            self.comm, topology, timeout_seconds=timeout_seconds
+                        )
+                        undo.callback(known[topology].close)
+                undo.pop_all()
+            # Only once all ranks have connected: after a failure, all of them probe again.
+            self._connections[storage.root] = known[topology]
+        return self._connections[storage.root]
+
+    def is_folder_leader(self, root: str) -> bool:
+        """Return whether this rank is the first of those that see a folder."""
+        comm = self._connections[root].comm if root in self._connections else self.comm
+        return comm.rank == 0
+
+    def close(self) -> None:
+        """Close all connections, and leave the keys to delete to the next `Comm` of this rank."""
+        self.comm.hand_over_keys()
+        for connections in set(self._connections.values()):
+            connections.close()
+
+
+def connect_topology(comm: Comm, topology: Topology, *, timeout_seconds: float) -> Connections:
+    """Collective over all ranks, inside a step."""
+    if topology.node_group.count > 1:
+        comm = comm.subgroup(f"node-group/{topology.node_group.number}", topology.node_group.ranks)
+    if not topology.group_spans_nodes:
+        return Connections(topology, comm, SHARED_MEMORY)
+    keys = comm.key_store("transport")
+    collective = comm.begin_collective("connections", timeout_seconds=timeout_seconds)
+    try:
+        with ExitStack() as undo:
+            with collective.step("listen"):
+                transport = PeerTransport(
+                    topology.write_alignment,
+                    lambda rank: parse_address(keys.get(str(rank)).decode()),
+                    rank=comm.rank,
+                    ranks=comm.ranks,
+                    timeout_seconds=timeout_seconds,
+                )
+                undo.callback(transport.close)
+                keys.set(str(comm.rank), transport.address.encode())
+            undo.pop_all()
     except CheckpointError as error:
-        if transport is not None:
-            transport.close()
-        narrow(error)  # by these ranks, but not yet by all
+        demote_shared(error)  # these ranks know it, others do not yet
         raise
-    return Topology(group_comm, node_group if node_group.count > 1 else None, transport)
+    return Connections(topology, comm, transport)
 
 
 def probe_topology(
-    collective: Collective, storage: LocalStorage, node: str, *, block_nbytes: int | None
-) -> ProbeResult:
+    collective: Collective, storage: LocalStorage, node: str, *, write_alignment: int | None
+) -> Topology:
     """Collective. Find the ranks that see this rank's folder; `node` names this rank's node.
 
-    `block_nbytes` overrides the write alignment of the file system. StorageError if ranks of one
+    `write_alignment` overrides the alignment of the file system. StorageError if ranks of one
     node see different folders, or if one node sees another's folder but not the reverse.
     """
     file_system = file_system_type(storage.root)
-    infos = all_gather(collective, "node", [node, file_system, block_nbytes])
-    nodes = node_numbers([name for name, _, _ in infos])
-    if max(nodes) == 0:
-        node_group = NodeGroup(0, 1, tuple(range(collective.world)), collective.world)
-        return ProbeResult(node_group, tuple(nodes), 1)
-    first_visible = _probe_folders(collective, storage, nodes)
+    infos = collective.all_gather_json("node", [node, file_system, write_alignment])
+    topology = Topology.shared_folder(collective.rank, [name for name, _, _ in infos])
+    if not topology.spans_nodes:
+        return topology
+    first_visible = _probe_folders(collective, storage, topology)
     local_first = first_visible[collective.rank]
     group_nodes = sorted(set(first_visible))  # the first node of each node group
     ranks = tuple(rank for rank, first in enumerate(first_visible) if first == local_first)
     node_group = NodeGroup(
         group_nodes.index(local_first), len(group_nodes), ranks, collective.world
     )
-    blocks = [infos[rank][2] for rank in ranks if infos[rank][2] is not None]
-    if blocks:
-        alignment = 0 if 0 in blocks else max(blocks)
+    alignments = [infos[rank][2] for rank in ranks if infos[rank][2] is not None]
+    if alignments:
+        alignment = 0 if 0 in alignments else max(alignments)
     else:
-        alignment = alignment_nbytes([infos[rank][1] for rank in ranks])
-    return ProbeResult(node_group, tuple(nodes[rank] for rank in ranks), alignment)
+        alignment = choose_alignment([infos[rank][1] for rank in ranks])
+    return replace(topology, node_group=node_group, alignment_nbytes=alignment)
 
 
-def _probe_folders(
-    collective: Collective, storage: LocalStorage, nodes: Sequence[int]
-) -> list[int]:
+def _probe_folders(collective: Collective, storage: LocalStorage, topology: Topology) -> list[int]:
     """Return, for each rank, the first node whose probe file it sees in its folder."""
-    local_node, leaders = nodes[collective.rank], first_ranks(nodes)
-    is_leader = collective.rank == leaders[local_node]
-    new_token = secrets.token_hex(8).encode() if collective.rank == 0 else None
-    prefix = f"{_PROBE_PREFIX}{collective.broadcast('token', new_token).decode()}"
+    local_node, leaders = topology.node, topology.node_leaders
+    is_leader = topology.is_node_leader
+    nonce = secrets.token_hex(8).encode() if collective.rank == 0 else None
+    prefix = f"{_PROBE_PREFIX}{collective.broadcast('probe-nonce', nonce).decode()}"
 
     def is_visible(node: int) -> bool:
         return storage.size(f"{prefix}-{node}") is not None
@@ -145,13 +199,15 @@ def _probe_folders(
                     f"{leaders[local_node]} of its node sees; use one folder per node"
                 )
             first_node = next(node for node in range(len(leaders)) if is_visible(node))
-            gathered = all_gather(collective, "first-visible", first_node)
+            gathered = collective.all_gather_json("first-visible", first_node)
             first_visible = [int(node) for node in gathered]
             if is_leader:
                 sharing_nodes = {first_node}
                 if first_node == local_node:
                     sharing_nodes = {
-                        nodes[rank] for rank, node in enumerate(first_visible) if node == first_node
+                        topology.nodes[rank]
+                        for rank, node in enumerate(first_visible)
+                        if node == first_node
                     }
                 invisible = [
                     leaders[node] for node in sorted(sharing_nodes) if not is_visible(node)

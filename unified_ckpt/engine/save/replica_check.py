@@ -40,16 +40,13 @@ def check_replicas(
         key: digests.crc(json.dumps(digest_by_name).encode())
         for key, digest_by_name in local_digests.items()
     }
-    bodies = collective.collect("replicas", json.dumps(summary).encode(), dst=0, ranks=ranks)
-    conflicts = _conflicting_keys([json.loads(body) for body in bodies])
-    body = json.dumps(sorted(conflicts)).encode()
-    conflicting_keys = json.loads(collective.broadcast("replica-conflicts", body))
+    summaries = collective.collect_json("replicas", summary, dst=0, ranks=ranks)
+    conflicts = sorted(_conflicting_keys(summaries))
+    conflicting_keys = collective.broadcast_json("replica-conflicts", conflicts)
     if conflicting_keys:
         detail = {key: local_digests[key] for key in conflicting_keys if key in local_digests}
-        body = json.dumps(detail).encode()
-        bodies = collective.collect("replica-digests", body, dst=0, ranks=ranks)
+        details = collective.collect_json("replica-digests", detail, dst=0, ranks=ranks)
         if collective.rank == 0:
-            details = [json.loads(body) for body in bodies]
             raise LayoutError(_describe(details, conflicting_keys))
 
 
@@ -71,7 +68,7 @@ def _digest(tensor: LocalTensor) -> int:
     crc, ring, contiguous = 0, BufferRing(), LocalTensor(tensor.decl, local)
     nbytes = local.numel() * local.element_size()
     for start in range(0, nbytes, CHUNK_NBYTES):
-        chunk = ring.stage(contiguous, start, min(CHUNK_NBYTES, nbytes - start))
+        chunk = ring.copy_in(contiguous, start, min(CHUNK_NBYTES, nbytes - start))
         crc = digests.crc(chunk, crc)
     return crc
 

@@ -25,31 +25,38 @@ from unified_ckpt.runtime.torch_state.flatten import (
     stored_without_master,
 )
 from unified_ckpt.runtime.torch_state.masters import MasterComparison, compare_masters
-from unified_ckpt.runtime.torch_state.modules import Model
-from unified_ckpt.runtime.torch_state.optimizers import Optimizers
+from unified_ckpt.runtime.torch_state.modules import ModelArgument
+from unified_ckpt.runtime.torch_state.optimizers import OptimizerArgument
 from unified_ckpt.runtime.torch_state.placements import describe_meshes, make_resolver
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
-class SaveArguments(TypedDict, total=False):
-    """The keyword arguments of every save; `Checkpointer.save` documents them."""
+class StateArguments(TypedDict, total=False):
+    """The keyword arguments of a save without `step` and `metrics`, which a manager adds."""
 
-    model: Model | None
-    optimizer: Optimizers | None
-    master_weights: Optimizers | None
-    parts: Mapping[str, Model] | None
+    model: ModelArgument | None
+    optimizer: OptimizerArgument | None
+    master_weights: OptimizerArgument | None
+    parts: Mapping[str, ModelArgument] | None
     extra: Any
     rank_extra: Any
     layout: Layout | None
-    step: int | None
-    metrics: Mapping[str, float] | None
     attach: Callable[[str], object] | None
     options: SaveOptions | None
 
 
-def check_argument_names(arguments: SaveArguments, *, function: str) -> None:
-    """TypeError for a keyword that is not an argument of a save, as Python raises it."""
-    unknown = sorted(arguments.keys() - SaveArguments.__optional_keys__)
+class SaveArguments(StateArguments, total=False):
+    """The keyword arguments of every save; `Checkpointer.save` documents them."""
+
+    step: int | None
+    metrics: Mapping[str, float] | None
+
+
+def check_argument_names(
+    arguments: Mapping[str, object], valid: type[Any], *, function: str
+) -> None:
+    """TypeError for a keyword that the TypedDict `valid` lacks, as Python raises it."""
+    unknown = sorted(arguments.keys() - valid.__optional_keys__)
     if unknown:
         raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
 
@@ -75,8 +82,10 @@ def save_request(comm: Comm, arguments: SaveArguments, options: SaveOptions) -> 
         extra_parts=arguments.get("parts"),
         model_dtype=options.model_dtype,
     )
-    rank0_buffers = state.rank0_buffers()
-    state.tensors = [tensor for tensor in state.tensors if tensor.decl.key not in rank0_buffers]
+    skipped_ddp_buffers = state.skipped_ddp_buffers()
+    state.tensors = [
+        tensor for tensor in state.tensors if tensor.decl.key not in skipped_ddp_buffers
+    ]
     request = SaveRequest(
         state=state,
         extra=arguments.get("extra"),
@@ -89,7 +98,7 @@ def save_request(comm: Comm, arguments: SaveArguments, options: SaveOptions) -> 
         attach=arguments.get("attach"),
         options=options,
     )
-    if request.omitted_model:
+    if request.omitted_model_tensors:
         return replace(request, master_check=compare_masters(state, rank=comm.rank))
     return request
 
@@ -103,15 +112,15 @@ def _finite_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredParts:
-    """The selection of what to store, the same on all ranks.
+class OmittedParts:
+    """What a save leaves out, as all ranks agreed.
 
-    `omitted` are parts of the state that are left out. `without_masters` are names of this rank's
-    model tensors that are stored although the model is not, because no stored master replaces them.
+    `parts` are the omitted parts, the same on all ranks. `stored_model_names`: where the model is
+    one of them, this rank's model tensors that are stored because no stored master replaces them.
     """
 
-    omitted: tuple[str, ...] = ()
-    without_masters: frozenset[str] = frozenset()
+    parts: tuple[str, ...] = ()
+    stored_model_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +128,8 @@ class SaveRequest:
     """What one rank saves.
 
     `matched_rules` are the Layout rules that applied on this rank. `mesh` describes the meshes for
-    people. `master_check` compares an omitted model with its master weights. `stored_parts` is what
-    all ranks agreed to store. `is_step_path`: a manager or a trainer chose the checkpoint's name.
+    people. `master_check` compares an omitted model with its master weights. `omitted_parts`: what
+    all ranks agreed to leave out. `is_managed_path`: a manager or a trainer chose the name.
     """
 
     state: FlatState
@@ -134,18 +143,18 @@ class SaveRequest:
     attach: Callable[[str], object] | None
     options: SaveOptions
     master_check: MasterComparison = field(default_factory=MasterComparison)
-    stored_parts: StoredParts = field(default_factory=StoredParts)
-    is_step_path: bool = False
+    omitted_parts: OmittedParts = field(default_factory=OmittedParts)
+    is_managed_path: bool = False
 
     @property
-    def omitted_model(self) -> list[LocalTensor]:
+    def omitted_model_tensors(self) -> list[LocalTensor]:
         """The model's tensors where `SaveOptions.parts` leaves the model out, else nothing."""
         if self.options.parts is None or MODEL in self.options.parts:
             return []
         return [tensor for tensor in self.state.tensors if tensor.decl.part == MODEL]
 
     @property
-    def trained_parts(self) -> set[str]:
+    def parts_with_optimizer_state(self) -> set[str]:
         """The extra parts whose parameters have stored optimizer state or stored master weights."""
         state = self.state
         owner_names = {
@@ -171,8 +180,8 @@ class SaveRequest:
         stored = [tensor for tensor in self.state.tensors if self.stores(tensor.decl.part)]
         stored += [
             stored_without_master(tensor)
-            for tensor in self.omitted_model
-            if tensor.decl.fqn in self.stored_parts.without_masters
+            for tensor in self.omitted_model_tensors
+            if tensor.decl.fqn in self.omitted_parts.stored_model_names
         ]
         return sorted(stored, key=lambda tensor: tensor.decl.key)
 
@@ -182,15 +191,15 @@ class SaveRequest:
 
     def stored_part_names(self) -> list[str]:
         """Return the requested parts that the options select, sorted."""
-        return sorted(filter(self.stores, self.state.requested))
+        return sorted(filter(self.stores, self.state.requested_parts))
 
-    def with_stored_parts(self, stored_parts: StoredParts) -> SaveRequest:
-        """Return this request with the selection that all ranks agreed on."""
-        if stored_parts.without_masters:
+    def with_omitted_parts(self, omitted_parts: OmittedParts) -> SaveRequest:
+        """Return this request with what all ranks agreed to leave out."""
+        if omitted_parts.stored_model_names:
             aliases = self.state.aliases
             aliases[WITHOUT_MASTERS] = {
                 alias: fqn
                 for alias, fqn in aliases[MODEL].items()
-                if fqn in stored_parts.without_masters
+                if fqn in omitted_parts.stored_model_names
             }
-        return replace(self, stored_parts=stored_parts)
+        return replace(self, omitted_parts=omitted_parts)

@@ -6,41 +6,40 @@ left out although no master weights replace it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from unified_ckpt.engine.plan.holders import gather_distinct
-from unified_ckpt.engine.save.request import SaveRequest, StoredParts
+from unified_ckpt.engine.plan.holders import gather_distinct_json
+from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 
 
-def agree_on_parts(collective: Collective, request: SaveRequest) -> StoredParts:
+def agree_on_parts(collective: Collective, request: SaveRequest) -> OmittedParts:
     """Collective, inside a step. FormatError if training could not resume from what is stored."""
     selected, masters = request.options.parts, request.master_check
-    names = {tensor.decl.fqn for tensor in request.omitted_model}
+    names = {tensor.decl.fqn for tensor in request.omitted_model_tensors}
     report = {
-        "available": sorted(request.state.requested),
+        "available": sorted(request.state.requested_parts),
         "has_extra": request.has_extra(collective.rank),
-        "trained": sorted(request.trained_parts) if selected is not None else [],
+        "trained": sorted(request.parts_with_optimizer_state) if selected is not None else [],
         "rounded": sorted(masters.rounded),
         "different": sorted(masters.different),
         "missing": sorted(names - masters.rounded - masters.different),
     }
-    _, bodies = gather_distinct(collective, "parts", json.dumps(report).encode())
+    _, distinct_reports = gather_distinct_json(collective, "parts", report)
     if collective.rank == 0:
-        reports = [json.loads(body) for body in bodies.values()]
+        reports = list(distinct_reports.values())
         available = {part for report in reports for part in report["available"]}
         trained = {part for report in reports for part in report["trained"]}
         has_extra = any(report["has_extra"] for report in reports)
         _check_resumable(selected, available, trained, has_extra=has_extra)
         omitted = sorted(available - set(selected)) if selected is not None else []
-        collective.put("stored-parts", json.dumps([omitted, *_conflicting_names(reports)]).encode())
-    omitted, different, covered = json.loads(collective.get("stored-parts"))
+        collective.put_json("omitted-parts", [omitted, *_conflicting_names(reports)])
+    omitted, different, covered = collective.get_json("omitted-parts")
     uncovered = names - masters.rounded - set(covered)
-    return StoredParts(tuple(omitted), frozenset(uncovered | (names & set(different))))
+    return OmittedParts(tuple(omitted), frozenset(uncovered | (names & set(different))))
 
 
 def _conflicting_names(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
@@ -65,7 +64,7 @@ def _check_resumable(
 ) -> None:
     """FormatError for an unknown part, a save of nothing, and weights that no load could restore.
 
-    `trained`: see `SaveRequest.trained_parts`.
+    `trained`: see `SaveRequest.parts_with_optimizer_state`.
     """
     selectable = {*available, *({MASTER} if {MODEL, OPTIMIZER} & set(available) else ())}
     option = f"SaveOptions(parts={tuple(selected or ())!r})"

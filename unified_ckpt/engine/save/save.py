@@ -8,9 +8,13 @@ from dataclasses import replace
 
 from unified_ckpt.core.nodes.node_groups import base_key
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.folder import commit
+from unified_ckpt.engine.folder.if_exists import (
+    PublishTarget,
+    check_target_name,
+    resolve_if_exists,
+)
 from unified_ckpt.engine.plan.save_plan import PlanKey, SavePlan, make_plan, make_plan_key
-from unified_ckpt.engine.save.extra_state import encode_extra
+from unified_ckpt.engine.save.caller_extra import encode_extra
 from unified_ckpt.engine.save.job import SaveReport, write_and_commit
 from unified_ckpt.engine.save.node_local import (
     CommitGroup,
@@ -19,7 +23,6 @@ from unified_ckpt.engine.save.node_local import (
     join_commit_group,
     local_shardings,
     localize,
-    propagating_errors,
 )
 from unified_ckpt.engine.save.node_replicas import check_copy_count, plan_copies
 from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall
@@ -35,7 +38,7 @@ from unified_ckpt.engine.save.snapshot import (
 )
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.torch_state.flatten import step_only_keys
+from unified_ckpt.runtime.torch_state.flatten import keys_changed_only_by_step
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
@@ -47,18 +50,18 @@ def save(call: SaveCall) -> SaveReport:
         return write_and_commit(planned, None)
 
 
-def begin_save(call: SaveCall, *, lazy: bool) -> StagedSave:
-    """Collective. Plan the save and copy tensors; `StagedSave.finish` writes it.
+def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
+    """Collective. Plan the save and copy tensors; `BackgroundSave.finish` writes it.
 
-    With `lazy`, tensors that only an optimizer step changes are left for `StagedSave.copy`.
+    With `lazy`, tensors that only an optimizer step changes are left for `BackgroundSave.copy`.
     """
     collective, plan_key = _begin(call, background=True)
     collective.move_to_background()
     planned: PlannedSave | None = None
     try:
-        with collective.step("stage"):
+        with collective.step("snapshot"):
             planned = _plan_save(call, collective, plan_key, background=True)
-            with propagating_errors(planned.commit_group):
+            with planned.commit_group.sharing_errors_with_groups():
                 snapshot = prepare_snapshot(
                     planned.collective,
                     planned.plan.groups,
@@ -66,22 +69,25 @@ def begin_save(call: SaveCall, *, lazy: bool) -> StagedSave:
                     call.cache.snapshot_memory,
                 )
                 planned = replace(planned, non_tensor_state=planned.encode_non_tensor_state())
-                step_only = step_only_keys(planned.request.state) if lazy else frozenset()
+                deferrable = (
+                    keys_changed_only_by_step(planned.request.state) if lazy else frozenset()
+                )
                 keys = {
                     tensor.decl.key for tensors in planned.tensors_by_group for tensor in tensors
                 }
-                deferred_keys = {key for key in keys if base_key(key) in step_only}
+                deferred_keys = {key for key in keys if base_key(key) in deferrable}
                 copy_tensors(snapshot, keys - deferred_keys)
     except BaseException:
-        collective.finish()
-        if planned is not None and planned.collective is not collective:
-            planned.collective.finish()
+        if planned is not None:
+            planned.finish()
+        else:
+            collective.finish()
         raise
-    return StagedSave(planned, snapshot, deferred_keys)
+    return BackgroundSave(planned, snapshot, deferred_keys)
 
 
-class StagedSave:
-    """A save whose tensors are about to be copied: call `copy`, then `finish`, on any thread."""
+class BackgroundSave:
+    """A planned save with a snapshot in part: call `copy`, then `finish`, on any thread."""
 
     def __init__(
         self, planned: PlannedSave, snapshot: Snapshot, deferred_keys: Collection[Key]
@@ -110,51 +116,48 @@ class StagedSave:
         planned = self._planned
         commit_group = planned.commit_group
         try:
-            with propagating_errors(commit_group), planned.collective.propagating_errors():
+            with commit_group.sharing_errors_with_groups(), planned.collective.propagating_errors():
                 with planned.collective.step("copy"):
                     if self._error is not None:
                         raise self._error
                     planned.call.comm.delete_stale_keys()
                 report = write_and_commit(planned, self._snapshot)
-                with (commit_group or planned).collective.step("after-commit"):
+                with commit_group.collective.step("after-commit"):
                     if after_commit is not None:
                         after_commit(report)
             return report
         finally:
-            planned.collective.finish()
-            if commit_group is not None:
-                commit_group.collective.finish()
+            planned.finish()
 
 
 def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
     """Collective. Wait for every rank; return the key under which the plan is cached."""
     plan_key: PlanKey = ()
     cached, arguments = False, None
-    request, cache, topology = call.request, call.cache, call.topology
-    cache.reset_for(topology)
+    request, cache = call.request, call.cache
+    cache.reset_for(call.connections)
     if isinstance(request, SaveRequest):
         options = request.options
         plan_key = (
             *make_plan_key(
-                [*request.stored_tensors(), *request.omitted_model],
+                [*request.stored_tensors(), *request.omitted_model_tensors],
                 rank=call.comm.rank,
                 world=call.comm.world,
                 max_file_bytes=options.max_file_bytes,
             ),
             options.node_copies,
             options.parts,
-            frozenset(request.state.requested),
+            frozenset(request.state.requested_parts),
             request.has_extra(call.comm.rank),
             request.master_check,
         )
-        has_groups = topology is not None and topology.node_group is not None
         checks_replicas = options.check_replicas == "first"
         # A failed save may have got further on one rank than on another. A step is skipped only
         # where every rank has completed it.
         cached = (
             cache.plan is not None
             and cache.plan.plan_key == plan_key
-            and (cache.copy_plan is not None or not has_groups)
+            and cache.copy_plan is not None
             and (cache.plan.replicas_checked or not checks_replicas)
         )
         arguments = {
@@ -176,63 +179,49 @@ def _plan_save(
 ) -> PlannedSave:
     """Collective. Plan the save, or reuse the plan where every rank saves what it saved last.
 
-    In the `background`, nothing of the caller's but tensors is kept, and storage is not awaited.
+    In the `background`, `extra` is copied, and `if_exists` is resolved when the folder is created.
     """
-    request, cache, topology = call.request, call.cache, call.topology
-    node_group = topology.node_group if topology is not None else None
-    existing_entries = frozenset[str]()
+    request, cache, node_group = call.request, call.cache, call.connections.topology.node_group
+    entries_before = frozenset[str]()
     cached = collective.all_cached and cache.plan is not None
     # A background save with a cached plan agrees once, after everything is copied.
     with nullcontext() if background and collective.all_cached else collective.step("check-state"):
         if isinstance(request, Exception):
             raise request
-        extra_state = encode_extra(
-            request.extra, request.rank_extra, is_first=collective.rank == 0, freeze=background
+        caller_extra = encode_extra(
+            request.extra, request.rank_extra, keeps_extra=collective.rank == 0, copy=background
         )
-        if collective.rank == (node_group.ranks[0] if node_group is not None else 0):
-            target = commit.PublishTarget(
-                call.name, request.options.if_exists, is_step_path=request.is_step_path
+        if collective.rank == node_group.ranks[0]:
+            target = PublishTarget(
+                call.name, request.options.if_exists, is_managed_path=request.is_managed_path
             )
-            existing_entries = commit.check_existing_entries(call.storage, target)
-            if node_group is None and not background:
+            entries_before = check_target_name(call.storage, target)
+            if node_group.count == 1 and not background:
                 # Fails before any work is done; asked again when the folder is created.
-                commit.resolve_if_exists(call.storage, target)
+                resolve_if_exists(call.storage, target)
         if not cached:
-            cache.stored_parts = agree_on_parts(collective, request)
-        request = request.with_stored_parts(cache.stored_parts)
-    if topology is None or node_group is None:
-        tensors = request.stored_tensors()
-        with collective.step("plan") if not cached else nullcontext():
-            plan = _cached_plan(call, collective, request, tensors, plan_key, cached=cached)
-        return _verify_replicas(
-            PlannedSave(
-                call,
-                collective,
-                request,
-                plan,
-                _tensors_by_group(plan, tensors),
-                extra_state,
-                existing_entries=existing_entries,
-            )
-        )
+            cache.omitted_parts = agree_on_parts(collective, request)
+        request = request.with_omitted_parts(cache.omitted_parts)
     commit_group = join_commit_group(collective, node_group)
-    with propagating_errors(commit_group):
-        tensors = _to_node_local(call, commit_group, request, cached=cached)
-        extra_state = broadcast_extra(commit_group, extra_state)
-        group_collective = topology.comm.begin_collective(
-            "save of a node group",
-            cached=cached,
-            timeout_seconds=collective.timeout_seconds,
-            parent=collective,
-        )
-        if background:
-            group_collective.move_to_background()
+    with commit_group.sharing_errors_with_groups():
+        tensors, plan_request, group_collective = request.stored_tensors(), request, collective
+        if not commit_group.is_single:
+            tensors = _to_node_local(call, commit_group, request, cached=cached)
+            # The layout is already checked for all node groups.
+            plan_request = replace(request, layout=None, matched_rules=set())
+            caller_extra = broadcast_extra(commit_group, caller_extra)
+            group_collective = call.connections.comm.begin_collective(
+                "save of a node group",
+                cached=cached,
+                timeout_seconds=collective.timeout_seconds,
+                parent=collective,
+            )
+            if background:
+                group_collective.move_to_background()
         try:
             with group_collective.step("plan") if not cached else nullcontext():
-                # The layout is already checked for all node groups.
-                local_request = replace(request, layout=None, matched_rules=set())
-                plan = _cached_plan(
-                    call, group_collective, local_request, tensors, plan_key, cached=cached
+                plan = _get_or_make_plan(
+                    call, group_collective, plan_request, tensors, plan_key, cached=cached
                 )
             if not cached or cache.copy_plan is None:
                 cache.copy_plan = plan_copies(
@@ -241,17 +230,18 @@ def _plan_save(
             return _verify_replicas(
                 PlannedSave(
                     call,
+                    commit_group,
                     group_collective,
                     request,
                     plan,
                     _tensors_by_group(plan, tensors),
-                    extra_state,
-                    commit_group=commit_group,
-                    existing_entries=existing_entries,
+                    caller_extra,
+                    entries_before=entries_before,
                 )
             )
         except BaseException:
-            group_collective.finish()
+            if group_collective is not collective:
+                group_collective.finish()
             raise
 
 
@@ -259,8 +249,7 @@ def _to_node_local(
     call: SaveCall, commit_group: CommitGroup, request: SaveRequest, *, cached: bool
 ) -> list[LocalTensor]:
     """Collective over all node groups. Check all claims; return what this rank's group stores."""
-    cache, tensors = call.cache, request.stored_tensors()
-    comm = call.topology.comm if call.topology is not None else call.comm
+    cache, tensors, comm = call.cache, request.stored_tensors(), call.connections.comm
     if not cached or cache.local_shardings is None:
         cache.copy_plan = None
         check_copy_count(commit_group, request.options.node_copies)
@@ -274,7 +263,7 @@ def _to_node_local(
     return localize(tensors, cache.local_shardings, commit_group.node_group, group_rank=comm.rank)
 
 
-def _cached_plan(
+def _get_or_make_plan(
     call: SaveCall,
     collective: Collective,
     request: SaveRequest,

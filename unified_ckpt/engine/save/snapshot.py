@@ -12,19 +12,21 @@ import time
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
-from unified_ckpt.core.planning.exchange import Extent, Tile, TileRange
+from unified_ckpt.core.intervals import Interval, merge_adjacent
+from unified_ckpt.core.planning.exchange import Extent, TileRange
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.plan.chunks import BlockCrcs, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
-from unified_ckpt.engine.save.extents import QueuedWriter
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import free_memory_nbytes
+from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
 from unified_ckpt.runtime.torch_state.tensors import (
     SCALAR_BOXES,
     TORCH_DTYPES,
@@ -68,20 +70,32 @@ class SnapshotMemory:
 
 @dataclass(frozen=True, slots=True)
 class SlabCopy:
-    """A copy of those slabs of one local tensor that go to tiles.
+    """A copy of those slabs of one local tensor that go to tiles, in the stored dtype.
 
-    `spans` are the copied slabs as (first, count), ascending and disjoint. `data` holds them one
-    after the other in the stored dtype.
+    `spans` are the copied slabs, ascending and disjoint. They lie one after the other from byte
+    `offset` of the snapshot's memory, as `shape`: [slabs, *local shape from `outer_ndim`].
     """
 
     outer_ndim: int
-    spans: tuple[tuple[int, int], ...]
-    data: torch.Tensor  # [slabs, *local shape from `outer_ndim` on]
+    spans: Sequence[Interval]
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def data(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the copy in the snapshot's memory: [slabs, *local shape from `outer_ndim`]."""
+        stored = memory[self.offset : self.offset + self.nbytes]
+        return stored.view(self.dtype).view(self.shape)
 
     def slab_index(self, slab: int) -> int:
         """Return the index in `data` of a slab of the tensor."""
         index = bisect_right(self.spans, (slab, 1 << 62)) - 1
-        return sum(count for _, count in self.spans[:index]) + slab - self.spans[index][0]
+        return sum(stop - first for first, stop in self.spans[:index]) + slab - self.spans[index][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,121 +143,63 @@ def prepare_snapshot(
     if last_snapshot is not None and last_snapshot.groups is groups:
         return replace(last_snapshot, tensors_by_group=tensors_by_group)
     snapshot_memory.last_snapshot = None
-    total, offsets_by_group, spans_by_group = 0, list[list[int]](), list[dict[int, _SlabSpans]]()
+    total, copies = 0, list[GroupCopy]()
     for group, tensors in zip(groups, tensors_by_group, strict=True):
-        offsets, total = _allocate_extents(group.rank_io.extents, total)
-        slab_spans, total = _allocate_slabs(group, tensors, total, rank=rank)
-        offsets_by_group.append(offsets)
-        spans_by_group.append(slab_spans)
+        group_copy, total = _allocate_group(group, tensors, total, rank=rank)
+        copies.append(group_copy)
     pinned = any(
         tensor.local.device.type == "cuda" for tensors in tensors_by_group for tensor in tensors
     )
     _check_memory(total - snapshot_memory.nbytes)
     memory = snapshot_memory.reserve(total, pinned=pinned)
-    copies = [
-        _group_copy(group, tensors, offsets, slab_spans, memory, rank=rank)
-        for group, tensors, offsets, slab_spans in zip(
-            groups, tensors_by_group, offsets_by_group, spans_by_group, strict=True
-        )
-    ]
     snapshot = Snapshot(rank, groups, tensors_by_group, memory, copies)
     snapshot_memory.last_snapshot = replace(snapshot, tensors_by_group=())
     return snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class _SlabSpans:
-    """The slabs of one tensor to copy, and the byte offset of their copy."""
-
-    outer_ndim: int
-    spans: tuple[tuple[int, int], ...]
-    offset: int
-
-
-def _allocate_extents(extents: Sequence[Extent], total: int) -> tuple[list[int], int]:
-    """Return byte offsets for the extents from byte `total` on, and the next free byte."""
-    offsets = []
-    for extent in extents:
-        offsets.append(total)
-        total += _align_up(extent.stop - extent.start)
-    return offsets, total
-
-
-def _allocate_slabs(
+def _allocate_group(
     group: GroupPlan, tensors: Sequence[LocalTensor], total: int, *, rank: int
-) -> tuple[dict[int, _SlabSpans], int]:
-    """Return the slabs that this rank gives to tiles by index in the group, and the next byte."""
-    spans_by_decl: dict[int, tuple[int, list[tuple[int, int]]]] = {}
-    for tile in group.rank_io.member_tiles:
-        for tile_range in tile.ranges:
-            if rank in tile_range.members:
-                span = tile_range.first_local_slab, tile_range.slab_count
-                spans_by_decl.setdefault(tile_range.decl_index, (tile_range.outer_ndim, []))[
-                    1
-                ].append(span)
-    slab_spans = {}
-    for decl_index, (outer_ndim, spans) in sorted(spans_by_decl.items()):
-        merged = _merge_spans(spans)
-        slab_spans[decl_index] = _SlabSpans(outer_ndim, merged, total)
-        slab_count = sum(count for _, count in merged)
-        total += _align_up(slab_count * _slab_nbytes(tensors[decl_index], outer_ndim))
-    return slab_spans, total
+) -> tuple[GroupCopy, int]:
+    """Place what this rank copies of a group from byte `total` on; also return the next free byte.
 
+    These are its extents, and the slabs that it gives to tiles.
+    """
+    extent_offsets = []
+    for extent in group.rank_io.extents:
+        extent_offsets.append(total)
+        total += _align_up(extent.stop - extent.start)
+    spans_by_decl: dict[tuple[int, int], list[Interval]] = {}  # by index and outer_ndim
+    for tile_range in (
+        tile_range for tile in group.rank_io.member_tiles for tile_range in tile.ranges
+    ):
+        if rank in tile_range.members:
+            first, count = tile_range.first_local_slab, tile_range.slab_count
+            decl_key = tile_range.decl_index, tile_range.outer_ndim
+            spans_by_decl.setdefault(decl_key, []).append((first, first + count))
+    slabs: dict[int, SlabCopy] = {}
+    for (decl_index, outer_ndim), spans in sorted(spans_by_decl.items()):
+        merged, tensor = merge_adjacent(sorted(spans)), tensors[decl_index]
+        shape = sum(stop - first for first, stop in merged), *tensor.local.shape[outer_ndim:]
+        dtype = TORCH_DTYPES[tensor.decl.spec.dtype]
+        slabs[decl_index] = SlabCopy(outer_ndim, merged, total, shape, dtype)
+        total += _align_up(slabs[decl_index].nbytes)
 
-def _merge_spans(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sort spans (first, count) and join adjacent ones."""
-    merged: list[tuple[int, int]] = []
-    for first, count in sorted(spans):
-        if merged and sum(merged[-1]) == first:
-            merged[-1] = (merged[-1][0], merged[-1][1] + count)
-        else:
-            merged.append((first, count))
-    return tuple(merged)
-
-
-def _slab_nbytes(tensor: LocalTensor, outer_ndim: int) -> int:
-    """Return bytes of one slab of this rank's tensor, in the stored dtype."""
-    nbytes = itemsize(tensor.decl.spec.dtype)
-    for size in tensor.local.shape[outer_ndim:]:
-        nbytes *= size
-    return nbytes
-
-
-def _align_up(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
-
-
-def _group_copy(
-    group: GroupPlan,
-    tensors: Sequence[LocalTensor],
-    extent_offsets: Sequence[int],
-    slab_spans: Mapping[int, _SlabSpans],
-    memory: torch.Tensor,
-    *,
-    rank: int,
-) -> GroupCopy:
-    slabs = {}
-    for decl_index, spans in slab_spans.items():
-        count, tensor = sum(count for _, count in spans.spans), tensors[decl_index]
-        nbytes = count * _slab_nbytes(tensor, spans.outer_ndim)
-        stored = memory[spans.offset : spans.offset + nbytes]
-        typed = stored.view(TORCH_DTYPES[tensor.decl.spec.dtype])
-        data = typed.view(count, *tensor.local.shape[spans.outer_ndim :])
-        slabs[decl_index] = SlabCopy(spans.outer_ndim, spans.spans, data)
-
-    def renumber_range(tile_range: TileRange) -> TileRange:
+    def renumber(tile_range: TileRange) -> TileRange:
         if rank not in tile_range.members:
             return tile_range
         slab_index = slabs[tile_range.decl_index].slab_index(tile_range.first_local_slab)
         return replace(tile_range, first_local_slab=slab_index)
 
-    def renumber(tile: Tile) -> Tile:
-        return replace(tile, ranges=tuple(map(renumber_range, tile.ranges)))
-
-    rank_io = replace(
-        group.rank_io, member_tiles=tuple(renumber(tile) for tile in group.rank_io.member_tiles)
+    tiles = (
+        replace(tile, ranges=tuple(map(renumber, tile.ranges)))
+        for tile in group.rank_io.member_tiles
     )
-    return GroupCopy(extent_offsets, slabs, replace(group, rank_io=rank_io))
+    rank_io = replace(group.rank_io, member_tiles=tuple(tiles))
+    return GroupCopy(extent_offsets, slabs, replace(group, rank_io=rank_io)), total
+
+
+def _align_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
 
 
 def _check_memory(nbytes: int) -> None:
@@ -281,14 +237,16 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
             if group.decls[decl_index].key in keys:
                 tensor = tensors[decl_index]
                 tensor = LocalTensor(tensor.decl, as_contiguous(tensor.local))
-                for first_slab, count in slab_copy.spans:
-                    index = slab_copy.slab_index(first_slab)
+                data, index = slab_copy.data(snapshot.memory), 0
+                for first_slab, stop in slab_copy.spans:
+                    next_index = index + stop - first_slab
                     copy_slabs(
-                        slab_copy.data[index : index + count],
+                        data[index:next_index],
                         tensor,
                         outer_ndim=slab_copy.outer_ndim,
                         first_slab=first_slab,
                     )
+                    index = next_index
     contiguous: LocalTensor | None = None
     for group_index, tensors in enumerate(snapshot.tensors_by_group):
         for extent, memory in snapshot.extents(group_index):
@@ -297,9 +255,7 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
                 continue
             if contiguous is None or contiguous.decl is not tensor.decl:
                 # One row-major copy serves all extents of a tensor.
-                contiguous = tensor
-                if not tensor.local.is_contiguous():
-                    contiguous = LocalTensor(tensor.decl, as_contiguous(tensor.local))
+                contiguous = LocalTensor(tensor.decl, as_contiguous(tensor.local))
             element_nbytes = itemsize(tensor.decl.spec.dtype)
             copy_slabs_to_tile(
                 memory,
@@ -320,7 +276,7 @@ def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
     tensors = []
     for decl_index, decl in enumerate(group.decls):
         if decl_index in slabs:
-            data, outer_ndim = slabs[decl_index].data, slabs[decl_index].outer_ndim
+            data, outer_ndim = slabs[decl_index].data(snapshot.memory), slabs[decl_index].outer_ndim
             shape = data.shape[1:]
             if outer_ndim:  # slabs are counted over `outer_ndim` dims
                 shape = torch.Size((len(data), *(1,) * (outer_ndim - 1), *shape))

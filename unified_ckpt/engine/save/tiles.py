@@ -12,15 +12,15 @@ from unified_ckpt.core.sharding.boxes import full_box, runs
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.plan.chunks import BlockCrcs
 from unified_ckpt.engine.plan.save_plan import GroupPlan
-from unified_ckpt.engine.save.extents import ContiguousWrite, QueuedWriter
 from unified_ckpt.format import digests
+from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
 from unified_ckpt.runtime.exchange.shared_memory import (
     SLOTS,
+    PartnerBuffer,
     PeerWait,
-    RemoteTileBuffer,
     TileBuffer,
+    TileSpan,
 )
-from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport, TileSpan
 from unified_ckpt.runtime.exchange.whole_tensors import WholeTensors, tiles_by_number
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
@@ -34,12 +34,11 @@ from unified_ckpt.runtime.torch_state.tensors import (
 
 @dataclass(frozen=True, slots=True)
 class TileBufferSet:
-    """The tile buffers a rank can reach: `local` ones by rank, `remote` ones over `transport`."""
+    """The tile buffers that a rank can reach, by rank; `local` is its own if it has one."""
 
     rank: int
-    local: Mapping[int, TileBuffer]
-    remote: Mapping[int, RemoteTileBuffer]
-    transport: PeerTransport | None
+    local: TileBuffer | None
+    by_rank: Mapping[int, PartnerBuffer]
     wait: PeerWait
 
 
@@ -49,35 +48,27 @@ def write_tiles(
     writer: QueuedWriter,
     buffers: TileBufferSet,
     *,
-    exchange: int,
+    exchange_id: int,
 ) -> BlockCrcs:
     """Copy this rank's bytes to every tile they belong to, and write the tiles of this I/O rank.
 
     `tensors` are those of `group.decls`. At most two tiles per I/O rank are in flight.
     """
-    rank, transport, wait = buffers.rank, buffers.transport, buffers.wait
+    rank, local_buffer, wait = buffers.rank, buffers.local, buffers.wait
     block_crcs: BlockCrcs = []
     tiles_to_write = {tile.number: tile for tile in group.rank_io.io_tiles}
     contiguous: dict[int, LocalTensor] = {}
-    local_buffer = buffers.local.get(rank)
     if local_buffer is not None and tiles_to_write:
-        local_buffer.open_for(exchange)
+        local_buffer.open_for(exchange_id)
     tiles_to_fill = tiles_by_number(group.rank_io.member_tiles)
     for number in sorted(tiles_to_fill.keys() | tiles_to_write.keys()):
         for tile in tiles_to_fill.get(number, ()):
-            remote_buffer = buffers.remote.get(tile.io_rank)
-            if remote_buffer is not None and transport is not None:
-                fill_tile(remote_buffer.tile(number), tile, tensors, contiguous, rank=rank)
-                spans = list(tile_spans(tile, tensors, rank=rank))
-                transport.send_tile(
-                    remote_buffer, exchange=exchange, number=number, tiles=number + 1, spans=spans
-                )
-                continue
             if tile.io_rank != rank:
-                wait.until_progress(tile.io_rank, exchange=exchange, tiles=number - SLOTS + 1)
-            buffer = buffers.local[tile.io_rank]
+                wait.until_progress(tile.io_rank, exchange_id=exchange_id, tiles=number - SLOTS + 1)
+            buffer = buffers.by_rank[tile.io_rank]
             fill_tile(buffer.tile(number), tile, tensors, contiguous, rank=rank)
-            buffer.set_done(rank, number + 1)
+            spans = tile_spans(tile, tensors, rank=rank)
+            buffer.finish_tile(number, rank=rank, exchange_id=exchange_id, spans=spans)
         if number in tiles_to_write and local_buffer is not None:
             tile = tiles_to_write[number]
             others = [member for member in tile.members if member != rank]

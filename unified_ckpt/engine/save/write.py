@@ -1,32 +1,38 @@
-"""Writes and syncs this rank's share of a save, from its tensors or from a snapshot of them."""
+"""Writes and syncs this rank's share of a save: tensors, or their snapshot, and digests."""
 
 from __future__ import annotations
 
-from unified_ckpt.engine.plan.chunks import BlockCrcs
-from unified_ckpt.engine.save.extents import QueuedWriter, write_extents, write_headers
+import struct
+from collections.abc import Sequence
+
+from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
+from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
+from unified_ckpt.engine.save.extents import write_extents, write_headers
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot, snapshot_tensors, write_snapshot
 from unified_ckpt.engine.save.tiles import TileBufferSet, write_tiles
-from unified_ckpt.runtime.exchange.file_writer import FileWriter
+from unified_ckpt.errors import IntegrityError
+from unified_ckpt.format import digests, names
+from unified_ckpt.format.digest_file import digest_file_record
+from unified_ckpt.format.manifest import DigestFile
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
 from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
-from unified_ckpt.runtime.exchange.tile_buffers import exchange_number
+from unified_ckpt.runtime.exchange.tile_buffers import make_exchange_id
 
 
-def write_parts(
+def write_tensors(
     planned: PlannedSave, file_writer: FileWriter, snapshot: Snapshot | None
 ) -> list[BlockCrcs]:
     """Write this rank's share of every group, tiles first because other ranks wait for them.
 
     Returns the CRCs of the written blocks by group.
     """
-    collective, plan, transport = planned.collective, planned.plan, planned.transport
+    collective, plan, connections = planned.collective, planned.plan, planned.call.connections
     rank, groups, tile_buffers = collective.rank, plan.groups, planned.call.cache.tile_buffers
     # Beside training, nobody waits for the disk, and each rank's training occupies a core.
     in_background = snapshot is not None
-    local_ranks = collective.world
-    if transport is not None:
-        ranks = range(collective.world)
-        local_ranks = sum(transport.alignment.same_node(rank, other) for other in ranks)
+    local_ranks = connections.topology.local_world
     writer = QueuedWriter(
         file_writer,
         writeback_early=planned.request.options.fsync and not in_background,
@@ -34,56 +40,114 @@ def write_parts(
         on_progress=planned.heartbeat,
     )
     try:
-        local_buffers = tile_buffers.prepare(
+        buffers_by_rank = tile_buffers.prepare(
             collective,
             tile_nbytes=max(
                 (group.tile_nbytes for group in groups if group.rank_io.io_tiles), default=0
             ),
             partners={partner for group in groups for partner in group.rank_io.partners(rank)},
-            transport=transport,
         )
         wait = PeerWait(
             timeout_seconds=collective.timeout_seconds,
-            tile_buffers={**local_buffers, **tile_buffers.remote},
+            tile_buffers=buffers_by_rank,
             raise_if_failed=collective.raise_if_failed,
             progress=collective.progress,
         )
-        buffers = TileBufferSet(rank, local_buffers, tile_buffers.remote, transport, wait)
+        buffers = TileBufferSet(rank, tile_buffers.local, buffers_by_rank, wait)
         crcs_by_group: list[BlockCrcs] = []
-        with marking_failed(local_buffers.get(rank)):
+        with marking_failed(tile_buffers.local):
             for index, group in enumerate(groups):
-                tensors, exchange = (
+                tensors, exchange_id = (
                     planned.tensors_by_group[index],
-                    exchange_number(collective, group.index),
+                    make_exchange_id(collective, group.index),
                 )
                 write_headers(group, writer, rank=rank)
                 if snapshot is None:
-                    crcs = write_tiles(group, tensors, writer, buffers, exchange=exchange)
+                    crcs = write_tiles(group, tensors, writer, buffers, exchange_id=exchange_id)
                     crcs += write_extents(group, tensors, writer, rank=rank)
                 else:
                     tile_plan, copies = (
                         snapshot.copies[index].plan,
                         snapshot_tensors(snapshot, index),
                     )
-                    crcs = write_tiles(tile_plan, copies, writer, buffers, exchange=exchange)
+                    crcs = write_tiles(tile_plan, copies, writer, buffers, exchange_id=exchange_id)
                     crcs += write_snapshot(snapshot, index, writer)
                 crcs_by_group.append(crcs)
             writer.drain()
-            if transport is not None:
-                transport.flush_tiles(wait)
+            connections.transport.flush_tiles(wait)
         return crcs_by_group
     finally:
         writer.close()
 
 
-def sync_parts(planned: PlannedSave, folder: str) -> None:
-    """Sync the part files once each, spread over the ranks of their group.
+def write_digests(
+    collective: Collective,
+    file_writer: FileWriter,
+    groups: Sequence[GroupPlan],
+    crcs_by_group: Sequence[BlockCrcs],
+    global_plan: GlobalPlan | None,
+) -> DigestFile | None:
+    """Collective. Combine the CRCs of each group on its leader, which writes its section.
+
+    Returns the record of the digest file on rank 0.
+    """
+    for group, local_crcs in zip(groups, crcs_by_group, strict=True):
+        if group.leader != collective.rank:
+            collective.collect(
+                f"digests/{group.index}",
+                b"." + digests.serialize(local_crcs),
+                dst=group.leader,
+                ranks=group.holders,
+            )
+    for group, local_crcs in zip(groups, crcs_by_group, strict=True):
+        if group.leader == collective.rank:
+            collected = collective.collect(
+                f"digests/{group.index}", b".", dst=group.leader, ranks=group.holders
+            )
+            remote_crcs = [crc for body in collected for crc in digests.deserialize(body[1:])]
+            section = _combine_blocks(group, [*local_crcs, *remote_crcs])
+            file_writer.write_at(names.DIGESTS, group.digest_start, [memoryview(section)])
+            summary = [digests.crc(section), len(section)]
+            collective.put_json(f"section/{group.index}", summary)
+    if global_plan is None:
+        return None
+    header = global_plan.digest_header
+    file_writer.write_at(names.DIGESTS, 0, [memoryview(header)])
+    sections = [
+        collective.get_json(f"section/{index}") for index in range(len(global_plan.digest_nbytes))
+    ]
+    return digest_file_record([(digests.crc(header), len(header)), *sections])
+
+
+def _combine_blocks(group: GroupPlan, block_crcs: BlockCrcs) -> bytes:
+    """Return the digests of all blocks of the group's tensors, tensor by tensor.
+
+    IntegrityError if a byte was digested twice or never.
+    """
+    crcs_by_decl = group_by_tensor(block_crcs)
+    blocks: list[int] = []
+    for decl_index, decl in enumerate(group.decls):
+        complete, partial = digests.combine_blocks(
+            crcs_by_decl.get(decl_index, ()), nbytes=decl.spec.nbytes
+        )
+        count = digests.block_count(decl.spec.nbytes)
+        if partial or len(complete) != count:
+            raise IntegrityError(
+                f"{decl.part}:{decl.fqn}: {count - len(complete)} of {count} blocks "
+                "were not written whole; this is a bug"
+            )
+        blocks.extend(complete[block] for block in range(count))
+    return struct.pack(f"<{len(blocks)}Q", *blocks)
+
+
+def sync_files(planned: PlannedSave, folder: str) -> None:
+    """Sync the tensor files once each, spread over the ranks of their group.
 
     Where ranks of several nodes share the folder, each rank syncs the files it has written: a node
     flushes only its own pages.
     """
     storage = planned.call.storage
-    if planned.transport is not None:
+    if planned.call.connections.topology.group_spans_nodes:
         for name in storage.unsynced_files():
             storage.sync(name)
             planned.heartbeat()

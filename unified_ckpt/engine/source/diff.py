@@ -16,7 +16,7 @@ import torch
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.protocol import Source, read_chunks
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
@@ -164,14 +164,9 @@ def _same_digests(first: Source, first_key: Key, second: Source, second_key: Key
 
 def _chunks(source: Source, key: Key, spec: TensorSpec) -> Iterator[torch.Tensor]:
     """Yield a tensor's elements in row-major order: [at most _CHUNK_ELEMENTS]."""
-    catalog, item_nbytes = source.catalog([key]), itemsize(spec.dtype)
-    location, total = catalog.locations[key], spec.nbytes // item_nbytes
-    for low in range(0, total, _CHUNK_ELEMENTS):
-        buffer = bytearray((min(low + _CHUNK_ELEMENTS, total) - low) * item_nbytes)
-        catalog.storage.read_at(
-            location.file, location.start + low * item_nbytes, memoryview(buffer)
-        )
-        yield torch.frombuffer(buffer, dtype=torch.uint8).view(TORCH_DTYPES[spec.dtype])
+    chunk_nbytes = _CHUNK_ELEMENTS * itemsize(spec.dtype)
+    for chunk in read_chunks(source, key, spec.nbytes, chunk_nbytes=chunk_nbytes):
+        yield torch.frombuffer(chunk, dtype=torch.uint8).view(TORCH_DTYPES[spec.dtype])
 
 
 def _chunk_difference(left: torch.Tensor, right: torch.Tensor) -> tuple[int, float | None]:

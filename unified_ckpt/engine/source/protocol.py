@@ -1,15 +1,21 @@
-"""Source: the protocol for reading slices of named tensors from any format. Knows no torch."""
+"""Source: reads slices of named tensors of any format. Knows no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Literal
 
 from unified_ckpt.core.sharding.boxes import Box, full_box, runs
+from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.runtime.storage.storage import Reader
+from unified_ckpt.errors import FormatError
+from unified_ckpt.runtime.storage.storage import Buffer, Reader
+
+_OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,51 +26,42 @@ class Location:
     start: int
 
 
+@dataclass(frozen=True, slots=True)
+class Locations:
+    """Tensors that lie plainly in files of `storage`, for callers that read the files themselves.
+
+    Whoever reads there also verifies: compare with `Source.block_digests`. Tensors without an entry
+    are read with `Source.read_into`.
+    """
+
+    storage: Reader
+    by_key: Mapping[Key, Location]
+
+
+@dataclass(slots=True)
+class ReadPolicy:
+    """How the stored bytes of a Source are read; given when it is opened.
+
+    `verify`: "read" verifies each 1 MiB block that one read covers, "full" each block that it
+    touches. `share_reads`: whether nodes that see one folder read it for each other. A load sets
+    `redundancy`, the bytes that its nodes need per distinct byte, before the first read.
+    """
+
+    verify: Literal["full", "read", "off"] = "read"
+    share_reads: Literal["auto", "always", "never"] = "never"
+    redundancy: float = 1.0
+
+
 @dataclass(slots=True)
 class VerificationLog:
-    """The results of a storage that verifies blocks while reading.
+    """What a Source verified while it was read.
 
-    `damage`: one sentence for each damaged block that was read from elsewhere.
+    `verified_nbytes`: in blocks that matched their digests. `damage`: one sentence for each damaged
+    or missing thing that was read from another copy, or is lost.
     """
 
     verified_nbytes: int = 0
     damage: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Catalog:
-    """Byte ranges of tensors that are contiguous in files, and the `storage` that reads them.
-
-    `verification_log`: set if the storage verifies digests itself. `locality`: tensors with the
-    same value are cheaper to read consecutively.
-    """
-
-    storage: Reader
-    locations: Mapping[tuple[str, str], Location]  # (part, fqn)
-    verification_log: VerificationLog | None = None
-    locality: Mapping[tuple[str, str], str] | None = None
-
-
-def read_box(storage: Reader, location: Location, spec: TensorSpec, box: Box) -> bytes:
-    """Return a box of a contiguous tensor, as row-major bytes."""
-    buffer = bytearray(box.numel * itemsize(spec.dtype))
-    read_box_into(storage, location, spec, box, memoryview(buffer))
-    return bytes(buffer)
-
-
-def read_box_into(
-    storage: Reader, location: Location, spec: TensorSpec, box: Box, buffer: memoryview
-) -> None:
-    """Read a box of a contiguous tensor into a buffer of the box's size."""
-    item_nbytes = itemsize(spec.dtype)
-    for first, local, count in runs(
-        box, spec.shape, local=full_box(box.shape), local_shape=box.shape
-    ):
-        storage.read_at(
-            location.file,
-            location.start + first * item_nbytes,
-            buffer[local * item_nbytes : (local + count) * item_nbytes],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class SourceMetadata:
     `groups`: param groups as {"names", "options"}; `scalars`: optimizer state that is not a
     tensor, by fqn; `rank_extras`: how many ranks stored one; `has_digests`: whether the tensors
     have digests; `objects`: paths of stored object states, such as "extra:scheduler";
-    `pads`: tensors that may fill larger targets -> the dims that may be larger.
+    `paddable_dims`: of tensors that may fill larger targets, the dims that may be larger.
     """
 
     save_id: str | None = None
@@ -87,52 +84,185 @@ class SourceMetadata:
     metrics: Mapping[str, float] = field(default_factory=dict)
     has_digests: bool = False
     omitted_parts: Sequence[str] = ()
-    pads: Mapping[tuple[str, str], Sequence[int]] = field(default_factory=dict)  # by (part, name)
+    paddable_dims: Mapping[Key, Sequence[int]] = field(default_factory=dict)
     objects: Sequence[str] = ()
 
 
-class Source(Protocol):
-    """Named tensors by part. Every format and every view implements this."""
+# Of each param group, the name and global shape of each parameter.
+Order = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
+
+
+class Source(ABC):
+    """Named tensors by part: the only way stored bytes are read.
+
+    Every format and every view is one, and tests/sources/conformance.py checks it. A byte range of
+    a tensor, not a box, is the unit of reading: digests, chunks and codecs divide row-major bytes,
+    and a box is a few such ranges (`read_box`).
+
+    `verification`: what was verified so far; a view has that of the Source it reads. `format`: its
+    name, for messages.
+    """
+
+    verification: VerificationLog
+    format: str
 
     @property
-    def format(self) -> str:
-        """The name of the format, for messages."""
-
-    @property
+    @abstractmethod
     def parts(self) -> Sequence[str]:
         """The names of the stored parts."""
 
-    def names(self, part: str) -> Collection[str]:
-        """Return the names of a part's stored tensors."""
+    @property
+    def indexed(self) -> IndexedOptimizerSource | None:
+        """This Source if its optimizer state has indices in place of names, else None."""
+        return None
 
+    @abstractmethod
+    def names(self, part: str) -> Collection[str]:
+        """Return the names of a part's stored tensors, in an order that is cheap to read."""
+
+    @abstractmethod
     def aliases(self, part: str) -> Mapping[str, str]:
         """Return other names of tied tensors -> stored names."""
 
+    @abstractmethod
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
         """Return dtype and shape of some tensors.
 
         Raises IncompleteError or IntegrityError if their bytes are missing.
         """
 
-    def read(self, part: str, name: str, box: Box) -> bytes:
-        """Return a box of a tensor, as row-major bytes."""
+    @abstractmethod
+    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
+        """Fill `buffer` with a tensor's row-major bytes, from byte `start`.
 
-    def catalog(self, keys: Collection[tuple[str, str]]) -> Catalog:
-        """Return where some tensors lie. Raises the same errors as `specs`."""
+        The Source that holds the stored bytes verifies them; IntegrityError if they are damaged.
+        """
 
-    def block_digests(
-        self, keys: Collection[tuple[str, str]]
-    ) -> Mapping[tuple[str, str], Sequence[int] | None]:
-        """Return the CRC64NVME of each 1 MiB block, by (part, name); None if there are no digests.
+    def locations(self, keys: Collection[Key]) -> Locations | None:  # noqa: ARG002
+        """Return where tensors lie plainly in files, None if none do. Same errors as `specs`."""
+        return None
+
+    def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        """Return the CRC64NVME of each 1 MiB block of a tensor, or None if it has no digests.
 
         Raises FormatError for digests of an unknown kind.
         """
+        return dict.fromkeys(keys)
 
+    @abstractmethod
     def metadata(self) -> SourceMetadata:
         """Return what is stored besides tensors. IntegrityError or FormatError if it is damaged."""
 
+    @abstractmethod
     def rank_extra(self, rank: int) -> Any:
         """Return the `rank_extra` of saving rank `rank`, or None."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close the files."""
+
+
+class WrappedSource(Source):
+    """A Source that has the state beside tensors, and the files, of another one."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.format, self.verification = source.format, source.verification
+
+    def aliases(self, part: str) -> Mapping[str, str]:
+        """Return other names of tied tensors."""
+        return self._source.aliases(part)
+
+    def metadata(self) -> SourceMetadata:
+        """Return everything besides tensors."""
+        return self._source.metadata()
+
+    def rank_extra(self, rank: int) -> Any:
+        """Return the `rank_extra` of a saving rank."""
+        return self._source.rank_extra(rank)
+
+    def close(self) -> None:
+        """Close the wrapped source."""
+        self._source.close()
+
+
+class IndexedOptimizerSource(WrappedSource):
+    """A Source whose optimizer state is stored by index, as `Optimizer.state_dict()` has it.
+
+    The parameter names come from the optimizer to be loaded, or from the checkpoint itself. They
+    are resolved only when they are needed.
+
+    `base`: the Source without its optimizer. `with_order`: returns the complete Source for an
+    optimizer in this order, or in the stored order for None; FormatError if that is ambiguous.
+    """
+
+    def __init__(self, base: Source, with_order: Callable[[Order | None], Source]) -> None:
+        super().__init__(base)
+        self.without_optimizer, self.with_order = base, with_order
+
+    @property
+    def indexed(self) -> IndexedOptimizerSource:
+        """This Source."""
+        return self
+
+    @cached_property
+    def with_stored_order(self) -> Source:
+        """The Source with the names that the checkpoint itself gives."""
+        return self.with_order(None)
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """The stored parts, always with "optimizer"."""
+        return sorted({*self._source.parts, _OPTIMIZER})
+
+    def names(self, part: str) -> Collection[str]:
+        """Return the stored tensors of a part."""
+        return self._source_of(part).names(part)
+
+    def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        """Return dtype and shape of some tensors."""
+        return self._source_of(part).specs(part, names)
+
+    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
+        """Fill `buffer` with a tensor's bytes from byte `start`."""
+        self._source_of(key[0]).read_into(key, start, buffer)
+
+    def locations(self, keys: Collection[Key]) -> Locations | None:
+        """Return where some tensors lie plainly in files."""
+        has_optimizer = any(part == _OPTIMIZER for part, _ in keys)
+        return self._source_of(_OPTIMIZER if has_optimizer else "").locations(keys)
+
+    def metadata(self) -> SourceMetadata:
+        """Return the metadata, without param groups if their parameters are unknown."""
+        try:
+            return self.with_stored_order.metadata()
+        except FormatError:
+            return self._source.metadata()
+
+    def _source_of(self, part: str) -> Source:
+        return self.with_stored_order if part == _OPTIMIZER else self._source
+
+
+def read_chunks(
+    source: Source, key: Key, nbytes: int, *, chunk_nbytes: int
+) -> Iterator[memoryview]:
+    """Yield the row-major bytes of a tensor of `nbytes` in order, each chunk in new memory."""
+    for start in range(0, nbytes, chunk_nbytes):
+        chunk = memoryview(bytearray(min(chunk_nbytes, nbytes - start)))
+        source.read_into(key, start, chunk)
+        yield chunk
+
+
+def read_box(source: Source, key: Key, box: Box) -> bytearray:
+    """Return a box of a tensor, as row-major bytes."""
+    spec = source.specs(key[0], [key[1]])[key[1]]
+    item_nbytes = itemsize(spec.dtype)
+    body = bytearray(box.numel * item_nbytes)
+    view = memoryview(body)
+    for first, local, count in runs(
+        box, spec.shape, local=full_box(box.shape), local_shape=box.shape
+    ):
+        source.read_into(
+            key, first * item_nbytes, view[local * item_nbytes : (local + count) * item_nbytes]
+        )
+    return body

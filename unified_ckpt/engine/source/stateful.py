@@ -8,14 +8,14 @@ the first byte is written, and errors name the object's path.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata, VerificationLog
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.engine.source.view import RankExtras
 from unified_ckpt.errors import (
     CheckpointError,
@@ -189,59 +189,46 @@ class StatefulRestore:
                 ) from error
 
 
-class PerRankStates(Sequence[Any]):
+@dataclass(frozen=True, slots=True)
+class PerRankStates(RankExtras):
     """The state of one object on each saving rank, read on access. Valid during the load."""
 
-    def __init__(self, entries: RankExtras, path: Path) -> None:
-        self._entries, self._path = entries, path
+    _path: Path
 
-    def __getitem__(self, rank: Any) -> Any:
-        if isinstance(rank, slice):
-            return [self[number] for number in range(*rank.indices(len(self)))]
-        state = _value_at(self._entries[rank], self._path)
+    def _entry(self, rank: int) -> Any:
+        state = _value_at(self._source.rank_extra(rank), self._path)
         if state is _MISSING:
             raise NotFoundError(
                 f"{path_text(self._path)}: rank {rank} of {len(self)} stored no state for it"
             )
         return state
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObjects:
-    """Where the stored states are. `verification_log`: that of a source in several folders."""
-
-    source: Source
-    metadata: SourceMetadata
-    verification_log: VerificationLog | None
-
-    def rank_extra(self, rank: int) -> tuple[Any, bool]:
-        """Return the `rank_extra` of a saving rank, and whether it was lost with its node."""
-        log = self.verification_log
-        damage_count = len(log.damage) if log is not None else 0
-        entry = self.source.rank_extra(rank)
-        return entry, entry is None and log is not None and len(log.damage) > damage_count
-
 
 def plan_restore(
-    extra: Any, rank_extra: Any, stored: StoredObjects, *, rank: int, world: int
+    extra: Any,
+    rank_extra: Any,
+    source: Source,
+    metadata: SourceMetadata,
+    *,
+    rank: int,
+    world: int,
 ) -> StatefulRestore:
     """Look up the stored state of each object in `extra` and `rank_extra`. Changes no object.
 
     Raises FormatError for trees that a save would refuse. If another number of ranks saved, one
     entry is read to see which objects it has.
     """
-    plan, saved_world_size = StatefulRestore(), stored.metadata.rank_extras
+    plan, saved_world_size = StatefulRestore(), metadata.rank_extras
     for named in _checked_objects(extra, "extra"):
         plan.labels.append(named.label)
-        _add_restore(plan, named, _value_at(stored.metadata.extra, named.path))
+        _add_restore(plan, named, _value_at(metadata.extra, named.path))
     objects = _checked_objects(rank_extra, "rank_extra")
     plan.labels += [named.label for named in objects]
-    entry, is_lost = None, False
+    entry, damage = None, source.verification.damage
+    damage_count = len(damage)
     if saved_world_size and (saved_world_size == world or objects):
-        entry, is_lost = stored.rank_extra(rank % saved_world_size)
+        entry = source.rank_extra(rank % saved_world_size)
+    is_lost = entry is None and len(damage) > damage_count  # with its node
     for named in objects:
         state = _value_at(entry, named.path)
         if is_lost:
@@ -249,7 +236,7 @@ def plan_restore(
         elif saved_world_size == world or state is _MISSING:
             _add_restore(plan, named, state)
         elif callable(getattr(named.target, "load_from_ranks", None)):
-            states = PerRankStates(RankExtras(stored.source, saved_world_size), named.path)
+            states = PerRankStates(source, saved_world_size, named.path)
             plan.restores.append(_ObjectRestore(named, states, from_all_ranks=True))
         else:
             plan.kept.append(path_text(named.path))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from types import EllipsisType, TracebackType
 from typing import Any
 
 import torch
 
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.errors import NotFoundError
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
 
 Index = int | slice | EllipsisType
 
@@ -44,15 +46,12 @@ class TensorView:
         indices = (*indices, *[slice(None)] * (len(self.shape) - len(indices)))
         offsets, sizes, out_shape = [], [], []
         for item, size in zip(indices, self.shape, strict=True):
-            low, high, keeps_dim = _index_range(item, size, f"{self.part}:{self.name}")
+            low, high, keepdim = _index_range(item, size, f"{self.part}:{self.name}")
             offsets.append(low)
             sizes.append(high - low)
-            out_shape.extend([high - low] if keeps_dim else [])
-        body = self._source.read(self.part, self.name, Box(tuple(offsets), tuple(sizes)))
-        if not body:
-            return torch.empty(out_shape, dtype=self.dtype, device="cpu")
-        values = torch.frombuffer(bytearray(body), dtype=torch.uint8).view(self.dtype)
-        return values.reshape(out_shape)
+            out_shape.extend([high - low] if keepdim else [])
+        body = read_box(self._source, (self.part, self.name), Box(tuple(offsets), tuple(sizes)))
+        return from_bytes(body, self.dtype, out_shape)
 
 
 def _index_range(index: object, size: int, label: str) -> tuple[int, int, bool]:
@@ -115,13 +114,16 @@ class RankExtras(Sequence[Any]):
             return [self[i] for i in range(*rank.indices(self._count))]
         if not -self._count <= rank < self._count:
             raise IndexError(f"rank_extra[{rank}]: the checkpoint has {self._count} entries")
-        return self._source.rank_extra(rank % self._count)
+        return self._entry(rank % self._count)
+
+    def _entry(self, rank: int) -> Any:
+        return self._source.rank_extra(rank)
 
     def __len__(self) -> int:
         return self._count
 
 
-class SourceView:
+class SourceView(AbstractContextManager["SourceView"]):
     """An open checkpoint: `src["model"]["lm_head.weight"][0:1024]`.
 
     A context manager. Reading after `close` is an error.
@@ -129,10 +131,6 @@ class SourceView:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._metadata: SourceMetadata | None = None
-
-    def __enter__(self) -> SourceView:
-        return self
 
     def __exit__(
         self,
@@ -167,23 +165,22 @@ class SourceView:
     @property
     def step(self) -> int | None:
         """The training step of the save, or None."""
-        return self._cached_metadata().step
+        return self._metadata.step
 
     @property
     def extra(self) -> Any:
         """The `extra` given at the save."""
-        return self._cached_metadata().extra
+        return self._metadata.extra
 
     @property
     def rank_extra(self) -> RankExtras:
         """The `rank_extra` of each saving rank."""
-        return RankExtras(self._source, self._cached_metadata().rank_extras)
+        return RankExtras(self._source, self._metadata.rank_extras)
 
     def close(self) -> None:
         """Close the files."""
         self._source.close()
 
-    def _cached_metadata(self) -> SourceMetadata:
-        if self._metadata is None:
-            self._metadata = self._source.metadata()
-        return self._metadata
+    @cached_property
+    def _metadata(self) -> SourceMetadata:
+        return self._source.metadata()

@@ -29,12 +29,13 @@ except ImportError as error:
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
-from unified_ckpt.engine.load.load import LoadReport
+from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations.accelerate import folders, hooks
 from unified_ckpt.integrations.accelerate import state as states
+from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.options import LoadOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.comm.collective import Collective
 
@@ -240,7 +241,7 @@ def _check_contents(collective: Collective, accelerator: Any, path: str, *, stri
     others.
     """
     with collective.step("open"):
-        if accelerator.is_local_main_process and folders.is_committed(path):
+        if accelerator.is_local_main_process and is_unified(path):
             with open_source(path) as source:
                 extra = source.extra
             accelerate_extra = extra.get(states.KEY, {}) if isinstance(extra, dict) else {}

@@ -68,7 +68,7 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
     if midway and _is_stateful(loader):
         state["position"] = loader.state_dict()
         state["samples"] = (
-            _steps_taken(state["position"]) * loader.total_batch_size
+            _yielded_batches(state["position"]) * loader.total_batch_size
             if _is_convertible(loader)
             else None
         )
@@ -152,7 +152,7 @@ def _set_position(
         return state
     position, samples = state["position"], state["samples"]
     step = loader.total_batch_size if _is_convertible(loader) else 0
-    if not same_ranks or (samples is not None and samples != _steps_taken(position) * step):
+    if not same_ranks or (samples is not None and samples != _yielded_batches(position) * step):
         if samples is None or not step:
             _LOG.warning(
                 "dataloader %d: its position cannot be converted to another number of ranks; "
@@ -186,7 +186,7 @@ def _is_convertible(loader: Any) -> bool:
     )
 
 
-def _steps_taken(position: Mapping[str, Any]) -> int:
+def _yielded_batches(position: Mapping[str, Any]) -> int:
     """Return the batches that a rank has had, from the state of torchdata's StatefulDataLoader,
     with or without workers.
     """

@@ -8,11 +8,9 @@ import logging
 import os
 from typing import Any
 
-from unified_ckpt.core.retention import LatestN, Rules
-from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.folder.commit import StepPath
+from unified_ckpt.engine.folder.if_exists import ManagedPath, PublishTarget, check_target_name
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
-from unified_ckpt.manager.steps.rotate import rotate_after_save
+from unified_ckpt.integrations.checkpoint_folders import check_unified, is_unified, keep_latest
 from unified_ckpt.manager.steps.scan import is_step_name, scan
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
@@ -34,7 +32,7 @@ def project_root(accelerator: Any) -> str | None:
 
 def resolve_save_path(
     accelerator: Any, path: str | os.PathLike[str] | None, *, if_exists: str
-) -> str | StepPath:
+) -> str | ManagedPath:
     """Return where a save goes: the path, or the next name of the project. Raises StorageError if a
     checkpoint that must stay exists there.
     """
@@ -42,7 +40,7 @@ def resolve_save_path(
         folder = writable_path(os.path.expanduser(os.fspath(path)))
         parent, name = os.path.split(folder)
         # before hooks write files; the save checks again
-        commit.check_existing_entries(LocalStorage(parent), commit.PublishTarget(name, if_exists))
+        check_target_name(LocalStorage(parent), PublishTarget(name, if_exists))
         return folder
     root, number = project_root(accelerator), accelerator.project_configuration.iteration
     if root is None:
@@ -51,17 +49,12 @@ def resolve_save_path(
             "or set ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
     folder = os.path.join(root, f"{PREFIX}{number}")
-    if if_exists == "error" and is_committed(folder):
+    if if_exists == "error" and is_unified(folder):
         raise StorageError(
             f"{folder}: already exists; call load_state first, which continues the numbering, "
             "or set ProjectConfiguration(iteration=...)"
         )
-    return StepPath(folder)
-
-
-def is_committed(path: str) -> bool:
-    """Whether `path` is a committed unified checkpoint."""
-    return commit.read_manifest_at(path) is not None
+    return ManagedPath(folder)
 
 
 def is_native(path: str) -> bool:
@@ -119,19 +112,7 @@ def check_path(path: str) -> None:
             f"{path}: got a checkpoint of Accelerate, expected a unified one; "
             "use accelerator.load_state, or attach(accelerator), which reads both"
         )
-    if not os.path.isdir(path):
-        raise NotFoundError(
-            f"{path}: got {'a file' if os.path.exists(path) else 'nothing'}, "
-            "expected a checkpoint folder"
-        )
-    if is_committed(path):
-        return
-    nested = [record.name for record in scan(LocalStorage(path), PREFIX).complete]
-    if nested:
-        raise NotFoundError(
-            f"{path}: got a folder of checkpoints, expected one of them; the latest is {nested[-1]}"
-        )
-    raise NotFoundError(f"{path}: got no manifest; the folder is unfinished, or not a checkpoint")
+    check_unified(path, label=path, prefix=PREFIX)
 
 
 def advance_iteration(accelerator: Any, path: str) -> None:
@@ -164,7 +145,4 @@ def rotate_project(accelerator: Any, path: str, number: int) -> None:
         or os.path.dirname(path) != root
     ):
         return
-    rules = (LatestN(max(configuration.total_limit, 1)),)
-    rotate_after_save(
-        LocalStorage(root), PREFIX, Rules(full=rules, model_only=rules), protected=lambda: {number}
-    )
+    keep_latest(root, PREFIX, configuration.total_limit, protected={number})

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.integrations.accelerate.dataloaders import load_loader_states, loader_states
-from unified_ckpt.integrations.accelerate.folders import is_committed
+from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -174,7 +174,7 @@ def read_rank_state(accelerator: Any, path: str, rank_extra: Any) -> RankState:
             if "torch" in rank_extra
             else RankState({}, (), same_ranks=True)
         )
-    if not is_committed(path):
+    if not is_unified(path):
         _LOG.warning("%s: not on this node; random states and data loaders are not restored", path)
         return RankState({}, (), same_ranks=False)
     with open_source(path) as source:

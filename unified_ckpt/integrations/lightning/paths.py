@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from unified_ckpt.engine.folder.backup import backup_name
-from unified_ckpt.engine.folder.commit import read_manifest_at
+from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.manager.steps.remove import remove
 from unified_ckpt.manager.steps.scan import has_unified_files
@@ -129,7 +129,7 @@ def latest_requeue(path: str) -> str:
 
 
 @contextlib.contextmanager
-def link_moved_aside(path: str) -> Iterator[None]:
+def renamed_link(path: str) -> Iterator[None]:
     """Rename a link at `path` for the time of a save; remove it after the commit. One rank calls
     it.
 

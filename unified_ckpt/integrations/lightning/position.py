@@ -100,20 +100,20 @@ class PositionTracker:
         )
         num_replicas = sampler_kwargs["num_replicas"]
         first_rank = saved[0]
-        batches_seen = loops[_BATCHES]["current"]["ready"]
+        saved_batches = loops[_BATCHES]["current"]["ready"]
         batches = (
-            -(-batches_seen * replicas // num_replicas)
+            -(-saved_batches * replicas // num_replicas)
             if first_rank["ended"]
-            else batches_seen * replicas // num_replicas
+            else saved_batches * replicas // num_replicas
         )
-        if not first_rank["ended"] and batches * num_replicas != batches_seen * replicas:
+        if not first_rank["ended"] and batches * num_replicas != saved_batches * replicas:
             _LOG.warning(
                 "data: %d batches of %d ranks do not divide evenly among %d; the last are repeated",
-                batches_seen,
+                saved_batches,
                 replicas,
                 num_replicas,
             )
-        _recount(loops[_BATCHES]["current"], batches - batches_seen)
+        _recount(loops[_BATCHES]["current"], batches - saved_batches)
         if loops["state_dict"].pop("combined_loader", None):
             _LOG.warning(
                 "data: loader states are of %d ranks; "

@@ -13,7 +13,7 @@ import torch
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
-from unified_ckpt.engine.folder.commit import StepPath
+from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.errors import (
     CheckpointError,
     FormatError,
@@ -25,9 +25,9 @@ from unified_ckpt.errors import (
 from unified_ckpt.integrations.lightning.paths import (
     check_path,
     latest_requeue,
-    link_moved_aside,
     patch_links,
     remove_checkpoint,
+    renamed_link,
 )
 from unified_ckpt.integrations.lightning.position import PositionTracker
 from unified_ckpt.integrations.lightning.state_dicts import (
@@ -148,10 +148,10 @@ class PatchedStrategy:
             "optimizers": optimizer_classes if has_optimizer else None,
             "replicas": self._position.num_replicas(),
         }
-        with link_moved_aside(path) if rank == 0 else contextlib.nullcontext():
+        with renamed_link(path) if rank == 0 else contextlib.nullcontext():
             try:
                 self._checkpointer.save(
-                    StepPath(path) if path.endswith(self._checkpoint_suffixes()) else path,
+                    ManagedPath(path) if path.endswith(self._checkpoint_suffixes()) else path,
                     model=model,
                     optimizer=optimizer,
                     parts=parts or None,

@@ -1,26 +1,29 @@
-"""Checks whether a Trainer can use a checkpoint: its format, its model, its optimizer. Explains
-mistakes of users.
+"""Checks whether a Trainer can be saved, and whether it can use a checkpoint: format, model and
+optimizer. Explains mistakes of users.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from unified_ckpt.api import open as open_source
-from unified_ckpt.errors import FormatError, MismatchError
+from unified_ckpt.errors import FormatError, LayoutError, MismatchError
+from unified_ckpt.integrations.checkpoint_folders import is_unified
+from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
-from unified_ckpt.integrations.transformers.resume import is_unified
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.torch_state.flatten import OPTIMIZER
 from unified_ckpt.sources.files.json import read_config
 
+_LOG = logging.getLogger("unified_ckpt")
 _FRESH_OPTIMIZER_HINT = (
     "to continue from its weights with a fresh optimizer, "
     "create the model with from_pretrained({path}) and do not resume"
@@ -126,3 +129,39 @@ def needs_hub_names(path: str, model: torch.nn.Module) -> bool:
         os.path.isfile(os.path.join(path, name))
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     ) and bool(hub_tensors(model))
+
+
+def warn_overrides(trainer_class: type) -> None:
+    """Log methods of a subclass that write weights: no checkpoint calls them."""
+    for name in ("save_model", "_save"):
+        if getattr(trainer_class, name) is not getattr(Trainer, name):
+            _LOG.warning(
+                "%s.%s is not called for checkpoints: the engine writes the weights",
+                trainer_class.__name__,
+                name,
+            )
+
+
+def check_supported(trainer: Any, async_save: bool) -> None:
+    """Raise LayoutError for a Trainer that cannot be saved."""
+    reason = ""
+    if trainer.is_deepspeed_enabled:
+        reason = "got DeepSpeed; use FSDP2"
+    elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
+        reason = "got FSDP1, which flattens parameters; use fsdp_config={'version': 2}"
+    elif has_adapters(trainer.model) and trainer.is_distributed_loading_by_transformers:
+        reason = "got adapters (PEFT) on a model sharded at load; use FSDP2 through Accelerate"
+    elif getattr(trainer.model, "_pp_stage", None) is not None:
+        reason = "got pipeline stages, which transformers only runs forward; use pp_size=1"
+    elif trainer.args.n_gpu > 1:
+        reason = "got DataParallel; use torchrun"
+    elif trainer.args.push_to_hub and async_save:
+        reason = (
+            "got push_to_hub, which would upload an unfinished checkpoint; use async_save=False"
+        )
+    elif trainer.args.enable_jit_checkpoint and trainer.args.world_size > 1:
+        reason = (
+            "got enable_jit_checkpoint, which stops each process at another step; use one process"
+        )
+    if reason:
+        raise LayoutError(f"UnifiedCheckpointCallback: {reason}")

@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from unified_ckpt.api import open as open_source
-from unified_ckpt.engine.source.by_position import IndexedOptimizerSource, Order
-from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.protocol import IndexedOptimizerSource, Order, Source
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.torch_state.flatten import WEIGHTS
@@ -69,15 +68,16 @@ def _in_model_names(source: Source, recipes: Mapping[str, RangesTensor]) -> Sour
     """Rename the weights. Optimizer state belongs to the model in memory and has its names
     already.
     """
-    if not isinstance(source, IndexedOptimizerSource):
+    indexed = source.indexed
+    if indexed is None:
         return derive(source, recipes, parts=WEIGHTS, unchanged=set(source.parts) - set(WEIGHTS))
 
     def for_order(order: Order | None) -> Source:
         return _in_model_names(
-            source.with_stored_order if order is None else source.with_order(order), recipes
+            indexed.with_stored_order if order is None else indexed.with_order(order), recipes
         )
 
-    return IndexedOptimizerSource(_in_model_names(source.without_optimizer(), recipes), for_order)
+    return IndexedOptimizerSource(_in_model_names(indexed.without_optimizer, recipes), for_order)
 
 
 def hub_tensors(model: torch.nn.Module) -> dict[str, RangesTensor]:

@@ -12,9 +12,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder import commit
-from unified_ckpt.errors import IncompleteError, NotFoundError
+from unified_ckpt.errors import IncompleteError
 from unified_ckpt.format.names import is_backup
+from unified_ckpt.integrations.checkpoint_folders import check_unified
 from unified_ckpt.manager.steps.scan import foreign_steps, has_unified_files, scan
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.detect.names import TRAINER_STATE
@@ -71,7 +71,9 @@ def _select_latest(run: str) -> tuple[str, dict[str, str]]:
     scanned = scan(LocalStorage(run), PREFIX)
     native = {entry.path: entry for entry in foreign_steps(scanned, list_steps(run, prefix=PREFIX))}
     skipped: dict[str, str] = {}
-    for record in sorted(scanned.steps, key=lambda record: _step_number(record.name), reverse=True):
+    for record in sorted(
+        scanned.steps, key=lambda record: int(record.name.removeprefix(PREFIX)), reverse=True
+    ):
         if record.path in native:
             problem = read_step(native[record.path]).problem
         elif record.status == "complete" or record.is_unified or record.unreadable:
@@ -88,38 +90,6 @@ def _select_latest(run: str) -> tuple[str, dict[str, str]]:
 
 def check_path(path: str) -> None:
     """Raise NotFoundError, saying what is there, if `path` is not a checkpoint."""
-    if not os.path.isdir(path):
-        raise NotFoundError(
-            f"resume_from_checkpoint {path}: "
-            f"got {'a file' if os.path.exists(path) else 'nothing'}, "
-            "expected a checkpoint folder"
-        )
-    if is_unified(path):
-        return
-    entries = dict.fromkeys(os.listdir(path), 0)
-    if has_unified_files(entries):
-        raise NotFoundError(
-            f"resume_from_checkpoint {path}: got no valid manifest; it is unfinished or damaged; "
-            "pass a complete checkpoint"
-        )
-    if TRAINER_STATE in entries:
-        return
-    nested = [record.name for record in scan(LocalStorage(os.path.abspath(path)), PREFIX).complete]
-    if nested:
-        raise NotFoundError(
-            f"resume_from_checkpoint {path}: got a run's folder, expected a checkpoint; "
-            f"the latest is {nested[-1]}"
-        )
-    problem = (
-        "got neither a manifest nor a trainer_state.json; it is unfinished, or not a checkpoint"
-    )
-    raise NotFoundError(f"resume_from_checkpoint {path}: {problem}")
-
-
-def _step_number(name: str) -> int:
-    return int(name.removeprefix(PREFIX))
-
-
-def is_unified(path: str) -> bool:
-    """Whether `path` is a committed unified checkpoint."""
-    return commit.read_manifest_at(path) is not None
+    entries = dict.fromkeys(os.listdir(path) if os.path.isdir(path) else (), 0)
+    if TRAINER_STATE not in entries or has_unified_files(entries):
+        check_unified(path, label=f"resume_from_checkpoint {path}", prefix=PREFIX)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import sys
@@ -16,10 +15,10 @@ from transformers import trainer as hf_trainer
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
-from unified_ckpt.core.retention import LatestN, Rules
-from unified_ckpt.engine.folder.commit import StepPath
-from unified_ckpt.engine.load.load import LoadReport
-from unified_ckpt.errors import LayoutError, MismatchError
+from unified_ckpt.engine.folder.if_exists import ManagedPath
+from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.errors import MismatchError
+from unified_ckpt.integrations.checkpoint_folders import is_unified, keep_latest
 from unified_ckpt.integrations.transformers.adapters import (
     adapter_parts,
     has_adapters,
@@ -32,27 +31,27 @@ from unified_ckpt.integrations.transformers.compatibility import (
     can_load,
     check_has_optimizer,
     check_optimizer,
+    check_supported,
     explain_model_mismatch,
     needs_hub_names,
     optimizer_class,
+    warn_overrides,
 )
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.integrations.transformers.position import PositionTracker
 from unified_ckpt.integrations.transformers.resume import (
     PREFIX,
     check_path,
-    is_unified,
     latest_checkpoint,
     sorted_steps,
 )
 from unified_ckpt.integrations.transformers.scheduler import regroup_state
-from unified_ckpt.manager.steps.rotate import rotate_after_save
 from unified_ckpt.manager.steps.scan import scan
 from unified_ckpt.options import LoadOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
+from unified_ckpt.runtime.torch_state.optimizers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
-_LOG = logging.getLogger("unified_ckpt")
 # folder of the Trainer's small files until they are attached
 _SMALL_FILES_PREFIX = ".trainer-files-"
 
@@ -69,8 +68,8 @@ class PatchedTrainer:
         save_only_model: bool | None,
         async_save: bool,
     ) -> None:
-        _check_supported(trainer, async_save)
-        _warn_overrides(type(trainer))
+        check_supported(trainer, async_save)
+        warn_overrides(type(trainer))
         writable_path(trainer.args.output_dir)
         self.trainer, self._load_options, self._async_save = trainer, load_options, async_save
         self._save_only_model = save_only_model
@@ -102,7 +101,7 @@ class PatchedTrainer:
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write the Trainer's small files to a folder of their own, then the whole checkpoint."""
         trainer, state = self.trainer, self.trainer.state
-        _check_supported(trainer, self._async_save)
+        check_supported(trainer, self._async_save)
         self.wait()
         run_folder = trainer._get_output_dir(trial=trial)
         path = os.path.join(run_folder, f"{PREFIX}{state.global_step}")
@@ -121,12 +120,12 @@ class PatchedTrainer:
             steps = (state.global_step, state.best_global_step)
             if self._async_save:
                 self._checkpointer.save_async(
-                    StepPath(path),
+                    ManagedPath(path),
                     **arguments,
                     after_commit=lambda _: self._rotate(run_folder, *steps),
                 )
                 return
-            self._checkpointer.save(StepPath(path), **arguments)
+            self._checkpointer.save(ManagedPath(path), **arguments)
         except BaseException:
             self._remove_small_files()
             raise
@@ -167,7 +166,7 @@ class PatchedTrainer:
             wrapped = trainer.model_wrapped  # DDP knows which rank's buffers count
         return {
             **_model_arguments(wrapped),
-            "optimizer": None if only_model else _unwrap_optimizer(trainer.optimizer),
+            "optimizer": None if only_model else trainer.optimizer,
             "step": trainer.state.global_step,
             "extra": None if only_model else self._collect_extra(),
             "rank_extra": None if only_model else RandomStates().state_dict(),
@@ -232,7 +231,7 @@ class PatchedTrainer:
         scaler = getattr(trainer.accelerator, "scaler", None)
         scheduler = trainer.lr_scheduler
         return {
-            "optimizer": optimizer_class(_unwrap_optimizer(trainer.optimizer)),
+            "optimizer": optimizer_class(unwrap_optimizer(trainer.optimizer)),
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "data": self._position.state(),
@@ -256,20 +255,18 @@ class PatchedTrainer:
         ]
         latest = sorted(steps)[-limit:]
         best_is_older = best_step in steps and best_step not in latest
-        count = max(limit - best_is_older, 1)
-        rules = Rules(full=(LatestN(count),), model_only=(LatestN(count),))
-        rotate_after_save(
-            LocalStorage(run_folder),
+        keep_latest(
+            run_folder,
             PREFIX,
-            rules,
-            protected=lambda: {saved_step, *([best_step] if best_step else [])},
+            limit - best_is_older,
+            protected={saved_step, *([best_step] if best_step else [])},
         )
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Train, from the latest committed step if `resume_from_checkpoint` is True."""
-        _check_supported(self.trainer, self._async_save)
+        check_supported(self.trainer, self._async_save)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = latest_checkpoint(
                 self._checkpointer,
@@ -336,7 +333,7 @@ class PatchedTrainer:
             return
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
-        optimizer, weights = _unwrap_optimizer(trainer.optimizer), _model_arguments(model)
+        optimizer, weights = unwrap_optimizer(trainer.optimizer), _model_arguments(model)
         check_optimizer(checkpoint, optimizer)
         # the model is loaded; it provides names
         options = self._load_options.model_copy(update={"parts": ("optimizer",)})
@@ -348,9 +345,7 @@ class PatchedTrainer:
             with open_source(checkpoint) as source:
                 groups = source.source.metadata().groups
             if groups:  # otherwise the groups match one by one
-                saved = regroup_state(
-                    saved, _unwrap_optimizer(trainer.optimizer), parameter_names(model), groups
-                )
+                saved = regroup_state(saved, optimizer, parameter_names(model), groups)
             trainer.lr_scheduler.load_state_dict(saved)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -378,42 +373,6 @@ class PatchedTrainer:
             )
 
 
-def _warn_overrides(trainer_class: type) -> None:
-    """Log methods of a subclass that write weights: no checkpoint calls them."""
-    for name in ("save_model", "_save"):
-        if getattr(trainer_class, name) is not getattr(hf_trainer.Trainer, name):
-            _LOG.warning(
-                "%s.%s is not called for checkpoints: the engine writes the weights",
-                trainer_class.__name__,
-                name,
-            )
-
-
-def _check_supported(trainer: Any, async_save: bool) -> None:
-    """Raise LayoutError for a Trainer that cannot be saved."""
-    reason = ""
-    if trainer.is_deepspeed_enabled:
-        reason = "got DeepSpeed; use FSDP2"
-    elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-        reason = "got FSDP1, which flattens parameters; use fsdp_config={'version': 2}"
-    elif has_adapters(trainer.model) and trainer.is_distributed_loading_by_transformers:
-        reason = "got adapters (PEFT) on a model sharded at load; use FSDP2 through Accelerate"
-    elif getattr(trainer.model, "_pp_stage", None) is not None:
-        reason = "got pipeline stages, which transformers only runs forward; use pp_size=1"
-    elif trainer.args.n_gpu > 1:
-        reason = "got DataParallel; use torchrun"
-    elif trainer.args.push_to_hub and async_save:
-        reason = (
-            "got push_to_hub, which would upload an unfinished checkpoint; use async_save=False"
-        )
-    elif trainer.args.enable_jit_checkpoint and trainer.args.world_size > 1:
-        reason = (
-            "got enable_jit_checkpoint, which stops each process at another step; use one process"
-        )
-    if reason:
-        raise LayoutError(f"UnifiedCheckpointCallback: {reason}")
-
-
 def _model_arguments(model: torch.nn.Module) -> dict[str, Any]:
     """Return the model arguments of a save or load: only the adapters, if the model has any."""
     return {"parts": adapter_parts(model)} if has_adapters(model) else {"model": model}
@@ -423,12 +382,6 @@ def _attach(model: torch.nn.Module, small_folder: str, folder: str) -> None:
     shutil.copytree(small_folder, folder, dirs_exist_ok=True)
     if has_adapters(model):
         link_adapters(model, folder)
-
-
-def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside Accelerate's wrapper."""
-    unwrapped: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return unwrapped
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""Pure rules: when to save, what a failure means, which metrics count. No files, no ranks."""
+"""Pure rules: when to save, what to replace, what a failure means, which metrics count."""

@@ -21,20 +21,17 @@ def due_reasons(
     """
     if not options.enabled or step == last_step:
         return ()
-    reasons = []
-    if options.interval_steps is not None and step > 0 and step % options.interval_steps == 0:
-        reasons.append("interval")
-    if (
-        options.local_interval_steps is not None
-        and step > 0
-        and step % options.local_interval_steps == 0
-    ):
-        reasons.append(LOCAL_INTERVAL)
-    if step in options.steps:
-        reasons.append("listed step")
-    if options.on_start and first:
-        reasons.append("start")
-    return tuple(reasons)
+    due = {
+        "interval": _is_multiple(step, options.interval_steps),
+        LOCAL_INTERVAL: _is_multiple(step, options.local_interval_steps),
+        "listed step": step in options.steps,
+        "start": options.on_start and first,
+    }
+    return tuple(reason for reason, is_due in due.items() if is_due)
+
+
+def _is_multiple(step: int, interval: int | None) -> bool:
+    return interval is not None and step > 0 and step % interval == 0
 
 
 def saves_automatically(options: ManagerOptions) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import secrets
 
-from unified_ckpt.engine.folder import commit
 from unified_ckpt.engine.folder.backup import delete_checkpoint as clear_folder
+from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps.scan import StepRecord, read_step_record
@@ -25,7 +25,7 @@ def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
     Raises StorageError if it cannot be removed completely; what remains is not a checkpoint.
     """
     with exclusive_lock(storage.path(name)) as exclusive:
-        manifest = commit.read_manifest(storage, name) if exclusive else None
+        manifest = read_manifest(storage, name) if exclusive else None
         if manifest is None or manifest.save_id != save_id:
             return False
         trash = names.trash_name(name, save_id)

@@ -5,11 +5,11 @@ save.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from unified_ckpt.core.retention import Rules, retained
-from unified_ckpt.engine.folder.commit import read_manifest
 from unified_ckpt.engine.folder.completeness import header_mismatch
+from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.steps.remove import remove_all
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
@@ -37,16 +37,28 @@ def damaged_saves(storage: LocalStorage, scanned: Scan) -> dict[str, str]:
 
 
 def removable(
-    scanned: Scan, rules: Rules, *, protected: Collection[int], excluded: Collection[str] = ()
+    scanned: Scan,
+    rules: Rules,
+    *,
+    last_step: int | None = None,
+    protected: Collection[int] = (),
+    excluded: Collection[str] = (),
 ) -> list[StepRecord]:
     """Return complete checkpoints that no rule keeps. Never includes incomplete, misnamed or
     foreign folders, nor saves in `excluded`.
+
+    Steps after `last_step` are neither counted nor included: a run that has gone back from them, or
+    never restored, keeps its own steps beside them.
     """
-    candidates = [record for record in scanned.complete if record.save_id not in excluded]
-    kept_steps = retained(
+    candidates = [
+        record
+        for record in scanned.complete
+        if record.save_id not in excluded and (last_step is None or (record.step or 0) <= last_step)
+    ]
+    retained_steps = retained(
         [record.retention_entry for record in candidates], rules, protected=protected
     )
-    return [record for record in candidates if record.step not in kept_steps]
+    return [record for record in candidates if record.step not in retained_steps]
 
 
 def rotate(
@@ -54,38 +66,32 @@ def rotate(
     prefix: str,
     rules: Rules,
     *,
-    protected: Callable[[], Collection[int]],
+    last_step: int | None = None,
+    protected: Collection[int] = (),
     excluded: Collection[str] = (),
 ) -> None:
-    """Remove what the rules do not keep.
+    """Remove what the rules do not keep, after a save. A failure is logged, not raised.
 
-    `protected` returns steps that always stay, such as the one just saved. It is called after the
-    scan, so that a step protected before its save began is seen. `excluded`: save ids that the
+    `last_step`: the step just saved. `protected`: steps that stay. `excluded`: save ids that the
     rules ignore. What cannot be removed is logged, and retried after the next save.
     """
     if not rules.full and not rules.model_only:
         return
-    scanned = scan(storage, prefix)
-    to_remove = removable(scanned, rules, protected=protected(), excluded=excluded)
-    removed, remaining = remove_all(
-        storage, {record.name: record.save_id or "" for record in to_remove}
-    )
+    try:
+        to_remove = removable(
+            scan(storage, prefix),
+            rules,
+            last_step=last_step,
+            protected=protected,
+            excluded=excluded,
+        )
+        removed, remaining = remove_all(
+            storage, {record.name: record.save_id or "" for record in to_remove}
+        )
+    except (CheckpointError, OSError) as error:
+        _LOG.warning("%s: cannot remove old checkpoints yet: %s", storage.root, error)
+        return
     if removed:
         _LOG.info("removed from %s by the retention rules: %s", storage.root, ", ".join(removed))
     for name, reason in remaining.items():
         _LOG.warning("%s cannot be removed yet: %s", storage.path(name), reason)
-
-
-def rotate_after_save(
-    storage: LocalStorage,
-    prefix: str,
-    rules: Rules,
-    *,
-    protected: Callable[[], Collection[int]],
-    excluded: Collection[str] = (),
-) -> None:
-    """Apply `rotate`; a failure is logged and does not fail the save."""
-    try:
-        rotate(storage, prefix, rules, protected=protected, excluded=excluded)
-    except (CheckpointError, OSError) as error:
-        _LOG.warning("%s: cannot remove old checkpoints yet: %s", storage.root, error)

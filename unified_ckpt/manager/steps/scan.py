@@ -109,6 +109,11 @@ class Scan:
         """The complete checkpoints, by step."""
         return [record for record in self.steps if record.status == "complete"]
 
+    def steps_after(self, step: int | None) -> list[int]:
+        """Return the complete steps from which a run goes back that restores `step`."""
+        steps = {record.step for record in self.complete if record.step is not None}
+        return sorted(later for later in steps if step is not None and later > step)
+
     @property
     def newer_problems(self) -> list[StepRecord]:
         """Unusable folders whose names claim a step after the last complete one, the highest
@@ -182,12 +187,12 @@ def foreign_steps(scanned: Scan, entries: Iterable[StepEntry]) -> list[StepEntry
     """Return the entries of a root that are not steps of its scan: those of other engines, and ours
     under other names.
     """
-    own_paths = {
+    scanned_paths = {
         record.path
         for record in scanned.steps
         if record.status != "incomplete" or record.is_unified or record.unreadable
     }
-    return [entry for entry in entries if entry.path not in own_paths]
+    return [entry for entry in entries if entry.path not in scanned_paths]
 
 
 def is_step_name(entry: str, prefix: str) -> bool:
@@ -296,7 +301,7 @@ def file_sizes(folder: str) -> dict[str, int]:
 
 def has_unified_files(entries: Mapping[str, int]) -> bool:
     """Whether file names of a folder show that this library wrote it."""
-    return not entries.keys().isdisjoint({names.MANIFEST, names.DIGESTS, names.MARKER})
+    return not entries.keys().isdisjoint({names.MANIFEST, names.DIGESTS, names.SAVE_ID_FILE})
 
 
 def trailing_number(name: str) -> int:
@@ -351,15 +356,3 @@ def _stale_folder(
         len(sizes),
         max(time.time() - last_change, 0.0),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class BadStep:
-    """A step of this run that exists and cannot be used.
-
-    `local`: in the local tier; the same save in the root may be good.
-    """
-
-    step: int
-    save_id: str
-    local: bool

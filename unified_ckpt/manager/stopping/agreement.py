@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from unified_ckpt.errors import RankError
-from unified_ckpt.runtime.comm.comm import KeyStore
+from unified_ckpt.runtime.comm.key_store import KeyStore
 
 _POLLS_PER_SECOND = 10_000  # upper bound for all ranks together, to spare the store
 

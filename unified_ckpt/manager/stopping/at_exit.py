@@ -8,7 +8,7 @@ from collections.abc import Callable
 _POLL_SECONDS = 0.2
 
 
-class ExitHook:
+class ExitHook(threading.Thread):
     """Calls `callback` once the main thread and all other non-daemon threads have ended, background
     saves included. The process then ends.
 
@@ -17,24 +17,19 @@ class ExitHook:
     """
 
     def __init__(self, callback: Callable[[], object]) -> None:
-        self._cancelled = threading.Event()
-        _ExitThread(callback, self._cancelled).start()
+        super().__init__(name="unified_ckpt-exit", daemon=False)
+        self._callback, self._cancelled = callback, threading.Event()
+        self.start()
 
     def cancel(self) -> None:
         """Do not call `callback`. May be called by `callback` itself."""
         self._cancelled.set()
 
-
-class _ExitThread(threading.Thread):
-    def __init__(self, callback: Callable[[], object], cancelled: threading.Event) -> None:
-        super().__init__(name="unified_ckpt-exit", daemon=False)
-        self._callback, self._cancelled = callback, cancelled
-
     def run(self) -> None:
         """Poll the other threads, then call `callback`."""
         while not self._cancelled.wait(_POLL_SECONDS):
             if all(
-                thread.daemon or isinstance(thread, _ExitThread) or not thread.is_alive()
+                thread.daemon or isinstance(thread, ExitHook) or not thread.is_alive()
                 for thread in threading.enumerate()
             ):
                 self._callback()

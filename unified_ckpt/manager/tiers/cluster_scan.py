@@ -9,7 +9,6 @@ With one tier the root is listed in the same way, because each node may have a r
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +19,12 @@ from typing import Any
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
-from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.step_names import StepEntry, list_steps
 
@@ -59,7 +58,7 @@ class ClusterScan:
         # complete in one folder of the root, as rank 0 sees it
         self._whole_saves: set[str | None] = set()
         # by leader, if each node may have a root of its own
-        self._answers: dict[int, dict[str, Any]] = {}
+        self._replies: dict[int, dict[str, Any]] = {}
 
     def scan(self, root_scan: Scan) -> Scan:
         """Return both tiers over all nodes, the better copy last. Rank 0 only. `root_scan`: the
@@ -69,24 +68,22 @@ class ClusterScan:
         self._whole_saves = {
             entry.save_id for entry in root_scan.complete if not entry.in_node_group
         }
-        self._collective.put("root-saves", json.dumps(sorted(saves)).encode())
+        self._collective.put_json("root-saves", sorted(saves))
         if self._directory == self._root:
             names = [entry.name for entry in list_steps(self._root, prefix=self._prefix)]
-            self._collective.put("root-entries", json.dumps(names).encode())
-        answers = [self._describe_local(saves)] + [
-            json.loads(self._collective.get(f"local/{rank}")) for rank in self._leaders[1:]
-        ]
+            self._collective.put_json("root-entries", names)
+        replies = self._collect_local(saves)
         if self._directory == self._root:
-            self._answers = dict(zip(self._leaders, answers, strict=True))
+            self._replies = dict(zip(self._leaders, replies, strict=True))
         local_scan, excluded = merge_scans(
             [
-                ([decode_record(entry) for entry in answer["steps"]], answer["excluded"])
-                for answer in answers
+                ([decode_record(entry) for entry in reply["steps"]], reply["excluded"])
+                for reply in replies
             ],
             self._directory,
         )
         # the root was emptied: exclude all
-        if not saves and any(answer["knows_root_saves"] for answer in answers):
+        if not saves and any(reply["knows_root_saves"] for reply in replies):
             excluded = run_marker.save_ids(local_scan.steps)
         if self._directory == self._root:
             return local_scan
@@ -98,14 +95,14 @@ class ClusterScan:
         """
         entries = list_steps(self._root, prefix=self._prefix)
         absences: dict[str, str] = {}
-        for rank, answer in self._answers.items():
+        for rank, reply in self._replies.items():
             additional = [
                 replace(StepEntry(**entry), path=os.path.join(self._root, entry["name"]))
-                for entry in answer["additional"]
+                for entry in reply["additional"]
             ]
             absences |= {
                 os.path.join(self._root, name): f"rank {rank}'s node does not have it"
-                for name in answer["absent"]
+                for name in reply["absent"]
             }
             absences |= {entry.path: "rank 0's node does not have it" for entry in additional}
             entries += [
@@ -137,14 +134,12 @@ class ClusterScan:
     def close(self) -> None:
         """End the `serve` of the other leaders. Rank 0 only."""
         self._request(_END)
-        self._comm.detach()
+        self._comm.hand_over_keys()
 
     def serve(self) -> None:
         """Answer rank 0 until it has selected. Other leaders only."""
-        saves = frozenset(json.loads(self._collective.get("root-saves")))
-        self._collective.put(
-            f"local/{self._collective.rank}", json.dumps(self._describe_local(saves)).encode()
-        )
+        saves = frozenset(self._collective.get_json("root-saves"))
+        self._collect_local(saves)
         for request in count(1):
             name = self._collective.get(f"request/{request}").decode()
             if name == _END:
@@ -154,7 +149,12 @@ class ClusterScan:
             except CheckpointError as error:
                 self._collective.raise_if_failed()
                 _LOG.debug("%s: %s", name, error)  # rank 0 raises it too
-        self._comm.detach()
+        self._comm.hand_over_keys()
+
+    def _collect_local(self, saves: frozenset[str]) -> list[dict[str, Any]]:
+        """Return what the leaders describe, on rank 0."""
+        described = self._describe_local(saves)
+        return self._collective.collect_json("local", described, dst=0, ranks=self._leaders)
 
     def _request(self, name: str) -> None:
         self._requests_sent += 1
@@ -177,7 +177,7 @@ class ClusterScan:
             scanned = Scan((), ())
         if self._directory == self._root:
             # of rank 0; equal if the root is shared
-            root_names = set(json.loads(self._collective.get("root-entries")))
+            root_names = set(self._collective.get_json("root-entries"))
             additional = [
                 asdict(entry) for name, entry in entries.items() if name not in root_names
             ]
@@ -208,32 +208,32 @@ class ClusterScan:
         raises the errors of the load.
         """
         with ExitStack() as stack:
-            paths, nodes = [os.path.join(self._directory, name)], range(self._comm.world)
+            paths = [os.path.join(self._directory, name)]
             opened = open_folders(paths, stack, lock=False)
             timeout = self._collective.timeout_seconds
             source = open_cluster_source(
                 self._comm,
                 f"restore of {name}",
                 opened,
-                nodes,
+                Topology.shared_folder(self._comm.rank, range(self._comm.world)),
                 stack,
                 timeout_seconds=timeout,
             )
             collective = self._comm.begin_collective("diagnose", timeout_seconds=timeout)
             with collective.step("read"):  # other nodes may read this folder until here
-                return source.save_id if isinstance(source, ClusterSource) else None
+                return source.save_id if source is not None else None
 
 
 def merge_scans(
-    answers: Iterable[tuple[Sequence[StepRecord], Sequence[str]]], directory: str
+    replies: Iterable[tuple[Sequence[StepRecord], Sequence[str]]], directory: str
 ) -> tuple[Scan, frozenset[str]]:
     """Merge the scans of all nodes as if they lay in one `directory`. Pure.
 
-    `answers`: per node, its steps and the save ids that it excludes. Returns one record per save,
+    `replies`: per node, its steps and the save ids that it excludes. Returns one record per save,
     and the saves that every node excludes.
     """
     records_by_node = [
-        (record, set(excluded)) for records, excluded in answers for record in records
+        (record, set(excluded)) for records, excluded in replies for record in records
     ]
     counted = {
         record.save_id

@@ -28,24 +28,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from unified_ckpt.engine.folder.copy import CopyReport
 from unified_ckpt.engine.rewrite.merge import MergeOptions, merge_paths
 from unified_ckpt.errors import CheckpointError, RankError, StorageError
 from unified_ckpt.manager.stopping.agreement import poll_interval
 from unified_ckpt.manager.stopping.at_exit import ExitHook
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 
 _LOG = logging.getLogger("unified_ckpt")
-NOT_COPIED = (
-    "%s is not copied: %s/%s is save %s of a previous run and stays; "
-    "to replace it, set if_exists='replace'"
-)
 _POLL_SECONDS = 0.2
 # Keys of the store, under tiers/<token>/keys:
 _MERGE = "merge"  # the current merge: its number and its job
 _FINISHED = "finished"  # number of the last job that has finished or failed
-_SAVES = "saves"  # ids of the saves in the root
 _HEARTBEATS = "heartbeats"  # counter of all leaders
 _HEARTBEAT_SECONDS = 1.0  # minimum interval between heartbeats of a merging leader
 
@@ -66,20 +63,12 @@ class UploadJob:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class TierPaths:
-    """The folders of both tiers on this node, absolute."""
-
-    local: str
-    root: str
-
-
 class MergeQueue:
     """This node's part in all merges of a manager.
 
-    `comm`: all ranks of the job. `leaders`: one rank per node, in the order of nodes. `token`:
-    identifies the manager. `on_committed` is called in the threads of the other leaders with the
-    save ids in the root. Only the first leader calls `merge`, `publish_saves` and `mark_finished`.
+    `source`, `target`: the local directory and the root. `comm`: all ranks of the job. `leaders`:
+    one rank per node, in the order of nodes. `token`: identifies the manager. Only the first leader
+    calls `merge` and `mark_finished`.
     """
 
     def __init__(
@@ -88,17 +77,17 @@ class MergeQueue:
         leaders: Sequence[int],
         token: str,
         *,
-        paths: TierPaths,
+        source: str,
+        target: str,
         timeout_seconds: float,
-        on_committed: Callable[[frozenset[str]], object],
     ) -> None:
         self._merge_comm = comm.subgroup(f"tiers/{token}/merge", leaders)
+        # Of the leaders, one per node.
+        self._topology = Topology.shared_folder(self._merge_comm.rank, range(len(leaders)))
         self._commit_comm = comm.subgroup(f"tiers/{token}/commits", leaders)
         self._keys = comm.key_store(f"tiers/{token}/keys")
-        self._source = paths.local
-        self._target = paths.root
+        self._source, self._target = source, target
         self._timeout_seconds = timeout_seconds
-        self._on_committed = on_committed
         self._poll_seconds = poll_interval(_POLL_SECONDS, pollers=len(leaders))
         self._last_published = self._last_received = 0  # numbers of merges published and received
         self._last_scheduled = 0  # number of the last save that was due, equal on every leader
@@ -117,17 +106,17 @@ class MergeQueue:
         """Record that the save of this number is to be merged."""
         self._last_scheduled = number
 
-    def broadcast_pending(self, pending: set[int]) -> set[int]:
-        """Return the steps that the first leader has pending. Collective over the leaders, after
-        each local commit.
+    def broadcast_state(
+        self, pending: set[int], root_saves: frozenset[str]
+    ) -> tuple[set[int], frozenset[str]]:
+        """Return the steps that the first leader has pending, and the saves in the root. Collective
+        over the leaders, after each local commit.
         """
         collective = self._commit_comm.begin_collective(
             "pending", timeout_seconds=self._timeout_seconds
         )
-        body = collective.broadcast(
-            "pending", json.dumps(sorted(pending)).encode() if collective.rank == 0 else None
-        )
-        return set(json.loads(body))
+        state = collective.broadcast_json("pending", [sorted(pending), sorted(root_saves)])
+        return set(state[0]), frozenset(state[1])
 
     def wait(self) -> None:
         """Block a follower until every scheduled merge has finished or failed. Raises StorageError
@@ -160,32 +149,26 @@ class MergeQueue:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(10 * self._poll_seconds)
-        self._merge_comm.detach()
-        self._commit_comm.detach()
+        self._merge_comm.hand_over_keys()
+        self._commit_comm.hand_over_keys()
 
-    def merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> int:
-        """Start a merge on all leaders and run it. Collective. Returns the bytes written by this
-        node.
-        """
+    def merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> CopyReport:
+        """Start a merge on all leaders and run it. Collective."""
         self._last_published += 1
         self._keys.set(_MERGE, json.dumps({"number": self._last_published, "job": asdict(job)}))
         return self._merge(job, on_progress)
 
-    def publish_saves(self, saves: frozenset[str]) -> None:
-        """Publish the ids of the saves in the root, after a merge."""
-        self._keys.set(_SAVES, json.dumps(sorted(saves)))
-
     def mark_finished(self, job: UploadJob) -> None:
         """Publish that this job and all jobs before it have finished or failed."""
-        self._keys.set(_FINISHED, str(job.number))
+        try:
+            self._keys.set(_FINISHED, str(job.number))
+        except RankError as error:
+            text = "cannot report to the other nodes that the merge of %s has ended: %s"
+            _LOG.warning(text, job.name, error)
 
     def _follow(self) -> None:
-        last_body = b""
         while not self._stopped.is_set():
             try:
-                if self._keys.check([_SAVES]) and (body := self._keys.get(_SAVES)) != last_body:
-                    last_body = body
-                    self._on_committed(frozenset(json.loads(body)))
                 if self._keys.check([_MERGE]):
                     message = json.loads(self._keys.get(_MERGE))
                     if message["number"] > self._last_received:
@@ -199,7 +182,7 @@ class MergeQueue:
         if self._stopped.is_set():
             raise StorageError(f"{self._target}: the merge was cancelled after {nbytes} more bytes")
 
-    def _merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> int:
+    def _merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> CopyReport:
         def heartbeat(nbytes: int) -> None:
             if time.monotonic() - self._last_heartbeat > _HEARTBEAT_SECONDS:
                 self._last_heartbeat = time.monotonic()
@@ -223,13 +206,11 @@ class MergeQueue:
             storage,
             job.name,
             options,
-            nodes=range(self._merge_comm.world),
+            topology=self._topology,
         )
-        if report.is_other_save and self._merge_comm.rank == 0:
-            _LOG.warning(NOT_COPIED, paths[0], self._target, job.name, report.save_id)
         for warning in report.notes:
             _LOG.warning("%s: %s", job.name, warning)
-        return report.nbytes
+        return report
 
     def _before_exit(self) -> None:
         try:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unified_ckpt.engine.folder.copy import copy_checkpoint
-from unified_ckpt.errors import IncompleteError, IntegrityError, RankError, StorageError
+from unified_ckpt.engine.folder.copy import CopyReport, copy_checkpoint
+from unified_ckpt.errors import IncompleteError, IntegrityError, StorageError
 from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.rules.existing import kept_text
 from unified_ckpt.manager.rules.retry import is_transient
 from unified_ckpt.manager.stopping.at_exit import ExitHook
-from unified_ckpt.manager.tiers.merge_queue import NOT_COPIED, MergeQueue, TierPaths, UploadJob
+from unified_ckpt.manager.tiers.merge_queue import MergeQueue, UploadJob
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
@@ -39,8 +40,8 @@ class _CancelledError(StorageError):
 
 
 class UploadQueue:
-    """One upload runs and one waits: a newer job replaces the one that waits. `on_uploaded` is
-    called after each success.
+    """One upload runs and one waits: a newer job replaces the one that waits. `on_ended` is
+    called after each that was not cancelled, with its error.
 
     Uses a daemon thread, because a hanging write cannot be ended. At exit the process waits for it
     as long as there is progress. `stall_seconds`: time without progress after which waiters give
@@ -49,16 +50,16 @@ class UploadQueue:
 
     def __init__(
         self,
-        paths: TierPaths,
+        source: str,
+        target: str,
         options: ManagerOptions,
         *,
         stall_seconds: float,
-        on_uploaded: Callable[[UploadJob], object],
+        on_ended: Callable[[UploadJob, Exception | None], object],
     ) -> None:
-        self._source = paths.local
-        self._target = paths.root
+        self._source, self._target = source, target
         self._options = options
-        self._on_uploaded = on_uploaded
+        self._on_ended = on_ended
         self._stall_seconds = stall_seconds
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -98,7 +99,7 @@ class UploadQueue:
 
     def release(self) -> None:
         """Mark the local files of the running upload as no longer needed. For use in
-        `on_uploaded`.
+        `on_ended`.
         """
         with self._condition:
             self._in_use = None
@@ -124,7 +125,8 @@ class UploadQueue:
                     self.merge_queue is not None
                     and (heartbeats := self.merge_queue.heartbeat_count()) != self._merge_heartbeats
                 ):
-                    self._merge_heartbeats, self._last_progress = heartbeats, time.monotonic()
+                    self._merge_heartbeats = heartbeats
+                    self._last_progress = max(self._last_progress, time.monotonic())
                 stalled = time.monotonic() - self._last_progress
                 if stalled > self._stall_seconds:
                     job = self._running or self._queued
@@ -158,12 +160,13 @@ class UploadQueue:
                 self._running = self._in_use = job
                 self._last_progress = time.monotonic()
             error = self._upload_with_retries(job)
-            if error is None:
-                try:
-                    self._on_uploaded(job)
-                except Exception as failure:
-                    _LOG.warning("%s: clean-up after a copy failed: %s", self._target, failure)
-            self._publish_finished(job)
+            try:
+                if not isinstance(error, _CancelledError):
+                    self._on_ended(job, error)
+            except Exception as failure:
+                _LOG.warning("%s: clean-up after a copy failed: %s", self._target, failure)
+            if self.merge_queue is not None:
+                self.merge_queue.mark_finished(job)
             with self._condition:
                 self._running = self._in_use = None
                 self._outcomes.append(UploadOutcome(job.step, error))
@@ -189,63 +192,39 @@ class UploadQueue:
             if not self._pause(when.backoff_seconds(self._options, attempt)):
                 return _CancelledError(f"{job.name}: the copy was cancelled")
 
-    def _publish_finished(self, job: UploadJob) -> None:
-        if self.merge_queue is not None:
-            try:
-                self.merge_queue.mark_finished(job)
-            except RankError as error:
-                _LOG.warning(
-                    "cannot report to the other nodes that the merge of %s has ended: %s",
-                    job.name,
-                    error,
-                )
-
     def _upload(self, job: UploadJob) -> None:
         start, path = time.monotonic(), f"{self._source}/{job.name}"
         os.makedirs(self._target, exist_ok=True)
+        report: CopyReport
         if self.merge_queue is not None:
-            nbytes = self.merge_queue.merge(job, self._on_progress)
-            seconds = time.monotonic() - start
-            _LOG.info(
-                "merged %s to %s: %.3f GB by this node in %.2f s",
-                job.name,
-                self._target,
-                nbytes / 1e9,
-                seconds,
-            )
-            return
-        with LocalStorage(self._target, write_policy=BACKGROUND) as storage:
-            report = copy_checkpoint(
-                path,
-                storage,
-                job.name,
-                if_exists=job.if_exists,
-                fsync=job.fsync,
-                on_progress=self._on_progress,
-            )
-        seconds = time.monotonic() - start
-        if report.is_other_save:
-            _LOG.warning(NOT_COPIED, path, self._target, job.name, report.save_id)
-        elif report.nbytes:
-            _LOG.info(
-                "copied %s to %s: %.3f GB in %.2f s",
-                path,
-                self._target,
-                report.nbytes / 1e9,
-                seconds,
-            )
+            report = self.merge_queue.merge(job, self._on_progress)
         else:
-            _LOG.info("%s is already in %s", path, self._target)
+            with LocalStorage(self._target, write_policy=BACKGROUND) as storage:
+                report = copy_checkpoint(
+                    path,
+                    storage,
+                    job.name,
+                    if_exists=job.if_exists,
+                    fsync=job.fsync,
+                    on_progress=self._on_progress,
+                )
+        if report.is_other_save:
+            existing = os.path.join(self._target, job.name)
+            _LOG.warning("%s is not copied: %s", path, kept_text(existing, report.save_id))
+            return
+        _LOG.info(
+            "copied %s to %s: %.3f GB by this node in %.2f s",
+            path,
+            self._target,
+            report.nbytes / 1e9,
+            time.monotonic() - start,
+        )
 
     def _pause(self, seconds: float) -> bool:
         """Sleep; return False if cancelled meanwhile. A pause counts as progress."""
-        deadline = time.monotonic() + seconds
         with self._condition:
-            while not self._cancelled and (remaining := deadline - time.monotonic()) > 0:
-                self._last_progress = time.monotonic()
-                self._condition.wait(min(remaining, _POLL_SECONDS))
-            self._last_progress = time.monotonic()
-            return not self._cancelled
+            self._last_progress = time.monotonic() + seconds
+            return not self._condition.wait_for(lambda: self._cancelled, timeout=seconds)
 
     def _on_progress(self, nbytes: int) -> None:
         self._last_progress = time.monotonic()

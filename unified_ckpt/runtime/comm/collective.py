@@ -1,4 +1,4 @@
-"""Runs one collective operation of all ranks: numbered steps over a shared store.
+"""Runs one collective operation of all ranks: named steps over a shared store.
 
 All ranks arrive, exchange values under keys of their own, and finish together or fail together with
 the same error text.
@@ -6,54 +6,37 @@ the same error text.
 
 from __future__ import annotations
 
+import json
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.error_spread import Spread, mark, spread_of
+from unified_ckpt.runtime.comm.key_store import KeyStore
 
-_SECONDARY_WAIT_SECONDS = 10.0  # for the rank that failed first to publish its error
+_SECONDARY_WAIT_SECONDS = 10.0  # for the rank that failed first to share its error
 _STOP_SECONDS = 10.0  # for other ranks to stop writing before a failed save is deleted
 _SHORT_WAIT_SECONDS = 0.1  # most waits end before; only longer ones check the parent too
 _HEARTBEATS_PER_TIMEOUT = 20
-
-
-class CollectiveStore(Protocol):
-    """The subset of `comm.KeyStore` that a collective uses."""
-
-    def set(self, key: str, value: bytes, /) -> None:
-        """Set a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is set."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are set."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter and return its new value."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of keys that are set."""
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Set the key if it holds `expected`, and return its value."""
+_COMPRESSED_NBYTES = 1 << 16  # of JSON from which compression costs less than sending
 
 
 class Collective:
     """One collective operation of all ranks.
 
-    Every wait raises RankError after `timeout_seconds` without a heartbeat from any rank. It raises
-    the error of the `parent` collective as soon as that one fails.
+    A wait ends after `timeout_seconds` without a heartbeat from any rank: `wait` then returns
+    False, and methods that need the value raise RankError. A wait raises the error of the `parent`
+    collective as soon as that one fails.
     """
 
     def __init__(
         self,
-        store: CollectiveStore,
+        store: KeyStore,
         number: int,
         *,
         rank: int,
@@ -204,7 +187,7 @@ class Collective:
     def collect(self, key: str, value: bytes, *, dst: int, ranks: Sequence[int]) -> list[bytes]:
         """Return the values of `ranks`, in their order, on rank `dst`; an empty list elsewhere.
 
-        Other ranks' values are not sent.
+        Ranks outside `ranks` send nothing.
         """
         if self.rank in ranks:
             self.put(f"{key}/{self.rank}", value)
@@ -216,6 +199,28 @@ class Collective:
                 f"rank(s) {missing} did not reach {key!r} within {self.timeout_seconds:g} s"
             )
         return self._store.multi_get([self._prefix + k for k in keys])
+
+    def put_json(self, key: str, value: object) -> None:
+        """Set a key to a value as JSON."""
+        self.put(key, _encode_json(value))
+
+    def get_json(self, key: str, *, sender: int | None = None) -> Any:
+        """Return the value that some rank sets with `put_json`, waiting like `get`."""
+        return _decode_json(self.get(key, sender=sender))
+
+    def collect_json(self, key: str, value: object, *, dst: int, ranks: Sequence[int]) -> list[Any]:
+        """Return the values of `ranks` like `collect`, sent as JSON."""
+        bodies = self.collect(key, _encode_json(value), dst=dst, ranks=ranks)
+        return [_decode_json(body) for body in bodies]
+
+    def broadcast_json(self, key: str, value: object) -> Any:
+        """Return rank 0's value, sent as JSON, on every rank; values of other ranks are ignored."""
+        return _decode_json(self.broadcast(key, _encode_json(value)))
+
+    def all_gather_json(self, key: str, value: object) -> list[Any]:
+        """Return the values of all ranks, sent as JSON through rank 0, on every rank."""
+        values = self.collect_json(key, value, dst=0, ranks=range(self.world))
+        return list(self.broadcast_json(f"{key}-all", values))
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -231,7 +236,7 @@ class Collective:
 
     @contextmanager
     def propagating_errors(self) -> Iterator[None]:
-        """Publish an error of the block to all ranks, and raise the first one on all of them.
+        """Share an error of the block with all ranks, and raise the first one on all of them.
 
         Use it around a whole operation; `step` already does this for the errors inside a step.
         """
@@ -240,7 +245,7 @@ class Collective:
         except BaseException as error:
             if self.world == 1 or spread_of(error) is Spread.SHARED:
                 raise
-            self.publish_error(error)
+            self.share_error(error)
             self.mark_stopped()
             raise self.failure(error) from error
 
@@ -253,10 +258,10 @@ class Collective:
         keys = [f"stopped/{rank}" for rank in range(self.world)]
         self.wait(keys, seconds=min(_STOP_SECONDS, self.timeout_seconds / 2), ignore_failures=True)
 
-    def publish_error(self, error: BaseException) -> None:
-        """Publish this rank's error, unless another rank was first.
+    def share_error(self, error: BaseException) -> None:
+        """Share this rank's error, unless another rank was first.
 
-        A secondary error first waits for the rank that failed first to publish its own.
+        A secondary error first waits for the rank that failed first to share its own.
         """
         if spread_of(error) is Spread.SECONDARY:
             self.wait(["failed"], seconds=_SECONDARY_WAIT_SECONDS)
@@ -272,7 +277,7 @@ class Collective:
         arrivals = f"finished/{step}"
         if error is not None:
             self.put(f"{arrivals}/{self.rank}", b"1")
-            self.publish_error(error)
+            self.share_error(error)
             self.set_once(f"done/{step}", "failed")
             raise self.failure(error)
         if self.add(arrivals) == self.world:
@@ -292,3 +297,12 @@ class Collective:
         if self.get(f"done/{step}") != b"ok":
             self.wait(["failed"])
             raise self.failure()
+
+
+def _encode_json(value: object) -> bytes:
+    body = json.dumps(value).encode()
+    return body if len(body) < _COMPRESSED_NBYTES else zlib.compress(body, 1)
+
+
+def _decode_json(body: bytes) -> Any:
+    return json.loads(zlib.decompress(body) if body.startswith(b"x") else body)  # never in JSON

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -19,62 +19,8 @@ from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.runtime.comm.call import Call, differences
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.key_store import KeyStore
 from unified_ckpt.runtime.comm.stale_keys import StaleKeys
-
-
-@contextmanager
-def _store_errors() -> Iterator[None]:
-    """Replace torch's error for a store whose server has exited: its text names nobody."""
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        raise RankError(
-            "the store of the ranks cannot be reached: the process that serves it, usually rank 0, "
-            f"has exited: {error}"
-        ) from error
-
-
-class KeyStore:
-    """A key-value store that the ranks share. No call waits; RankError if it cannot be reached."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def set(self, key: str, value: str | bytes, /) -> None:
-        """Set a key."""
-        with _store_errors():
-            # The stub says str, but bytes are accepted.
-            self._store.set(key, value)  # type: ignore[arg-type]
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is set; call `check` first."""
-        with _store_errors():
-            return bytes(self._store.get(key))
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are set."""
-        with _store_errors():
-            return bool(self._store.check(keys))
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter and return its new value."""
-        with _store_errors():
-            return int(self._store.add(key, amount))
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of keys that are set."""
-        with _store_errors():
-            return [bytes(value) for value in self._store.multi_get(keys)]
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Set the key if it holds `expected`, and return its value. An unset key holds ""."""
-        with _store_errors():
-            return bytes(self._store.compare_set(key, expected, value))
-
-    def delete_key(self, key: str, /) -> bool:
-        """Delete a key and return whether it was set."""
-        with _store_errors():
-            return bool(self._store.delete_key(key))
 
 
 class Comm:
@@ -115,7 +61,7 @@ class Comm:
         meanwhile, or RankError naming the ranks that did not arrive in time.
         """
         parent = parent or self._parent
-        # A rank that returns before the others have left must not join their collective again.
+        # A rank that leaves a collective before the others must get a new number here.
         self._number = max(self._key_store.add("collectives", 0), self._number + 1)
         collective = Collective(
             self._key_store,
@@ -142,7 +88,7 @@ class Comm:
         # Set last: a rank that dies before this line has not arrived.
         collective.put(f"arrived/{self.rank}", call.encoded)
         try:
-            all_arrived = collective.wait(["begin"], ignore_failures=parent is None)
+            all_arrived = collective.wait(["arrivals-closed"], ignore_failures=parent is None)
         except CheckpointError as error:  # of the parent: some ranks may never arrive here
             self._close_arrivals(collective, f"late: {error}")
             raise
@@ -153,7 +99,7 @@ class Comm:
                 f"late: {call.description}: rank(s) {missing} did not arrive within "
                 f"{timeout_seconds:g} s; expected the same call on all {self.world} ranks",
             )
-        outcome = collective.get("begin").decode()
+        outcome = collective.get("arrivals-closed").decode()
         if outcome.startswith(("late: ", "differ: ")):
             raise RankError(outcome.partition(": ")[2])
         collective.all_cached = outcome.startswith("cached")
@@ -191,9 +137,9 @@ class Comm:
         """Return a store of these ranks for keys outside of collectives."""
         return KeyStore(PrefixStore(name, self._store))
 
-    def detach(self) -> None:
+    def hand_over_keys(self) -> None:
         """Hand the keys still to be deleted over to this rank's next `Comm`."""
-        self._stale_keys.hand_over()
+        self._stale_keys.store_entries()
 
     def delete_stale_keys(self) -> None:
         """Delete this rank's keys of finished collectives: two round trips each, one per key."""
@@ -211,7 +157,7 @@ class Comm:
             number = int(
                 self._key_store.compare_set("collectives", str(number), str(collective.number + 1))
             )
-        collective.put("begin", outcome.encode())
+        collective.put("arrivals-closed", outcome.encode())
 
 
 def single_process() -> Comm:
@@ -243,6 +189,13 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
     return Comm(
         PrefixStore(f"unified_ckpt/{name}", store), rank=ranks.index(global_rank), ranks=ranks
     )
+
+
+def process_group_store() -> Store | None:
+    """Return the default process group's store, None without one. A restart makes a new one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
 
 
 def join_torchrun(exit_stack: ExitStack) -> bool:

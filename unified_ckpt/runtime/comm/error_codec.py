@@ -11,9 +11,9 @@ from unified_ckpt.runtime.comm.error_spread import names_rank
 
 def encode_error(error: BaseException, *, rank: int, world: int) -> str:
     """Encode an error as text. Our own classes are kept; any other becomes a RankError."""
-    is_own_class = isinstance(error, CheckpointError)
-    kind = type(error).__name__ if is_own_class else "RankError"
-    text = str(error) if is_own_class else f"{type(error).__name__}: {error}"
+    is_checkpoint_error = isinstance(error, CheckpointError)
+    kind = type(error).__name__ if is_checkpoint_error else "RankError"
+    text = str(error) if is_checkpoint_error else f"{type(error).__name__}: {error}"
     if world > 1 and not isinstance(error, RankError) and not names_rank(error):
         text = f"rank {rank}: {text}"
     lists = []

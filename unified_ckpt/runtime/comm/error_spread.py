@@ -38,7 +38,7 @@ def names_rank(error: BaseException) -> bool:
     return spread_of(error) in (Spread.PARTIAL, Spread.SHARED)
 
 
-def narrow(error: BaseException) -> None:
+def demote_shared(error: BaseException) -> None:
     """Mark a shared error as partial, where it enters a collective of other ranks."""
     if spread_of(error) is Spread.SHARED:
         mark(error, Spread.PARTIAL)

@@ -3,54 +3,21 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
 
 from unified_ckpt.errors import RankError
-
-
-class StaleKeyStore(Protocol):
-    """The subset of `comm.KeyStore` that `StaleKeys` uses."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is set."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are set."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter and return its new value."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Delete a key and return whether it was set."""
-
-
-class KeyOwner(Protocol):
-    """The owner of store keys: a collective, as far as `StaleKeys` uses it.
-
-    `in_progress`: this rank has not finished it, though it may have joined later ones.
-    """
-
-    in_progress: bool
-
-    def stale_keys(self) -> str:
-        """Return its keys to delete, space-separated, after a tab.
-
-        Before the tab: the counter that must first reach the number of ranks, or nothing.
-        """
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.key_store import KeyStore
 
 
 class StaleKeys:
     """The store keys that one rank has to delete. Thread-safe, for background saves."""
 
-    def __init__(self, store: StaleKeyStore, *, rank: int, world: int) -> None:
+    def __init__(self, store: KeyStore, *, rank: int, world: int) -> None:
         self._store, self._world, self._key = store, world, f"stale-keys/{rank}"
-        self._collectives: list[KeyOwner] = []
+        self._collectives: list[Collective] = []
         self._lock = threading.Lock()
 
-    def add(self, collective: KeyOwner) -> None:
+    def add(self, collective: Collective) -> None:
         """Register a collective, which is then the newest one."""
         self._collectives.append(collective)
 
@@ -60,7 +27,7 @@ class StaleKeys:
         Call it once every rank has joined the newest collective.
         """
         with self._lock:
-            entries = self._handed_over()
+            entries = self._stored_entries()
             remaining = [entry for entry in entries if not self._delete(entry)]
             earlier = self._collectives[:-1]
             deleted = {
@@ -74,16 +41,19 @@ class StaleKeys:
             elif entries:
                 self._store.delete_key(self._key)
 
-    def hand_over(self) -> None:
+    def store_entries(self) -> None:
         """Record the keys still to be deleted, for this rank's next `StaleKeys`."""
         try:
-            entries = [*self._handed_over(), *(owner.stale_keys() for owner in self._collectives)]
+            entries = [
+                *self._stored_entries(),
+                *(owner.stale_keys() for owner in self._collectives),
+            ]
             self._store.set(self._key, "\n".join(entries))
         except RankError:
             return  # the store's server has exited, and the keys with it
 
-    def _handed_over(self) -> list[str]:
-        """Return the entries that this rank's previous instance handed over."""
+    def _stored_entries(self) -> list[str]:
+        """Return the entries that this rank's previous instance stored."""
         if not self._store.check([self._key]):
             return []
         return [entry for entry in self._store.get(self._key).decode().split("\n") if entry]

@@ -1,14 +1,97 @@
-"""Knows which ranks share a node (the same boot id), file system types, and free host memory."""
+"""Knows which ranks share a node and a folder, file system types, and free host memory."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
+from unified_ckpt.core.nodes.node_groups import NodeGroup
+from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WriteAlignment
 from unified_ckpt.errors import StorageError
-from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.comm import Comm
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Which ranks of a process group share memory and folders, as `rank` sees it.
+
+    One process is one node and one node group. `nodes`: the node of each rank, numbered from 0 in
+    the order of their first ranks. `node_group`: the ranks that see this rank's folder, which are
+    all unless a folder was probed. `alignment_nbytes`: of its files, as in `WriteAlignment`.
+    """
+
+    rank: int
+    nodes: tuple[int, ...]
+    node_group: NodeGroup
+    alignment_nbytes: int = ANY_BYTE
+
+    @staticmethod
+    def shared_folder(rank: int, node_ids: Sequence[object]) -> Topology:
+        """Return the topology of ranks that all see one folder, from the node id of each rank."""
+        numbers = {node_id: number for number, node_id in enumerate(dict.fromkeys(node_ids))}
+        world = len(node_ids)
+        node_group = NodeGroup(0, 1, tuple(range(world)), world)
+        return Topology(rank, tuple(numbers[node_id] for node_id in node_ids), node_group)
+
+    @property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self.nodes[self.rank]
+
+    @property
+    def node_leaders(self) -> tuple[int, ...]:
+        """The first rank of each node."""
+        return tuple(ranks[0] for ranks in self.ranks_by_node)
+
+    @property
+    def local_world(self) -> int:
+        """The number of ranks on the node of this rank."""
+        return self.nodes.count(self.node)
+
+    @property
+    def ranks_by_node(self) -> list[list[int]]:
+        """The ranks of each node."""
+        ranks_by_node: list[list[int]] = [[] for _ in range(max(self.nodes) + 1)]
+        for rank, node in enumerate(self.nodes):
+            ranks_by_node[node].append(rank)
+        return ranks_by_node
+
+    @property
+    def is_node_leader(self) -> bool:
+        """Whether this rank is the first of its node."""
+        return self.nodes.index(self.node) == self.rank
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the ranks are on several nodes."""
+        return max(self.nodes) > 0
+
+    @property
+    def group_spans_nodes(self) -> bool:
+        """Whether the ranks that see this rank's folder are on several nodes."""
+        return any(self.nodes[rank] != self.node for rank in self.node_group.ranks)
+
+    @property
+    def write_alignment(self) -> WriteAlignment:
+        """The write rule of this rank's folder. Ranks in it are those within the node group."""
+        nodes = tuple(self.nodes[rank] for rank in self.node_group.ranks)
+        return WriteAlignment(nodes, self.alignment_nbytes)
+
+
+def gather_topology(
+    comm: Comm, operation: str, *, node: str | None = None, timeout_seconds: float
+) -> Topology:
+    """Return the topology of ranks that see one folder. Collective, unless there is one rank.
+
+    `node`: the name of this rank's node, or None for the kernel's identity.
+    """
+    node_ids: Sequence[object] = [node]
+    if comm.world > 1:
+        collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
+        with collective.step("nodes"):
+            node_ids = collective.all_gather_json("node", node or node_id())
+    return Topology.shared_folder(comm.rank, node_ids)
 
 
 def node_id() -> str:
@@ -38,33 +121,6 @@ def file_system_type(path: str) -> str:
     except OSError:
         pass  # no /proc: unknown
     return fs_type
-
-
-def node_numbers(node_ids: Sequence[str]) -> list[int]:
-    """Return the node number of each rank, from each rank's node id.
-
-    Nodes are numbered from 0 in the order of their first ranks.
-    """
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(node_ids))}
-    return [numbers[node] for node in node_ids]
-
-
-def first_ranks(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Return the first rank of each node, from the node number of each rank."""
-    rank_by_node: dict[int, int] = {}
-    for rank, node in enumerate(nodes):
-        rank_by_node.setdefault(node, rank)
-    return tuple(rank_by_node[node] for node in sorted(rank_by_node))
-
-
-def all_gather(collective: Collective, key: str, value: object) -> list[Any]:
-    """Return the JSON values of all ranks, on every rank. Collective; they pass through rank 0."""
-    encoded = collective.collect(
-        key, json.dumps(value).encode(), dst=0, ranks=range(collective.world)
-    )
-    values = [json.loads(text) for text in encoded]
-    body = json.dumps(values).encode() if collective.rank == 0 else None
-    return list(json.loads(collective.broadcast(f"{key}-all", body)))
 
 
 def free_memory_nbytes() -> int | None:

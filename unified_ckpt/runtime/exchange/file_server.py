@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.runtime.exchange.tcp import (
@@ -57,8 +57,9 @@ class FolderServer:
         An error of the first chunk is part of the answer; a later one ends the connection.
         """
         header: dict[str, object] = {}
+        chunks: Iterator[bytes | bytearray] = iter(())
+        first: bytes | bytearray = b""
         start = nbytes = 0
-        name, chunk = "", bytearray()
         try:
             folder = int(str(request["folder"]))
             if not 0 <= folder < len(self._folders):
@@ -81,18 +82,17 @@ class FolderServer:
                         f"{storage.path(name)}: has {size} bytes, "
                         f"expected bytes [{start}, {start + nbytes})"
                     )
-                chunk = _read_chunk(storage, name, start, min(nbytes, _CHUNK_NBYTES))
+                chunks = _read_chunks(storage, name, start, nbytes)
+                first = next(chunks, b"")
         except (CheckpointError, KeyError, ValueError, TypeError) as error:
             header, nbytes = {"error": str(error), "missing": isinstance(error, NotFoundError)}, 0
         send_header(connection, header, nbytes=nbytes)
-        for offset in range(start, start + nbytes, _CHUNK_NBYTES):
-            if offset != start:
-                remaining = start + nbytes - offset
-                try:
-                    chunk = _read_chunk(storage, name, offset, min(remaining, _CHUNK_NBYTES))
-                except CheckpointError as error:
-                    raise ConnectionAbortedError(str(error)) from error
-            connection.sendall(chunk)
+        connection.sendall(first)
+        try:
+            for chunk in chunks:
+                connection.sendall(chunk)
+        except CheckpointError as error:
+            raise ConnectionAbortedError(str(error)) from error
 
     def close(self) -> None:
         """End all connections. The files are closed once no thread reads them."""
@@ -192,7 +192,8 @@ class PeerStorage:
         return header, b""
 
 
-def _read_chunk(storage: LocalStorage, name: str, start: int, nbytes: int) -> bytearray:
-    buffer = bytearray(nbytes)
-    storage.read_at(name, start, memoryview(buffer))
-    return buffer
+def _read_chunks(storage: LocalStorage, name: str, start: int, nbytes: int) -> Iterator[bytearray]:
+    for offset in range(start, start + nbytes, _CHUNK_NBYTES):
+        chunk = bytearray(min(start + nbytes - offset, _CHUNK_NBYTES))
+        storage.read_at(name, offset, memoryview(chunk))
+        yield chunk

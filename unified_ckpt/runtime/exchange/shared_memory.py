@@ -12,8 +12,9 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,15 +27,17 @@ _PAGE = 4096
 # Counters: current exchange, tiles moved, owner failed; then, per rank, tiles done.
 _EXCHANGE, _PROGRESS, _FAILED, _DONE = range(4)
 
+TileSpan = tuple[int, int, int, int]  # strided bytes of a tile: start, nbytes, step, count
+
 
 class TileBuffer:
     """One rank's shared memory: counters, and SLOTS tiles of `tile_nbytes` bytes.
 
-    `world`: the number of ranks, each with a counter. `token`: lets other ranks open the buffer.
+    `world`: the number of ranks, each with a counter. `handle`: lets other ranks open the buffer.
     """
 
-    def __init__(self, memory: mmap.mmap, *, world: int, tile_nbytes: int, token: str) -> None:
-        self.token, self.tile_nbytes, self._world = token, tile_nbytes, world
+    def __init__(self, memory: mmap.mmap, *, world: int, tile_nbytes: int, handle: str) -> None:
+        self.handle, self.tile_nbytes, self._world = handle, tile_nbytes, world
         self._memory = memory
         self._counters = np.frombuffer(memory, dtype=np.int64, count=_DONE + world)
         # numpy keeps the mapping as long as a view exists; torch.frombuffer does not.
@@ -46,14 +49,14 @@ class TileBuffer:
         start = self._tiles_start + number % SLOTS * self.tile_nbytes
         return self.bytes[start : start + self.tile_nbytes]
 
-    def open_for(self, exchange: int) -> None:
+    def open_for(self, exchange_id: int) -> None:
         """Reset all counters and open the buffer for an exchange. Owner only."""
         self._counters[_PROGRESS] = 0
         self._counters[_DONE:] = 0
-        self._counters[_EXCHANGE] = exchange
+        self._counters[_EXCHANGE] = exchange_id
 
-    def current_exchange(self) -> int:
-        """Return the number of the exchange that the buffer is open for."""
+    def current_exchange_id(self) -> int:
+        """Return the id of the exchange that the buffer is open for."""
         return int(self._counters[_EXCHANGE])
 
     def progress(self) -> int:
@@ -72,6 +75,13 @@ class TileBuffer:
         """Set how many tiles member `rank` has finished. That member only."""
         self._counters[_DONE + rank] = tiles
 
+    def finish_tile(
+        self, number: int, *, rank: int, exchange_id: int, spans: Iterable[TileSpan]
+    ) -> None:
+        """Signal the owner, which sees the bytes."""
+        del exchange_id, spans  # for other nodes
+        self.set_done(rank, number + 1)
+
     def mark_failed(self) -> None:
         """Signal waiting ranks that the owner has failed. Owner only."""
         self._counters[_FAILED] = 1
@@ -86,12 +96,17 @@ class TileBuffer:
 
     def is_owner_alive(self) -> bool:
         """Return whether the owner's process is running."""
-        return _is_process_alive(int(self.token.split(":")[0]))
+        return _is_process_alive(int(self.handle.split(":")[0]))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tiles. Pages that were never touched use no memory."""
         return SLOTS * self.tile_nbytes
+
+    @property
+    def image_nbytes(self) -> int:
+        """0: the memory is shared."""
+        return 0
 
     def close(self) -> None:
         """Release the memory once no view of it is left."""
@@ -105,11 +120,15 @@ class TileBuffer:
 class RemoteTileBuffer:
     """A tile buffer of a rank on another node.
 
-    A member fills a local image of its tiles, and sends that with `PeerTransport.send_tile`.
+    A member fills a local image of its tiles, which `finish_tile` sends by
+    `PeerTransport.send_tile`.
     """
 
-    def __init__(self, rank: int, token: str, *, tile_nbytes: int) -> None:
-        self.rank, self.token, self.tile_nbytes = rank, token, tile_nbytes
+    def __init__(
+        self, send: Callable[..., None], rank: int, handle: str, *, tile_nbytes: int
+    ) -> None:
+        self._send, self.rank = send, rank
+        self.handle, self.tile_nbytes = handle, tile_nbytes
         self._memory: torch.Tensor | None = None
 
     def tile(self, number: int) -> torch.Tensor:
@@ -119,12 +138,21 @@ class RemoteTileBuffer:
         start = number % SLOTS * self.tile_nbytes
         return self._memory[start : start + self.tile_nbytes]
 
+    def finish_tile(
+        self, number: int, *, rank: int, exchange_id: int, spans: Iterable[TileSpan]
+    ) -> None:
+        """Send the spans to the owner, and mark them as done there."""
+        del rank  # the transport's
+        self._send(
+            self, exchange_id=exchange_id, number=number, tiles=number + 1, spans=list(spans)
+        )
+
     @property
-    def nbytes(self) -> int:
+    def image_nbytes(self) -> int:
         """Bytes of the image, 0 before its first use."""
         return SLOTS * self.tile_nbytes if self._memory is not None else 0
 
-    def current_exchange(self) -> int:
+    def current_exchange_id(self) -> int:
         """Never behind: the receiver waits until its slot is free."""
         return sys.maxsize
 
@@ -145,6 +173,10 @@ class RemoteTileBuffer:
         self._memory = None
 
 
+# The buffer of some rank, as the ranks see it that fill or empty its tiles.
+PartnerBuffer = TileBuffer | RemoteTileBuffer
+
+
 def _header_nbytes(world: int) -> int:
     return -(-(_DONE + world) * 8 // _PAGE) * _PAGE
 
@@ -156,13 +188,13 @@ def create_tile_buffer(*, world: int, tile_nbytes: int) -> tuple[TileBuffer, int
     os.ftruncate(fd, nbytes)
     memory = mmap.mmap(fd, nbytes)
     # The inode distinguishes this buffer from an older one with the same descriptor.
-    token = f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"
-    return TileBuffer(memory, world=world, tile_nbytes=tile_nbytes, token=token), fd
+    handle = f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"
+    return TileBuffer(memory, world=world, tile_nbytes=tile_nbytes, handle=handle), fd
 
 
-def open_tile_buffer(token: str, *, world: int, tile_nbytes: int) -> TileBuffer:
+def open_tile_buffer(handle: str, *, world: int, tile_nbytes: int) -> TileBuffer:
     """Open another rank's buffer. StorageError if its memory cannot be reached from this node."""
-    pid, fd, inode = token.split(":")
+    pid, fd, inode = handle.split(":")
     nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
     try:
         shared_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -178,7 +210,7 @@ def open_tile_buffer(token: str, *, world: int, tile_nbytes: int) -> TileBuffer:
                 "have finished"
             )
         return TileBuffer(
-            mmap.mmap(shared_fd, nbytes), world=world, tile_nbytes=tile_nbytes, token=token
+            mmap.mmap(shared_fd, nbytes), world=world, tile_nbytes=tile_nbytes, handle=handle
         )
     finally:
         os.close(shared_fd)
@@ -196,7 +228,7 @@ class PeerWait:
         self,
         *,
         timeout_seconds: float,
-        tile_buffers: Mapping[int, TileBuffer | RemoteTileBuffer],
+        tile_buffers: Mapping[int, PartnerBuffer],
         raise_if_failed: Callable[[], object],
         progress: Callable[[], int],
     ) -> None:
@@ -205,31 +237,30 @@ class PeerWait:
 
     def until_done(self, tile_buffer: TileBuffer, ranks: Sequence[int], tiles: int) -> None:
         """Wait until all these members have finished the buffer's first `tiles` tiles."""
-        for rank in ranks:
-            for _ in self._pauses(rank, f"its part of tile {tiles - 1}"):
-                if tile_buffer.done(rank) >= tiles:
-                    break
 
-    def until_progress(self, rank: int, *, exchange: int, tiles: int) -> None:
+        def is_done(rank: int) -> bool:
+            return tile_buffer.done(rank) >= tiles
+
+        for rank in ranks:
+            self.until(rank, f"its part of tile {tiles - 1}", partial(is_done, rank))
+
+    def until_progress(self, rank: int, *, exchange_id: int, tiles: int) -> None:
         """Wait until the rank is in this exchange and has moved this many tiles."""
         tile_buffer = self._tile_buffers[rank]
-        for _ in self._pauses(rank, f"tile {tiles - 1} of exchange {exchange}"):
-            if tile_buffer.current_exchange() > exchange or (
-                tile_buffer.current_exchange() == exchange and tile_buffer.progress() >= tiles
-            ):
-                break
+
+        def has_moved() -> bool:
+            current = tile_buffer.current_exchange_id()
+            return current > exchange_id or (
+                current == exchange_id and tile_buffer.progress() >= tiles
+            )
+
+        self.until(rank, f"tile {tiles - 1} of exchange {exchange_id}", has_moved)
 
     def until(self, rank: int, event: str, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`, which `rank` brings about; `event` names it in errors."""
-        for _ in self._pauses(rank, event):
-            if ready():
-                break
-
-    def _pauses(self, rank: int, event: str) -> Iterator[None]:
         started, pause, last_check, last_progress = time.monotonic(), 0.0, 0.0, 0
         tile_buffer = self._tile_buffers[rank]
-        while True:
-            yield
+        while not ready():
             if tile_buffer.failed():
                 error = RankError(f"rank {rank} failed during the exchange")
                 raise mark(error, Spread.SECONDARY)
@@ -240,7 +271,7 @@ class PeerWait:
                 last_check = waited
                 self._raise_if_failed()
                 if not tile_buffer.is_owner_alive():
-                    pid = tile_buffer.token.split(":")[0]
+                    pid = tile_buffer.handle.split(":")[0]
                     raise RankError(f"rank {rank} (process {pid}) has exited before {event}")
             if waited > self._timeout_seconds:
                 if (progress := self._progress()) > last_progress:

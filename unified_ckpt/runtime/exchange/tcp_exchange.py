@@ -6,7 +6,7 @@ How bytes could be lost:
 - A sender continues before its bytes are in the file. So its rank reports its writes as done only
   after `flush_writes`, which waits for the receivers and raises their first error.
 - Bytes of a failed save arrive late and land in the next one. So bytes are accepted only for the
-  save id that they carry, between `accept_save` and `end_save`.
+  save id that they carry, inside `receiving`.
 - A connection breaks, and the rank that waits for a tile cannot know why. So the sender of a tile
   waits for the receivers too (`flush_tiles`).
 """
@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -28,9 +29,12 @@ from unified_ckpt.errors import RankError, StorageError
 from unified_ckpt.runtime.comm.error_spread import Spread, mark
 from unified_ckpt.runtime.exchange.shared_memory import (
     SLOTS,
+    PartnerBuffer,
     PeerWait,
     RemoteTileBuffer,
     TileBuffer,
+    TileSpan,
+    open_tile_buffer,
 )
 from unified_ckpt.runtime.exchange.tcp import (
     Address,
@@ -40,12 +44,11 @@ from unified_ckpt.runtime.exchange.tcp import (
     receive_into,
     send_header,
 )
+from unified_ckpt.runtime.exchange.transport import Transport
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
-TileSpan = tuple[int, int, int, int]  # strided bytes of a tile: start, nbytes, step, count
 
-
-class PeerTransport:
+class PeerTransport(Transport):
     """One rank's connections to ranks on other nodes.
 
     `alignment`: which ranks those are; `address_of`: the address of a rank's listener.
@@ -63,7 +66,7 @@ class PeerTransport:
         self.alignment, self.rank = alignment, rank
         self._address_of, self._ranks, self._timeout_seconds = address_of, ranks, timeout_seconds
         self._save_folders: dict[str, tuple[LocalStorage, str]] = {}  # by save id
-        self._tile_buffers: dict[str, TileBuffer] = {}  # of this rank, by token
+        self._tile_buffers: dict[str, TileBuffer] = {}  # of this rank, by handle
         self._connections: dict[tuple[int, str], socket.socket] = {}  # by rank, "tile" or "write"
         self._write_lock, self._tile_lock = threading.Lock(), threading.Lock()
         self._connect_lock = threading.Lock()
@@ -80,25 +83,32 @@ class PeerTransport:
 
     # served to other ranks
 
-    def accept_save(self, save_id: str, storage: LocalStorage, folder: str) -> None:
-        """Accept bytes of other ranks for this save, and write them to files of `folder`."""
+    @contextmanager
+    def receiving(self, save_id: str, storage: LocalStorage, folder: str) -> Iterator[None]:
+        """Accept bytes of a save in the block, and write them to files of `folder`.
+
+        At its end, none are being written. An error also closes the connections.
+        """
         with self._write_lock:
             self._save_folders[save_id] = storage, folder
-
-    def end_save(self, save_id: str) -> None:
-        """Accept no more bytes for this save; return once none are being written."""
-        with self._write_lock:
-            self._save_folders.pop(save_id, None)
+        try:
+            yield
+        except BaseException:
+            self.disconnect()
+            raise
+        finally:
+            with self._write_lock:
+                self._save_folders.pop(save_id, None)
 
     def register_tile_buffer(self, tile_buffer: TileBuffer) -> None:
         """Let other ranks fill this rank's buffer until it is unregistered."""
         with self._tile_lock:
-            self._tile_buffers[tile_buffer.token] = tile_buffer
+            self._tile_buffers[tile_buffer.handle] = tile_buffer
 
     def unregister_tile_buffer(self, tile_buffer: TileBuffer) -> None:
         """Return once no other rank fills the buffer."""
         with self._tile_lock:
-            self._tile_buffers.pop(tile_buffer.token, None)
+            self._tile_buffers.pop(tile_buffer.handle, None)
 
     def _serve(self, connection: socket.socket) -> None:
         failure = ""
@@ -119,7 +129,7 @@ class PeerTransport:
     def _write(self, header: Mapping[str, object], payload: bytearray) -> str:
         """Write a payload and return the error text, if any.
 
-        The lock lets `end_save` wait for the last write.
+        The lock lets `receiving` wait for the last write.
         """
         with self._write_lock:
             destination = self._save_folders.get(str(header["save"]))
@@ -154,15 +164,15 @@ class PeerTransport:
         Holds the lock, so the buffer cannot be unregistered meanwhile.
         """
         names = ("exchange", "member", "tiles", "number")
-        exchange, member, tiles, number = (int(str(header[name])) for name in names)
+        exchange_id, member, tiles, number = (int(str(header[name])) for name in names)
         with self._tile_lock:
             tile_buffer = self._tile_buffers.get(str(header["tile_buffer"]))
             if tile_buffer is None or tile_buffer.failed():
                 raise ConnectionAbortedError("the tile buffer was closed or has failed")
-            current = tile_buffer.current_exchange()
-            if current > exchange:
-                raise ConnectionAbortedError(f"exchange {exchange} has ended")
-            if current < exchange or tile_buffer.progress() <= number - SLOTS:
+            current = tile_buffer.current_exchange_id()
+            if current > exchange_id:
+                raise ConnectionAbortedError(f"exchange {exchange_id} has ended")
+            if current < exchange_id or tile_buffer.progress() <= number - SLOTS:
                 return False
             tile, offset = tile_buffer.tile(number), 0
             payload_tensor = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8))
@@ -176,6 +186,34 @@ class PeerTransport:
             return True
 
     # sent to other ranks
+
+    def open_tile_buffer(
+        self, rank: int, handle: str, *, world: int, tile_nbytes: int
+    ) -> PartnerBuffer:
+        """Map the buffer of a rank on this node, or return an image of one on another node."""
+        if self.alignment.same_node(self.rank, rank):
+            return open_tile_buffer(handle, world=world, tile_nbytes=tile_nbytes)
+        return RemoteTileBuffer(self.send_tile, rank, handle, tile_nbytes=tile_nbytes)
+
+    def route_write(
+        self,
+        save_id: str,
+        file: str,
+        start: int,
+        buffers: Sequence[Buffer],
+        *,
+        exclusive_range: tuple[int, int] | None,
+    ) -> Iterator[tuple[int, Sequence[Buffer]]]:
+        """Send the blocks that other nodes write, see `WriteAlignment`; yield this node's."""
+        stop = start + sum(len(buffer) for buffer in buffers)
+        for low, high, rank in self.alignment.split_by_writer(
+            file, start, stop, exclusive_range=exclusive_range or (start, stop), rank=self.rank
+        ):
+            slices = _slice_buffers(buffers, low - start, high - start)
+            if rank == self.rank:
+                yield low, slices
+            else:
+                self.write(save_id, rank, file, low, slices)
 
     def write(
         self, save_id: str, rank: int, file: str, start: int, buffers: Sequence[Buffer]
@@ -224,7 +262,7 @@ class PeerTransport:
         self,
         tile_buffer: RemoteTileBuffer,
         *,
-        exchange: int,
+        exchange_id: int,
         number: int,
         tiles: int,
         spans: Sequence[TileSpan],
@@ -239,8 +277,8 @@ class PeerTransport:
         ]
         header = {
             "type": "tile",
-            "tile_buffer": tile_buffer.token,
-            "exchange": exchange,
+            "tile_buffer": tile_buffer.handle,
+            "exchange": exchange_id,
             "member": self.rank,
             "number": number,
             "tiles": tiles,
@@ -276,29 +314,19 @@ class PeerTransport:
                 )
             return self._connections[rank, kind]
 
-    def _as_rank_error(self, rank: int) -> _RankErrorContext:
-        return _RankErrorContext(
-            f"rank {self._ranks[rank]} received no bytes of rank {self._ranks[self.rank]}"
-        )
+    @contextmanager
+    def _as_rank_error(self, rank: int) -> Iterator[None]:
+        """Turn an OSError of the block into a secondary RankError that names the other rank.
 
-
-class _RankErrorContext:
-    """Turns an OSError inside the block into a secondary RankError that names the other rank.
-
-    The root cause is known to that rank, or to the one that it waits for.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if isinstance(error, OSError):
-            rank_error = RankError(f"{self._text}: {error.strerror or error}")
+        The root cause is known to that rank, or to the one that it waits for.
+        """
+        try:
+            yield
+        except OSError as error:
+            rank_error = RankError(
+                f"rank {self._ranks[rank]} received no bytes of rank {self._ranks[self.rank]}: "
+                f"{error.strerror or error}"
+            )
             raise mark(rank_error, Spread.SECONDARY) from error
 
 
@@ -316,3 +344,13 @@ def _strided(tile: torch.Tensor, span: TileSpan) -> torch.Tensor:
     if min(start, nbytes, step, count) < 0 or stop > tile.numel():
         raise ValueError(f"span {span}: lies outside of a tile of {tile.numel()} bytes")
     return tile.as_strided((count, nbytes), (step, 1), tile.storage_offset() + start)
+
+
+def _slice_buffers(buffers: Sequence[Buffer], low: int, high: int) -> list[Buffer]:
+    """Return bytes [low, high) of the concatenated buffers."""
+    slices, offset = [], 0
+    for buffer in buffers:
+        if offset < high and offset + len(buffer) > low:
+            slices.append(buffer[max(low - offset, 0) : high - offset])
+        offset += len(buffer)
+    return slices

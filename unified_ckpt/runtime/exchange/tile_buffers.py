@@ -7,18 +7,17 @@ from collections.abc import Iterable
 
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.shared_memory import (
-    RemoteTileBuffer,
+    PartnerBuffer,
     TileBuffer,
     create_tile_buffer,
     marking_failed,
-    open_tile_buffer,
 )
-from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
+from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY, Transport
 
 _MAX_GROUPS = 1 << 20
 
 
-def exchange_number(collective: Collective, group_index: int) -> int:
+def make_exchange_id(collective: Collective, group_index: int) -> int:
     """Return a number that grows with every exchange: over collectives, and over their groups.
 
     Tile buffers outlive an exchange; the number distinguishes exchanges in their counters.
@@ -29,87 +28,65 @@ def exchange_number(collective: Collective, group_index: int) -> int:
 class TileBuffers:
     """Owns shared memory until `close`. Other ranks keep what they opened until they close it too.
 
-    `remote`: the buffers of ranks on other nodes, set by `prepare`.
+    `local`: this rank's buffer, once it takes part. `transport`: reaches those of other ranks.
     """
 
-    def __init__(self) -> None:
-        self._local: TileBuffer | None = None
+    def __init__(self, transport: Transport = SHARED_MEMORY) -> None:
+        self.local: TileBuffer | None = None
+        self._transport = transport
         self._fd: int | None = None
-        self._opened: dict[int, TileBuffer] = {}
-        self.remote: dict[int, RemoteTileBuffer] = {}
-        self._transport: PeerTransport | None = None
+        self._opened: dict[int, PartnerBuffer] = {}
 
     def prepare(
-        self,
-        collective: Collective,
-        *,
-        tile_nbytes: int,
-        partners: Iterable[int],
-        transport: PeerTransport | None = None,
-    ) -> dict[int, TileBuffer]:
+        self, collective: Collective, *, tile_nbytes: int, partners: Iterable[int]
+    ) -> dict[int, PartnerBuffer]:
         """Return the buffers of `partners` by rank, and this rank's own if it is one of them.
 
-        Tiles have at least `tile_nbytes` bytes. `transport`: reaches partners on other nodes; their
-        buffers are in `remote` afterwards.
-
-        A rank that only fills or empties tiles of others has a buffer too: it shows them that the
-        rank is alive. StorageError if a partner's memory cannot be reached.
+        Tiles have at least `tile_nbytes` bytes. A rank that only fills or empties tiles of others
+        has a buffer too: it shows them that the rank is alive. StorageError if a partner's memory
+        cannot be reached.
         """
-        ranks, self._transport = set(partners), transport or self._transport
-        rank = collective.rank
-        local = self._ensure_local(collective.world, tile_nbytes) if rank in ranks else None
-        with marking_failed(local):
-            if local is not None:
-                local.reset_failed()
-                if transport is not None:
-                    transport.register_tile_buffer(local)
-                address = f"{local.token} {local.tile_nbytes}"
-                collective.put(f"tile-buffer/{rank}", address.encode())
-            tile_buffers = self._open_partners(collective, ranks - {rank}, transport)
-        return tile_buffers if local is None else {rank: local, **tile_buffers}
-
-    def _open_partners(
-        self, collective: Collective, ranks: Iterable[int], transport: PeerTransport | None
-    ) -> dict[int, TileBuffer]:
-        """Return the buffers of other ranks on this node, and set `remote`."""
-        tile_buffers: dict[int, TileBuffer] = {}
-        previous, self.remote = self.remote, {}
-        for rank in sorted(ranks):
-            token, size = collective.get(f"tile-buffer/{rank}", sender=rank).decode().split()
-            nbytes = int(size)
-            if transport is not None and not transport.alignment.same_node(collective.rank, rank):
-                remote = previous.get(rank)
-                if remote is None or remote.token != token:
-                    remote = RemoteTileBuffer(rank, token, tile_nbytes=nbytes)
-                self.remote[rank] = remote
-                continue
-            if rank not in self._opened or self._opened[rank].token != token:
-                if rank in self._opened:
-                    self._opened.pop(rank).close()
-                self._opened[rank] = open_tile_buffer(
-                    token, world=collective.world, tile_nbytes=nbytes
-                )
-            tile_buffers[rank] = self._opened[rank]
+        ranks, rank = set(partners), collective.rank
+        tile_buffers: dict[int, PartnerBuffer] = {}
+        if rank in ranks:
+            tile_buffers[rank] = local = self._ensure_local(collective.world, tile_nbytes)
+            collective.put(f"tile-buffer/{rank}", f"{local.handle} {local.tile_nbytes}".encode())
+        with marking_failed(self.local):
+            for partner in sorted(ranks - {rank}):
+                tile_buffers[partner] = self._open(collective, partner)
         return tile_buffers
+
+    def _open(self, collective: Collective, rank: int) -> PartnerBuffer:
+        """Return the buffer of another rank. It is opened again if that rank has a new one."""
+        handle, size = collective.get(f"tile-buffer/{rank}", sender=rank).decode().split()
+        if rank not in self._opened or self._opened[rank].handle != handle:
+            if rank in self._opened:
+                self._opened.pop(rank).close()
+            self._opened[rank] = self._transport.open_tile_buffer(
+                rank, handle, world=collective.world, tile_nbytes=int(size)
+            )
+        return self._opened[rank]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's own buffer and of its images of remote ones."""
-        local = self._local.nbytes if self._local is not None else 0
-        return local + sum(tile_buffer.nbytes for tile_buffer in self.remote.values())
+        """Bytes of this rank's own buffer and of its images of buffers on other nodes."""
+        local = self.local.nbytes if self.local is not None else 0
+        return local + sum(tile_buffer.image_nbytes for tile_buffer in self._opened.values())
 
     def _ensure_local(self, world: int, tile_nbytes: int) -> TileBuffer:
-        if self._local is None or self._local.tile_nbytes < tile_nbytes:
+        """Return this rank's buffer, with no failure of an earlier operation."""
+        if self.local is None or self.local.tile_nbytes < tile_nbytes:
             self._close_local()
-            self._local, self._fd = create_tile_buffer(world=world, tile_nbytes=tile_nbytes)
-        return self._local
+            self.local, self._fd = create_tile_buffer(world=world, tile_nbytes=tile_nbytes)
+            self._transport.register_tile_buffer(self.local)
+        self.local.reset_failed()
+        return self.local
 
     def _close_local(self) -> None:
-        if self._local is not None:
-            if self._transport is not None:
-                self._transport.unregister_tile_buffer(self._local)
-            self._local.close()
-            self._local = None
+        if self.local is not None:
+            self._transport.unregister_tile_buffer(self.local)
+            self.local.close()
+            self.local = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -119,4 +96,4 @@ class TileBuffers:
         self._close_local()
         for tile_buffer in self._opened.values():
             tile_buffer.close()
-        self._opened, self.remote = {}, {}
+        self._opened = {}

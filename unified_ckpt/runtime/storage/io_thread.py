@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
-from types import TracebackType
 
 
 class IOThread:
@@ -31,12 +30,7 @@ class IOThread:
     def __enter__(self) -> IOThread:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def submit(self, call: Callable[[], None]) -> Future[None]:

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 
 from unified_ckpt.errors import StorageError
@@ -53,16 +52,10 @@ class FdCache:
         self.lock = threading.Lock()
 
 
-@cache
-def shared_read_cache() -> FdCache:
-    """Return the cache for the files that this process reads.
-
-    One for all storages, because a process may read as many folders as there are nodes, and the
-    limit of open files is the process's.
-    """
-    fd_cache = FdCache()
-    os.register_at_fork(after_in_child=fd_cache.reset_after_fork)
-    return fd_cache
+# For the files that this process reads. One for all storages, because a process may read as many
+# folders as there are nodes, and the limit of open files is the process's.
+READ_CACHE = FdCache()
+os.register_at_fork(after_in_child=READ_CACHE.reset_after_fork)
 
 
 class OpenFiles:

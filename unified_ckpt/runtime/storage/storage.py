@@ -14,12 +14,11 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.storage.directory import Directory
-from unified_ckpt.runtime.storage.open_files import OpenFiles, shared_read_cache
+from unified_ckpt.runtime.storage.open_files import READ_CACHE, OpenFiles
 from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.write_calls import (
     FOREGROUND,
@@ -34,7 +33,7 @@ Buffer = memoryview
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 # pathlib.Path("s3://bucket/run") becomes "s3:/bucket/run".
-_COLLAPSED_URL = re.compile(r"(?!file:)([A-Za-z][A-Za-z0-9+.-]+:/)(?!/)")
+_COLLAPSED_URL = re.compile(r"^(?!file:)([A-Za-z][A-Za-z0-9+.-]+:/)(?!/)")
 _Result = TypeVar("_Result")
 
 
@@ -66,14 +65,11 @@ class LocalStorage:
     """A folder of a POSIX file system. Some files stay open until `sync` or `close`."""
 
     def __init__(self, root: str, *, write_policy: WritePolicy = FOREGROUND) -> None:
-        self.root, self.directory, self._call_nbytes = (
-            root,
-            Directory(root),
-            write_policy.call_nbytes,
-        )
+        self.root, self.directory = root, Directory(root)
+        self._call_nbytes = write_policy.call_nbytes
         self._uncached = write_policy.uncached and supports_uncached(os.uname().release)
         self._read_files = OpenFiles(
-            root, self._open_to_read, fd_cache=shared_read_cache(), stat=self.directory.stat
+            root, self._open_to_read, fd_cache=READ_CACHE, stat=self.directory.stat
         )
         self._write_files = OpenFiles(root, self._open_to_write)
         self._unsynced: dict[str, None] = {}
@@ -81,12 +77,7 @@ class LocalStorage:
     def __enter__(self) -> LocalStorage:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def path(self, name: str) -> str:
@@ -243,10 +234,9 @@ class LocalStorage:
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file or folder atomically. StorageError if the new name exists."""
-        if os.path.lexists(self.path(new)):
-            raise StorageError(f"{self.path(new)}: exists; rename needs an unused name")
         # os.rename would replace a file that appears after the check.
-        error_number = self._rename_flags(old, new, _RENAME_NOREPLACE)
+        exists = os.path.lexists(self.path(new))
+        error_number = errno.EEXIST if exists else self._rename_flags(old, new, _RENAME_NOREPLACE)
         if error_number == errno.EEXIST:
             raise StorageError(f"{self.path(new)}: exists; rename needs an unused name")
         if error_number:
@@ -272,7 +262,7 @@ class LocalStorage:
 
         self._call("rename", old, swap)
 
-    def exchange(self, old: str, new: str) -> bool:
+    def rename_exchange(self, old: str, new: str) -> bool:
         """Swap two names atomically; return False if the system cannot."""
         error_number = self._rename_flags(old, new, _RENAME_EXCHANGE)
         if error_number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
@@ -287,17 +277,9 @@ class LocalStorage:
         rename = _libc_function("renameat2")
         if rename is None:
             return errno.ENOSYS
-        succeeded = (
-            rename(
-                _AT_FDCWD,
-                os.fsencode(self.path(old)),
-                _AT_FDCWD,
-                os.fsencode(self.path(new)),
-                flags,
-            )
-            == 0
-        )
-        return 0 if succeeded else ctypes.get_errno()
+        old_path, new_path = os.fsencode(self.path(old)), os.fsencode(self.path(new))
+        failed = rename(_AT_FDCWD, old_path, _AT_FDCWD, new_path, flags)
+        return ctypes.get_errno() if failed else 0
 
     def remove_file(self, name: str) -> None:
         """Delete a file."""
@@ -312,10 +294,7 @@ class LocalStorage:
         try:
             self._call("remove", name, lambda: os.rmdir(self.path(name)))
         except StorageError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in (
-                errno.ENOTEMPTY,
-                errno.EEXIST,
-            ):
+            if getattr(error.__cause__, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
                 return False
             raise
         return True
@@ -382,17 +361,12 @@ def absolute_path(path: str, *, root: str = "") -> str:
 
     A relative path starts from `root`, or from the current working directory.
     """
-    path, root = (
-        _COLLAPSED_URL.sub(r"\1/", text, count=1) if _COLLAPSED_URL.match(text) else text
-        for text in (path, root)
-    )
+    path, root = (_COLLAPSED_URL.sub(r"\1/", text) for text in (path, root))
     if is_url(root) and not is_url(path) and not os.path.isabs(strip_file_scheme(path)):
         return f"{root.rstrip('/')}/{path}"
-    return (
-        path
-        if is_url(path)
-        else os.path.abspath(os.path.join(strip_file_scheme(root), strip_file_scheme(path)))
-    )
+    if is_url(path):
+        return path
+    return os.path.abspath(os.path.join(strip_file_scheme(root), strip_file_scheme(path)))
 
 
 def ensure_parent(path: str) -> tuple[str, str]:

@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import spec_of
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import check_part_name
-from unified_ckpt.runtime.torch_state.modules import FlatModel, Model, flatten_model
+from unified_ckpt.runtime.torch_state.modules import FlatModel, ModelArgument, flatten_model
 from unified_ckpt.runtime.torch_state.optimizers import (
     FlatOptimizer,
-    Optimizers,
+    OptimizerArgument,
     as_optimizers,
-    check_one_master,
+    check_same_masters,
     collect_masters,
     flatten_optimizer,
 )
@@ -33,7 +34,6 @@ MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"
 # In a checkpoint that omits the model: the model's tensors that have no master.
 WITHOUT_MASTERS = "model_without_masters"
 WEIGHTS = (MODEL, MASTER, WITHOUT_MASTERS)
-Masters = Optimizers | None
 # Other dtypes, such as quantized weights, are never cast.
 CASTABLE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -53,8 +53,8 @@ class ParamRef:
 class FlatState:
     """A rank's flattened state.
 
-    `tensors`: this rank's part of every tensor. `aliases`: part -> {other name: stored name}.
-    `requested`: the parts that the caller passed. `resolved`: tensors of the model and of extra
+    `tensors`: this rank's shard of every tensor. `aliases`: part -> {other name: stored name}.
+    `requested_parts`: those to save or to load. `resolved`: tensors of the model and of extra
     parts, by part and name.
 
     Optimizer state of an extra part's parameter is prefixed with the part's name:
@@ -66,7 +66,7 @@ class FlatState:
     model: FlatModel = field(default_factory=FlatModel)
     extra_parts: dict[str, FlatModel] = field(default_factory=dict)
     optimizer: FlatOptimizer = field(default_factory=FlatOptimizer)
-    requested: set[str] = field(default_factory=set)
+    requested_parts: set[str] = field(default_factory=set)
     resolved: dict[str, dict[str, ResolvedTensor]] = field(default_factory=dict)
 
     def param_names(self) -> dict[int, str]:
@@ -81,10 +81,31 @@ class FlatState:
                     names.setdefault(id(tensor), f"{part}.{fqn}")
         return names
 
-    def rank0_buffers(self) -> set[Key]:
+    def extra_states(self) -> dict[str, Any]:
+        """Return the extra state of modules by name; outside the model, after the part's name."""
+        states = dict(self.model.extra_state)
+        for part, flat in self.extra_parts.items():
+            for fqn, value in flat.extra_state.items():
+                if f"{part}.{fqn}" in states:
+                    raise LayoutError(
+                        f"parts[{part!r}]: {fqn} has the name of {part}.{fqn} in the model; "
+                        "give the part another name"
+                    )
+                states[f"{part}.{fqn}"] = value
+        return states
+
+    def extra_owners(self) -> dict[str, nn.Module]:
+        """Return the modules with extra state in the requested parts, by name as stored."""
+        owners = dict(self.model.extra_owners) if MODEL in self.requested_parts else {}
+        for part, flat in self.extra_parts.items():
+            if part in self.requested_parts:
+                owners |= {f"{part}.{fqn}": module for fqn, module in flat.extra_owners.items()}
+        return owners
+
+    def skipped_ddp_buffers(self) -> set[Key]:
         """Return the buffers that rank 0 of a DDP group stores for this one."""
         flats = [(MODEL, self.model), (MASTER, self.model), *self.extra_parts.items()]
-        return {(part, fqn) for part, flat in flats for fqn in flat.rank0_buffers}
+        return {(part, fqn) for part, flat in flats for fqn in flat.skipped_ddp_buffers}
 
     def param_refs(self) -> dict[str, ParamRef]:
         """Return the parameters that optimizer state can belong to, by their names there."""
@@ -100,10 +121,10 @@ class FlatState:
 def flatten_state(
     resolver: ShardingResolver,
     *,
-    model: Model | None,
-    optimizer: Optimizers | None,
-    master_weights: Masters,
-    extra_parts: Mapping[str, Model] | None,
+    model: ModelArgument | None,
+    optimizer: OptimizerArgument | None,
+    master_weights: OptimizerArgument | None,
+    extra_parts: Mapping[str, ModelArgument] | None,
     model_dtype: str | None,
 ) -> FlatState:
     """Resolve the sharding of every tensor.
@@ -124,7 +145,7 @@ def flatten_state(
     model_tensors = state.resolved[MODEL]
     state.optimizer = flatten_optimizer(optimizer, state.param_names())
     if model is not None:
-        state.requested.add(MODEL)
+        state.requested_parts.add(MODEL)
         state.aliases[MODEL] = state.model.aliases
         state.tensors += [
             _local_tensor(MODEL, fqn, tensor, _stored_dtype(tensor.local, model_dtype))
@@ -132,18 +153,18 @@ def flatten_state(
         ]
     masters = _resolve_masters(resolver, state, model_tensors, master_weights, model_dtype)
     if masters:
-        state.requested.add(MASTER)
+        state.requested_parts.add(MASTER)
         state.tensors += [
             _local_tensor(MASTER, fqn, tensor, None) for fqn, tensor in masters.items()
         ]
         state.aliases[MASTER] = {a: b for a, b in state.model.aliases.items() if b in masters}
     if optimizer is not None:
-        state.requested.add(OPTIMIZER)
+        state.requested_parts.add(OPTIMIZER)
         state.tensors += resolve_like_params(
             resolver, OPTIMIZER, state.optimizer.tensors, state.param_refs()
         )
     for name, flat in state.extra_parts.items():
-        state.requested.add(name)
+        state.requested_parts.add(name)
         state.aliases[name] = flat.aliases
         state.tensors += [
             _local_tensor(name, fqn, tensor, None) for fqn, tensor in state.resolved[name].items()
@@ -171,7 +192,7 @@ def _resolve_masters(
     resolver: ShardingResolver,
     state: FlatState,
     model_tensors: Mapping[str, ResolvedTensor],
-    master_weights: Masters,
+    master_weights: OptimizerArgument | None,
     model_dtype: str | None,
 ) -> dict[str, ResolvedTensor]:
     """Return the master weights that the caller passed or the optimizer holds.
@@ -191,7 +212,7 @@ def _resolve_masters(
                 "master_weights: got an optimizer without master weights in its state; "
                 "pass a dict of tensors, or the optimizer that holds them"
             )
-    check_one_master(masters, state.optimizer.masters)
+    check_same_masters(masters, state.optimizer.masters)
     resolved = {
         fqn: resolved_tensor
         for fqn, resolved_tensor in model_tensors.items()
@@ -205,7 +226,7 @@ def _resolve_masters(
     return resolved
 
 
-def _checked_parts(extra_parts: Mapping[str, Model] | None) -> Mapping[str, Model]:
+def _checked_parts(extra_parts: Mapping[str, ModelArgument] | None) -> Mapping[str, ModelArgument]:
     """Return extra parts with valid names. LayoutError or FormatError otherwise."""
     expected = "expected {name: module or dict of tensors}"
     if not isinstance(extra_parts, Mapping | None):
@@ -276,7 +297,7 @@ def _local_tensor(part: str, fqn: str, tensor: ResolvedTensor, dtype: str | None
     return LocalTensor(TensorDecl(part, fqn, spec, tensor.sharding), tensor.local)
 
 
-def step_only_keys(state: FlatState) -> frozenset[Key]:
+def keys_changed_only_by_step(state: FlatState) -> frozenset[Key]:
     """Return the tensors that only `optimizer.step` changes: parameters, masters, optimizer state.
 
     Buffers and extra parts are not among them.

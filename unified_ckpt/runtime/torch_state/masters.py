@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box, intersect
+from unified_ckpt.core.sharding.boxes import intersect, relative_to, shift
 from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES, MASTER, MODEL, FlatState
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_int_bits
 
@@ -64,10 +64,8 @@ def _comparable_slices(
         if enclosing is None:
             return None
         model_box, model_in_local = enclosing
-        dims = zip(model_in_local.offsets, model_box.offsets, box.offsets, strict=True)
-        offsets = tuple(origin + low - start for origin, start, low in dims)
-        inner = Box(offsets, box.shape)
-        pairs.append((master_local[_slices(local)], model_local[_slices(inner)]))
+        inner = shift(relative_to(box, model_box.offsets), model_in_local.offsets)
+        pairs.append((master_local[local.slices], model_local[inner.slices]))
     return pairs
 
 
@@ -83,8 +81,3 @@ def _bits_equal(master: torch.Tensor, model: torch.Tensor) -> bool:
             if bool(mismatch.any()):
                 return False
     return True
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    dims = zip(box.offsets, box.shape, strict=True)
-    return tuple(slice(offset, offset + size) for offset, size in dims)

@@ -13,9 +13,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.torch_state.tensors import check_tensors
+from unified_ckpt.runtime.torch_state.tensors import check_tensors, memory_key
 
-Model = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor]
+ModelArgument = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor]
 # Of torch.compile and of activation checkpointing.
 _WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _FLAT_PARAM = "_flat_param"  # FSDP1
@@ -27,22 +27,22 @@ class FlatModel:
     """A flattened model.
 
     `tensors`: the caller's own tensors by name, each stored tensor once. `aliases`: other name ->
-    stored name. `rank0_buffers`: buffers of DistributedDataParallel that the first rank of its
-    group broadcasts before each forward pass; empty on that rank.
+    stored name. `skipped_ddp_buffers`: buffers of DistributedDataParallel that rank 0 of its group
+    broadcasts before each forward pass, and saves for this rank.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_state: dict[str, Any] = field(default_factory=dict)
     extra_owners: dict[str, nn.Module] = field(default_factory=dict)
-    rank0_buffers: set[str] = field(default_factory=set)
+    skipped_ddp_buffers: set[str] = field(default_factory=set)
 
     def param_names(self) -> dict[int, str]:
         """Return the stored names by tensor id."""
         return {id(tensor): fqn for fqn, tensor in self.tensors.items()}
 
 
-def flatten_model(model: Model | None, argument: str = "model") -> FlatModel:
+def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatModel:
     """Return every tensor of the model. LayoutError, naming the tensor, for unsupported ones.
 
     `argument`: the caller's name of the model, for errors.
@@ -89,11 +89,13 @@ def _flatten_module(flat: FlatModel, names_by_memory: dict[object, str], module:
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             raw = f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE
             flat.extra_owners[clean_name(raw, wrapper_prefixes)] = inner
-    flat.rank0_buffers |= {clean_name(raw, wrapper_prefixes) for raw in _rank0_buffers(module)}
+    flat.skipped_ddp_buffers |= {
+        clean_name(raw, wrapper_prefixes) for raw in _skipped_ddp_buffers(module)
+    }
     _rename_tied(flat, module)
 
 
-def _rank0_buffers(module: nn.Module) -> Iterator[str]:
+def _skipped_ddp_buffers(module: nn.Module) -> Iterator[str]:
     """Yield the buffers that DistributedDataParallel's `broadcast_buffers` sends from rank 0."""
     for prefix, inner in module.named_modules():
         if not isinstance(inner, DistributedDataParallel) or not inner.broadcast_buffers:
@@ -155,8 +157,7 @@ def _memory_key(tensor: torch.Tensor) -> object:
     is_plain = type(local) in (torch.Tensor, nn.Parameter)
     if not is_dense or not is_plain or local.numel() == 0 or local.device.type == "meta":
         return id(tensor)
-    memory = local.device, local.data_ptr(), tuple(local.shape), local.stride()
-    return *memory, local.dtype, local.is_conj(), local.is_neg(), tuple(tensor.shape)
+    return memory_key(local), tuple(tensor.shape)
 
 
 def _rename_tied(flat: FlatModel, module: nn.Module) -> None:

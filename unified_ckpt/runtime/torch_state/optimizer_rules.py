@@ -6,7 +6,7 @@ Runs no code of an optimizer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -94,12 +94,20 @@ def state_rule(
         moments = frozenset(("exp_avg", "exp_avg_sq"))
         float_dtypes = dict.fromkeys(moments, torch.float32)
         return StateRule(moments, _OPTIONAL_MASTERS, float_dtypes, step_in_group=True)
-    step = inspect.unwrap(type(optimizer).step)  # torch wraps it when an optimizer is created
-    owner = step.__qualname__.partition(".")[0]
-    if not f"{step.__module__}.".startswith("torch.optim.") or owner not in _TORCH:
+    owner = _step_owner(type(optimizer).step)
+    if owner is None:
         return None
     enabled = (name for option, name in _BY_OPTION.get(owner, {}).items() if options.get(option))
     return _torch_rule(owner, frozenset(enabled))
+
+
+@cache
+def _step_owner(step: Callable[..., Any]) -> str | None:
+    """Return the class of torch.optim that defines `step`, or None."""
+    step = inspect.unwrap(step)  # torch wraps it when an optimizer is created
+    owner = step.__qualname__.partition(".")[0]
+    in_torch = f"{step.__module__}.".startswith("torch.optim.")
+    return owner if in_torch and owner in _TORCH else None
 
 
 @cache

@@ -245,12 +245,12 @@ def prepare_masters(
     *,
     stored_masters: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
-    grows: bool,
+    targets_may_be_larger: bool,
 ) -> None:
     """Allocate the masters that the next step reads and the optimizers do not have yet.
 
     `saved`: param groups of the checkpoint. `stored_masters`: parameters whose masters it has.
-    `shapes`: as in `prepare_optimizer`. `grows`: some parameters may be larger than saved.
+    `shapes`: as in `prepare_optimizer`. `targets_may_be_larger`: than the saved parameters.
     """
     for optimizer, group in target.groups():
         key = master_key(optimizer, next(iter(saved_groups(target.names, group, saved)), None))
@@ -261,7 +261,10 @@ def prepare_masters(
                 needs_master = rule.master is not None
             if needs_master and key is not None and key not in optimizer.state.get(param, {}):
                 master = _empty_like_param(param, torch.float32, shapes.get(fqn))
-                target.masters[fqn] = key, master.copy_(param.detach()) if grows else master
+                target.masters[fqn] = (
+                    key,
+                    master.copy_(param.detach()) if targets_may_be_larger else master,
+                )
 
 
 def saved_groups(

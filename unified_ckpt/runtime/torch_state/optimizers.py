@@ -32,10 +32,10 @@ class FlatOptimizer:
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor] | FlatOptimizer
+OptimizerArgument = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor] | FlatOptimizer
 
 
-def as_optimizers(optimizer: Optimizers | None) -> list[Optimizer]:
+def as_optimizers(optimizer: OptimizerArgument | None) -> list[Optimizer]:
     """Return the optimizers that the caller passed as objects. LayoutError for other types."""
     if optimizer is None or isinstance(optimizer, Mapping | FlatOptimizer):
         return []
@@ -46,19 +46,22 @@ def as_optimizers(optimizer: Optimizers | None) -> list[Optimizer]:
                 f"optimizer: got a {type(item).__name__}, expected optimizers, or a dict "
                 "{'fqn/state': tensor}"
             )
-    return [_unwrap(item) for item in optimizers]
+    return [unwrap_optimizer(item) for item in optimizers]
 
 
-def _unwrap(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside a wrapper without state of its own, such as Accelerate's."""
     inner: Any = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, Optimizer) or inner is optimizer:
         return optimizer
     shares_groups = inner.param_groups is optimizer.param_groups
-    return _unwrap(inner) if inner.state is optimizer.state and shares_groups else optimizer
+    is_view = inner.state is optimizer.state and shares_groups
+    return unwrap_optimizer(inner) if is_view else optimizer
 
 
-def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) -> FlatOptimizer:
+def flatten_optimizer(
+    optimizer: OptimizerArgument | None, names: Mapping[int, str]
+) -> FlatOptimizer:
     """Return all state by name. `names`: id of a parameter -> fqn.
 
     LayoutError for a parameter that the model lacks. A `FlatOptimizer` is returned unchanged: its
@@ -218,7 +221,7 @@ def has_masters(optimizer: Optimizer) -> bool:
     )
 
 
-def check_one_master(
+def check_same_masters(
     explicit: Mapping[str, torch.Tensor], optimizer_masters: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise LayoutError unless `master_weights` has the same masters as the optimizer.
@@ -237,13 +240,4 @@ def collect_masters(
     optimizers: Sequence[Optimizer], names: Mapping[int, str]
 ) -> dict[str, torch.Tensor]:
     """Return the master weights by parameter name. LayoutError as in `flatten_optimizer`."""
-    flat = FlatOptimizer()
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                state = optimizer.state.get(param, {}).items()
-                master_state = {key: value for key, value in state if is_master(key, value, param)}
-                _flatten_state(flat, param_name(param, names, number), param, master_state)
-        for param, master in _apex_masters(optimizer):
-            flat.masters[param_name(param, names, 0)] = master
-    return flat.masters
+    return flatten_optimizer(optimizers, names).masters

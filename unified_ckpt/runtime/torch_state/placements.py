@@ -83,9 +83,9 @@ class ShardingResolver:
         return self._without_layout
 
     def resolve(self, fqn: str, tensor: torch.Tensor) -> ResolvedTensor | None:
-        """Return the tensor's sharding; None for a DTensor whose mesh excludes this rank.
+        """Return the shape, sharding and local tensor; None if the mesh excludes this rank.
 
-        LayoutError if it cannot be determined.
+        LayoutError if the sharding cannot be determined.
         """
         if self.layout is None and not isinstance(tensor, DTensor):
             local = tensor.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -48,7 +48,7 @@ INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  #
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """One rank's part of one tensor.
+    """One rank's shard of one tensor.
 
     `decl.spec.dtype` is the dtype on disk; if `local` has another one, copies cast. `local` aliases
     the caller's memory, and has the local shape of the sharding.
@@ -103,6 +103,21 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
+def from_bytes(
+    data: bytearray | memoryview, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """Return bytes in row-major order as a tensor; an alias."""
+    if not data:  # which torch.frombuffer refuses
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def memory_key(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for two tensors that view the same memory in the same way."""
+    memory = tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+    return *memory, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
 def as_int_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as integers of its item size: copies keep every bit, for every dtype."""
     return tensor.view(INT_DTYPES[tensor.element_size()])
@@ -139,7 +154,7 @@ def copy_slabs_to_tile(
     if not tensor.casts:
         source, target = as_int_bits(source), as_int_bits(target)
     for in_slab, in_local in boxes:
-        target[_slices(in_slab)].copy_(source[_slices(in_local)])
+        target[:, *in_slab.slices].copy_(source[:, *in_local.slices])
 
 
 def copy_whole_to_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
@@ -190,7 +205,7 @@ def copy_slabs_from_tile(
     if not tensor.casts:
         source, target = as_int_bits(source), as_int_bits(target)
     for in_slab, in_local in boxes:
-        target[_slices(in_local)].copy_(source[_slices(in_slab)])
+        target[:, *in_local.slices].copy_(source[:, *in_slab.slices])
 
 
 def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tuple[Box, Box], ...]:
@@ -207,8 +222,3 @@ def _typed_slabs(
 ) -> torch.Tensor:
     spec = tensor.decl.spec
     return tile.view(TORCH_DTYPES[spec.dtype]).view(count, *spec.shape[outer_ndim:])
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    dims = zip(box.offsets, box.shape, strict=True)
-    return (slice(None), *(slice(offset, offset + size) for offset, size in dims))

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.torch_state.modules import is_extra_state
+from unified_ckpt.runtime.torch_state.tensors import memory_key
 from unified_ckpt.sources.deepspeed.layout import FlatRange, partitioned_ranges
 from unified_ckpt.sources.deepspeed.optimizer_files import (
     PLACEHOLDER_CLASSES,
@@ -25,6 +26,7 @@ from unified_ckpt.sources.deepspeed.optimizer_files import (
     placeholder_fields,
 )
 from unified_ckpt.sources.deepspeed.parameters import tensor_from_ranges
+from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.views.shards import ShardedTensor
 
@@ -83,15 +85,13 @@ class ModelFile:
 def read_model_file(path: str) -> ModelFile:
     """Read and check a model file. FormatError if DeepSpeed did not write it."""
     content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
-    try:
+    with parsing(path, "a model file of DeepSpeed"):
         model = _parse_model_file(path, content)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FormatError(
-            f"{path}: expected a model file of DeepSpeed: {type(error).__name__}: {error}"
-        ) from error
-    missing = [name for name in model.shapes if name not in model.tensors]
-    if missing:
-        raise FormatError(format_list(f"{path}: got shapes without tensors for", missing))
+    raise_if_any(
+        FormatError,
+        f"{path}: got shapes without tensors for",
+        [name for name in model.shapes if name not in model.tensors],
+    )
     for name, shape in model.shapes.items():
         if tuple(model.tensors[name].shape) != shape and not model.is_placeholder(name):
             raise FormatError(
@@ -155,11 +155,9 @@ def _memory_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return name -> first name, for tensors that share all of their memory."""
     names_by_memory: dict[object, str] = {}
     first_names = {
-        name: names_by_memory.setdefault(
-            (t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()), name
-        )
-        for name, t in tensors.items()
-        if t.numel()
+        name: names_by_memory.setdefault(memory_key(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
     }
     return {name: first_name for name, first_name in first_names.items() if name != first_name}
 

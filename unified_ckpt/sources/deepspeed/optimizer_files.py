@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, StorageError
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, FlatRange
+from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.archive import check_archive_name
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
@@ -58,12 +59,8 @@ class RankFile:
 def read_rank_file(path: str) -> RankFile:
     """Read one rank's file. FormatError if ZeRO did not write it."""
     content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
-    try:
+    with parsing(path, "an optimizer file of ZeRO"):
         return _parse_rank_file(path, content["optimizer_state_dict"])
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise FormatError(
-            f"{path}: expected an optimizer file of ZeRO: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _parse_rank_file(path: str, content: Mapping[str, Any]) -> RankFile:
@@ -198,8 +195,8 @@ class OptimizerFiles:
 
     def _check(self, rank_file: RankFile, rank: int) -> None:
         path, reference = rank_file.path, self._reference
-        got = rank_file.stage, rank_file.world_size, rank_file.gaps
-        if got != (reference.stage, reference.world_size, reference.gaps):
+        partitioning = rank_file.stage, rank_file.world_size, rank_file.gaps
+        if partitioning != (reference.stage, reference.world_size, reference.gaps):
             raise FormatError(
                 f"{path}: got ZeRO stage {rank_file.stage} on {rank_file.world_size} ranks, "
                 f"expected stage {reference.stage} on {reference.world_size} "
@@ -247,9 +244,11 @@ def check_archives(paths: Sequence[str]) -> None:
     An archive ends with its table of contents. FormatError if a file was written under another
     rank's name.
     """
-    incomplete = [path for path in paths if not os.path.isfile(path) or not _is_complete(path)]
-    if incomplete:
-        raise IncompleteError(format_list("files are missing or truncated", incomplete))
+    raise_if_any(
+        IncompleteError,
+        "files are missing or truncated",
+        [path for path in paths if not os.path.isfile(path) or not _is_complete(path)],
+    )
 
 
 def _is_complete(path: str) -> bool:

@@ -14,19 +14,22 @@ import os
 import re
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
+from unified_ckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    NotFoundError,
+    error_prefix,
+)
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer
-from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.flatten import MODEL
-from unified_ckpt.sources.deepspeed.hf_weights import read_hf_weights
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, zero3_layout, zero12_layout
 from unified_ckpt.sources.deepspeed.model import (
     MODEL_FILE,
@@ -45,7 +48,9 @@ from unified_ckpt.sources.deepspeed.optimizer_files import (
 from unified_ckpt.sources.deepspeed.parameters import TrainedParameter, parameter_tensors
 from unified_ckpt.sources.deepspeed.universal import UNIVERSAL_FOLDER, read_universal_parameters
 from unified_ckpt.sources.detect.names import DEEPSPEED_LATEST, DEEPSPEED_MODEL
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, whole_tensor
+from unified_ckpt.sources.files.parsing import read_text
+from unified_ckpt.sources.files.safetensors import open_model_files
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras, whole_tensor
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _UNSUPPORTED = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_rank_(?!00)\d+_.*")
@@ -66,16 +71,13 @@ def open_deepspeed(root: str, _options: SourceOptions) -> ShardedSource:
 
 def _open(root: str, folder: str) -> ShardedSource:
     entries = frozenset(os.listdir(folder))
-    unsupported = sorted(name for name in entries if _UNSUPPORTED.fullmatch(name))
-    if unsupported:
-        raise FormatError(
-            format_list(
-                "got a model split by tensor, pipeline or expert parallelism, which is not read",
-                unsupported,
-            )
-        )
+    raise_if_any(
+        FormatError,
+        "got a model split by tensor, pipeline or expert parallelism, which is not read",
+        sorted(name for name in entries if _UNSUPPORTED.fullmatch(name)),
+    )
     model = read_model_file(_model_path(folder, entries))
-    close, world_size = _no_op, model.world_size
+    extras, world_size = SourceExtras(), model.world_size
     parameters: Mapping[str, TrainedParameter] = {}
     param_groups: ParamGroups = ()
     extra = dict(model.extra)
@@ -93,11 +95,16 @@ def _open(root: str, folder: str) -> ShardedSource:
             for name in group
         }
         param_groups, world_size = rank0_file.param_groups, rank0_file.world_size
-        close = optimizer_files.close
+        extras = SourceExtras(close=optimizer_files.close)
         if rank0_file.loss_scaler is not None:
             extra["loss_scaler"] = rank0_file.loss_scaler
     tensors, reclaimer = dict[Key, ShardedTensor](), PageReclaimer()
-    hf_weights = read_hf_weights(root) if model.is_partitioned and root != folder else {}
+    # The Trainer writes Hugging Face's weights there; under stage 3 no other file has the weights.
+    hf_weights = {
+        name: (file.tensor(name), file.path)
+        for file in (open_model_files(root) if model.is_partitioned and root != folder else ())
+        for name in file.entries
+    }
     for name, parameter in parameters.items():
         weights, weights_path = _model_weights(model, hf_weights, name, parameter.shape)
         tensors |= parameter_tensors(
@@ -113,7 +120,13 @@ def _open(root: str, folder: str) -> ShardedSource:
         step=model.step,
         extra=extra or None,
         modules=model.extra_states,
-        groups=_named_groups(model, param_groups),
+        groups=[
+            {
+                "names": [name for index in indices for name in model.flat_groups[index]],
+                "options": options,
+            }
+            for options, indices in param_groups
+        ],
     )
     return ShardedSource(
         root,
@@ -121,12 +134,8 @@ def _open(root: str, folder: str) -> ShardedSource:
         format="deepspeed",
         metadata=metadata,
         aliases={MODEL: model.aliases},
-        close=close,
+        extras=extras,
     )
-
-
-def _no_op() -> None:
-    """Do nothing: no file is open."""
 
 
 # ---- files
@@ -164,8 +173,7 @@ def _read_tag(root: str, tag_file: str) -> str:
 
     FormatError if it is outside `root`.
     """
-    with open_binary(os.path.join(root, tag_file)) as file:
-        tag = file.read().decode(errors="replace").strip()
+    tag = read_text(os.path.join(root, tag_file))
     if not tag or not os.path.normpath(os.path.join(root, tag)).startswith(os.path.join(root, "")):
         raise FormatError(f"{root}/{tag_file}: got {tag!r}, expected a folder in {root}")
     return tag
@@ -193,9 +201,11 @@ def _list_optimizer_files(folder: str, entries: frozenset[str]) -> tuple[RankFil
     for name in sorted(entries):
         if match := _OPTIMIZER.fullmatch(name):
             names_by_rank.setdefault(int(match[1]), []).append(name)
-    duplicates = [name for names in names_by_rank.values() if len(names) > 1 for name in names]
-    if duplicates:
-        raise FormatError(format_list("got files of two saves", duplicates))
+    raise_if_any(
+        FormatError,
+        "got files of two saves",
+        [name for names in names_by_rank.values() if len(names) > 1 for name in names],
+    )
     if 0 not in names_by_rank:
         raise IncompleteError(
             "rank 0's optimizer file, zero_pp_rank_0_mp_rank_00_optim_states.pt, is missing"
@@ -249,15 +259,13 @@ def _flat_layout(model: ModelFile, rank0_file: RankFile) -> FlatLayout:
         flat_tensors[FP32].numel() + padding
         for flat_tensors, padding in zip(rank0_file.flat_tensors, rank0_file.paddings, strict=True)
     ]
-    try:
+    with error_prefix(rank0_file.path):
         if rank0_file.stage == 3:
             return zero3_layout(groups, partition_numels, world_size=rank0_file.world_size)
         gaps = rank0_file.gaps
         if gaps is None:
             gaps = tuple((0,) * len(group) for group in groups)
         return zero12_layout(groups, gaps, partition_numels, world_size=rank0_file.world_size)
-    except FormatError as error:
-        raise FormatError(f"{rank0_file.path}: {error}") from error
 
 
 def _trained_parameter(
@@ -282,16 +290,6 @@ def _trained_parameter(
     )
 
 
-def _named_groups(model: ModelFile, param_groups: ParamGroups) -> list[dict[str, Any]]:
-    return [
-        {
-            "names": [name for index in indices for name in model.flat_groups[index]],
-            "options": options,
-        }
-        for options, indices in param_groups
-    ]
-
-
 def _untrained_tensors(
     model: ModelFile, parameters: Mapping[str, TrainedParameter], world_size: int
 ) -> dict[Key, ShardedTensor]:
@@ -301,9 +299,11 @@ def _untrained_tensors(
     """
     names = [name for name in model.tensors if name not in parameters and name not in model.aliases]
     frozen = [name for name in names if model.is_placeholder(name)]
-    missing = [name for name in frozen if name not in model.frozen_parts]
-    if missing:
-        raise IncompleteError(format_list(f"{model.path}: no file has the elements of", missing))
+    raise_if_any(
+        IncompleteError,
+        f"{model.path}: no file has the elements of",
+        [name for name in frozen if name not in model.frozen_parts],
+    )
     frozen_parameters = FrozenParameters(model, world_size) if frozen else None
     tensors = {
         (MODEL, name): whole_tensor(model.tensors[name], model.path)

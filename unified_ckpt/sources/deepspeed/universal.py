@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.deepspeed.layout import FlatRange, partitioned_ranges
 from unified_ckpt.sources.deepspeed.model import ModelFile
@@ -28,6 +28,7 @@ from unified_ckpt.sources.deepspeed.optimizer_files import (
     parse_param_groups,
 )
 from unified_ckpt.sources.deepspeed.parameters import TrainedParameter
+from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 
 UNIVERSAL_FOLDER = "zero"
@@ -42,11 +43,11 @@ def read_universal_parameters(
     IncompleteError names parameters whose files are missing.
     """
     names = [name for group in model.flat_groups for name in group]
-    missing = [
-        name for name in names if not os.path.isfile(os.path.join(folder, name, f"{FP32}.pt"))
-    ]
-    if missing:
-        raise IncompleteError(format_list(f"{folder}: {FP32}.pt is missing for", missing))
+    raise_if_any(
+        IncompleteError,
+        f"{folder}: {FP32}.pt is missing for",
+        [name for name in names if not os.path.isfile(os.path.join(folder, name, f"{FP32}.pt"))],
+    )
     param_groups, scalars = _read_group_state(
         os.path.join(folder, _STATE_FILE), len(model.flat_groups)
     )
@@ -65,7 +66,7 @@ def _read_group_state(
     """Return the param groups, and under stage 3 the scalar state of each flat group."""
     check_archives([path])
     content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
-    try:
+    with parsing(path, "a file of DeepSpeed's converter"):
         states = content.get("optimizer_state_dict", {}).get("state", {})
         scalars = {
             index: {
@@ -76,10 +77,6 @@ def _read_group_state(
             for index, state in states.items()
         }
         return parse_param_groups(path, content.get("param_groups", ()), count), scalars
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FormatError(
-            f"{path}: expected a file of DeepSpeed's converter: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _read_parameter(
@@ -139,6 +136,8 @@ def _check_same_states(folder: str, parameters: Mapping[str, TrainedParameter]) 
     """
     states = {name: {*param.states, *param.scalars} for name, param in parameters.items()}
     expected = set[str]().union(*states.values())
-    missing = [f"{name}/{key}" for name, keys in states.items() for key in sorted(expected - keys)]
-    if missing:
-        raise IncompleteError(format_list(f"{folder}: optimizer states are missing", missing))
+    raise_if_any(
+        IncompleteError,
+        f"{folder}: optimizer states are missing",
+        [f"{name}/{key}" for name, keys in states.items() for key in sorted(expected - keys)],
+    )

@@ -36,7 +36,7 @@ _ACCELERATE_FILES = {
 }
 _DEEPSPEED_FILES = {"zero_to_fp32.py", "latest"}  # the Trainer keeps these next to its own files
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_UNIFIED_FILES = {names.MANIFEST, names.DIGESTS, names.MARKER}
+_UNIFIED_FILES = {names.MANIFEST, names.DIGESTS, names.SAVE_ID_FILE}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format import header, index, names
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.flatten import MODEL
 from unified_ckpt.runtime.torch_state.modules import strip_wrappers
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
@@ -50,9 +50,7 @@ class TensorFile:
         """Return a tensor that aliases the mapped file."""
         entry, dtype = self.entries[name], self.dtype(name)
         data = self.mapped.bytes(entry.start, entry.stop - entry.start)
-        if not data:
-            return torch.empty(entry.shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
+        return from_bytes(data, dtype, entry.shape)
 
 
 def open_tensor_file(path: str) -> TensorFile:
@@ -107,18 +105,15 @@ def open_model_files(root: str, *, part: str = MODEL) -> list[TensorFile]:
     ):
         return [open_tensor_file(os.path.join(root, single))] if single in entries else []
     files = sorted(set(weight_map.values()))
-    missing = [file for file in files if file not in entries]
-    if missing:
-        raise IncompleteError(format_list(f"{root}: files are missing", missing))
-    opened_files = {file: open_tensor_file(os.path.join(root, file)) for file in files}
-    missing_tensors = sorted(
-        name for name, file in weight_map.items() if name not in opened_files[file].entries
+    raise_if_any(
+        IncompleteError,
+        f"{root}: files are missing",
+        [file for file in files if file not in entries],
     )
-    if missing_tensors:
-        raise IncompleteError(
-            format_list(
-                f"{root}: tensors that {names.index_name(part)} lists are not in their files",
-                missing_tensors,
-            )
-        )
+    opened_files = {file: open_tensor_file(os.path.join(root, file)) for file in files}
+    raise_if_any(
+        IncompleteError,
+        f"{root}: tensors that {names.index_name(part)} lists are not in their files",
+        sorted(name for name, file in weight_map.items() if name not in opened_files[file].entries),
+    )
     return list(opened_files.values())

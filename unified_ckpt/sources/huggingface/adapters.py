@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import SourceMetadata
@@ -38,7 +36,8 @@ def open_adapters(root: str, _options: SourceOptions) -> ShardedSource:
             f"expected {ADAPTER_PART}.safetensors or {ADAPTER_PART}.bin"
         )
     configs = {
-        part: _read_adapter_config(folder) for part, folder in _adapter_folders(root).items()
+        part: read_json_object(os.path.join(folder, ADAPTER_CONFIG))
+        for part, folder in _adapter_folders(root).items()
     }
     return ShardedSource(
         root, tensors, format="peft", metadata=SourceMetadata(extra={"adapters": configs})
@@ -74,9 +73,9 @@ def _adapter_folders(root: str) -> dict[str, str]:
     subfolders = sorted(
         name
         for name in os.listdir(root)
-        if os.path.isfile(os.path.join(root, name, ADAPTER_CONFIG))
+        if os.path.lexists(os.path.join(root, name, ADAPTER_CONFIG))
     )
-    folders = {ADAPTER_PART: root} if os.path.isfile(os.path.join(root, ADAPTER_CONFIG)) else {}
+    folders = {ADAPTER_PART: root} if os.path.lexists(os.path.join(root, ADAPTER_CONFIG)) else {}
     for name in subfolders:
         part = adapter_part(name)
         if part in folders:
@@ -86,7 +85,3 @@ def _adapter_folders(root: str) -> dict[str, str]:
             )
         folders[part] = os.path.join(root, name)
     return folders
-
-
-def _read_adapter_config(folder: str) -> Mapping[str, Any]:
-    return read_json_object(os.path.join(folder, ADAPTER_CONFIG))

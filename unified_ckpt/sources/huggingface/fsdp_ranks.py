@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.modules import is_extra_state
 from unified_ckpt.runtime.torch_state.placements import sharding_of
@@ -40,11 +40,15 @@ def rank_files(root: str, stem: str) -> list[str]:
         for name in os.listdir(root)
         if (match := re.fullmatch(rf"{stem}_rank(\d+)\.bin", name))
     }
-    missing = [
-        f"{stem}_rank{rank}.bin" for rank in range(max(names, default=-1) + 1) if rank not in names
-    ]
-    if missing:
-        raise IncompleteError(format_list(f"{root}: files are missing", missing))
+    raise_if_any(
+        IncompleteError,
+        f"{root}: files are missing",
+        [
+            f"{stem}_rank{rank}.bin"
+            for rank in range(max(names, default=-1) + 1)
+            if rank not in names
+        ],
+    )
     return [os.path.join(root, names[rank]) for rank in sorted(names)]
 
 
@@ -152,14 +156,10 @@ def _merge_ranks(
         ):
             raise FormatError(f"{files[0]}: {name}: shape or dtype differs between ranks")
         shards = [shard for box, shard in shards_by_box.items() if box.numel]
-        try:
+        with error_prefix(f"{files[0]} and {len(files) - 1} other rank(s): {name}"):
             merged[name] = sharded_tensor(
                 first.dtype, first.shape, shards or list(shards_by_box.values())[:1]
             )
-        except CheckpointError as error:
-            raise type(error)(
-                f"{files[0]} and {len(files) - 1} other rank(s): {name}: {error}"
-            ) from error
     return merged
 
 
@@ -167,7 +167,7 @@ def _rank_shards(
     files: Sequence[str], name: str, rank: int, tensor: torch.Tensor
 ) -> list[tuple[Box, TensorShard]]:
     if not isinstance(tensor, DTensor):
-        box = Box((0,) * tensor.dim(), tuple(tensor.shape))
+        box = full_box(tensor.shape)
         return [(box, TensorShard(box, tensor.detach, files[rank]))]
     world_size = max(tensor.device_mesh.mesh.flatten().tolist()) + 1
     if world_size > len(files):
@@ -176,10 +176,6 @@ def _rank_shards(
         )
     local = tensor._local_tensor.detach()
     return [
-        (box, TensorShard(box, partial(_slice, local, inner), files[rank]))
+        (box, TensorShard(box, partial(local.__getitem__, inner.slices), files[rank]))
         for box, inner in sharding_of(name, tensor).boxes(rank, tensor.shape)
     ]
-
-
-def _slice(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[tuple(slice(low, low + n) for low, n in zip(box.offsets, box.shape, strict=True))]

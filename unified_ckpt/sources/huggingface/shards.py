@@ -15,13 +15,14 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL
 from unified_ckpt.sources.detect.names import HF_SHARD
+from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.files.safetensors import TensorFile, open_tensor_file
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
 
@@ -61,10 +62,8 @@ def open_hf_shards(root: str, _options: SourceOptions) -> ShardedSource:
         shape = tuple(
             max(ends) for ends in zip(*(_ends(shard.box) for shard in nonempty), strict=True)
         )
-        try:
+        with error_prefix(f"{root}: {name}"):
             tensors[MODEL, name] = sharded_tensor(dtypes[name], shape, nonempty)
-        except CheckpointError as error:
-            raise type(error)(f"{root}: {name}: {error}") from error
     return ShardedSource(root, tensors, format="huggingface-shards", metadata=SourceMetadata())
 
 
@@ -95,8 +94,7 @@ def _open_files(root: str) -> list[TensorFile]:
         for number in range(1, max(counts) + 1)
         if number not in numbers
     ]
-    if missing:
-        raise IncompleteError(format_list(f"{root}: files are missing", missing))
+    raise_if_any(IncompleteError, f"{root}: files are missing", missing)
     return [open_tensor_file(os.path.join(root, matches[key][0])) for key in sorted(matches)]
 
 
@@ -104,12 +102,8 @@ def _read_offsets(file: TensorFile) -> Mapping[str, tuple[int, ...]]:
     text = file.metadata.get(_SHARDING)
     if text is None:
         raise FormatError(f"{file.path}: no {_SHARDING} in its header, which gives the offsets")
-    try:
+    with parsing(file.path, f"{_SHARDING} of torch.distributed.checkpoint"):
         return {
             name: tuple(map(int, info["saved_offsets"]))
             for name, info in parse_json(text, file=f"{file.path}: {_SHARDING}").items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(
-            f"{file.path}: expected {_SHARDING} of torch.distributed.checkpoint: {error!r}"
-        ) from error

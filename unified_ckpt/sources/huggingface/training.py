@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.folder.backup import JIT_MARKER
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
@@ -35,11 +35,8 @@ from unified_ckpt.sources.huggingface.fsdp_ranks import (
     rank_files,
 )
 from unified_ckpt.sources.pytorch.dcp import open_dcp
-from unified_ckpt.sources.pytorch.optimizer_names import (
-    ForeignCheckpoint,
-    parse_groups,
-    with_optimizer_names,
-)
+from unified_ckpt.sources.pytorch.optimizer_groups import parse_groups
+from unified_ckpt.sources.pytorch.optimizer_names import ForeignCheckpoint, with_optimizer_names
 from unified_ckpt.sources.pytorch.parameter_order import config_order
 from unified_ckpt.sources.pytorch.state_dict import ParsedStateDict, parse_state_dict, read_bins
 from unified_ckpt.sources.restricted_pickle.load import load_torch
@@ -133,13 +130,15 @@ def _read_models(root: str, entries: frozenset[str], checkpoint: ForeignCheckpoi
 
 def _check_no_gap(root: str, entries: frozenset[str], pattern: re.Pattern[str], count: int) -> None:
     """Raise IncompleteError if numbers above `count` exist: one in between is missing."""
-    surplus = sorted(
-        name
-        for name in entries
-        if (match := pattern.fullmatch(name)) and int(match[1]) >= max(count, 1)
+    raise_if_any(
+        IncompleteError,
+        f"{root}: number {count} is missing, but found",
+        sorted(
+            name
+            for name in entries
+            if (match := pattern.fullmatch(name)) and int(match[1]) >= max(count, 1)
+        ),
     )
-    if surplus:
-        raise IncompleteError(format_list(f"{root}: number {count} is missing, but found", surplus))
 
 
 def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> ParsedStateDict:
@@ -248,14 +247,14 @@ def _add_optimizer(
         if part == OPTIMIZER
     }
     scalars = {prefix + fqn: state for fqn, state in metadata.scalars.items()}
-    duplicates = sorted(
-        {name for _, name in prefixed.keys() & checkpoint.tensors.keys()}
-        | (scalars.keys() & checkpoint.metadata.scalars.keys())
+    raise_if_any(
+        FormatError,
+        f"{path}: another optimizer also has state of these parameters",
+        sorted(
+            {name for _, name in prefixed.keys() & checkpoint.tensors.keys()}
+            | (scalars.keys() & checkpoint.metadata.scalars.keys())
+        ),
     )
-    if duplicates:
-        raise FormatError(
-            format_list(f"{path}: another optimizer also has state of these parameters", duplicates)
-        )
     groups = [
         {**group, "names": [prefix + name for name in group["names"]]} for group in metadata.groups
     ]

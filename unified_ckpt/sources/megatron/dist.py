@@ -18,25 +18,27 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.errors import FormatError
+from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.files.json import read_json_object
+from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.megatron.files import (
     PLACEHOLDER_CLASSES,
     Arguments,
     parse_arguments,
     plain_values,
 )
-from unified_ckpt.sources.megatron.master_check import LazyMasterCheck
-from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert, unstack
+from unified_ckpt.sources.megatron.master_check import master_check
+from unified_ckpt.sources.megatron.names import is_expert, unstack
 from unified_ckpt.sources.megatron.optimizer_states import assign_groups, group_options
-from unified_ckpt.sources.megatron.view import renamed_source
-from unified_ckpt.sources.pytorch.dcp import Entry, build_tensor, map_files, read_entries
+from unified_ckpt.sources.megatron.view import MegatronContent, build_source
+from unified_ckpt.sources.pytorch.dcp import build_tensor, load_object, map_files
+from unified_ckpt.sources.pytorch.dcp_metadata import Entry, read_entries
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
-from unified_ckpt.sources.restricted_pickle.load import load_torch, load_torch_bytes
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
+from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 _PLANNER_CLASSES = [
     f"torch.distributed.checkpoint.planner.{name}"
@@ -47,7 +49,6 @@ _FLAT_BUFFER_KEY = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*(?:bucket_idx|gbuf_idx).*"
 )
 _MASTER_STATES = ("param", "fp32_param")
-_NON_EXTRA_KEYS = ("args", "optimizer", "rng_state", "rerun_state_machine", "checkpoint_version")
 _FLAT_BUFFER_REFUSAL = (
     "got flat buffers (dp_reshardable), whose order the folder does not record; "
     "save with --dist-ckpt-optim-fully-reshardable"
@@ -82,30 +83,16 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
         (OPTIMIZER, f"{name}/step"): sharded_tensor(torch.float32, (), [step_shard(step, folder)])
         for name, step in steps.items()
     }
-    iteration = contents.common.get("iteration")
-    extra = {
-        key: plain_values(value)
-        for key, value in contents.common.items()
-        if key not in _NON_EXTRA_KEYS
-    }
-    metadata = SourceMetadata(
-        step=iteration if isinstance(iteration, int) else None,
-        extra={**extra, "args": plain_values(dict(args.values))} if args.values else extra or None,
-        groups=groups,
-        rank_extras=args.get_int("world_size", 0) if _rng_grid(contents) else 0,
-    )
-    aliases = {OUTPUT: EMBEDDING} if (MODEL, OUTPUT) not in tensors else {}
-    refused = {OPTIMIZER: f"{contents.refusal}; load only the model"} if contents.refusal else {}
-    make_source = partial(
-        ShardedSource,
+    content = MegatronContent(
         folder,
+        "megatron-core",
         tensors,
-        format="megatron-core",
-        aliases={MODEL: aliases, MASTER: aliases},
-        refused=refused,
-        rank_extra=partial(_read_rng_state, folder, contents, args),
+        contents.common,
+        groups,
+        partial(_read_rng_state, folder, contents, args) if _rng_grid(contents) else None,
+        contents.refusal,
     )
-    return renamed_source(folder, make_source, metadata, tensors, args, options)
+    return build_source(content, args, options)
 
 
 def _check_backend(folder: str) -> None:
@@ -168,10 +155,7 @@ def _read_common(
 
 
 def _load_object(folder: str, files: Mapping[str, MappedFile], key: str, entry: Entry) -> Any:
-    chunk = entry.chunks[0]
-    label = f"{os.path.join(folder, chunk.file)}: {key}"
-    data = files[chunk.file].bytes(chunk.start, chunk.nbytes)
-    value = load_torch_bytes(data, label, placeholders=PLACEHOLDER_CLASSES)
+    value = load_object(files, folder, key, entry, placeholders=PLACEHOLDER_CLASSES)
     # Megatron-Core stores a list of this rank's objects, which usually has one.
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
@@ -192,9 +176,11 @@ def _checked_tensors(tensors: Mapping[Key, ShardedTensor]) -> Iterable[tuple[Key
             for sharded in (tensors[MODEL, name], master)
         )
         shards = tuple(
-            LazyMasterCheck(
-                name, shard.file, model_shards[shard.box].load, master_shards[shard.box].load
-            ).checked_on_load(shard)
+            master_check(
+                f"{shard.file}: {name}",
+                model_shards[shard.box].load,
+                master_shards[shard.box].load,
+            )(shard)
             if shard.box in model_shards and shard.box in master_shards
             else shard
             for shard in tensor.shards
@@ -223,7 +209,7 @@ def _param_groups(
         for (part_key, stored), tensor in contents.tensors.items()
         if part_key == MODEL
     ]
-    try:
+    with parsing(folder, "an optimizer of Megatron-Core"), error_prefix(folder):
         for position, state_dict in enumerate(optimizers):
             inner = state_dict.get("optimizer", state_dict)
             params = [
@@ -247,10 +233,6 @@ def _param_groups(
                 if step is None and group_names:
                     raise FormatError("no step count in the optimizer")
                 steps |= dict.fromkeys(group_names, float(step or 0))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise FormatError(f"{folder}: expected an optimizer of Megatron-Core: {error!r}") from error
-    except FormatError as error:
-        raise FormatError(f"{folder}: {error}") from error
     return groups, steps
 
 
@@ -273,7 +255,7 @@ def _rng_grid(contents: _Contents) -> tuple[int, ...]:
 
 def _read_rng_state(folder: str, contents: _Contents, args: Arguments, rank: int) -> Any:
     grid = _rng_grid(contents)
-    world = args.get_int("world_size", 0)
+    world = args.world_size
     if len(grid) != 2 or not 0 <= rank < world:
         return None
     pp, tp = rank * grid[0] // world, rank % grid[1]

@@ -9,14 +9,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import Any
 
 import torch
 
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.sources.detect.names import MEGATRON_TRACKER
+from unified_ckpt.sources.files.parsing import read_text
 from unified_ckpt.sources.megatron.names import to_core_name
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
@@ -89,6 +90,11 @@ class Arguments:
         return bool(self.values.get(name))
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks; 0 if unknown."""
+        return self.get_int("world_size", 0)
+
+    @property
     def experts(self) -> int:
         """Number of experts; 0 for a dense model."""
         return self.get_int("num_experts", 0)
@@ -122,8 +128,7 @@ def step_folder(root: str) -> str:
     tracker = os.path.join(root, MEGATRON_TRACKER)
     if not os.path.isfile(tracker):
         return root
-    with open_binary(tracker) as file:
-        step = file.read().decode(errors="replace").strip()
+    step = read_text(tracker)
     if step != "release" and not re.fullmatch(r"\d+", step):
         raise FormatError(f"{tracker}: got {step[:40]!r}, expected a number or 'release'")
     folder = os.path.join(root, step if step == "release" else f"iter_{int(step):07d}")
@@ -195,9 +200,7 @@ def expert_tp_rank(rank_file: RankFile, args: Arguments) -> int:
 def _parse_rank_file(
     path: str, name: str, state_dict: Mapping[str, Any], args: Arguments
 ) -> RankFile:
-    match = _FOLDER.fullmatch(name)
-    assert match is not None
-    ranks = [int(rank) for rank in match.groups() if rank is not None]
+    ranks = [int(rank) for rank in re.findall(r"\d+", name)]
     expected = 1 + (args.pp > 1) + (args.ep > 1)
     if len(ranks) != expected:
         raise FormatError(
@@ -211,18 +214,12 @@ def _parse_rank_file(
             f"{path}: got tp={ranks[0]}, pp={pp}, ep={ep}, "
             f"expected ranks below {args.tp}, {args.pp} and {args.ep}"
         )
-    keys = ["model"] if "model" in state_dict else list(_chunk_keys(state_dict))
+    chunk_keys = takewhile(state_dict.__contains__, (f"model{index}" for index in count()))
+    keys = ["model"] if "model" in state_dict else list(chunk_keys)
     chunks = [state_dict[key] for key in keys]
     if not chunks or not all(isinstance(chunk, Mapping) for chunk in chunks):
         raise FormatError(f"{path}: no model; expected the state dict 'model', or 'model0', ...")
     return RankFile(path, ranks[0], pp, ep, state_dict, [dict(_flatten(chunk)) for chunk in chunks])
-
-
-def _chunk_keys(state_dict: Mapping[str, Any]) -> Iterator[str]:
-    index = 0
-    while f"model{index}" in state_dict:
-        yield f"model{index}"
-        index += 1
 
 
 def _flatten(state_dict: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -242,7 +239,7 @@ def _check_writer(rank_file: RankFile, args: Arguments) -> None:
     Only files with random states are checked, because converters write every file with the
     arguments of one process.
     """
-    rank, world = args.values.get("rank"), args.get_int("world_size", 0)
+    rank, world = args.values.get("rank"), args.world_size
     if (
         "rng_state" not in rank_file.state_dict
         or not isinstance(rank, int)
@@ -288,8 +285,7 @@ def _check_complete(folder: str, rank_files: list[RankFile], args: Arguments) ->
             for t in range(args.etp)
             if (p, e, t) not in expert_positions
         ]
-    if missing:
-        raise IncompleteError(format_list(f"{folder}: folders of ranks are missing", missing))
+    raise_if_any(IncompleteError, f"{folder}: folders of ranks are missing", missing)
 
 
 def _check_names(rank_files: Sequence[RankFile]) -> None:

@@ -7,7 +7,8 @@ because shapes often agree.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 
@@ -17,39 +18,32 @@ from unified_ckpt.views.shards import TensorShard
 _SAMPLE_NUMEL = 4096  # per position: reading a slice must not read the whole parameter
 
 
-@dataclass(slots=True)
-class LazyMasterCheck:
-    """Compares a slice of a parameter with its fp32 copy, once, at its start, middle and end."""
+def master_check(
+    label: str, load_model: Callable[[], torch.Tensor], load_master: Callable[[], torch.Tensor]
+) -> Callable[[TensorShard], TensorShard]:
+    """Return a function that makes a shard compare a parameter with its fp32 copy before it loads.
 
-    name: str
-    path: str
-    load_model: Callable[[], torch.Tensor]
-    load_master: Callable[[], torch.Tensor]
-    _equal: bool = field(default=False, init=False)
+    They are compared once, at their start, middle and end. IntegrityError if they differ.
+    """
 
-    def check(self) -> None:
-        """Raise IntegrityError if the two differ."""
-        if self._equal:
-            return
-        model, master = self.load_model(), self.load_master()
+    @cache  # an error is not cached
+    def check() -> None:
+        model, master = load_model(), load_master()
         if model.shape != master.shape or not all(
             torch.equal(_bits(a), _bits(b.to(a.dtype)))
             for a, b in zip(_samples(model), _samples(master), strict=True)
         ):
             raise IntegrityError(
-                f"{self.path}: {self.name}: its fp32 copy does not round to the model's tensor: "
+                f"{label}: its fp32 copy does not round to the model's tensor: "
                 "the optimizer state is in another order, of another step, or damaged; "
                 "load without the optimizer to get the model"
             )
-        self._equal = True
 
-    def checked_on_load(self, shard: TensorShard) -> TensorShard:
-        """Return the shard, which runs the check before it loads."""
-        return TensorShard(shard.box, lambda: self._load_checked(shard), shard.file, shard.cache)
-
-    def _load_checked(self, shard: TensorShard) -> torch.Tensor:
-        self.check()
+    def load_checked(shard: TensorShard) -> torch.Tensor:
+        check()
         return shard.load()
+
+    return lambda shard: replace(shard, load=partial(load_checked, shard))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

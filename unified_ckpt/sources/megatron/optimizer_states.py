@@ -3,7 +3,7 @@
 How state could go to the wrong parameter: nothing in the files names one. The order is that of
 the model's state dict. Groups separate parameters without weight decay, and experts that are
 spread over ranks; a flat buffer (`distrib_optim.pt`) stores parameters backwards. So counts,
-shapes and sizes must all agree, and `LazyMasterCheck` compares values.
+shapes and sizes must all agree, and `master_check` compares values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.errors import CheckpointError, FormatError
+from unified_ckpt.errors import FormatError, error_prefix
+from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.megatron.files import FLAT_FILE, Arguments, RankFile
 from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert
 from unified_ckpt.sources.megatron.tensor_parallel import is_parameter
@@ -85,7 +86,8 @@ def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey
         ]
     flat_buffers = _read_flat_buffers(rank_file, len(optimizers))
     param_states: dict[ParamKey, ParamState] = {}
-    try:
+    path = rank_file.path
+    with parsing(path, "an optimizer of Megatron-LM"), error_prefix(path):
         for index, (optimizer, optimizer_params) in enumerate(
             zip(optimizers, params_by_optimizer, strict=True)
         ):
@@ -107,12 +109,6 @@ def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey
                     args,
                     [groups[group_index] for group_index in group_indices],
                 )
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise FormatError(
-            f"{rank_file.path}: expected an optimizer of Megatron-LM: {error!r}"
-        ) from error
-    except CheckpointError as error:
-        raise type(error)(f"{rank_file.path}: {error}") from error
     return param_states
 
 
@@ -163,7 +159,7 @@ def assign_groups(
     separate_experts = any(group.get("is_expert_parallel") for group in groups)
     group_kinds = [
         (
-            _group_has_decay(group),
+            bool(group["wd_mult"] if "wd_mult" in group else group["weight_decay"]),
             bool(group.get("is_decoupled_lr")),
             bool(group.get("is_expert_parallel")),
         )
@@ -184,10 +180,6 @@ def assign_groups(
             f"expected exactly one for each kind of parameter in {sorted(set(param_kinds))}"
         )
     return [group_kinds.index(kind) for kind in param_kinds]
-
-
-def _group_has_decay(group: Mapping[str, Any]) -> bool:
-    return bool(group["wd_mult"] if "wd_mult" in group else group["weight_decay"])
 
 
 def has_weight_decay(name: str, dims: int, args: Arguments) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.detect.names import DCP_METADATA
@@ -31,25 +31,16 @@ from unified_ckpt.sources.megatron.files import (
     read_rank_files,
     step_folder,
 )
-from unified_ckpt.sources.megatron.master_check import LazyMasterCheck
-from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert, parse_expert
+from unified_ckpt.sources.megatron.master_check import master_check
+from unified_ckpt.sources.megatron.names import OUTPUT, is_expert, parse_expert
 from unified_ckpt.sources.megatron.optimizer_states import (
     ParamKey,
     ParamState,
     read_optimizer_states,
 )
 from unified_ckpt.sources.megatron.tensor_parallel import Slice, global_slices, is_parameter
-from unified_ckpt.sources.megatron.view import renamed_source
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
-
-_NON_EXTRA_KEYS = (
-    "args",
-    "model",
-    "optimizer",
-    "rng_state",
-    "rerun_state_machine",
-    "checkpoint_version",
-)
+from unified_ckpt.sources.megatron.view import MegatronContent, build_source
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 
 @dataclass(slots=True)
@@ -87,32 +78,16 @@ def open_megatron(root: str, options: SourceOptions) -> Source:
         )
     optimizer_states, refusal = _collect_optimizer_states(folder, rank_files, args)
     global_tensors = _merge_ranks(rank_files, args, optimizer_states)
-    tensors = dict(_sharded_tensors(folder, global_tensors))
-    groups = _param_groups(global_tensors)
-    extra = {
-        key: plain_values(value)
-        for key, value in state_dict.items()
-        if key.rstrip("0123456789") not in _NON_EXTRA_KEYS
-    }
-    iteration = state_dict.get("iteration")
-    metadata = SourceMetadata(
-        step=iteration if isinstance(iteration, int) else None,
-        extra={**extra, "args": plain_values(state_dict["args"])},
-        groups=groups,
-        rank_extras=_world_size(args) if "rng_state" in state_dict else 0,
-    )
-    aliases = {} if (MODEL, OUTPUT) in tensors else {OUTPUT: EMBEDDING}
-    refused = {OPTIMIZER: f"{refusal}; load only the model"} if refusal else {}
-    make_source = partial(
-        ShardedSource,
+    content = MegatronContent(
         folder,
-        tensors,
-        format="megatron",
-        aliases={MODEL: aliases, MASTER: aliases},
-        refused=refused,
-        rank_extra=partial(_rng_state, rank_files, args),
+        "megatron",
+        dict(_sharded_tensors(folder, global_tensors)),
+        state_dict,
+        _param_groups(global_tensors),
+        partial(_rng_state, rank_files, args) if "rng_state" in state_dict else None,
+        refusal,
     )
-    return renamed_source(folder, make_source, metadata, tensors, args, options)
+    return build_source(content, args, options)
 
 
 def _replica_group(rank_file: RankFile, name: str, args: Arguments) -> tuple[int, ...]:
@@ -169,12 +144,10 @@ def _merge_ranks(
                 if key in seen or (tied and name == OUTPUT):
                     continue
                 seen.add(key)
-                try:
+                with error_prefix(rank_file.path):
                     state = optimizer_states.get(key)
                     for tensor_slice in global_slices(rank_file, name, tensor, args):
                         _add_slice(global_tensors, rank_file, tensor_slice, tensor, state)
-                except FormatError as error:
-                    raise FormatError(f"{rank_file.path}: {error}") from error
     _check_experts(global_tensors, args)
     return global_tensors
 
@@ -184,14 +157,15 @@ def _check_experts(tensor_names: Collection[str], args: Arguments) -> None:
     numbers_by_template: dict[str, set[int]] = {}
     for expert in filter(None, map(parse_expert, tensor_names)):
         numbers_by_template.setdefault(expert.template, set()).add(expert.number)
-    missing = [
-        name.format(n)
-        for name, numbers in numbers_by_template.items()
-        for n in sorted(set(range(args.experts)) ^ numbers)
-    ]
-    if missing:
-        problem = f"{args.path}: expected {args.experts} experts, missing or surplus tensors are"
-        raise IncompleteError(format_list(problem, missing))
+    raise_if_any(
+        IncompleteError,
+        f"{args.path}: expected {args.experts} experts, missing or surplus tensors are",
+        [
+            name.format(n)
+            for name, numbers in numbers_by_template.items()
+            for n in sorted(set(range(args.experts)) ^ numbers)
+        ],
+    )
 
 
 def _add_slice(
@@ -223,12 +197,10 @@ def _add_slice(
     if state.master is not None:
         load_model = partial(tensor_slice.extract, tensor)
         load_master = partial(tensor_slice.extract, state.master)
-        check = LazyMasterCheck(name, path, load_model, load_master)
-        optimizer_shards = {
-            kind: check.checked_on_load(shard) for kind, shard in optimizer_shards.items()
-        }
         if tensor.dtype != torch.float32:
-            optimizer_shards[MASTER] = check.checked_on_load(make_shard(MASTER, state.master, path))
+            optimizer_shards[MASTER] = make_shard(MASTER, state.master, path)
+        checked = master_check(f"{path}: {name}", load_model, load_master)
+        optimizer_shards = {kind: checked(shard) for kind, shard in optimizer_shards.items()}
     for kind, shard in optimizer_shards.items():
         global_tensor.shards.setdefault(kind, []).append(shard)
     if global_tensor.step not in (None, state.step):
@@ -242,7 +214,7 @@ def _sharded_tensors(
     folder: str, global_tensors: Mapping[str, _GlobalTensor]
 ) -> Iterable[tuple[Key, ShardedTensor]]:
     for name, tensor in global_tensors.items():
-        try:
+        with error_prefix(f"{folder}: {name}"):
             for kind, shards in tensor.shards.items():
                 key = (kind, name) if kind in (MODEL, MASTER) else (OPTIMIZER, f"{name}/{kind}")
                 yield key, sharded_tensor(tensor.dtypes[kind], tensor.shape, shards)
@@ -251,8 +223,6 @@ def _sharded_tensors(
                     (OPTIMIZER, f"{name}/step"),
                     sharded_tensor(torch.float32, (), [step_shard(tensor.step, folder)]),
                 )
-        except CheckpointError as error:
-            raise type(error)(f"{folder}: {name}: {error}") from error
 
 
 def _param_groups(global_tensors: Mapping[str, _GlobalTensor]) -> list[dict[str, Any]]:
@@ -267,10 +237,6 @@ def _param_groups(global_tensors: Mapping[str, _GlobalTensor]) -> list[dict[str,
     return groups
 
 
-def _world_size(args: Arguments) -> int:
-    return args.get_int("world_size", 0)
-
-
 def _rng_state(rank_files: Sequence[RankFile], args: Arguments, rank: int) -> Any:
     """Return a rank's random state.
 
@@ -278,7 +244,7 @@ def _rng_state(rank_files: Sequence[RankFile], args: Arguments, rank: int) -> An
     """
     tp, cp = args.tp, args.get_int("context_parallel_size", 1)
     data_rank = rank // (tp * cp) % args.get_int("data_parallel_size", 1)
-    pp = rank * args.pp // max(1, _world_size(args))
+    pp = rank * args.pp // max(1, args.world_size)
     for rank_file in rank_files:
         if (rank_file.tp, rank_file.pp) == (rank % tp, pp):
             states = rank_file.state_dict.get("rng_state")

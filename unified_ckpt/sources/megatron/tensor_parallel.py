@@ -12,10 +12,10 @@ import torch
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.megatron.files import Arguments, RankFile, expert_tp_rank
-from unified_ckpt.sources.megatron.names import BUFFER_SUFFIXES, is_expert, tp_split
+from unified_ckpt.sources.megatron.names import BUFFER_SUFFIXES, is_expert, parse_expert, tp_split
 
-_SEPARATE_EXPERT = re.compile(r"(.+\.mlp\.experts\.local_experts\.)(\d+)(\..+)")
-_NUMBERED_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
+# Another name of `local_experts.<n>.linear_fc1.weight`.
+_NUMBERED_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)$")
 _GROUPED_EXPERTS = re.compile(r"(.+\.mlp\.experts\.)weight([12])")
 
 
@@ -51,16 +51,10 @@ def global_slices(
         return
     rank, world, local_experts = expert_tp_rank(rank_file, args), args.etp, args.experts // args.ep
     first_expert = rank_file.ep * local_experts
-    separate, numbered, grouped = (
-        _SEPARATE_EXPERT.fullmatch(name),
-        _NUMBERED_EXPERT.fullmatch(name),
-        _GROUPED_EXPERTS.fullmatch(name),
-    )
-    if separate is not None:
-        expert_name = f"{separate[1]}{first_expert + int(separate[2])}{separate[3]}"
-        yield from _tensor_slices(expert_name, tuple(tensor.shape), rank, world, _unchanged, args)
-    elif numbered is not None:
-        expert_name = f"{numbered[1]}local_experts.{first_expert + int(numbered[3])}.{numbered[2]}"
+    expert = parse_expert(_NUMBERED_EXPERT.sub(r"\1local_experts.\3.\2", name))
+    grouped = _GROUPED_EXPERTS.fullmatch(name)
+    if expert is not None:
+        expert_name = expert.template.format(first_expert + expert.number)
         yield from _tensor_slices(expert_name, tuple(tensor.shape), rank, world, _unchanged, args)
     elif grouped is not None:
         hidden = args.get_int("hidden_size")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.errors import FormatError
+from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.files.json import config_path, read_config
-from unified_ckpt.sources.megatron.files import Arguments
+from unified_ckpt.sources.files.parsing import parsing
+from unified_ckpt.sources.megatron.files import Arguments, plain_values
 from unified_ckpt.sources.megatron.names import (
     EMBEDDING,
     OUTPUT,
@@ -24,24 +26,76 @@ from unified_ckpt.sources.megatron.names import (
     unstack,
 )
 from unified_ckpt.views.derived import ElementRange, RangesTensor, derive
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras
+
+_NON_EXTRA_KEYS = (
+    "args",
+    "model",
+    "optimizer",
+    "rng_state",
+    "rerun_state_machine",
+    "checkpoint_version",
+)
 
 
-def renamed_source(
-    folder: str,
-    make_source: Callable[..., ShardedSource],
-    metadata: SourceMetadata,
-    tensors: Mapping[Key, ShardedTensor],
-    args: Arguments,
-    options: SourceOptions,
-) -> Source:
-    """Return a Source of the tensors under the requested names.
+@dataclass(frozen=True, slots=True)
+class MegatronContent:
+    """The content of a folder, of either layout.
 
-    `make_source`: builds the Source from its metadata. `metadata.groups` has stored names.
+    `common`: the state that is not of one rank. `rng_state` returns a rank's random state; None if
+    none was saved. `refusal`: why no optimizer is read; empty if it is.
+    """
+
+    folder: str
+    format: str
+    tensors: Mapping[Key, ShardedTensor]
+    common: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
+    rng_state: Callable[[int], Any] | None
+    refusal: str
+
+
+def build_source(content: MegatronContent, args: Arguments, options: SourceOptions) -> Source:
+    """Return the content as a Source under the requested names.
+
     FormatError if Hugging Face names are requested for an unknown model.
     """
+    tensors, iteration = content.tensors, content.common.get("iteration")
+    extra = {
+        key: plain_values(value)
+        for key, value in content.common.items()
+        if key.rstrip("0123456789") not in _NON_EXTRA_KEYS
+    }
+    if args.values:
+        extra["args"] = plain_values(dict(args.values))
+    refusal = f"{content.refusal}; load only the model"
+    extras = SourceExtras({OPTIMIZER: refusal} if content.refusal else {})
+    if content.rng_state is not None:
+        extras = replace(extras, rank_extra=content.rng_state)
+    metadata = SourceMetadata(
+        step=iteration if isinstance(iteration, int) else None,
+        extra=extra or None,
+        groups=content.groups,
+        rank_extras=args.world_size if content.rng_state is not None else 0,
+    )
+    aliases = {} if (MODEL, OUTPUT) in tensors else {OUTPUT: EMBEDDING}
+    source = ShardedSource(
+        content.folder,
+        tensors,
+        format=content.format,
+        metadata=metadata,
+        aliases={MODEL: aliases, MASTER: aliases},
+        extras=extras,
+    )
+    return _renamed_source(content.folder, source, args, options)
+
+
+def _renamed_source(
+    folder: str, source: ShardedSource, args: Arguments, options: SourceOptions
+) -> Source:
+    tensors, metadata = source.tensors, source.metadata()
     derived_by_stored: dict[str, dict[str, RangesTensor]] = {}
-    try:
+    with error_prefix(folder):
         try:
             dims = _model_dims(args, options)
             derived_by_stored = _derive_all(
@@ -53,8 +107,6 @@ def renamed_source(
             derived_by_stored = {}
         if not derived_by_stored or options.names == "own":
             derived_by_stored = _derive_all(tensors, lambda name, stored: {name: identity(stored)})
-    except FormatError as error:
-        raise FormatError(f"{folder}: {error}") from error
     derived = {
         name: tensor for by_name in derived_by_stored.values() for name, tensor in by_name.items()
     }
@@ -68,12 +120,22 @@ def renamed_source(
     outputs = dict(derived)
     for state in states:
         outputs |= optimizer_slices(derived, state)
-    groups = []
-    for group in metadata.groups:
-        names = [name for stored in group["names"] for name in derived_by_stored.get(stored, ())]
-        groups.append({**group, "names": names})
-    source = make_source(metadata=replace(metadata, groups=groups))
-    return derive(source, outputs, parts=(MODEL, MASTER, OPTIMIZER), refused=source.refused)
+    groups = [
+        {
+            **group,
+            "names": [
+                name for stored in group["names"] for name in derived_by_stored.get(stored, ())
+            ],
+        }
+        for group in metadata.groups
+    ]
+    return derive(
+        source,
+        outputs,
+        parts=(MODEL, MASTER, OPTIMIZER),
+        refused=source.refused,
+        metadata=replace(metadata, groups=groups),
+    )
 
 
 def _derive_all(
@@ -156,13 +218,9 @@ _LLAMA_ARGUMENTS: dict[str, tuple[object, ...]] = {
 
 def _dims_from_config(path: str) -> ModelDims:
     config, path = read_config(path), config_path(path)
-    try:
+    with parsing(path, f"a config of {', '.join(_MODEL_KINDS)}"):
         kind = _MODEL_KINDS[config["model_type"]]
         heads = int(config["num_attention_heads"])
         groups = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         return ModelDims(kind, heads, groups, head_dim, int(config["vocab_size"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(
-            f"{path}: expected a config of {', '.join(_MODEL_KINDS)}: {error!r}"
-        ) from error

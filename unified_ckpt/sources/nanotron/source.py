@@ -19,17 +19,27 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, is_inside, range_to_boxes
+from unified_ckpt.core.sharding.boxes import (
+    intersect,
+    range_to_boxes,
+    relative_to,
+    shift,
+)
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.detect.names import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.sources.files.json import read_json_object
-from unified_ckpt.sources.files.safetensors import TensorFile, open_tensor_file
+from unified_ckpt.sources.files.parsing import read_text
+from unified_ckpt.sources.nanotron.shard_files import (
+    ShardFile,
+    list_shard_files,
+    load_box,
+    model_shards,
+)
 from unified_ckpt.sources.pytorch.optimizer_scalars import merge_scalars
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.views.shards import (
@@ -40,32 +50,9 @@ from unified_ckpt.views.shards import (
     whole_tensor,
 )
 
-_MODEL_FILE = re.compile(
-    r"model_(?P<name>.+?)(?:_pp-rank-(\d+)-of-\d+_tp-rank-(\d+)-of-(\d+)(?:_exp-rank-(\d+)-of-\d+)?)?\.safetensors"
-)
 _OPTIMIZER_FILE = re.compile(
     r"optimizer_pp-(\d+)-of-(\d+)(?:_dp-(\d+)-of-(\d+))?_tp-(\d+)-of-(\d+)(?:_exp-(\d+)-of-(\d+))?\.pt"
 )
-
-BoxPair = tuple[Box, Box]  # (local box, global box) of the same elements
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardFile:
-    """A file with the part of a tensor that ranks (pp, tp, exp) hold.
-
-    `ranks`: None if every rank has the whole tensor. `box_pairs`: cover all elements of the part.
-    """
-
-    file: TensorFile
-    ranks: tuple[int, int, int] | None
-    global_shape: tuple[int, ...]
-    box_pairs: tuple[BoxPair, ...]
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of the stored part."""
-        return self.file.entries["data"].shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +86,10 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
         )
     root = _step_folder(root)
     meta = _read_json(os.path.join(root, NANOTRON_META))
-    shard_files = _list_shard_files(root)
+    shard_files = list_shard_files(root)
     tensors: dict[Key, ShardedTensor] = {}
     for name, tensor_files in shard_files.items():
-        shards = [shard for shard_file in tensor_files for shard in _model_shards(shard_file)]
+        shards = [shard for shard_file in tensor_files for shard in model_shards(shard_file)]
         dtype = tensor_files[0].file.dtype("data")
         tensors[MODEL, name] = _build_tensor(root, name, dtype, tensor_files, shards)
     optimizer_files = _read_optimizer_files(root)
@@ -116,7 +103,11 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
         step=step if isinstance(step, int) else None,
         extra=extra,
         groups=_param_groups(optimizer_files),
-        scalars=_scalars(optimizer_files),
+        scalars=merge_scalars(
+            (optimizer_file.path, optimizer_file.parameter_names()[index], entry)
+            for optimizer_file in optimizer_files
+            for index, entry in optimizer_file.content["state"].items()
+        ),
     )
     return ShardedSource(root, tensors, format="nanotron", metadata=metadata)
 
@@ -125,8 +116,7 @@ def _step_folder(root: str) -> str:
     latest = os.path.join(root, NANOTRON_LATEST)
     if not os.path.isfile(latest):
         return root
-    with open_binary(latest) as file:
-        step = file.read().decode().strip()
+    step = read_text(latest)
     if not step.isdigit():
         raise FormatError(f"{latest}: got {step[:40]!r}, expected a step number")
     folder = os.path.join(root, step)
@@ -144,104 +134,11 @@ def _read_json(path: str) -> dict[str, Any]:
 # ---- the model
 
 
-def _list_shard_files(root: str) -> dict[str, list[_ShardFile]]:
-    """Return every tensor's files by name: the path of its folder plus the end of its file name."""
-    top = os.path.join(root, "model")
-    shard_files: dict[str, list[_ShardFile]] = {}
-    for folder, _, files in sorted(os.walk(top)):
-        for file in sorted(files):
-            match = _MODEL_FILE.fullmatch(file)
-            if match is not None:
-                prefix = os.path.relpath(folder, top).replace(os.sep, ".")
-                name = f"{prefix}.{match['name']}".removeprefix("..")
-                shard_file = _read_shard_file(os.path.join(folder, file), match)
-                shard_files.setdefault(name, []).append(shard_file)
-    if not shard_files:
-        raise IncompleteError(f"{top}: no tensor found")
-    for tensor_files in shard_files.values():
-        _check_order(tensor_files)
-    return shard_files
-
-
-def _check_order(shard_files: list[_ShardFile]) -> None:
-    """Raise FormatError if files of tensor-parallel ranks were swapped.
-
-    A higher rank must have higher elements of each slice. The model would be read correctly from
-    swapped files, because headers give the slices; optimizer files have only their names.
-    """
-    previous: dict[tuple[int, int], tuple[int, tuple[int, ...], str]] = {}
-    for shard_file in shard_files:
-        if shard_file.ranks is None:
-            continue
-        pp, tp, exp = shard_file.ranks
-        offsets, path = shard_file.box_pairs[0][1].offsets, shard_file.file.path
-        if (pp, exp) in previous:
-            other_tp, other_offsets, other_path = previous[pp, exp]
-            if (other_tp < tp) != (other_offsets < offsets) and other_offsets != offsets:
-                raise FormatError(
-                    f"{path}: got elements out of order with {other_path}: files were swapped; "
-                    "restore their names"
-                )
-        previous[pp, exp] = tp, offsets, path
-
-
-def _read_shard_file(path: str, match: re.Match[str]) -> _ShardFile:
-    file = open_tensor_file(path)
-    if "data" not in file.entries:
-        raise FormatError(f"{path}: got tensors {', '.join(sorted(file.entries))}, expected `data`")
-    shape = file.entries["data"].shape
-    if match[2] is None:
-        return _ShardFile(file, None, shape, ((full_box(shape), full_box(shape)),))
-    try:
-        slices = str(file.metadata["local_global_slices_pairs"])
-        sizes = re.sub(r"np\.int\d+", "", str(file.metadata["unsharded_shape"]))
-        global_shape = tuple(map(int, re.findall(r"\d+", sizes)))
-        box_pairs = tuple(
-            (_parse_box(local_text, shape), _parse_box(global_text, global_shape))
-            for local_text, global_text in (pair.split("#") for pair in slices.split(";"))
-        )
-    except (KeyError, ValueError) as error:
-        raise FormatError(f"{path}: no valid slices in its header: {error!r}") from error
-    if any(
-        local_box.shape != global_box.shape
-        or not is_inside(local_box, shape)
-        or not is_inside(global_box, global_shape)
-        for local_box, global_box in box_pairs
-    ):
-        raise FormatError(
-            f"{path}: got slices {slices} in its header, expected local slices within {shape} "
-            f"and global slices within {global_shape}"
-        )
-    ranks = int(match[2]), int(match[3]), int(match[5] or 0)
-    return _ShardFile(file, ranks, global_shape, box_pairs)
-
-
-def _parse_box(text: str, shape: tuple[int, ...]) -> Box:
-    """Parse `start,stop,step|...`, one entry per dim, None as in a slice. ValueError if invalid."""
-    slices = [
-        [None if bound == "None" else int(bound) for bound in dim.split(",")]
-        for dim in text.split("|")
-    ]
-    if len(slices) != len(shape) or any(step not in (None, 1) for _, _, step in slices):
-        raise ValueError(text)
-    ranges = [
-        slice(start, stop).indices(size)
-        for (start, stop, _), size in zip(slices, shape, strict=True)
-    ]
-    return Box(tuple(low for low, _, _ in ranges), tuple(high - low for low, high, _ in ranges))
-
-
-def _model_shards(shard_file: _ShardFile) -> Iterator[TensorShard]:
-    load = partial(shard_file.file.tensor, "data")
-    for local_box, global_box in shard_file.box_pairs:
-        yield TensorShard(global_box, partial(_load_box, load, local_box), shard_file.file.path)
-
-
 def _build_tensor(
     root: str,
     name: str,
     dtype: torch.dtype,
-    shard_files: list[_ShardFile],
+    shard_files: list[ShardFile],
     shards: list[TensorShard],
 ) -> ShardedTensor:
     shapes = {shard_file.global_shape for shard_file in shard_files}
@@ -279,13 +176,11 @@ def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
         raise FormatError(
             f"{folder}: got files of {sorted(sizes)} ranks (pp, dp, tp, exp), expected one save"
         )
-    missing = [
-        str(ranks) for ranks in product(*map(range, next(iter(sizes)))) if ranks not in matches
-    ]
-    if missing:
-        raise IncompleteError(
-            format_list(f"{folder}: files of (pp, dp, tp, exp) are missing", missing)
-        )
+    raise_if_any(
+        IncompleteError,
+        f"{folder}: files of (pp, dp, tp, exp) are missing",
+        [str(ranks) for ranks in product(*map(range, next(iter(sizes)))) if ranks not in matches],
+    )
     optimizer_files = []
     for ranks, match in sorted(matches.items()):
         path = os.path.join(folder, match[0])
@@ -300,7 +195,7 @@ def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
 
 
 def _optimizer_tensors(
-    root: str, optimizer_files: list[_OptimizerFile], shard_files: Mapping[str, list[_ShardFile]]
+    root: str, optimizer_files: list[_OptimizerFile], shard_files: Mapping[str, list[ShardFile]]
 ) -> dict[Key, ShardedTensor]:
     """Return state and fp32 copies of every parameter, assembled like the model's tensors."""
     tensors_by_rank: dict[
@@ -312,11 +207,11 @@ def _optimizer_tensors(
             by_rank = tensors_by_rank.setdefault(key, {})
             by_rank.setdefault(ranks, []).append((optimizer_file, tensor))
     tensors: dict[Key, ShardedTensor] = {}
-    missing = sorted({_parameter_name(key) for key in tensors_by_rank} - set(shard_files))
-    if missing:
-        raise IncompleteError(
-            format_list(f"{root}: model files are missing for parameters", missing)
-        )
+    raise_if_any(
+        IncompleteError,
+        f"{root}: model files are missing for parameters",
+        sorted({_parameter_name(key) for key in tensors_by_rank} - set(shard_files)),
+    )
     for key, rank_tensors in tensors_by_rank.items():
         tensor_files = shard_files[_parameter_name(key)]
         first_file, first_tensor = next(iter(rank_tensors.values()))[0]
@@ -348,18 +243,10 @@ def _state_tensors(optimizer_file: _OptimizerFile) -> Iterator[tuple[Key, torch.
         yield (MASTER, str(name).removeprefix("module.")), value
 
 
-def _scalars(optimizer_files: list[_OptimizerFile]) -> dict[str, dict[str, Any]]:
-    return merge_scalars(
-        (optimizer_file.path, optimizer_file.parameter_names()[index], entry)
-        for optimizer_file in optimizer_files
-        for index, entry in optimizer_file.content["state"].items()
-    )
-
-
 def _optimizer_shards(
     root: str,
     key: Key,
-    shard_file: _ShardFile,
+    shard_file: ShardFile,
     file_tensors: list[tuple[_OptimizerFile, torch.Tensor]],
 ) -> Iterator[TensorShard]:
     """Yield the shards that data-parallel ranks hold of a part: all of it, or flat ranges."""
@@ -381,22 +268,12 @@ def _optimizer_shards(
                 common = intersect(block, local_box)
                 if common is None:
                     continue
-                shifts = zip(common.offsets, local_box.offsets, global_box.offsets, strict=True)
-                global_offsets = tuple(a - b + c for a, b, c in shifts)
-                inner_offsets = (a - b for a, b in zip(common.offsets, block.offsets, strict=True))
-                inner = Box(tuple(inner_offsets), common.shape)
                 yield TensorShard(
-                    Box(global_offsets, common.shape),
-                    partial(_load_box, values.detach, inner),
+                    shift(relative_to(common, local_box.offsets), global_box.offsets),
+                    partial(load_box, values.detach, relative_to(common, block.offsets)),
                     optimizer_file.path,
                 )
         flat_start += flat.numel()
-
-
-def _load_box(load: Any, box: Box) -> torch.Tensor:
-    slices = tuple(slice(low, low + n) for low, n in zip(box.offsets, box.shape, strict=True))
-    tensor: torch.Tensor = load()[slices]
-    return tensor
 
 
 def _param_groups(optimizer_files: list[_OptimizerFile]) -> list[dict[str, Any]]:

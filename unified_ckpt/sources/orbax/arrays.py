@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,7 +19,7 @@ from urllib.parse import unquote
 import torch
 
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.storage.regular_files import check_regular_files
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
@@ -47,14 +48,13 @@ class StoredArray:
         """Return how many bytes to read at once: at least a chunk, within the memory limit."""
         return max(READ_NBYTES, min(prod(self.chunk) * self.dtype.itemsize, MAX_READ_NBYTES))
 
-    def read(self, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def read(self, box: Box) -> torch.Tensor:
         """Read a box into new memory.
 
         Raises FormatError if its chunks are damaged, IncompleteError if one is missing.
         """
-        slices = tuple(slice(low, low + count) for low, count in zip(offsets, shape, strict=True))
         try:
-            values = self.store[slices].read(order="C").result()
+            values = self.store[box.slices].read(order="C").result()
         except ValueError as error:
             error_class = IncompleteError if "NOT_FOUND" in str(error) else FormatError
             raise error_class(f"{self.label}: {error}") from error
@@ -84,9 +84,11 @@ def open_arrays(
     """
     tensorstore = _tensorstore()
     check_regular_files(root)
-    escaping = sorted(name for name in names if not name or ".." in name.split("/"))
-    if escaping:
-        raise FormatError(format_list(f"{root}: array names point outside the folder", escaping))
+    raise_if_any(
+        FormatError,
+        f"{root}: array names point outside the folder",
+        sorted(name for name in names if not name or ".." in name.split("/")),
+    )
     ocdbt = os.path.isfile(os.path.join(root, _MANIFEST))
     if not ocdbt and any(name.startswith("ocdbt.process_") for name in os.listdir(root)):
         raise IncompleteError(
@@ -97,9 +99,11 @@ def open_arrays(
     else:
         stored_keys = _list_chunk_files(root, names)
     metadata_file = "zarr.json" if zarr3 else ".zarray"
-    missing = sorted(name for name in names if metadata_file not in stored_keys.get(name, ()))
-    if missing:
-        raise IncompleteError(format_list(f"{root}: arrays of its tree are missing", missing))
+    raise_if_any(
+        IncompleteError,
+        f"{root}: arrays of its tree are missing",
+        sorted(name for name in names if metadata_file not in stored_keys.get(name, ())),
+    )
     context = tensorstore.Context(
         {
             "cache_pool": {"total_bytes_limit": CACHE_NBYTES},
@@ -179,8 +183,7 @@ def _check_chunks(
         zarr_metadata = array.store.spec().to_json()["metadata"]
         keys = (_chunk_key(index, zarr_metadata) for index in product(*grid))
         missing += [f"{name}/{key}" for key in keys if key not in stored_keys[name]]
-    if missing:
-        raise IncompleteError(format_list(f"{root}: chunks are missing", missing))
+    raise_if_any(IncompleteError, f"{root}: chunks are missing", missing)
 
 
 def _chunk_key(index: Sequence[int], zarr_metadata: Mapping[str, Any]) -> str:
@@ -213,7 +216,16 @@ def _list_ocdbt_keys(tensorstore: Any, root: str, names: Collection[str]) -> dic
     Raises IncompleteError if nodes of the tree, or values that it points to, are not in the files.
     """
     store = tensorstore.KvStore.open({"driver": "file", "path": f"{root}/"}).result()
-    sizes = _FileSizes(root)
+
+    @cache
+    def size_of(file: str) -> int | None:
+        path = os.path.join(root, file)
+        return os.path.getsize(path) if os.path.isfile(path) else None
+
+    def is_stored(location: str) -> bool:
+        file, stop = _parse_location(location)
+        return (size_of(file) or 0) >= stop
+
     stored_keys: dict[str, set[str]] = {}
     lost_keys: dict[str, list[str]] = {}
     manifest = _dump_node(tensorstore, store, None, os.path.join(root, _MANIFEST))
@@ -221,7 +233,7 @@ def _list_ocdbt_keys(tensorstore: Any, root: str, names: Collection[str]) -> dic
     location = versions[-1]["root"].get("location") if versions else None
     pending = [(location, b"")] if location is not None else []
     while pending:
-        truncated = {location for location, _ in pending if not sizes.contains(location)}
+        truncated = {location for location, _ in pending if not is_stored(location)}
         if truncated:
             files = sorted({_parse_location(location)[0] for location in truncated})
             raise IncompleteError(
@@ -240,14 +252,14 @@ def _list_ocdbt_keys(tensorstore: Any, root: str, names: Collection[str]) -> dic
                     continue
                 name, chunk_key = _split_key((prefix + entry["key"]).decode(), names)
                 stored_keys.setdefault(name, set()).add(chunk_key)
-                if "indirect_value" in entry and not sizes.contains(entry["indirect_value"]):
+                if "indirect_value" in entry and not is_stored(entry["indirect_value"]):
                     lost_keys.setdefault(_parse_location(entry["indirect_value"])[0], []).append(
                         f"{name}/{chunk_key}"
                     )
     if lost_keys:
         descriptions = []
         for file, keys in sorted(lost_keys.items()):
-            state = "missing" if sizes.get(file) is None else "truncated"
+            state = "missing" if size_of(file) is None else "truncated"
             descriptions.append(f"{file} is {state}, with {', '.join(sorted(set(keys))[:5])}")
         raise IncompleteError(format_list(f"{root}: files are missing or truncated", descriptions))
     return stored_keys
@@ -276,26 +288,6 @@ def _parse_location(location: str) -> tuple[str, int]:
     rest, start, length = location.rsplit(":", 2)
     _, folder, file = rest.split(":")
     return unquote(folder + file), int(start) + int(length)
-
-
-class _FileSizes:
-    """The sizes of a folder's files, each read once."""
-
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._cache: dict[str, int | None] = {}
-
-    def get(self, file: str) -> int | None:
-        """Return a file's size, or None if it does not exist."""
-        if file not in self._cache:
-            path = os.path.join(self._root, file)
-            self._cache[file] = os.path.getsize(path) if os.path.isfile(path) else None
-        return self._cache[file]
-
-    def contains(self, location: str) -> bool:
-        """Return whether a file has all bytes of an OCDBT location."""
-        file, stop = _parse_location(location)
-        return (self.get(file) or 0) >= stop
 
 
 # ---- Reading

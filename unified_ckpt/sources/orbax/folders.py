@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unified_ckpt.core.text import format_list
-from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.detect.names import (
     ORBAX_STEP,
     ORBAX_TREE,
@@ -23,6 +23,7 @@ from unified_ckpt.sources.detect.names import (
     list_orbax_items,
 )
 from unified_ckpt.sources.files.json import read_json, read_json_object
+from unified_ckpt.sources.files.parsing import parsing
 
 COMMITTED = "commit_success.txt"
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)$")
@@ -117,9 +118,11 @@ def _open_step(path: str, items: Mapping[str, str]) -> OrbaxStep:
     metadata = _read_step_metadata(path)
     item_handlers = metadata.get("item_handlers")
     item_names = sorted(item_handlers) if isinstance(item_handlers, dict) else []
-    missing = [name for name in item_names if not os.path.isdir(os.path.join(path, name))]
-    if missing:
-        raise IncompleteError(format_list(f"{path}: items of {ORBAX_STEP} are missing", missing))
+    raise_if_any(
+        IncompleteError,
+        f"{path}: items of {ORBAX_STEP} are missing",
+        [name for name in item_names if not os.path.isdir(os.path.join(path, name))],
+    )
     if not items:
         raise FormatError(
             f"{path}: no item has {ORBAX_TREE}, expected a tree of arrays that PyTreeSave or "
@@ -185,9 +188,11 @@ def _list_iterator_states(path: str) -> tuple[str, ...]:
         )
     count = counts.pop()
     files = [f"process_{process}-of-{count}.json" for process in range(count)]
-    missing = sorted(set(files) - {match[0] for match in matches})
-    if missing:
-        raise IncompleteError(format_list(f"{folder}: files are missing", missing))
+    raise_if_any(
+        IncompleteError,
+        f"{folder}: files are missing",
+        sorted(set(files) - {match[0] for match in matches}),
+    )
     return tuple(os.path.join(folder, file) for file in files)
 
 
@@ -195,7 +200,7 @@ def read_tree(root: str) -> OrbaxTree:
     """Read an item's `_METADATA`. Raises FormatError if it is damaged."""
     path = os.path.join(root, ORBAX_TREE)
     metadata = read_json(path)
-    try:
+    with parsing(path, "valid Orbax metadata"):
         leaves: dict[tuple[str, ...], str] = {}
         for leaf in metadata["tree_metadata"].values():
             value = leaf["value_metadata"]
@@ -215,5 +220,3 @@ def read_tree(root: str) -> OrbaxTree:
             bool(metadata.get("use_zarr3")),
             not metadata.get("store_array_data_equal_to_fill_value"),
         )
-    except (KeyError, TypeError, AttributeError, NotFoundError) as error:
-        raise FormatError(f"{path}: is not valid Orbax metadata: {error!r}") from error

@@ -15,8 +15,8 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.files.json import read_config
 from unified_ckpt.sources.orbax.arrays import StoredArray, chunk_boxes
@@ -51,11 +51,6 @@ def is_maxtext(names: Iterable[str]) -> bool:
     return EMBEDDING in unique_names and any(name.startswith("decoder.") for name in unique_names)
 
 
-def is_model_known(shapes: Iterable[str]) -> bool:
-    """Return whether MaxText's tensor names identify the model."""
-    return _model_type(shapes) is not None
-
-
 def resolve_config(
     path: str | None, shapes: Mapping[str, tuple[int, ...]], *, label: str
 ) -> dict[str, Any]:
@@ -65,13 +60,13 @@ def resolve_config(
     """
     if path is not None:
         return read_config(path)
-    model_type = _model_type(shapes)
+    model_type = infer_model_type(shapes)
     if model_type is None:
         raise FormatError(f"{label}: {UNKNOWN_MODEL}")
     return _infer_config(model_type, shapes)
 
 
-def _model_type(shapes: Iterable[str]) -> str | None:
+def infer_model_type(shapes: Iterable[str]) -> str | None:
     """Return the model type, or None: Llama, Mistral and Qwen share names but not rules."""
     leaf_names = {name.split(".")[-2] for name in shapes if "." in name}
     if any(".MoeBlock_0." in name for name in shapes):
@@ -160,29 +155,25 @@ def _check_shapes(
     for name, (shape, transform) in shapes.items():
         if name in weights:
             actual = weights[name].shape
-            vocab_axis = 0 if transform.keeps_layout else len(transform.inputs)
+            vocab_axis = 0 if transform.preserves_layout else len(transform.inputs)
             padded = list(shape)
             if transform.padded and len(actual) == len(shape):
                 padded[vocab_axis] = max(actual[vocab_axis], shape[vocab_axis])
             if actual != tuple(padded):
                 mismatched.append(f"{name} has shape {actual}, expected {shape}")
     unexpected = sorted(set(weights) - set(shapes))
-    if mismatched:
-        raise FormatError(
-            format_list(f"{label}: tensor shapes do not match the configuration", mismatched)
-        )
-    if missing:
-        raise IncompleteError(
-            format_list(f"{label}: tensors of the model are missing in the checkpoint", missing)
-        )
-    if unexpected:
-        raise FormatError(
-            format_list(
-                f"{label}: the checkpoint has tensors that the model lacks; pass another "
-                "config.json, or use MaxText's own names",
-                unexpected,
-            )
-        )
+    raise_if_any(FormatError, f"{label}: tensor shapes do not match the configuration", mismatched)
+    raise_if_any(
+        IncompleteError, f"{label}: tensors of the model are missing in the checkpoint", missing
+    )
+    raise_if_any(
+        FormatError,
+        (
+            f"{label}: the checkpoint has tensors that the model lacks; pass another "
+            "config.json, or use MaxText's own names"
+        ),
+        unexpected,
+    )
 
 
 def _sharded_tensor(array: StoredArray, link: TensorLink, state: str | None) -> ShardedTensor:
@@ -207,10 +198,8 @@ def _sharded_tensor(array: StoredArray, link: TensorLink, state: str | None) -> 
             nbytes=array.read_nbytes,
         )
     ]
-    try:
+    with error_prefix(array.label):
         return sharded_tensor(array.dtype, transform.hf_shape, shards)
-    except CheckpointError as error:
-        raise type(error)(f"{array.label}: {error}") from error
 
 
 def _load_piece(
@@ -218,6 +207,6 @@ def _load_piece(
 ) -> torch.Tensor:
     box = stacked_box(piece, link.indices)
     return to_hf(
-        array.read(box.offsets, box.shape).reshape(piece.shape),
+        array.read(box).reshape(piece.shape),
         transform_for(link.transform, state),
     )

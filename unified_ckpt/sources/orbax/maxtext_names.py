@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any
 
+import torch
+
 from unified_ckpt.errors import FormatError
+from unified_ckpt.sources.files.parsing import parsing
 
 LAYER_AXIS = 1  # MaxText's param_scan_axis
 _LOCAL_GLOBAL = ("_local", "_global")  # Gemma 2: one MaxText layer has two layers
@@ -24,17 +27,17 @@ class Transform:
     """How a Hugging Face tensor is stored in MaxText.
 
     MaxText's dims are `inputs` followed by `outputs`. Hugging Face's shape is [prod(outputs),
-    prod(inputs)], or [prod(outputs)] without inputs, or [*inputs, *outputs] if `keeps_layout`.
+    prod(inputs)], or [prod(outputs)] without inputs, or [*inputs, *outputs] if `preserves_layout`.
 
     `interleaved`: the halves of the last dim follow each other in Hugging Face, and alternate
     element by element in MaxText, as its rotary embedding needs them. Hugging Face value = MaxText
     value * `multiplier` / `divisor` + `addend`. `padded`: MaxText's first output dim, or first
-    input dim if `keeps_layout`, may be longer.
+    input dim if `preserves_layout`, may be longer.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    keeps_layout: bool = False
+    preserves_layout: bool = False
     interleaved: bool = False
     multiplier: float = 1.0
     divisor: float = 1.0
@@ -49,7 +52,7 @@ class Transform:
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Return the shape in Hugging Face."""
-        if self.keeps_layout:
+        if self.preserves_layout:
             return self.maxtext_shape
         return (prod(self.outputs), prod(self.inputs)) if self.inputs else (prod(self.outputs),)
 
@@ -145,7 +148,7 @@ def parse_sizes(config: Mapping[str, Any], *, label: str) -> ModelSizes:
             f"{label}: got model_type {model_type!r} of a MaxText checkpoint, expected one of "
             f"{', '.join(_FAMILIES)}"
         )
-    try:
+    with parsing(label, f"a valid {model_type} configuration"):
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or hidden // heads)
         has_experts = _FAMILIES[model_type].experts is not None
@@ -169,8 +172,6 @@ def parse_sizes(config: Mapping[str, Any], *, label: str) -> ModelSizes:
             interleaved=model_type == "llama" and _rope_type(config) == "llama3",
             query_scalar=float(config.get("query_pre_attn_scalar") or head_dim),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{label}: is no valid {model_type} configuration: {error!r}") from error
 
 
 def _rope_type(config: Mapping[str, Any]) -> str:
@@ -187,11 +188,11 @@ def tensor_links(sizes: ModelSizes, *, stacked: bool) -> list[TensorLink]:
     family = _FAMILIES[sizes.model_type]
     embedding_scale = sqrt(sizes.hidden)
     if sizes.model_type == "gemma3_text":
-        embedding_scale = _round_to_bfloat16(embedding_scale)
+        embedding_scale = float(torch.tensor(embedding_scale, dtype=torch.bfloat16, device="cpu"))
     embedding = Transform(
         (sizes.vocab,),
         (sizes.hidden,),
-        keeps_layout=True,
+        preserves_layout=True,
         divisor=embedding_scale if family.scales_embedding else 1.0,
         padded=True,
     )
@@ -331,12 +332,3 @@ def _layer_tensors(sizes: ModelSizes, family: _Family) -> Iterator[tuple[str, st
             f"{hf_block}.experts.{{}}.{hf_name}.weight",
             Transform(mlp, hidden) if maxtext_name == "wo" else Transform(hidden, mlp),
         )
-
-
-def _round_to_bfloat16(value: float) -> float:
-    """Round to nearest, ties to even."""
-    import struct
-
-    bits = struct.unpack("<I", struct.pack("<f", value))[0]
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return float(struct.unpack("<f", struct.pack("<I", bits))[0])

@@ -33,14 +33,14 @@ def transform_for(transform: Transform, state: str | None) -> Transform:
 
 def split_axes(transform: Transform) -> tuple[int, ...]:
     """Return the axes along which MaxText's slice may be cut, Hugging Face's rows first."""
-    if transform.keeps_layout:
+    if transform.preserves_layout:
         return tuple(range(len(transform.maxtext_shape)))
     return (len(transform.inputs), 0) if transform.inputs else (0,)
 
 
 def hf_box(transform: Transform, piece: Box) -> Box:
     """Return the box of a piece in the Hugging Face tensor."""
-    if transform.keeps_layout:
+    if transform.preserves_layout:
         return piece
     head_axis = len(transform.inputs)
     row, column = prod(transform.outputs[1:]), prod(transform.inputs[1:])
@@ -67,9 +67,9 @@ def to_hf(tensor: torch.Tensor, transform: Transform) -> torch.Tensor:
     """Convert a piece of MaxText's slice to the box of the Hugging Face tensor."""
     if transform.interleaved:
         tensor = tensor.reshape(*tensor.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-    if transform.inputs and not transform.keeps_layout:
+    if transform.inputs and not transform.preserves_layout:
         tensor = tensor.flatten(len(transform.inputs)).flatten(0, -2).t()
-    elif not transform.keeps_layout:
+    elif not transform.preserves_layout:
         tensor = tensor.flatten()
     if (transform.multiplier, transform.divisor, transform.addend) == (1.0, 1.0, 0.0):
         return tensor
@@ -91,7 +91,7 @@ def to_maxtext(tensor: torch.Tensor, transform: Transform, shape: Sequence[int])
             .mul(_scalar(1 / transform.multiplier, wide))
             .to(tensor.dtype)
         )
-    if transform.inputs and not transform.keeps_layout:
+    if transform.inputs and not transform.preserves_layout:
         tensor = tensor.t()
     tensor = tensor.reshape(tuple(shape))
     return (

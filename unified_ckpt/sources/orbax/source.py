@@ -17,7 +17,7 @@ import torch
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError
+from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.files.json import read_json
@@ -25,13 +25,19 @@ from unified_ckpt.sources.orbax.arrays import StoredArray, chunk_boxes, open_arr
 from unified_ckpt.sources.orbax.folders import OrbaxStep, read_tree, resolve_step
 from unified_ckpt.sources.orbax.maxtext import (
     UNKNOWN_MODEL,
+    infer_model_type,
     is_maxtext,
-    is_model_known,
     resolve_config,
     to_huggingface,
 )
 from unified_ckpt.sources.orbax.tree import LeafRoles, Path, classify_leaves
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
+from unified_ckpt.views.shards import (
+    ShardedSource,
+    ShardedTensor,
+    SourceExtras,
+    TensorShard,
+    sharded_tensor,
+)
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -61,7 +67,7 @@ def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
         not native_names
         and options.names == "auto"
         and options.config is None
-        and not is_model_known(weights)
+        and infer_model_type(weights) is None
     ):
         _LOG.warning("%s: %s; using MaxText's own names", step.path, UNKNOWN_MODEL)
         native_names = True
@@ -85,7 +91,7 @@ def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
         format="orbax",
         metadata=metadata,
         aliases={MODEL: aliases},
-        rank_extra=partial(_iterator_state, step),
+        extras=SourceExtras(rank_extra=partial(_iterator_state, step)),
     )
 
 
@@ -107,7 +113,7 @@ def _open_leaves(step: OrbaxStep) -> tuple[dict[Path, StoredArray], dict[Path, s
 def _as_stored(array: StoredArray) -> ShardedTensor:
     """Return an array without any transform."""
     shards = [
-        TensorShard(box, partial(array.read, box.offsets, box.shape), array.label, cache=True)
+        TensorShard(box, partial(array.read, box), array.label, cache=True)
         for box in chunk_boxes(
             array.shape,
             array.chunk,
@@ -116,10 +122,8 @@ def _as_stored(array: StoredArray) -> ShardedTensor:
             nbytes=array.read_nbytes,
         )
     ]
-    try:
+    with error_prefix(array.label):
         return sharded_tensor(array.dtype, array.shape, shards)
-    except CheckpointError as error:
-        raise type(error)(f"{array.label}: {error}") from error
 
 
 def _step_count(array: StoredArray) -> ShardedTensor:
@@ -127,7 +131,11 @@ def _step_count(array: StoredArray) -> ShardedTensor:
     return sharded_tensor(
         torch.float32,
         (),
-        [TensorShard(full_box(()), lambda: array.read((), ()).to(torch.float32), array.label)],
+        [
+            TensorShard(
+                full_box(()), lambda: array.read(full_box(())).to(torch.float32), array.label
+            )
+        ],
     )
 
 
@@ -137,10 +145,12 @@ def _metadata(
     strings: Mapping[Path, str],
     roles: LeafRoles,
 ) -> SourceMetadata:
-    number = int(arrays[roles.step].read((), ()).item()) if roles.step is not None else step.number
+    number = (
+        int(arrays[roles.step].read(full_box(())).item()) if roles.step is not None else step.number
+    )
     extra: dict[Any, Any] = {}
     for path in roles.scalars:
-        _set_nested(extra, path, arrays[path].read((), ()).item())
+        _set_nested(extra, path, arrays[path].read(full_box(())).item())
     for path, text in strings.items():
         _set_nested(extra, path, text)
     for item, file in step.json_items.items():

@@ -122,9 +122,7 @@ def _infer_step(power: float, beta: float) -> int | None:
     first = max(0, steps - 2)
     candidates = beta_powers(beta, steps + 3)[first:]
     nearest = int(np.argmin(np.abs(candidates - np.float32(power))))
-    return first + nearest if _is_power(power, float(candidates[nearest]), beta) else None
-
-
-def _is_power(power: float, expected: float, beta: float) -> bool:
-    """Allow a quarter of what one step changes: devices may multiply in another precision."""
-    return expected > 0 and abs(power / expected - 1) < (1 - beta) / 4
+    expected = float(candidates[nearest])
+    # A quarter of what one step changes is allowed: devices may multiply in another precision.
+    is_power = expected > 0 and abs(power / expected - 1) < (1 - beta) / 4
+    return first + nearest if is_power else None

@@ -13,20 +13,20 @@ import pickle
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any, BinaryIO, ClassVar
 
 import torch
 
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.sources.paddle.slices import StoredTensor, narrow
+from unified_ckpt.runtime.torch_state.tensors import from_bytes
+from unified_ckpt.sources.paddle.slices import StoredTensor
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
-from unified_ckpt.sources.restricted_pickle.placeholders import placeholder_class
+from unified_ckpt.sources.restricted_pickle.load import RestrictedGlobals
 
 _SPLIT_PARTS = "UnpackBigParamInfor@@"  # Paddle's spelling
 _SHORT_NBYTES = 1024  # longer values stay in the file
@@ -150,7 +150,7 @@ _ALLOWED: Mapping[str, Any] = {
 }
 
 
-class _LazyUnpickler(pickle._Unpickler):
+class _LazyUnpickler(RestrictedGlobals, pickle._Unpickler):
     """Unpickles all but long bytes and strings. A damaged file may raise anything."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
@@ -158,15 +158,9 @@ class _LazyUnpickler(pickle._Unpickler):
     append: Callable[[Any], None]
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        super().__init__(file, encoding="latin1")
+        pickle._Unpickler.__init__(self, file, encoding="latin1")
+        RestrictedGlobals.__init__(self, _ALLOWED)
         self._lazy_file, self._size = file, size
-        self.disallowed: set[str] = set()
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        qualified_name = f"{module}.{name}"
-        if qualified_name not in _ALLOWED:
-            self.disallowed.add(qualified_name)
-        return _ALLOWED.get(qualified_name) or placeholder_class(qualified_name)
 
     def _push_or_skip(self, count: int, *, text: bool) -> Any:
         if count <= _SHORT_NBYTES:
@@ -209,24 +203,19 @@ def load_arrays(path: str) -> Any:
     if it is truncated.
     """
     with open_binary(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        unpickler = _LazyUnpickler(file, size)
-        try:
+        unpickler = _LazyUnpickler(file, os.fstat(file.fileno()).st_size)
+        with unpickler.loading(path, "a pickle of arrays"):
             value = unpickler.load()
             check_tree_size(value)
-        except EOFError as error:
-            if not unpickler.disallowed:
-                raise IncompleteError(f"{path}: is truncated: {error}") from error
-        except Exception as error:  # a damaged pickle may raise anything
-            if not unpickler.disallowed:
-                raise FormatError(
-                    f"{path}: is damaged, or not a pickle of arrays: {type(error).__name__}: "
-                    f"{error}"
-                ) from error
-    if unpickler.disallowed:
-        message = f"{path}: asks for classes that are not loaded from files"
-        raise FormatError(format_list(message, sorted(unpickler.disallowed)))
-    return value
+            return value
+
+
+def load_array_dict(path: str) -> dict[Any, Any]:
+    """Unpickle a file that holds a dict. Same errors as `load_arrays`."""
+    content = load_arrays(path)
+    if not isinstance(content, dict):
+        raise FormatError(f"{path}: got {type(content).__name__}, expected a dict of arrays")
+    return content
 
 
 def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, StoredTensor]:
@@ -234,7 +223,7 @@ def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, StoredTensor]:
 
     Arrays that an old protocol split into parts of 1 GiB are joined.
     """
-    mapped = cache(partial(MappedFile, path))
+    mapped = MappedFile(path)
     tensors = {
         str(name): _stored_tensor(path, str(name), array, mapped)
         for name, value in arrays.items()
@@ -274,9 +263,7 @@ def _as_array(value: Any) -> LazyArray | None:
     return value if isinstance(value, LazyArray) else None
 
 
-def _stored_tensor(
-    path: str, name: str, array: LazyArray, mapped: Callable[[], MappedFile]
-) -> StoredTensor:
+def _stored_tensor(path: str, name: str, array: LazyArray, mapped: MappedFile) -> StoredTensor:
     if array.fortran_order and len(array.shape) > 1 and _is_text(array.raw):
         raise FormatError(
             f"{path}: {name}: got Fortran order in an old pickle protocol, expected C order"
@@ -294,19 +281,19 @@ def _stored_tensor(
     )
 
 
-def _view(array: LazyArray, mapped: Callable[[], MappedFile], box: Box) -> torch.Tensor:
+def _view(array: LazyArray, mapped: MappedFile, box: Box) -> torch.Tensor:
     raw, nbytes = array.raw, prod(array.shape) * array.dtype.itemsize
     if isinstance(raw, FileBytes):
-        memory: Any = mapped().bytes(raw.start, raw.nbytes)
+        memory: Any = mapped.bytes(raw.start, raw.nbytes)
         if raw.text:
             memory = bytearray(str(memory, "utf-8").encode("latin1"))
             if len(memory) != nbytes:
                 raise FormatError(
-                    f"{mapped().path}: an array of shape {array.shape} has {len(memory)} bytes, "
+                    f"{mapped.path}: an array of shape {array.shape} has {len(memory)} bytes, "
                     f"expected {nbytes}"
                 )
-        return narrow(_shaped(array, memory), box)
-    return narrow(_in_memory(array), box)
+        return _shaped(array, memory)[box.slices]
+    return _in_memory(array)[box.slices]
 
 
 def _in_memory(array: LazyArray) -> torch.Tensor:
@@ -314,12 +301,10 @@ def _in_memory(array: LazyArray) -> torch.Tensor:
 
 
 def _shaped(array: LazyArray, memory: Any) -> torch.Tensor:
-    if not prod(array.shape):
-        return torch.empty(array.shape, dtype=array.dtype, device="cpu")
-    flat = torch.frombuffer(memory, dtype=array.dtype)
     if array.fortran_order:
-        return flat.view(array.shape[::-1]).permute(*reversed(range(len(array.shape))))
-    return flat.view(array.shape)
+        transposed = from_bytes(memory, array.dtype, array.shape[::-1])
+        return transposed.permute(*reversed(range(len(array.shape))))
+    return from_bytes(memory, array.dtype, array.shape)
 
 
 def _concat_rows(parts: tuple[StoredTensor, ...], shape: tuple[int, ...], box: Box) -> torch.Tensor:
@@ -333,7 +318,7 @@ def _concat_rows(parts: tuple[StoredTensor, ...], shape: tuple[int, ...], box: B
             pieces.append(part.load(Box((low - offset,), (high - low,))))
         offset += part.shape[0]
     rows = torch.cat(pieces).view(box.shape[0], *shape[1:])
-    return narrow(rows, Box((0, *box.offsets[1:]), box.shape))
+    return rows[:, *box.slices[1:]]
 
 
 def to_plain(value: Any) -> Any:

@@ -12,18 +12,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.sources.paddle.lazy_pickles import dict_entry, load_arrays, map_arrays, to_plain
+from unified_ckpt.sources.paddle.lazy_pickles import (
+    dict_entry,
+    load_array_dict,
+    map_arrays,
+    to_plain,
+)
 from unified_ckpt.sources.paddle.names import (
-    GATE_UP,
     ModelConfig,
     expected_shape,
     layer_kind,
     split_axis,
 )
 from unified_ckpt.sources.paddle.ranks import RankFile, is_sharded, rank_files
-from unified_ckpt.sources.paddle.slices import StoredTensor, concat_tp
+from unified_ckpt.sources.paddle.slices import StoredTensor, concat_ranks
 from unified_ckpt.sources.paddle.tensors import POWER_STATES, STATE_NAMES, PaddleTensors, Slices
 
 _NAMES = "StructuredToParameterName@@"
@@ -87,9 +91,7 @@ def _mesh_coordinates(rank_file: RankFile) -> tuple[int, ...]:
 
 def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[str, str]:
     """Collect a rank's slices; return a map of Paddle's internal names to the model's names."""
-    content = load_arrays(path)
-    if not isinstance(content, dict):
-        raise FormatError(f"{path}: got {type(content).__name__}, expected a dict of arrays")
+    content = load_array_dict(path)
     name_map = dict_entry(path, content, _NAMES)
     tensors = map_arrays(path, content)
     # "@@" marks Paddle's own entries.
@@ -111,9 +113,7 @@ def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[s
 def _read_optimizer(
     path: str, rank_file: RankFile, names: Mapping[str, str], collected: _Collected
 ) -> None:
-    content = load_arrays(path)
-    if not isinstance(content, dict):
-        raise FormatError(f"{path}: got {type(content).__name__}, expected a dict of arrays")
+    content = load_array_dict(path)
     collected.scheduler = collected.scheduler or to_plain(content.pop(_SCHEDULER, None))
     masters = dict_entry(path, content, _MASTERS)
     state_names, unknown = (*STATE_NAMES, *POWER_STATES), []
@@ -131,13 +131,11 @@ def _read_optimizer(
             slices.setdefault(rank_file.tp_rank, []).append(tensor)
         else:
             unknown.append(internal_name)
-    if unknown:
-        raise FormatError(
-            format_list(
-                f"{path}: has unknown state, or state of parameters that its .pdparams lacks",
-                unknown,
-            )
-        )
+    raise_if_any(
+        FormatError,
+        f"{path}: has unknown state, or state of parameters that its .pdparams lacks",
+        unknown,
+    )
 
 
 def _split_axes(
@@ -180,9 +178,5 @@ def _concat_slices(
             raise IncompleteError(
                 f"{root}: {name}: got files of {len(by_rank)} of {degree} tensor-parallel ranks"
             )
-        slices = [
-            concat_tp(name, replicas, None, sections=1)[0].tensor
-            for _, replicas in sorted(by_rank.items())
-        ]
-        tensors[name] = concat_tp(name, slices, axis, sections=2 if f".{GATE_UP}." in name else 1)
+        tensors[name] = concat_ranks(name, by_rank, axis)
     return tensors

@@ -9,6 +9,7 @@ multiplying with its float32 reciprocal.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,66 +23,51 @@ GROUP_ROWS = 32
 _EPS = 1e-8
 
 
-def first_moment_o1(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """Dequantize I8 [rows, columns] with scales F32 [columns], or a vector with one scale."""
-    _check(stored, [scales], stored.shape[1:], torch.int8)
-    return _dequantized(stored, partial(_load_first_o1, stored, scales))
+def dequantize_o1(stored: StoredTensor, *scales: StoredTensor) -> StoredTensor:
+    """Dequantize [rows, columns] with scales F32 [columns], or a vector with one scale.
+
+    The first moment is I8 with its scales; the second is U8 with its least and greatest values.
+    """
+    dtype = torch.int8 if len(scales) == 1 else torch.uint8
+    return _dequantized(stored, scales, stored.shape[1:], dtype, _load_o1)
 
 
-def second_moment_o1(
-    stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor
-) -> StoredTensor:
-    """Dequantize U8 of the same shapes."""
-    _check(stored, [min_scales, max_scales], stored.shape[1:], torch.uint8)
-    return _dequantized(stored, partial(_load_second_o1, stored, min_scales, max_scales))
+def dequantize_o2(stored: StoredTensor, *scales: StoredTensor) -> StoredTensor:
+    """Dequantize a half of I8 [rows, columns], with scales F32 [rows / 32, columns].
+
+    The first moment, with its scales, is the high half. The second, with its least and greatest
+    values, is the low half.
+    """
+    if len(stored.shape) != 2 or stored.shape[0] % GROUP_ROWS:
+        raise FormatError(
+            f"{stored.path}: got shape {stored.shape}, expected two dims, the first a multiple of "
+            f"{GROUP_ROWS}"
+        )
+    shape = (stored.shape[0] // GROUP_ROWS, stored.shape[1])
+    return _dequantized(stored, scales, shape, torch.int8, _load_o2)
 
 
-def first_moment_o2(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """Dequantize the high half of I8 [rows, columns], with scales F32 [rows / 32, columns]."""
-    _check_o2(stored, [scales])
-    return _dequantized(stored, partial(_load_first_o2, stored, scales))
+def _load_o1(stored: StoredTensor, scales: Sequence[StoredTensor], box: Box) -> torch.Tensor:
+    values = stored.copy(box).float()
+    ranges = [scale.load(Box(box.offsets[1:], box.shape[1:])) for scale in scales]
+    if len(ranges) == 1:
+        return values * _reciprocal(127) * ranges[0]
+    return _second_moment(values * _reciprocal(255), *ranges)
 
 
-def second_moment_o2(
-    stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor
-) -> StoredTensor:
-    """Dequantize the low half of I8 [rows, columns]."""
-    _check_o2(stored, [min_scales, max_scales])
-    return _dequantized(stored, partial(_load_second_o2, stored, min_scales, max_scales))
+def _load_o2(stored: StoredTensor, scales: Sequence[StoredTensor], box: Box) -> torch.Tensor:
+    packed, ranges = stored.copy(box), [_row_scales(scale, box) for scale in scales]
+    if len(ranges) == 1:
+        return (packed >> 4).float() * ranges[0] * _reciprocal(7)
+    return _second_moment((packed & 15).float() * _reciprocal(15), *ranges)
 
 
-def _load_first_o1(stored: StoredTensor, scales: StoredTensor, box: Box) -> torch.Tensor:
-    return stored.copy(box).float() * _reciprocal(127) * _column_scales(scales, box)
-
-
-def _load_second_o1(
-    stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor, box: Box
-) -> torch.Tensor:
-    low, high = _column_scales(min_scales, box), _column_scales(max_scales, box)
-    return _second_moment(stored.copy(box).float() * _reciprocal(255) * (high - low) + low)
-
-
-def _load_first_o2(stored: StoredTensor, scales: StoredTensor, box: Box) -> torch.Tensor:
-    return (stored.copy(box) >> 4).float() * _row_scales(scales, box) * _reciprocal(7)
-
-
-def _load_second_o2(
-    stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor, box: Box
-) -> torch.Tensor:
-    low, high = _row_scales(min_scales, box), _row_scales(max_scales, box)
-    return _second_moment((stored.copy(box) & 15).float() * _reciprocal(15) * (high - low) + low)
-
-
-def _second_moment(ratio: torch.Tensor) -> torch.Tensor:
-    return (1.0 / ratio - torch.tensor(_EPS, device="cpu")).square()
+def _second_moment(level: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    return (1.0 / (level * (high - low) + low) - torch.tensor(_EPS, device="cpu")).square()
 
 
 def _reciprocal(number: int) -> torch.Tensor:
     return torch.tensor(1 / number, dtype=torch.float32, device="cpu")
-
-
-def _column_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
-    return scales.load(Box(box.offsets[1:], box.shape[1:]))
 
 
 def _row_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
@@ -99,13 +85,13 @@ def _row_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
     ]
 
 
-def _dequantized(stored: StoredTensor, load: partial[torch.Tensor]) -> StoredTensor:
-    return StoredTensor(torch.float32, stored.shape, stored.path, load, computed=True)
-
-
-def _check(
-    stored: StoredTensor, scales: list[StoredTensor], shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def _dequantized(
+    stored: StoredTensor,
+    scales: Sequence[StoredTensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    load: Callable[[StoredTensor, Sequence[StoredTensor], Box], torch.Tensor],
+) -> StoredTensor:
     if stored.dtype != dtype or any(
         scale.dtype != torch.float32 or scale.shape != shape for scale in scales
     ):
@@ -114,12 +100,5 @@ def _check(
             f"{stored.path}: got {stored.dtype} {stored.shape} with scales {actual}, expected "
             f"{dtype} with scales float32 {shape}"
         )
-
-
-def _check_o2(stored: StoredTensor, scales: list[StoredTensor]) -> None:
-    if len(stored.shape) != 2 or stored.shape[0] % GROUP_ROWS:
-        raise FormatError(
-            f"{stored.path}: got shape {stored.shape}, expected two dims, the first a multiple of "
-            f"{GROUP_ROWS}"
-        )
-    _check(stored, scales, (stored.shape[0] // GROUP_ROWS, stored.shape[1]), torch.int8)
+    load_box = partial(load, stored, scales)
+    return StoredTensor(torch.float32, stored.shape, stored.path, load_box, computed=True)

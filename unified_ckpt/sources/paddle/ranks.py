@@ -46,7 +46,9 @@ def rank_files(root: str, entries: Collection[str], stem: str, ending: str) -> l
     """
     pattern = re.compile(rf"{stem}((?:[._](?:{'|'.join(_DIMS)})\d+)*)\.{ending}")
     files = [
-        RankFile(entry, _parse_coordinates(match[1]))
+        RankFile(
+            entry, {dim: int(number) for dim, number in re.findall(r"([a-z]+)(\d+)", match[1])}
+        )
         for entry in sorted(entries)
         if (match := pattern.fullmatch(entry))
     ]
@@ -64,10 +66,6 @@ def rank_files(root: str, entries: Collection[str], stem: str, ending: str) -> l
         ]
         raise IncompleteError(format_list(f"{root}: files of some ranks are missing", missing))
     return files
-
-
-def _parse_coordinates(name: str) -> dict[str, int]:
-    return {dim: int(number) for dim, number in re.findall(r"([a-z]+)(\d+)", name)}
 
 
 def _file_name(stem: str, coordinates: Mapping[str, int], ending: str) -> str:

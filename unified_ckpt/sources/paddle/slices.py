@@ -8,18 +8,18 @@ read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, runs
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, relative_to, runs, shift
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.runtime.torch_state.tensors import as_contiguous, as_int_bits
-from unified_ckpt.sources.paddle.names import TargetTensor
+from unified_ckpt.runtime.torch_state.tensors import as_contiguous, as_int_bits, from_bytes
+from unified_ckpt.sources.paddle.names import GATE_UP, TargetTensor
 from unified_ckpt.views.shards import TensorShard
 
 _SHARD_NBYTES = 64 << 20  # of tensors that are computed or transposed
@@ -59,9 +59,7 @@ class StoredTensor:
                     self.start + first * item,
                     self.path,
                 )
-        if not buffer:
-            return torch.empty(box.shape, dtype=self.dtype, device="cpu")
-        return torch.frombuffer(buffer, dtype=self.dtype).view(box.shape)
+        return from_bytes(buffer, self.dtype, box.shape)
 
 
 def _read_exact(fd: int, view: memoryview, start: int, path: str) -> None:
@@ -79,13 +77,6 @@ class Slice:
     box: Box
     tensor: StoredTensor
     offsets: tuple[int, ...]
-
-
-def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the box of a tensor as a view."""
-    return tensor[
-        tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))
-    ]
 
 
 def single_slice(tensor: StoredTensor) -> list[Slice]:
@@ -128,6 +119,17 @@ def concat_tp(
             )
             start += count
     return joined
+
+
+def concat_ranks(
+    name: str, by_rank: Mapping[int, Sequence[StoredTensor]], axis: int | None
+) -> list[Slice]:
+    """Join a parameter's tensors by tensor-parallel rank, each with its replicas."""
+    slices = [
+        concat_tp(name, replicas, None, sections=1)[0].tensor
+        for _, replicas in sorted(by_rank.items())
+    ]
+    return concat_tp(name, slices, axis, sections=2 if f".{GATE_UP}." in name else 1)
 
 
 def full_shape(slices: Sequence[Slice]) -> tuple[int, ...]:
@@ -195,8 +197,8 @@ def _load_slices(slices: Sequence[Slice], box: Box) -> torch.Tensor:
     for tp_slice in slices:
         common = intersect(tp_slice.box, box)
         if common is not None:
-            narrow(values, _shift_box(common, box.offsets, (0,) * len(box.offsets))).copy_(
-                tp_slice.tensor.copy(_box_in_tensor(tp_slice, common))
+            values[relative_to(common, box.offsets).slices] = tp_slice.tensor.copy(
+                _box_in_tensor(tp_slice, common)
             )
     return values
 
@@ -211,7 +213,7 @@ def target_shards(slices: Sequence[Slice], target: TargetTensor) -> list[TensorS
             if common is None:
                 continue
             for piece in _split_box(common, tp_slice.tensor, transposed=target.transposed):
-                box = _shift_box(piece, paddle_box.offsets, origin)
+                box = shift(relative_to(piece, paddle_box.offsets), origin)
                 if target.transposed:
                     box = Box(box.offsets[::-1], box.shape[::-1])
                 load = partial(
@@ -257,12 +259,4 @@ def _load(tensor: StoredTensor, box: Box, *, transposed: bool) -> torch.Tensor:
 
 
 def _box_in_tensor(tp_slice: Slice, box: Box) -> Box:
-    return _shift_box(box, tp_slice.box.offsets, tp_slice.offsets)
-
-
-def _shift_box(box: Box, old_origin: Sequence[int], new_origin: Sequence[int]) -> Box:
-    """Move a box from one origin to another."""
-    return Box(
-        tuple(low - a + b for low, a, b in zip(box.offsets, old_origin, new_origin, strict=True)),
-        box.shape,
-    )
+    return shift(relative_to(box, tp_slice.box.offsets), tp_slice.offsets)

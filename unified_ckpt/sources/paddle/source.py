@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.detect.paddle import PEFT, is_legacy, part_file
-from unified_ckpt.sources.files.json import config_path
-from unified_ckpt.sources.paddle.files import open_indexed, open_tensors, read_optional_json
+from unified_ckpt.sources.files.json import config_path, read_config, read_json_object
+from unified_ckpt.sources.paddle.files import open_indexed, open_tensors
 from unified_ckpt.sources.paddle.legacy import read_legacy_state
 from unified_ckpt.sources.paddle.names import (
-    GATE_UP,
     ModelConfig,
     layer_kind,
     parse_config,
@@ -40,13 +38,11 @@ from unified_ckpt.sources.paddle.quantized_moments import (
     MAX_SCALES,
     MIN_SCALES,
     SCALES,
-    first_moment_o1,
-    first_moment_o2,
-    second_moment_o1,
-    second_moment_o2,
+    dequantize_o1,
+    dequantize_o2,
 )
 from unified_ckpt.sources.paddle.ranks import is_sharded, rank_files
-from unified_ckpt.sources.paddle.slices import StoredTensor, concat_tp, single_slice
+from unified_ckpt.sources.paddle.slices import StoredTensor, concat_ranks, concat_tp, single_slice
 from unified_ckpt.sources.paddle.tensors import BETAS, STATE_NAMES, PaddleTensors, Slices, to_torch
 from unified_ckpt.sources.paddle.trainer_state import read_trainer_state, with_scheduler
 from unified_ckpt.views.shards import ShardedSource
@@ -110,8 +106,7 @@ _INDICES = tuple(names.index_name(part) for part in (MODEL, PEFT, MASTER))
 
 def read_optional_config(path: str) -> Mapping[str, Any] | None:
     """Read a model's config.json (a file, or its folder), or return None if there is none."""
-    folder, name = os.path.split(config_path(path))
-    return _read_object(folder, name) if os.path.isfile(config_path(path)) else None
+    return read_config(path) if os.path.isfile(config_path(path)) else None
 
 
 def _check_written_by_paddle(
@@ -142,8 +137,8 @@ def _check_indexed(root: str, entries: Collection[str]) -> None:
         part for part in (MODEL, PEFT, OPTIMIZER, MASTER) if names.index_name(part) in entries
     }
     exempt = {MODEL} if PEFT in indexed_parts else set()  # the adapter's base model is not read
-    if OPTIMIZER in indexed_parts and "weight_map" not in _read_object(
-        root, names.index_name(OPTIMIZER)
+    if OPTIMIZER in indexed_parts and "weight_map" not in read_json_object(
+        os.path.join(root, names.index_name(OPTIMIZER))
     ):
         exempt |= {MASTER}
     for part in (MODEL, PEFT, OPTIMIZER, MASTER):
@@ -159,12 +154,10 @@ def _check_indexed(root: str, entries: Collection[str]) -> None:
 def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> PaddleTensors:
     optimizer_index = None
     if names.index_name(OPTIMIZER) in entries:
-        optimizer_index = _read_object(root, names.index_name(OPTIMIZER))
-    is_adapter = names.index_name(PEFT) in entries
-    if is_adapter and _read_object(root, names.index_name(PEFT)).get("type") != "lora":
-        raise FormatError(
-            f"{root}: {names.index_name(PEFT)} is not of a LoRA adapter, expected type 'lora'"
-        )
+        optimizer_index = read_json_object(os.path.join(root, names.index_name(OPTIMIZER)))
+    is_adapter, peft_index = names.index_name(PEFT) in entries, names.index_name(PEFT)
+    if is_adapter and read_json_object(os.path.join(root, peft_index)).get("type") != "lora":
+        raise FormatError(f"{root}: {peft_index} is not of a LoRA adapter, expected type 'lora'")
     weights = _whole_tensors(root, entries, PEFT if is_adapter else MODEL)
     masters = _whole_tensors(root, entries, MASTER)
     states: Mapping[str, Mapping[str, Slices]] = {}
@@ -189,9 +182,8 @@ def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> Padd
                 for name, slices in masters.items()
             }
     is_unmerged = optimizer_index is not None and "weight_map" not in optimizer_index
-    return PaddleTensors(
-        weights, masters, states, is_sharded=is_unmerged and _is_sharded(root, entries)
-    )
+    files = rank_files(root, entries, OPTIMIZER, "safetensors") if is_unmerged else []
+    return PaddleTensors(weights, masters, states, is_sharded=is_sharded(files))
 
 
 def _whole_tensors(root: str, entries: Collection[str], part: str) -> dict[str, Slices]:
@@ -201,23 +193,11 @@ def _whole_tensors(root: str, entries: Collection[str], part: str) -> dict[str, 
     return {name: single_slice(tensor) for name, tensor in tensors.items()}
 
 
-def _read_object(root: str, name: str) -> Mapping[str, Any]:
-    value = read_optional_json(root, name)
-    if not isinstance(value, dict):
-        raise FormatError(
-            f"{os.path.join(root, name)}: got a JSON {type(value).__name__}, expected an object"
-        )
-    return value
-
-
 def _cast(tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    return StoredTensor(
-        dtype, tensor.shape, tensor.path, partial(_load_cast, tensor, dtype), computed=True
-    )
+    def load(box: Box) -> torch.Tensor:
+        return tensor.copy(box).to(dtype)
 
-
-def _load_cast(tensor: StoredTensor, dtype: torch.dtype, box: Box) -> torch.Tensor:
-    return tensor.copy(box).to(dtype)
+    return StoredTensor(dtype, tensor.shape, tensor.path, load, computed=True)
 
 
 def _merged_states(root: str, optimizer_index: Mapping[str, Any]) -> dict[str, dict[str, Slices]]:
@@ -246,18 +226,18 @@ def _group_by_state(
     values = {
         name: tensor for name, tensor in tensors.items() if "@" not in name.rpartition("/")[2]
     }
-    malformed = sorted(name for name in values if name.count("/") != 1)
-    if malformed:
-        raise FormatError(
-            format_list(f"{root}: names of optimizer state are not parameter/state", malformed)
-        )
+    raise_if_any(
+        FormatError,
+        f"{root}: names of optimizer state are not parameter/state",
+        sorted(name for name in values if name.count("/") != 1),
+    )
     by_state: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in values.items():
         owner, _, state_name = name.partition("/")
         try:
             by_state.setdefault(state_name, {})[owner] = _dequantize(name, tensor, tensors, stage)
             if stage == "O2" and state_name == _SECOND_MOMENT and tensor.dtype == torch.int8:
-                by_state.setdefault(_FIRST_MOMENT, {})[owner] = first_moment_o2(
+                by_state.setdefault(_FIRST_MOMENT, {})[owner] = dequantize_o2(
                     tensor, tensors[f"{owner}/{_FIRST_MOMENT}{SCALES}"]
                 )
         except KeyError as error:
@@ -276,14 +256,14 @@ def _dequantize(
     name: str, tensor: StoredTensor, tensors: Mapping[str, StoredTensor], stage: str
 ) -> StoredTensor:
     if stage == "O1" and name.endswith(_FIRST_MOMENT) and tensor.dtype == torch.int8:
-        return first_moment_o1(tensor, tensors[name + SCALES])
+        return dequantize_o1(tensor, tensors[name + SCALES])
     if (
         stage != "O0"
         and name.endswith(_SECOND_MOMENT)
         and tensor.dtype in (torch.uint8, torch.int8)
     ):
-        second_moment = second_moment_o1 if stage == "O1" else second_moment_o2
-        return second_moment(tensor, tensors[name + MIN_SCALES], tensors[name + MAX_SCALES])
+        dequantize = dequantize_o1 if stage == "O1" else dequantize_o2
+        return dequantize(tensor, tensors[name + MIN_SCALES], tensors[name + MAX_SCALES])
     return tensor
 
 
@@ -314,14 +294,16 @@ def _unmerged_states(
         for part, part_files in files_by_part.items()
         for rank_file in part_files
     }
-    missing = [
-        part + suffix
-        for part, part_files in files_by_part.items()
-        for suffix in sorted(suffixes)
-        if part_files and part + suffix not in entries
-    ]
-    if missing:
-        raise IncompleteError(format_list(f"{root}: files of some ranks are missing", missing))
+    raise_if_any(
+        IncompleteError,
+        f"{root}: files of some ranks are missing",
+        [
+            part + suffix
+            for part, part_files in files_by_part.items()
+            for suffix in sorted(suffixes)
+            if part_files and part + suffix not in entries
+        ],
+    )
     stage = _quant_stage(root, optimizer_index)
     degree = 1 + max(rank_file.tp_rank for rank_file in files_by_part[OPTIMIZER])
     merged: dict[str, dict[str, dict[str, Slices]]] = {}
@@ -340,10 +322,6 @@ def _unmerged_states(
             slices = _concat_ranks(root, (state_name, name), by_rank, degree, weights, model)
             merged[part].setdefault(state_name, {})[name] = slices
     return merged[MASTER].get("", {}), merged[OPTIMIZER]
-
-
-def _is_sharded(root: str, entries: Collection[str]) -> bool:
-    return is_sharded(rank_files(root, entries, OPTIMIZER, "safetensors"))
 
 
 def _concat_ranks(
@@ -367,8 +345,4 @@ def _concat_ranks(
             "tensor-parallel ranks"
         )
     axis = split_axis(name, len(first_tensor.shape), layer_kind(name), tied=bool(model.tied))
-    slices = [
-        concat_tp(name, replicas, None, sections=1)[0].tensor
-        for _, replicas in sorted(by_rank.items())
-    ]
-    return concat_tp(name, slices, axis, sections=2 if f".{GATE_UP}." in name else 1)
+    return concat_ranks(name, by_rank, axis)

@@ -15,8 +15,8 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.paddle.beta_powers import AdamBetas, Betas, infer_betas, infer_steps
 from unified_ckpt.sources.paddle.names import (
@@ -165,23 +165,17 @@ def _check_complete(
 
     `is_sharded`: all parameters must have state, since those of a missing rank file have none.
     """
-    unknown = sorted(set(states) - STATE_NAMES.keys() - set(POWER_STATES))
-    if unknown:
-        raise FormatError(
-            format_list(
-                f"{root}: got unknown optimizer state, expected that of AdamW or Momentum",
-                unknown,
-            )
-        )
+    raise_if_any(
+        FormatError,
+        f"{root}: got unknown optimizer state, expected that of AdamW or Momentum",
+        sorted(set(states) - STATE_NAMES.keys() - set(POWER_STATES)),
+    )
     orphans = [
         name for by_name in (masters, *states.values()) for name in by_name if name not in weights
     ]
-    if orphans:
-        raise FormatError(
-            format_list(
-                f"{root}: has state of parameters that the model lacks", sorted(set(orphans))
-            )
-        )
+    raise_if_any(
+        FormatError, f"{root}: has state of parameters that the model lacks", sorted(set(orphans))
+    )
     trained = (
         list(weights)
         if is_sharded
@@ -194,14 +188,14 @@ def _check_complete(
         if name not in by_name
     ]
     missing += [f"{name} (master weight)" for name in trained if masters and name not in masters]
-    if missing:
-        raise IncompleteError(format_list(f"{root}: optimizer state is missing", missing))
+    raise_if_any(IncompleteError, f"{root}: optimizer state is missing", missing)
     for state_name, by_name in ((MASTER, masters), *states.items()):
         for name, slices in by_name.items():
             actual, expected = full_shape(slices), full_shape(weights[name])
             if actual != expected and state_name not in POWER_STATES:
+                files = ", ".join(dict.fromkeys(tp_slice.tensor.path for tp_slice in slices))
                 raise IncompleteError(
-                    f"{root}: {name}: got {state_name} of shape {actual} in {_file_list(slices)}, "
+                    f"{root}: {name}: got {state_name} of shape {actual} in {files}, "
                     f"expected the parameter's shape {expected}"
                 )
             if state_name in POWER_STATES and actual not in ((), (1,)):
@@ -227,10 +221,6 @@ def _check_layers(root: str, weights: Mapping[str, Slices], model: ModelConfig) 
         )
 
 
-def _file_list(slices: Slices) -> str:
-    return ", ".join(dict.fromkeys(tp_slice.tensor.path for tp_slice in slices))
-
-
 def _target_tensors(
     root: str,
     name: str,
@@ -240,21 +230,17 @@ def _target_tensors(
     *,
     rename: bool,
 ) -> list[TargetTensor]:
-    try:
+    with error_prefix(root):
         check_shape(name, shape, model)
         transposed = is_transposed(
             name, shape, layer_kind(name, internal_name=internal_name), tied=model.tied
         )
         return target_tensors(name, shape, model, transposed=transposed, rename=rename)
-    except CheckpointError as error:
-        raise type(error)(f"{root}: {error}") from error
 
 
 def _sharded_tensor(root: str, target: TargetTensor, slices: Slices) -> ShardedTensor:
-    try:
+    with error_prefix(f"{root}: {target.name}"):
         return sharded_tensor(slices[0].tensor.dtype, target.shape, target_shards(slices, target))
-    except CheckpointError as error:
-        raise type(error)(f"{root}: {target.name}: {error}") from error
 
 
 def _infer_betas(
@@ -268,13 +254,11 @@ def _infer_betas(
         raise IncompleteError(
             f"{root}: got {POWER_STATES[0]} without {POWER_STATES[1]}, expected both"
         )
-    try:
+    with error_prefix(f"{root}: {first_name}"):
         return infer_betas(
             [_scalar(states[state_name][first_name][0].tensor) for state_name in POWER_STATES],
             steps,
         )
-    except FormatError as error:
-        raise FormatError(f"{root}: {first_name}: {error}") from error
 
 
 def _scalar(tensor: StoredTensor) -> float:
@@ -291,10 +275,8 @@ def _step_count(
 def _load_step_count(
     label: str, powers: tuple[StoredTensor, ...], adam_betas: AdamBetas
 ) -> torch.Tensor:
-    try:
+    with error_prefix(label):
         steps = infer_steps([_scalar(tensor) for tensor in powers], adam_betas)
-    except FormatError as error:
-        raise FormatError(f"{label}: {error}") from error
     return torch.tensor(float(steps), device="cpu")
 
 

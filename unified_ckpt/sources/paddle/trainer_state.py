@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.paddle.files import read_optional_json
+from unified_ckpt.sources.detect.names import TRAINER_STATE
+from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.paddle.lazy_pickles import load_arrays, to_plain
 
 _PICKLED_FILES = {"scheduler": "scheduler.pdparams", "scaler": "scaler.pdparams"}
@@ -33,12 +33,9 @@ def read_trainer_state(root: str, entries: Collection[str]) -> TrainerState:
         for name, file in _PICKLED_FILES.items()
         if file in entries
     }
-    trainer = read_optional_json(root, "trainer_state.json")
-    if trainer is not None and not isinstance(trainer, dict):
-        raise FormatError(
-            f"{root}/trainer_state.json: got a JSON {type(trainer).__name__}, expected an object"
-        )
-    step = (trainer or {}).get("global_step")
+    path = os.path.join(root, TRAINER_STATE)
+    trainer = read_json_object(path) if os.path.isfile(path) else {}
+    step = trainer.get("global_step")
     step_count = step if isinstance(step, int) and not isinstance(step, bool) else None
     state = TrainerState(step_count, {"trainer_state": trainer} if trainer else {}, {})
     return with_scheduler(state, extra)

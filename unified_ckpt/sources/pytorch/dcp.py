@@ -9,91 +9,42 @@ model; in "optimizer", those under "state" are the optimizer; any other key is a
 
 from __future__ import annotations
 
-import operator
 import os
-from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.modules import is_extra_state
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.detect.names import DCP_METADATA
+from unified_ckpt.sources.pytorch.dcp_metadata import Entry, KeyPath, read_entries
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
-from unified_ckpt.sources.restricted_pickle.load import load_pickle, load_torch_bytes
-from unified_ckpt.sources.restricted_pickle.placeholders import (
-    FieldsPlaceholder,
-    Placeholder,
-    placeholder_class,
+from unified_ckpt.sources.restricted_pickle.load import load_torch_bytes
+from unified_ckpt.views.shards import (
+    ShardedSource,
+    ShardedTensor,
+    SourceExtras,
+    TensorShard,
+    sharded_tensor,
 )
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
 
-_DCP = "torch.distributed.checkpoint"
-_FREQUENT_CLASSES = [
-    f"{_DCP}.metadata.MetadataIndex",
-    f"{_DCP}.metadata.ChunkStorageMetadata",
-    f"{_DCP}.filesystem._StorageInfo",
-]
-_PLACEHOLDER_CLASSES = [
-    f"{_DCP}.metadata.Metadata",
-    f"{_DCP}.metadata.TensorStorageMetadata",
-    f"{_DCP}.metadata.BytesStorageMetadata",
-    f"{_DCP}.metadata.TensorProperties",
-    f"{_DCP}.metadata.StorageMeta",
-    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
-    "torch.serialization._get_layout",
-    "pathlib.PosixPath",
-    "pathlib.PurePosixPath",
-    "pathlib._local.PosixPath",
-    "pathlib._local.PurePosixPath",
-]
 _OPTIMIZER_KEYS = ("optimizer", "optim")
 # 0-d tensors of these names belong to the training loop, not to a model without a key.
 _SCALAR_KEYS = ("step", "global_step", "epoch", "iteration", "iter", "lr", "loss", "best_loss")
 _MODEL_KEYS = (MODEL, "state_dict")  # the latter is Lightning's
-_DTYPES = {
-    f"torch.{dtype_name}": getattr(torch, dtype_name)
-    for dtype_name in dir(torch)
-    if isinstance(getattr(torch, dtype_name), torch.dtype)
-}
-
 _INDEXED_REFUSAL = (
     "got optimizer state by position, as from optimizer.state_dict(), expected state by name as "
     "from torch.distributed.checkpoint.state_dict.get_state_dict; load the other parts without it"
 )
-
-KeyPath = tuple[str | int, ...]
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """One chunk of an entry: its byte range in a file. `box`: None for an object."""
-
-    box: Box | None
-    file: str
-    start: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class Entry:
-    """A flat key of the state dict. `dtype`: None for an object."""
-
-    path: KeyPath
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    chunks: list[StoredChunk] = field(default_factory=list)
 
 
 def open_dcp(root: str, _options: SourceOptions, *, prefix: KeyPath = ()) -> ShardedSource:
@@ -116,7 +67,7 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: KeyPath = ()) -> Sha
     for key, entry in entries.items():
         path = (*prefix, *entry.path)
         if entry.dtype is None:
-            objects[path] = _load_object(files, root, key, entry)
+            objects[path] = load_object(files, root, key, entry)
             continue
         scalar = not entry.shape and not (model_at_root and path[0] not in _SCALAR_KEYS)
         tensor_key = None if _module_key(path) else key_for_path(path, scalar=scalar)
@@ -134,7 +85,9 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: KeyPath = ()) -> Sha
     if any(not isinstance(name, str) for group in metadata.groups for name in group["names"]):
         tensors = {key: tensor for key, tensor in tensors.items() if key[0] != OPTIMIZER}
         metadata, refused = replace(metadata, groups=[]), {OPTIMIZER: _INDEXED_REFUSAL}
-    return ShardedSource(root, tensors, format="dcp", metadata=metadata, refused=refused)
+    return ShardedSource(
+        root, tensors, format="dcp", metadata=metadata, extras=SourceExtras(refused)
+    )
 
 
 def _strip_wrapper(entries: Mapping[str, Entry]) -> None:
@@ -161,8 +114,7 @@ def _strip_wrapper(entries: Mapping[str, Entry]) -> None:
 def _materialize(sharded: ShardedTensor) -> torch.Tensor:
     tensor = torch.empty(sharded.spec.shape, dtype=TORCH_DTYPES[sharded.spec.dtype], device="cpu")
     for shard in sharded.shards:
-        bounds = zip(shard.box.offsets, shard.box.shape, strict=True)
-        tensor[tuple(slice(low, low + n) for low, n in bounds)] = shard.load()
+        tensor[shard.box.slices] = shard.load()
     return tensor
 
 
@@ -287,19 +239,25 @@ def build_tensor(
             file = files[chunk.file]
             load = partial(file.tensor, chunk.start, chunk.nbytes)
             shards.append(TensorShard(chunk.box, load, file.path))
-    try:
+    with error_prefix(f"{root}: {key}"):
         return sharded_tensor(dtype, entry.shape, shards)
-    except CheckpointError as error:
-        raise type(error)(f"{root}: {key}: {error}") from error
 
 
-def _load_object(files: Mapping[str, MappedFile], root: str, key: str, entry: Entry) -> Any:
+def load_object(
+    files: Mapping[str, MappedFile],
+    root: str,
+    key: str,
+    entry: Entry,
+    *,
+    placeholders: Collection[str] = (),
+) -> Any:
     """Load an object of plain values and tensors. FormatError if it contains classes."""
     if not entry.chunks:
         raise IncompleteError(f"{root}: {key}: {DCP_METADATA} does not give its location")
     chunk = entry.chunks[0]
     label = f"{os.path.join(root, chunk.file)}: {key}"
-    return load_torch_bytes(files[chunk.file].bytes(chunk.start, chunk.nbytes), label)
+    data = files[chunk.file].bytes(chunk.start, chunk.nbytes)
+    return load_torch_bytes(data, label, placeholders=placeholders)
 
 
 def _map_file(root: str, name: str, entry_ends: Mapping[str, int]) -> MappedFile:
@@ -318,127 +276,3 @@ def _map_file(root: str, name: str, entry_ends: Mapping[str, int]) -> MappedFile
         problem = "is truncated" if os.path.isfile(path) else "is missing"
         raise IncompleteError(format_list(f"{path}: {problem}; affected entries", missing))
     return MappedFile(path)
-
-
-# ---- `.metadata`
-
-
-def read_entries(root: str, *, placeholder_classes: Collection[str] = ()) -> dict[str, Entry]:
-    """Read the entries of `.metadata` by flat key. FormatError if it is damaged.
-
-    `placeholder_classes`: names of further classes that it may contain.
-    """
-    path = os.path.join(root, DCP_METADATA)
-    classes: dict[str, Any] = {
-        name: placeholder_class(name) for name in (*_PLACEHOLDER_CLASSES, *placeholder_classes)
-    }
-    classes |= {name: placeholder_class(name, base=FieldsPlaceholder) for name in _FREQUENT_CLASSES}
-    classes |= _DTYPES | {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
-    metadata = load_pickle(path, classes)
-    try:
-        key_metadata = _field(metadata, "state_dict_metadata")
-        storage = _field(metadata, "storage_data")
-        paths = _field(metadata, "planner_data") or {}
-        entries = {
-            key: _parse_entry(paths.get(key, (key,)), entry_metadata)
-            for key, entry_metadata in key_metadata.items()
-        }
-        chunks = {
-            key: _parse_chunks(entry_metadata)
-            for key, entry_metadata in key_metadata.items()
-            if entries[key].dtype is not None
-        }
-        for index, storage_info in storage.items():
-            index_fields = _fields(index)
-            key = _expect_type(index_fields["fqn"], str)
-            entries[key].chunks.append(
-                _parse_chunk(chunks.get(key), index_fields, _fields(storage_info))
-            )
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        ValueError,
-        OverflowError,
-        StopIteration,
-        RecursionError,
-    ) as error:
-        raise FormatError(
-            f"{path}: expected metadata of torch.distributed.checkpoint: {error!r}"
-        ) from error
-    return entries
-
-
-def _parse_entry(path: Any, metadata: Any) -> Entry:
-    keys = tuple(key if isinstance(key, int) else _expect_type(key, str) for key in path)
-    if type(metadata).__name__ != "TensorStorageMetadata":
-        return Entry(keys, None, ())
-    properties = _field(metadata, "properties")
-    return Entry(keys, _dtype(properties), _to_ints(_field(metadata, "size")))
-
-
-# Only numbers and strings are accepted: printing, comparing or hashing a hostile nested list could
-# take exponential time.
-
-
-def _to_ints(values: Any) -> tuple[int, ...]:
-    return tuple(map(operator.index, values))
-
-
-def _expect_type(value: Any, expected: type[_T]) -> _T:
-    if not isinstance(value, expected):
-        raise TypeError(f"got {type(value).__name__}, expected {expected.__name__}")
-    return value
-
-
-def _dtype(properties: Any) -> torch.dtype:
-    """Return the dtype in `TensorProperties`.
-
-    Its `__getstate__` gives a tuple that starts with the dtype; some versions give a dict.
-    """
-    state = properties.state
-    return _expect_type(state["dtype"] if isinstance(state, dict) else state[0], torch.dtype)
-
-
-def _parse_chunks(metadata: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets -> sizes of a tensor's chunks."""
-    return {
-        _to_ints(chunk["offsets"]): _to_ints(chunk["sizes"])
-        for chunk in map(_fields, _field(metadata, "chunks"))
-    }
-
-
-def _parse_chunk(
-    sizes_by_offsets: Mapping[tuple[int, ...], tuple[int, ...]] | None,
-    index: Mapping[str, Any],
-    storage_info: Mapping[str, Any],
-) -> StoredChunk:
-    """Return the chunk for a storage entry. `sizes_by_offsets`: of a tensor; None for an object."""
-    box = None
-    if sizes_by_offsets is not None:
-        offset = index["offset"]
-        offsets = _to_ints(offset) if offset is not None else next(iter(sizes_by_offsets))
-        box = Box(offsets, sizes_by_offsets[offsets])
-    if storage_info.get("transform_descriptors"):
-        raise FormatError(f"{index['fqn']}: got transform_descriptors, expected plain bytes")
-    return StoredChunk(
-        box,
-        _expect_type(storage_info["relative_path"], str),
-        int(storage_info["offset"]),
-        int(storage_info["length"]),
-    )
-
-
-def _field(placeholder: Any, name: str) -> Any:
-    """Return a field of a placeholder."""
-    return _fields(placeholder)[name]
-
-
-def _fields(placeholder: Any) -> dict[str, Any]:
-    """Return the fields of a placeholder."""
-    if isinstance(placeholder, FieldsPlaceholder):
-        return placeholder.__dict__
-    if isinstance(placeholder, Placeholder) and isinstance(placeholder.state, dict):
-        return placeholder.state
-    raise TypeError(f"a {type(placeholder).__name__} has no fields")

@@ -15,17 +15,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.source.by_position import IndexedOptimizerSource, Order
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.engine.source.protocol import (
+    IndexedOptimizerSource,
+    Order,
+    Source,
+    SourceMetadata,
+)
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
-from unified_ckpt.runtime.torch_state.modules import strip_wrappers
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, whole_tensor
+from unified_ckpt.sources.pytorch.optimizer_groups import SavedGroup, unreadable_reason
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras, whole_tensor
 
 Shape = tuple[int, ...]
 DDP_PREFIX = "module."  # of all names in DistributedDataParallel
@@ -34,18 +37,6 @@ _REMEDY = (
     "pass an optimizer with the same groups to uc.load, the model's config.json as `config`, "
     f"or {_ORDER_OPTION}"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SavedGroup:
-    """A param group of a checkpoint.
-
-    `state`: of each parameter, in order. `names`: of these parameters, if the file has them.
-    """
-
-    options: Mapping[str, Any]
-    state: tuple[Mapping[str, Any], ...]
-    names: tuple[str, ...] | None
 
 
 @dataclass(slots=True)
@@ -130,81 +121,19 @@ def _source(
         format=checkpoint.format,
         metadata=metadata,
         aliases=checkpoint.aliases,
-        rank_extra=checkpoint.rank_extra,
+        extras=SourceExtras(rank_extra=checkpoint.rank_extra),
     )
 
 
 def _order_in_model(make_order: Callable[[], Order], shapes: Mapping[str, Shape]) -> Order:
     """Return the order. FormatError if the checkpoint's model lacks one of its parameters."""
     order = make_order()
-    unknown = sorted(name for group in order for name, shape in group if shapes.get(name) != shape)
-    if unknown:
-        problem = "the checkpoint's model has other names or shapes for these parameters"
-        raise FormatError(format_list(problem, unknown))
-    return order
-
-
-def unreadable_reason(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be read; "" if it can."""
-    if isinstance(tensor, DTensor):
-        return "one rank's shard of a DTensor (save `full_tensor()` instead)"
-    if tensor.is_meta:
-        return "a tensor on the meta device"
-    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return "" if dense else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
-
-
-def is_optimizer_state(value: Any) -> bool:
-    """Return whether the value is the state dict of an optimizer."""
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("state"), Mapping)
-        and isinstance(value.get("param_groups"), list)
+    raise_if_any(
+        FormatError,
+        "the checkpoint's model has other names or shapes for these parameters",
+        sorted(name for group in order for name, shape in group if shapes.get(name) != shape),
     )
-
-
-def parse_groups(path: str, state_dict: Any) -> list[SavedGroup]:
-    """Return the groups of an optimizer's state dict.
-
-    FormatError if it is none, or has state that belongs to no group.
-    """
-    if not is_optimizer_state(state_dict):
-        raise FormatError(
-            f"{path}: expected an optimizer state dict with `state` and `param_groups`"
-        )
-    state, seen_keys = state_dict["state"], list[Any]()
-    groups: list[SavedGroup] = []
-    for number, group in enumerate(state_dict["param_groups"]):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
-            raise FormatError(f"{path}: param group {number}: expected a list of params")
-        keys = group["params"]
-        seen_keys += keys
-        unexpected = next(
-            (key for key in keys if not isinstance(state.get(key, {}), Mapping)), None
-        )
-        if unexpected is not None:
-            raise FormatError(
-                f"{path}: state of parameter {unexpected}: got "
-                f"{type(state[unexpected]).__name__}, expected a dict"
-            )
-        names = group.get("param_names")
-        if not names:
-            names = keys if all(isinstance(key, str) for key in keys) else None
-        if names is not None and len(names) != len(keys):
-            raise FormatError(
-                f"{path}: param group {number}: got {len(names)} names for {len(keys)} params"
-            )
-        entries = tuple(state.get(key, {}) for key in keys)
-        excluded = ("params", "param_names")
-        options = {key: value for key, value in group.items() if key not in excluded}
-        fqns = tuple(map(strip_wrappers, names)) if names is not None else None
-        groups.append(SavedGroup(options, entries, fqns))
-    stray = sorted(map(str, set(state) - set(seen_keys)))
-    if stray:
-        raise FormatError(format_list(f"{path}: state that belongs to no param group", stray))
-    if len(set(seen_keys)) != len(seen_keys):
-        raise FormatError(f"{path}: a parameter occurs twice in the param groups")
-    return groups
+    return order
 
 
 def _resolve_order(
@@ -369,9 +298,11 @@ def _with_shapes(
         raise FormatError(
             f"{path}: got names for param groups of {counts} parameters, expected {expected}"
         )
-    missing = sorted({name for names in group_names for name in names} - set(shapes))
-    if missing:
-        raise FormatError(format_list(f"{path}: the model has no tensors for these names", missing))
+    raise_if_any(
+        FormatError,
+        f"{path}: the model has no tensors for these names",
+        sorted({name for names in group_names for name in names} - set(shapes)),
+    )
     return [[(name, shapes[name]) for name in names] for names in group_names]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from unified_ckpt.engine.source.by_position import Order
+from unified_ckpt.engine.source.protocol import Order
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.sources.files.json import CONFIG
 

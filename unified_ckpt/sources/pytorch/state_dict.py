@@ -16,23 +16,25 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.source.by_position import Order
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.engine.source.protocol import Order, Source, SourceMetadata
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format import index
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.modules import is_extra_state, strip_wrappers
+from unified_ckpt.runtime.torch_state.tensors import memory_key
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX
-from unified_ckpt.sources.pytorch.optimizer_names import (
-    DDP_PREFIX,
-    ForeignCheckpoint,
+from unified_ckpt.sources.pytorch.optimizer_groups import (
     SavedGroup,
     is_optimizer_state,
     parse_groups,
     unreadable_reason,
+)
+from unified_ckpt.sources.pytorch.optimizer_names import (
+    DDP_PREFIX,
+    ForeignCheckpoint,
     with_optimizer_names,
 )
 from unified_ckpt.sources.pytorch.parameter_order import config_order
@@ -82,13 +84,14 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     model = parse_state_dict(path, weights)
     tensors = model.tensors
     aliases: dict[str, Mapping[str, str]] = {MODEL: model.aliases}
-    groups: dict[Any, list[SavedGroup]] = {}
+    groups: list[SavedGroup] = []
     rest: dict[Any, Any] = {}
     if model_key is not None:
-        groups = {
-            key: _parse_optimizers(path, content[key]) for key in _list_optimizer_keys(content)
-        }
-        excluded = (model_key, MASTER, *groups)
+        optimizer_keys = _list_optimizer_keys(content)
+        for value in map(content.__getitem__, optimizer_keys):
+            for state_dict in value if isinstance(value, list) else [value]:
+                groups += parse_groups(path, state_dict)
+        excluded = (model_key, MASTER, *optimizer_keys)
         rest = {key: value for key, value in content.items() if key not in excluded}
         if _is_state_dict(content.get(MASTER)):
             masters = parse_state_dict(path, content[MASTER], part=MASTER)
@@ -107,14 +110,12 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
         metadata=SourceMetadata(
             step=step, extra=to_plain(rest) or None, modules=to_plain(model.extra_states)
         ),
-        indexed_groups=[
-            group for optimizer_groups in groups.values() for group in optimizer_groups
-        ],
+        indexed_groups=groups,
     )
     orders = {"the order of the file's tensors": partial(_file_order, tensors)}
     if options.config is not None:
         orders[f"the model of {options.config}"] = partial(
-            config_order, options.config, len(checkpoint.indexed_groups)
+            config_order, options.config, len(groups)
         )
     return with_optimizer_names(checkpoint, options, stored_orders=orders)
 
@@ -148,14 +149,6 @@ def _has_optimizers(value: Any) -> bool:
     return is_optimizer_state(value) or (
         isinstance(value, list) and bool(value) and all(map(is_optimizer_state, value))
     )
-
-
-def _parse_optimizers(path: str, value: Any) -> list[SavedGroup]:
-    return [
-        group
-        for state_dict in (value if isinstance(value, list) else [value])
-        for group in parse_groups(path, state_dict)
-    ]
 
 
 def _file_order(tensors: Mapping[Key, ShardedTensor]) -> Order:
@@ -201,22 +194,24 @@ def read_bins(root: str) -> ParsedStateDict:
             weight_map = {}
     if weight_map:
         files = sorted(set(weight_map.values()))
-        missing = [name for name in files if name not in names]
-        if missing:
-            raise IncompleteError(format_list(f"{root}: files are missing", missing))
+        raise_if_any(
+            IncompleteError,
+            f"{root}: files are missing",
+            [name for name in files if name not in names],
+        )
     merged = ParsedStateDict({}, {}, {}, {})
     for file_name in files:
         path = os.path.join(root, file_name)
         file_state = parse_state_dict(path, load_torch(path))
-        stale = sorted(
-            name
-            for part, name in file_state.tensors
-            if weight_map.get(name, file_name) != file_name or (part, name) in merged.tensors
+        raise_if_any(
+            FormatError,
+            f"{path}: got tensors that belong to another file",
+            sorted(
+                name
+                for part, name in file_state.tensors
+                if weight_map.get(name, file_name) != file_name or (part, name) in merged.tensors
+            ),
         )
-        if stale:
-            raise FormatError(
-                format_list(f"{path}: got tensors that belong to another file", stale)
-            )
         merged = ParsedStateDict(
             merged.tensors | file_state.tensors,
             merged.aliases | file_state.aliases,
@@ -226,10 +221,11 @@ def read_bins(root: str) -> ParsedStateDict:
     present = (
         {name for _, name in merged.tensors} | merged.aliases.keys() | merged.extra_states.keys()
     )
-    missing_tensors = sorted(weight_map.keys() - present)
-    if missing_tensors:
-        problem = f"{root}: tensors in {BIN_INDEX} are in no file"
-        raise IncompleteError(format_list(problem, missing_tensors))
+    raise_if_any(
+        IncompleteError,
+        f"{root}: tensors in {BIN_INDEX} are in no file",
+        sorted(weight_map.keys() - present),
+    )
     return merged
 
 
@@ -258,11 +254,11 @@ def parse_state_dict(
     state_dict = {
         name: value for name, value in state_dict.items() if not is_extra_state(str(name))
     }
-    nested = sorted(str(name) for name, value in state_dict.items() if _holds_tensors(value))
-    if nested:
-        raise FormatError(
-            format_list(f"{path}: got nested tensors, which would be left out", nested)
-        )
+    raise_if_any(
+        FormatError,
+        f"{path}: got nested tensors, which would be left out",
+        sorted(str(name) for name, value in state_dict.items() if _holds_tensors(value)),
+    )
     tensors: dict[Key, ShardedTensor] = {}
     seen_names: set[str] = set()
     names_by_memory: dict[object, str] = {}
@@ -276,16 +272,13 @@ def parse_state_dict(
         seen_names.add(name)
         memory: object = name
         if tensor.numel() and not without_aliases:
-            layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-            memory = tensor.data_ptr(), *layout
+            memory = memory_key(tensor)
         first_name = names_by_memory.setdefault(memory, name)
         if first_name != name:
             aliases[name] = first_name
             continue
-        try:
+        with error_prefix(f"{path}: {name}"):
             tensors[part, name] = whole_tensor(tensor, path)
-        except CheckpointError as error:
-            raise type(error)(f"{path}: {name}: {error}") from error
     values = {
         str(name): value
         for name, value in state_dict.items()

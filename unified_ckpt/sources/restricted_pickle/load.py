@@ -12,15 +12,16 @@ import mmap
 import os
 import pickle
 import sys
+import threading
 import zipfile
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import IO, Any, BinaryIO
 
 import torch
 
-from unified_ckpt.core.text import format_list
-from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.storage.storage import Buffer
 from unified_ckpt.sources.restricted_pickle.archive import LOCAL_HEADER, check_archive_name
@@ -28,17 +29,11 @@ from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
 from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
 from unified_ckpt.sources.restricted_pickle.placeholders import placeholder_class
 
-# numpy arrays only hold bytes, so torch's reader may rebuild them.
-_NUMPY_GLOBALS = (
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-)
 _DISALLOWED = "asks for classes that are not loaded from files"
 _ZIP_MAGIC = b"PK\x03\x04"
 _TORCH_ADVICE = " In PyTorch 2.6"  # starts torch's advice to disable the restrictions
 _PROGRAM_ENTRIES = {"constants.pkl": "TorchScript", "archive_format": "a torch.export program"}
+_safe_globals_lock = threading.Lock()  # torch's list of safe globals belongs to the process
 _BYTEARRAY = b"\nbytearray\n"  # ends the GLOBAL opcode, the only way torch's reader takes a global
 
 
@@ -63,14 +58,10 @@ def load_torch_bytes(buffer: Buffer, label: str, *, placeholders: Collection[str
 
 
 def _load_restricted(file: str | io.BytesIO, label: str, placeholders: Collection[str]) -> Any:
-    allowed: list[Any] = [(placeholder_class(name), name) for name in placeholders]
-    allowed += [(_numpy_global(name), name) for name in _NUMPY_GLOBALS] + [
-        type(torch.zeros(1, device="cpu").numpy().dtype),
-        *_numpy_dtypes(),
-    ]
+    allowed = [*((placeholder_class(name), name) for name in placeholders), *_numpy_globals()]
     try:
         mappable = _check_archive(file) and isinstance(file, str)
-        with torch.serialization.safe_globals(allowed):
+        with _safe_globals_lock, torch.serialization.safe_globals(allowed):
             value = torch.load(file, map_location="cpu", weights_only=True, mmap=mappable)
             check_tree_size(value)
             return value
@@ -162,21 +153,20 @@ def _check_globals(pickled: IO[bytes]) -> None:
         tail = chunk[-len(_BYTEARRAY) :]
 
 
-def _numpy_global(name: str) -> Any:
+def _numpy_globals() -> list[Any]:
+    """Return what rebuilds numpy arrays. They only hold bytes, so torch's reader may do it."""
     import numpy as np
 
     reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-    by_name = {"_reconstruct": reconstruct, "ndarray": np.ndarray, "dtype": np.dtype}
-    return by_name[name.rpartition(".")[2]]
-
-
-def _numpy_dtypes() -> list[type]:
-    import numpy as np
-
     return [
-        getattr(np.dtypes, name)
-        for name in dir(np.dtypes)
-        if name.endswith("DType") and name != "ObjectDType"
+        *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+        (np.ndarray, "numpy.ndarray"),
+        (np.dtype, "numpy.dtype"),
+        *(
+            getattr(np.dtypes, name)
+            for name in dir(np.dtypes)
+            if name.endswith("DType") and name != "ObjectDType"
+        ),
     ]
 
 
@@ -201,39 +191,54 @@ def _check_memo_bounds(file: BinaryIO, path: str) -> None:
         raise FormatError(f"{path}: is damaged, or not a pickle: {error}") from error
 
 
-class _RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that resolves only the globals in `allowed`, by "module.name".
+class RestrictedGlobals:
+    """Part of an unpickler: resolves only the globals in `allowed`, by "module.name".
 
     Any other becomes a placeholder, and its name is recorded in `disallowed`.
     """
 
-    def __init__(self, file: BinaryIO, allowed: Mapping[str, Any], *, encoding: str) -> None:
-        super().__init__(file, encoding=encoding)
+    def __init__(self, allowed: Mapping[str, Any]) -> None:
         self._allowed = allowed
         self.disallowed: set[str] = set()
 
     def find_class(self, module: str, name: str, /) -> Any:
+        """Return an allowed global, or a placeholder."""
         qualified_name = f"{module}.{name}"
         if qualified_name not in self._allowed:
             self.disallowed.add(qualified_name)
         return self._allowed.get(qualified_name) or placeholder_class(qualified_name)
 
+    @contextmanager
+    def loading(self, path: str, expected: str) -> Iterator[None]:
+        """Raise FormatError if the file is damaged, or names other globals, which it lists.
 
-def load_pickle(path: str, allowed: Mapping[str, Any], *, encoding: str = "ASCII") -> Any:
+        IncompleteError if it is truncated.
+        """
+        try:
+            yield
+        except Exception as error:  # a damaged pickle may raise anything
+            if not self.disallowed and isinstance(error, EOFError):
+                raise IncompleteError(f"{path}: is truncated: {error}") from error
+            if not self.disallowed:
+                raise FormatError(
+                    f"{path}: is damaged, or not {expected}: {type(error).__name__}: {error}"
+                ) from error
+        raise_if_any(FormatError, f"{path}: {_DISALLOWED}", sorted(self.disallowed))
+
+
+class _RestrictedUnpickler(RestrictedGlobals, pickle.Unpickler):
+    def __init__(self, file: BinaryIO, allowed: Mapping[str, Any]) -> None:
+        pickle.Unpickler.__init__(self, file)
+        RestrictedGlobals.__init__(self, allowed)
+
+
+def load_pickle(path: str, allowed: Mapping[str, Any]) -> Any:
     """Load a raw pickle.
 
     Raises FormatError if it is damaged, or names globals that are not in `allowed`.
     """
     with open_binary(path) as file:
         _check_memo_bounds(file, path)
-        unpickler = _RestrictedUnpickler(file, allowed, encoding=encoding)
-        try:
-            value = unpickler.load()
-        except Exception as error:  # a damaged pickle may raise anything
-            if not unpickler.disallowed:
-                raise FormatError(
-                    f"{path}: is damaged, or not a pickle: {type(error).__name__}: {error}"
-                ) from error
-    if unpickler.disallowed:
-        raise FormatError(format_list(f"{path}: {_DISALLOWED}", sorted(unpickler.disallowed)))
-    return value
+        unpickler = _RestrictedUnpickler(file, allowed)
+        with unpickler.loading(path, "a pickle"):
+            return unpickler.load()

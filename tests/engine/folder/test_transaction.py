@@ -1,0 +1,65 @@
+"""The life of a staging folder: begun, prepared, and committed, withdrawn or aborted."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import unified_ckpt as uc
+from unified_ckpt.engine.folder.finalize import finalize_files
+from unified_ckpt.engine.folder.if_exists import PublishTarget
+from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.plan.save_plan import StagedTensors
+from unified_ckpt.format import names
+from unified_ckpt.runtime.comm.comm import single_process
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+FILE = "model.safetensors"
+
+
+def begin(root: Path) -> Transaction:
+    collective = single_process().begin_collective("save", timeout_seconds=20)
+    target = PublishTarget("step", "replace")
+    return Transaction(collective, LocalStorage(str(root)), target, fsync=True)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_published_folder_is_never_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """A process that is interrupted between the phases leaves both checkpoints on the disk."""
+    if not exchange:
+        monkeypatch.setattr(LocalStorage, "rename_exchange", lambda *_: False)
+    uc.save(tmp_path / "step", model={}, step=1)
+    with (
+        suppress(KeyboardInterrupt),
+        begin(tmp_path) as transaction,
+    ):
+        assert transaction.begin(lambda: None) is None
+        transaction.storage.put(f"{transaction.folder}/{FILE}", b"w", fsync=True)
+        transaction.publish()
+        raise KeyboardInterrupt
+    folders = sorted(tmp_path.iterdir())
+    assert [(folder / names.MANIFEST).exists() for folder in folders] == [True, False]
+    assert (tmp_path / "step" / FILE).read_bytes() == b"w"
+
+
+@pytest.mark.parametrize("name", [FILE, names.index_name("model"), names.MANIFEST])
+def test_attach_may_not_write_files_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    tensors = StagedTensors({"model": {"w": FILE}}, {"model": {}}, {"model": 1})
+
+    def attach(folder: str) -> None:
+        Path(folder, name).write_text("mine")
+
+    def finalize() -> None:
+        with begin(tmp_path) as transaction:
+            transaction.begin(lambda: None)
+            transaction.storage.put(f"{transaction.folder}/{FILE}", b"w", fsync=True)
+            finalize_files(transaction, tensors, attach=attach)
+
+    with pytest.raises(uc.StorageError, match=f"`attach` changed {name}, a file of the checkpoint"):
+        finalize()
+    assert os.listdir(tmp_path) == []

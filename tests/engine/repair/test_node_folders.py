@@ -1,0 +1,105 @@
+"""Folders of nodes that repair each other, in one process: whole tensors and shards."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import unified_ckpt as uc
+from tests.support.damaged_folders import body, tensors
+from tests.support.manifests import edit_manifest
+from tests.support.node_damage import break_header, flip, save
+from tests.support.simulated_nodes import folder_of
+from unified_ckpt.format import header, names
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Node 0 holds whole copies; 1 and 2 hold shards of another copy; 3 and 4 as 1 and 2, of
+    a third.
+    """
+    root = tmp_path_factory.mktemp("nodes")
+    save(root, [0, 0, 1, 2, 3, 4], copies=3)
+    return root
+
+
+@pytest.fixture
+def nodes(saved: Path, tmp_path: Path) -> list[Path]:
+    shutil.copytree(saved, tmp_path / "nodes")
+    return [folder_of(tmp_path / "nodes", node) for node in range(5)]
+
+
+def others(nodes: Sequence[Path], node: int) -> list[Path]:
+    return [folder for folder in nodes if folder != nodes[node]]
+
+
+def harm(draw: random.Random, file: Path) -> None:
+    """Flip bits of tensors, or cut them off; the header stays."""
+    content = bytearray(file.read_bytes())
+    start = header.header_nbytes(content[:8], file_size=len(content), file="")
+    for _ in range(draw.randint(1, 3)):
+        content[draw.randrange(start, len(content))] ^= 1 << draw.randrange(8)
+    file.write_bytes(content[: draw.choice([len(content), draw.randrange(start, len(content))])])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_tensors_come_from_a_copy_elsewhere(nodes: list[Path], seed: int) -> None:
+    """One of three copies is intact: node 0's, or that of nodes 1 and 2, or of 3 and 4."""
+    draw, right = random.Random(seed), [body(folder) for folder in nodes]
+    intact = draw.choice([{0}, {1, 2}, {3, 4}])
+    for node in set(range(5)) - intact:
+        if draw.random() < 0.8:
+            harm(draw, tensors(nodes[node], "model")[0])
+    for node in draw.sample(range(5), 5):
+        report = uc.repair(nodes[node], draw.sample(others(nodes, node), 4))
+        assert report.ok, (node, report.problems)
+        assert body(nodes[node]) == right[node]
+
+
+def test_headers_come_from_nodes_with_the_same_file(nodes: list[Path]) -> None:
+    """Nodes 1 and 3 store the same shards, so one header proves the other; node 0's is alone."""
+    right = [body(folder) for folder in nodes]
+    for node in (0, 1):
+        break_header(tensors(nodes[node], "model")[0])
+    damaged = body(nodes[0])
+    assert uc.repair(nodes[1], others(nodes, 1)).ok
+    assert body(nodes[1]) == right[1]
+    (problem,) = uc.repair(nodes[0], others(nodes, 0)).problems
+    assert "no copy of its header is intact" in problem
+    assert body(nodes[0]) == damaged
+
+
+def test_a_source_that_verifies_nothing_is_compared(nodes: list[Path]) -> None:
+    """Its tensors may be damaged: they are compared with the digests of the folder itself."""
+    edit_manifest(nodes[0], lambda fields: fields.update(digests=None))
+    flip(tensors(nodes[0], "model")[0], position=0.2)
+    flip(tensors(nodes[1], "model")[0])
+    before = body(nodes[1])
+    assert not uc.repair(nodes[1], nodes[:1]).ok
+    assert body(nodes[1]) == before
+
+
+def test_no_node_has_the_block(nodes: list[Path]) -> None:
+    flip(tensors(nodes[1], "model")[0])
+    before = body(nodes[1])
+    report = uc.repair(nodes[1], [nodes[2], nodes[4]])
+    (problem,) = report.problems
+    assert "add a copy of this folder, number 1 of 5 of save" in problem
+    assert "by rank(s) 2, or folders of other nodes that have the same elements" in problem
+    assert body(nodes[1]) == before
+
+
+def test_node_files_come_only_from_a_copy_of_its_folder(nodes: list[Path], tmp_path: Path) -> None:
+    """What its ranks stored. Another node's file of that name is not taken for it."""
+    backup = Path(shutil.copytree(nodes[1], tmp_path / "backup"))
+    flip(nodes[1] / names.RANK_EXTRA)
+    before = body(nodes[1])
+    report = uc.repair(nodes[1], others(nodes, 1))
+    assert "no copy of it is intact" in report.problems[0]
+    assert body(nodes[1]) == before
+    assert uc.repair(nodes[1], [*others(nodes, 1), backup]).ok
+    assert body(nodes[1]) == body(backup)

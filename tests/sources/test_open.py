@@ -1,0 +1,62 @@
+"""Opening a checkpoint on all ranks: an error of one rank reaches the others at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.refusals import same_error
+from tests.support.simulated_nodes import NAME, SAVE, on_node
+from unified_ckpt.runtime.comm import topology
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.topology import node_id
+from unified_ckpt.testing import make_checkpointer, try_ranks
+
+SECONDS = 30.0
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 1, 1]], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_unknown_format_on_one_rank(tmp_path: Path, nodes: list[int], failing: int) -> None:
+    """Detecting the format comes before the first collective of a load on one node."""
+    uc.save(tmp_path / NAME, model={"w": torch.ones(4)}, options=SAVE)
+    targets = [torch.zeros(4) for _ in nodes]
+
+    def act(comm: Comm) -> None:
+        format_name = "parquet" if comm.rank == failing else None
+        options = uc.LoadOptions(
+            timeout_seconds=SECONDS, source=uc.SourceOptions(format=format_name)
+        )
+        with on_node(comm, nodes) as checkpointer:
+            checkpointer.load(tmp_path / NAME, model={"w": targets[comm.rank]}, options=options)
+
+    started = time.monotonic()
+    errors = try_ranks(len(nodes), act)
+    assert time.monotonic() - started < SECONDS / 2
+    same_error(errors, uc.FormatError, f"rank {failing}: format: got 'parquet', expected one")
+    assert not any(target.any() for target in targets)
+
+
+def test_unknown_node_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 runs without /proc."""
+    uc.save(tmp_path / NAME, model={"w": torch.ones(4)}, options=SAVE)
+
+    def failing_node_id() -> str:
+        if threading.current_thread().name == "rank-1":
+            raise uc.StorageError("no /proc")
+        return node_id()
+
+    def act(comm: Comm) -> None:
+        options = uc.LoadOptions(timeout_seconds=SECONDS)
+        with make_checkpointer(comm) as checkpointer:
+            checkpointer.load(tmp_path / NAME, model={"w": torch.zeros(4)}, options=options)
+
+    monkeypatch.setattr(topology, "node_id", failing_node_id)
+    started = time.monotonic()
+    same_error(try_ranks(2, act), uc.StorageError, "rank 1: no /proc")
+    assert time.monotonic() - started < SECONDS / 2

@@ -1,0 +1,105 @@
+"""The oracle of the cluster machine: what a save holds, in numpy; imports nothing from the package.
+
+A tensor is an array of bytes of shape (*shape, itemsize), so that every dtype is cut alike.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+Bytes = np.ndarray  # of uint8
+Files = dict[str, bytes]  # relative path -> contents
+
+DTYPES: Mapping[str, tuple[torch.dtype, int]] = {
+    "F32": (torch.float32, 4),
+    "BF16": (torch.bfloat16, 2),
+    "F16": (torch.float16, 2),
+    "F64": (torch.float64, 8),
+    "I64": (torch.int64, 8),
+    "U8": (torch.uint8, 1),
+    "BOOL": (torch.bool, 1),
+    "F8_E4M3": (torch.float8_e4m3fn, 1),
+    "C64": (torch.complex64, 8),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A stored tensor. `splits`: (mesh dim, tensor dim), in the order in which they nest. `stage`:
+    only ranks at this coordinate of mesh dim 0 hold it; None for all.
+    """
+
+    part: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How ranks hold a parameter."""
+
+    splits: tuple[tuple[int, int], ...] = ()
+    stage: int | None = None
+
+
+@lru_cache(maxsize=64)
+def global_array(tensor: Tensor, seed: int) -> Bytes:
+    """Bytes that depend on the tensor and the seed. No byte is 0xA5, the sentinel of targets."""
+    itemsize = DTYPES[tensor.dtype][1]
+    generator = np.random.default_rng([seed, zlib.crc32(f"{tensor.part}:{tensor.name}".encode())])
+    high = 2 if tensor.dtype == "BOOL" else 0xA5
+    array = generator.integers(0, high, (*tensor.shape, itemsize), dtype=np.uint8)
+    array.flags.writeable = False
+    return array
+
+
+def local_array(whole: Bytes, split: Split, mesh: Sequence[int], rank: int) -> Bytes | None:
+    """What a rank holds of a tensor, as `torch.chunk` cuts it; None if it holds nothing."""
+    coordinates = np.unravel_index(rank, tuple(mesh))
+    if split.stage is not None and coordinates[0] != split.stage % mesh[0]:
+        return None
+    for mesh_dim, dim in split.splits:
+        if split.stage is not None and mesh_dim == 0:
+            continue
+        length = whole.shape[dim]
+        size = -(-length // mesh[mesh_dim])
+        low = min(int(coordinates[mesh_dim]) * size, length)
+        whole = np.take(whole, range(low, min(low + size, length)), axis=dim)
+    return whole
+
+
+def as_torch(array: Bytes, dtype: str) -> torch.Tensor:
+    """Return a tensor of its own memory."""
+    kind = DTYPES[dtype][0]
+    if array.size == 0:
+        return torch.empty(array.shape[:-1], dtype=kind)
+    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).copy())
+    return flat.view(kind).reshape(array.shape[:-1])
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.numel() == 0:
+        return b""
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def sentinel(array: Bytes, dtype: str) -> torch.Tensor:
+    """A target of a load: bytes that no save holds."""
+    return as_torch(np.full_like(array, 1 if dtype == "BOOL" else 0xA5), dtype)
+
+
+def read_files(folder: Path) -> Files:
+    """Every file below a folder, by its relative path."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -1,0 +1,19 @@
+"""torchrun script: cases of two ranks, one after the other, each in a folder of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.support.processes import worker_ddp, worker_round_trip
+from tests.support.processes.worker import started
+
+with started() as (rank, _):
+    for name, case in (("ddp", worker_ddp.main), ("round_trip", worker_round_trip.main)):
+        folder = Path(sys.argv[1]) / name
+        if rank == 0:
+            folder.mkdir()
+        dist.barrier()
+        case(folder)

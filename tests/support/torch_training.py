@@ -1,0 +1,53 @@
+"""Training loops in plain PyTorch, and comparisons of their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[Any, torch.Generator], Tensor]
+
+
+def train(model: Any, optimizer: Any, loss_of: Loss, first: int, count: int) -> list[float]:
+    """Return the losses. `loss_of` draws the batch of a step from its generator."""
+    losses = []
+    for step in range(first, first + count):
+        loss = loss_of(model, torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def next_token_loss(model: nn.Module, draw: torch.Generator, *, vocabulary: int) -> Tensor:
+    ids = torch.randint(0, vocabulary, (2, 5), generator=draw)
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def causal_lm_loss(model: Any, draw: torch.Generator, *, vocabulary: int) -> Tensor:
+    """The loss of a model of transformers."""
+    ids = torch.randint(0, vocabulary, (2, 8), generator=draw)
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state by "fqn/state"."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}/{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def check_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Check names, dtypes, shapes and values."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name

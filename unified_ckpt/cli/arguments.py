@@ -1,0 +1,180 @@
+"""Command-line arguments that several verbs take: how to read a checkpoint, and what to keep."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentTypeError, Namespace, _ActionsContainer
+from collections.abc import Iterable
+from typing import Any
+
+from unified_ckpt.core.retention import Rules
+from unified_ckpt.errors import NotFoundError
+from unified_ckpt.manager.rules import when
+from unified_ckpt.options import ManagerOptions, SourceOptions
+from unified_ckpt.runtime.storage.storage import writable_path
+
+Argument = tuple[str, dict[str, Any]]  # of `add_argument`
+
+
+def argument(name: str, **options: Any) -> Argument:
+    """Return one argument, with the options of `add_argument`."""
+    return name, options
+
+
+def add_arguments(parser: _ActionsContainer, arguments: Iterable[Argument]) -> None:
+    """Add arguments to a parser, or to a group of one."""
+    for name, options in arguments:
+        parser.add_argument(name, **options)
+
+
+def retention_rules(arguments: Namespace) -> Rules:
+    """Return the rules that the arguments give."""
+    return when.retention_rules(
+        ManagerOptions(
+            keep_latest=arguments.keep_latest,
+            keep_every_steps=arguments.keep_every_steps,
+            keep_every_seconds=arguments.keep_every_seconds,
+            keep_best=arguments.keep_best,
+            best_metric=arguments.metric,
+            best_mode=arguments.mode,
+            keep_latest_model_only=arguments.keep_latest_model_only,
+            keep_every_steps_model_only=arguments.keep_every_steps_model_only,
+        )
+    )
+
+
+def usage_error(arguments: Namespace) -> str | None:
+    """Return what is wrong with the root or the combination of rules, or None."""
+    if not arguments.root:
+        return "ROOT is empty, expected a folder; pass . for the current one"
+    if arguments.keep_best is not None and arguments.metric is None:
+        return "--keep-best requires --metric"
+    return None
+
+
+def existing_root(arguments: Namespace) -> str:
+    """Return the path of ROOT. NotFoundError if there is no such folder."""
+    root = os.path.realpath(writable_path(arguments.root))
+    if not os.path.isdir(root):
+        raise NotFoundError(f"{root}: no such folder")
+    return root
+
+
+def positive_int(text: str) -> int:
+    """Parse an argument: an integer of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"got {text!r}, expected an integer of 1 or more")
+    return int(text)
+
+
+def byte_size(text: str) -> int:
+    """Parse an argument: bytes, such as 5000000000, 5GB or 5GiB."""
+    prefixes = list(enumerate("KMGT", 1))
+    units: dict[str, int] = {f"{prefix}B": 1000**power for power, prefix in prefixes}
+    units |= {f"{prefix}iB": 1024**power for power, prefix in prefixes}
+    digits = text.rstrip("".join({letter for unit in units for letter in unit}))
+    factor = units.get(text.removeprefix(digits), 0 if text != digits else 1)
+    if not digits.isdecimal() or int(digits) * factor < 1:
+        raise ArgumentTypeError(f"got {text!r}, expected a size such as 5GB or 512MiB")
+    return int(digits) * factor
+
+
+def age_hours(text: str) -> float:
+    """Parse an argument: hours; 0 means any age."""
+    return 0.0 if text == "0" else positive_number(text)
+
+
+def positive_number(text: str) -> float:
+    """Parse an argument: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return value
+
+
+def source_options(arguments: Namespace) -> SourceOptions:
+    """Return the options that the arguments give."""
+    return SourceOptions(
+        format=arguments.format,
+        config=arguments.config,
+        names=arguments.names,
+        rename=arguments.rename,
+        layers=arguments.layers,
+        layer_dim=arguments.layer_dim,
+        layer_lists=tuple(arguments.layer_list) if arguments.layer_list else None,
+        conversion_fn=arguments.conversion_fn,
+    )
+
+
+SOURCE_ARGUMENTS = (
+    argument("--from", dest="format", metavar="FORMAT", help="its format, instead of detecting it"),
+    argument(
+        "--config", metavar="PATH", help="the model's Hugging Face config.json, or its folder"
+    ),
+    argument(
+        "--names",
+        choices=("auto", "huggingface", "own"),
+        default="auto",
+        help="which tensor names to use (default: auto)",
+    ),
+    argument("--rename", metavar="FILE", help="rename tensors by the rules of a TOML or JSON file"),
+    argument(
+        "--layers",
+        choices=("stacked", "unstacked"),
+        help="stack identical layers into one tensor, or unstack them",
+    ),
+    argument(
+        "--layer-dim", type=int, default=0, metavar="D", help="dim of the layers (default: 0)"
+    ),
+    argument(
+        "--layer-list",
+        action="append",
+        metavar="NAME",
+        help="which list of layers, such as model.layers (repeatable)",
+    ),
+    argument(
+        "--conversion-fn",
+        metavar="MODULE:FUNCTION",
+        help="your function that returns the converted tensors",
+    ),
+)
+PREFIX_ARGUMENT = argument(
+    "--prefix",
+    default="checkpoint-",
+    help="how folder names start, before the step (default: checkpoint-)",
+)
+RULES_DESCRIPTION = (
+    "A checkpoint stays if any rule keeps it. Full and model-only ones are counted separately."
+)
+RULE_ARGUMENTS = (
+    argument("--keep-latest", type=positive_int, metavar="N", help="the latest N"),
+    argument(
+        "--keep-every-steps", type=positive_int, metavar="K", help="steps that are multiples of K"
+    ),
+    argument("--keep-every-seconds", type=positive_number, metavar="T", help="one per T seconds"),
+    argument("--keep-best", type=positive_int, metavar="N", help="the N best by --metric"),
+    argument(
+        "--metric", metavar="NAME", help="a metric passed to save; its best checkpoint always stays"
+    ),
+    argument(
+        "--mode",
+        choices=("min", "max"),
+        default="min",
+        help="whether lower or higher is better (default: min)",
+    ),
+    argument(
+        "--keep-latest-model-only",
+        type=positive_int,
+        metavar="N",
+        help="the latest N without optimizer",
+    ),
+    argument(
+        "--keep-every-steps-model-only",
+        type=positive_int,
+        metavar="K",
+        help="steps without optimizer that are multiples of K",
+    ),
+)

@@ -1,0 +1,157 @@
+"""Completes a staged folder: extra file, attached files, indexes, and the manifest last.
+
+A folder could count as a checkpoint without being one if its manifest were durable before what it
+lists. So everything else is written and synced first.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from unified_ckpt.engine.folder.backup import attached_files
+from unified_ckpt.engine.folder.non_tensor_state import NonTensorState, write_extra
+from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.plan.save_plan import StagedTensors
+from unified_ckpt.errors import StorageError
+from unified_ckpt.format import index, names
+from unified_ckpt.format.manifest import (
+    FORMAT_VERSION,
+    DigestFile,
+    IndexFile,
+    Manifest,
+    Part,
+    RankExtraFile,
+    encode_manifest,
+)
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+Attach = Callable[[str], object]  # adds files to the folder at this path
+
+
+@dataclass(frozen=True, slots=True)
+class StagedState:
+    """What a checkpoint holds beside tensors.
+
+    `digests` and `rank_extra` are the records of files that are written already.
+    """
+
+    extra: Any
+    objects: Sequence[str]
+    non_tensor_state: NonTensorState
+    digests: DigestFile | None
+    rank_extra: RankExtraFile | None
+
+
+def manifest_fields(transaction: Transaction, *, started: float) -> dict[str, Any]:
+    """Return the manifest's fields about a save that began at `started`, a monotonic time."""
+    return {
+        "save_id": transaction.save_id,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": transaction.collective.world,
+        "seconds": round(time.monotonic() - started, 3),
+        "versions": _versions(),
+    }
+
+
+def finalize_checkpoint(
+    transaction: Transaction,
+    tensors: StagedTensors,
+    state: StagedState,
+    fields: Mapping[str, Any],
+    *,
+    attach: Attach | None = None,
+) -> None:
+    """On the leader: write all that the folder lacks but its name, the manifest last.
+
+    `fields`: the manifest's fields that describe neither tensors nor state.
+    """
+    storage, folder = transaction.storage, transaction.folder
+    extra = write_extra(storage, folder, state.extra, state.non_tensor_state)
+    indexes = finalize_files(transaction, tensors, attach=attach)
+    content = {
+        **extra,
+        "format_version": FORMAT_VERSION,
+        "parts": {
+            part: Part(
+                files=dict(tensors.records.get(part, {})),
+                index=indexes.get(part),
+                total_nbytes=nbytes,
+                aliases=state.non_tensor_state.aliases.get(part, {}),
+            )
+            for part, nbytes in sorted(tensors.nbytes.items())
+        },
+        "digests": state.digests,
+        "rank_extra": state.rank_extra,
+        "objects": list(state.objects),
+    }
+    write_manifest(storage, folder, Manifest(**{**fields, **content}), fsync=transaction.fsync)
+
+
+def finalize_files(
+    transaction: Transaction, tensors: StagedTensors, *, attach: Attach | None
+) -> dict[str, IndexFile]:
+    """On the leader: attach files, write the indexes, and sync all but the synced tensor files."""
+    storage, folder = transaction.storage, transaction.folder
+    if attach is not None:
+        _attach_files(storage, folder, attach, parts=tensors.records)
+    indexes = write_indexes(storage, folder, tensors)
+    if transaction.fsync:
+        synced = {file for records in tensors.records.values() for file in records}
+        for name in sorted(set(storage.entries(folder)) - synced - {names.SAVE_ID_FILE}):
+            storage.sync_tree(f"{folder}/{name}")
+            transaction.collective.heartbeat()
+    storage.remove_file(f"{folder}/{names.SAVE_ID_FILE}")
+    return indexes
+
+
+def _attach_files(
+    storage: LocalStorage, folder: str, attach: Attach, *, parts: Collection[str]
+) -> None:
+    """Call the caller's `attach`. StorageError if it changes a file of the checkpoint."""
+    before = {name: storage.version_token(f"{folder}/{name}") for name in storage.entries(folder)}
+    attach(storage.path(folder))
+    index_names = (names.index_name(part) for part in parts)
+    for name in sorted({*before, names.MANIFEST, *index_names}):
+        if storage.version_token(f"{folder}/{name}") != before.get(name):
+            raise StorageError(
+                f"{storage.path(folder)}: `attach` changed {name}, a file of the checkpoint; "
+                "write to another name"
+            )
+
+
+def write_indexes(
+    storage: LocalStorage, folder: str, tensors: StagedTensors
+) -> dict[str, IndexFile]:
+    """Write one index per part, also where a part is one file; return the records by part."""
+    records = {}
+    for part, weight_map in tensors.weight_maps.items():
+        body = index.encode_index(total_size=tensors.nbytes[part], weight_map=weight_map)
+        storage.put(f"{folder}/{names.index_name(part)}", body, fsync=False)
+        records[part] = IndexFile.from_bytes(body)
+    return records
+
+
+def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fsync: bool) -> None:
+    """Write the manifest. It lists the files present that the engine did not write.
+
+    Files that appear later are the user's and stay when the checkpoint is replaced.
+    """
+    manifest = manifest.model_copy(update={"attached": attached_files(storage, folder, manifest)})
+    storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest), fsync=fsync)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of Python, this package, torch and safetensors."""
+    package_versions = {"python": platform.python_version()}
+    for package in ("unified-ckpt", "torch", "safetensors"):
+        try:
+            package_versions[package] = version(package)
+        except PackageNotFoundError:
+            package_versions[package] = "unknown"
+    return package_versions

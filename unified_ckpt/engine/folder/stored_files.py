@@ -1,0 +1,51 @@
+"""Reads files of a folder, and compares their sizes and CRCs with what is recorded of them."""
+
+from __future__ import annotations
+
+from unified_ckpt.errors import IncompleteError, IntegrityError
+from unified_ckpt.format import digests, header
+from unified_ckpt.format.manifest import DigestFile, IndexFile, NamedFile
+from unified_ckpt.runtime.storage.storage import Reader
+
+
+def read_range(storage: Reader, file: str, start: int, stop: int) -> bytearray:
+    """Return bytes [start, stop) of a file."""
+    body = bytearray(stop - start)
+    storage.read_at(file, start, memoryview(body))
+    return body
+
+
+def check_size(storage: Reader, file: str, nbytes: int) -> None:
+    """IncompleteError or IntegrityError unless the file has this size."""
+    size = storage.size(file)
+    if size is None:
+        raise IncompleteError(f"{storage.root}/{file}: is missing")
+    if size != nbytes:
+        raise IntegrityError(f"{storage.root}/{file}: has {size} bytes; the manifest says {nbytes}")
+
+
+def check_crc(body: bytes | bytearray, crc: str, label: str, *, consequence: str = "") -> None:
+    """IntegrityError, about what `label` names, unless the bytes have this CRC."""
+    actual = f"{digests.crc(body):016x}"
+    if actual != crc:
+        raise IntegrityError(f"{label} has CRC {actual}; the manifest says {crc}{consequence}")
+
+
+def read_file(storage: Reader, file: str, record: NamedFile | DigestFile | IndexFile) -> bytes:
+    """Return the bytes of a file that has one CRC of all of them."""
+    check_size(storage, file, record.nbytes)
+    body = storage.read(file)
+    label = f"{storage.root}/{file}: is not the file that was written:"
+    check_crc(body, record.crc, label)
+    return body
+
+
+def read_header(storage: Reader, file: str, nbytes: int, crc: str | None) -> bytearray:
+    """Return the header of a file of `nbytes`. `crc`: None if it is not recorded."""
+    location = f"{storage.root}/{file}"
+    prefix = read_range(storage, file, 0, min(header.PREFIX_NBYTES, nbytes))
+    stop = header.header_nbytes(prefix, file_size=nbytes, file=location)
+    body = read_range(storage, file, 0, stop)
+    if crc is not None:
+        check_crc(body, crc, f"{location}: its header", consequence=": it is of another file")
+    return body

@@ -1,0 +1,145 @@
+"""Collect the mismatches of checkpoint and targets over all ranks, equally on each rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.load.match import MatchReport
+from unified_ckpt.engine.load.request import LoadRequest
+from unified_ckpt.engine.load.same_on_all_ranks import check_same_on_all_ranks, shared_settings
+from unified_ckpt.engine.plan.holders import check_layout_rules, gather_distinct_json
+from unified_ckpt.engine.source.stateful import StatefulRestore
+from unified_ckpt.errors import MismatchError
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.error_spread import Spread, mark
+from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER, WEIGHTS
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+@dataclass(slots=True)
+class Mismatches:
+    """The mismatches of all ranks, as names or sentences; the fields are those of `LoadReport`."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    padded: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+
+def collect_mismatches(
+    collective: Collective,
+    request: LoadRequest,
+    match_report: MatchReport,
+    stateful: StatefulRestore,
+) -> Mismatches:
+    """Join the match reports of all ranks, collectively."""
+    check_layout_rules(collective, request.layout, request.matched_rules)
+    names = {
+        "missing": match_report.missing,
+        "wrong": match_report.wrong,
+        "used": sorted(match_report.used),
+        "requested": sorted(request.state.requested_parts),
+        "kept": stateful.kept,
+        "padded": sorted(match_report.padded.values()),
+        "loaded": [
+            *stateful.labels,
+            *sorted({part for parts in match_report.sources.values() for part in parts}),
+        ],
+    }
+    if is_resumed(request):
+        names["masters"] = sorted(match_report.masters - match_report.masters_read)
+        names["masters_read"] = sorted(match_report.masters_read)
+    settings = shared_settings(
+        request.metadata.save_id, strict=request.strict, options=request.options
+    )
+    summary = {"names": names, "settings": settings}
+    summary_ids, summaries = gather_distinct_json(collective, "mismatches", summary)
+    if collective.rank == 0:
+        check_same_on_all_ranks([summaries[name]["settings"] for name in summary_ids])
+        joined = _join_names([summary["names"] for summary in summaries.values()], request)
+        collective.put_json("joined-mismatches", astuple(joined))
+    return Mismatches(*collective.get_json("joined-mismatches"))
+
+
+def is_resumed(request: LoadRequest) -> bool:
+    """Return whether the load resumes training, with all parts requested by default."""
+    return OPTIMIZER in request.state.requested_parts and request.options.parts is None
+
+
+def _join_names(
+    names_of_ranks: Sequence[Mapping[str, Sequence[str]]], request: LoadRequest
+) -> Mismatches:
+    source, joined = request.source, dict[str, set[str]]()
+    for names in names_of_ranks:
+        for kind, values in names.items():
+            joined.setdefault(kind, set()).update(values)
+    expected, wrong = joined["requested"], sorted(joined["wrong"])
+    if MODEL in expected and MODEL not in source.parts:  # their union is the model
+        expected |= set(WEIGHTS)
+    unexpected = [
+        f"{part}:{name}"
+        for part in sorted(expected & set(source.parts))
+        for name in sorted(source.names(part))
+        if f"{part}:{name}" not in joined["used"]
+    ]
+    lost = sorted(joined.get("masters", set()) - joined.get("masters_read", set()))
+    if lost:
+        wrong.insert(0, _lost_masters_message(lost))
+    stored = [
+        *source.parts,
+        *([OPTIMIZER] if request.metadata.groups and OPTIMIZER not in source.parts else []),
+        *request.metadata.objects,
+    ]
+    return Mismatches(
+        missing=sorted(joined["missing"]),
+        unexpected=unexpected,
+        wrong=wrong,
+        kept=sorted(joined["kept"]),
+        padded=sorted(joined["padded"]),
+        unused=[name for name in stored if name not in expected | joined["loaded"]],
+    )
+
+
+def _lost_masters_message(names: Sequence[str]) -> str:
+    shown = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+    return (
+        f"{MASTER}: {shown}: the checkpoint's master weights are more precise than the model; pass "
+        "master_weights=, load a float32 model, or leave them out with "
+        'LoadOptions(parts=("model", "optimizer"))'
+    )
+
+
+def raise_mismatches(request: LoadRequest, mismatches: Mismatches) -> None:
+    """Raise one MismatchError with all mismatches, the same on every rank, if strict."""
+    problems = _problems(mismatches)
+    if not request.strict or not problems:
+        return
+    error = MismatchError(
+        format_list("checkpoint and target differ", problems)
+        + "\n  pass strict=False to skip them",
+        missing=mismatches.missing,
+        unexpected=mismatches.unexpected,
+        wrong=mismatches.wrong,
+    )
+    raise mark(error, Spread.SHARED)
+
+
+def warn_mismatches(label: str, mismatches: Mismatches) -> None:
+    """With strict=False, log what was left unchanged."""
+    if problems := _problems(mismatches):
+        title = f"loaded {label} with strict=False, which left these unchanged"
+        _LOG.warning("%s", format_list(title, problems))
+
+
+def _problems(mismatches: Mismatches) -> list[str]:
+    return [
+        *mismatches.wrong,
+        *(f"{name}: is not in the checkpoint" for name in mismatches.missing),
+        *(f"{name}: is in the checkpoint, requested by no rank" for name in mismatches.unexpected),
+    ]

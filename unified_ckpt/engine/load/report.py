@@ -1,0 +1,95 @@
+"""The report of a load, and the remarks in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unified_ckpt.engine.load.mismatches import Mismatches
+from unified_ckpt.engine.load.request import LoadRequest
+from unified_ckpt.runtime.comm.collective import Collective
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did. Tensors are named "part:fqn"; byte counts are of this rank.
+
+    `missing`, `unexpected`: names that only the target or only the checkpoint has; `wrong`: one
+    sentence for each mismatch of shape, dtype or state. All three are empty when strict.
+    `rank_extra`: this rank's entry, or None if the checkpoint was saved by another world size.
+    `sources`: for each target part, the stored parts that were read for it.
+    `notes`: further remarks, one sentence each.
+    `kept`: paths in `rank_extra` of objects left unchanged because their state belongs to other
+    ranks. `unused`: stored parts and object states ("extra:scheduler") that no rank loaded.
+    `kept` and `unused` are the same on every rank.
+    """
+
+    step: int | None
+    extra: Any
+    rank_extra: Any
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    wrong: tuple[str, ...]
+    bytes_read: int
+    verified_bytes: int
+    sources: Mapping[str, tuple[str, ...]]
+    seconds: float
+    notes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+def load_notes(
+    request: LoadRequest, mismatches: Mismatches, nbytes: int, collective: Collective
+) -> Iterator[str]:
+    """Yield what the caller should know of a load that read `nbytes`; rank 0 also logs the worst.
+
+    Formats of other frameworks have no digests, so only an explicit verify="full" is answered.
+    """
+    saved_world_size, world = request.metadata.rank_extras, collective.world
+    if mismatches.kept:
+        reason = "saved on a node that is missing"
+        if saved_world_size != world:
+            reason = f"saved by {saved_world_size} rank(s), loaded by {world}"
+        kept = (
+            f"{', '.join(mismatches.kept)}: left unchanged: {reason}; give them a load_from_ranks, "
+            "or restore them from `uc.open(path).rank_extra`; for data positions, save a "
+            "uc.ElasticSampler in `extra`"
+        )
+        if collective.rank == 0:
+            _LOG.warning("%s", kept)
+        yield kept
+    if mismatches.padded:
+        padded = ", ".join(mismatches.padded)
+        yield f"padded; the target keeps its values beyond the stored shape: {padded}"
+    verify, is_unified = request.options.verify, request.source.format == "unified"
+    expects_digests = verify == "full" or (is_unified and verify != "off")
+    if nbytes and expects_digests and not request.metadata.has_digests:
+        yield (
+            f'verify="{verify}": the checkpoint has no digests; only sizes and headers were checked'
+        )
+    if saved_world_size not in (0, world):
+        yield (
+            f"rank_extra is not restored: saved by {saved_world_size} ranks, loaded by {world}; "
+            "read it from `uc.open(path).rank_extra`"
+        )
+
+
+def log_report(label: str, report: LoadReport, *, resumed: bool) -> None:
+    """Log the load of rank 0, and what no rank loaded."""
+    _LOG.info(
+        "loaded %s: rank 0 read %.3f GB in %.2f s, %.2f GB/s%s",
+        label,
+        report.bytes_read / 1e9,
+        report.seconds,
+        report.bytes_read / 1e9 / max(report.seconds, 1e-9),
+        "; ".join(["", *report.notes]),
+    )
+    if report.unused:  # a resumed run may have forgotten a scheduler; others chose their parts
+        level = logging.WARNING if resumed else logging.INFO
+        unused = ", ".join(report.unused)
+        _LOG.log(level, "%s: no rank loaded %s from the checkpoint", label, unused)

@@ -1,0 +1,66 @@
+"""Read stored tensors for a load: from their files where they lie plainly, else by the Source.
+
+Ranks read parts of blocks, so the load compares digests itself where it reads files (`verify.py`).
+Bytes that come from the Source are verified there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.source.protocol import Location, Source
+from unified_ckpt.engine.source.verified_read import check_digest_count
+from unified_ckpt.runtime.storage.storage import Buffer, Reader
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor to read. `block_crcs`: the digests that the load compares, if any.
+
+    `location` is in a file of the source if `in_file`, else a label for errors.
+    """
+
+    key: Key
+    location: Location
+    in_file: bool
+    block_crcs: Sequence[int] | None
+
+
+class TensorReader:
+    """Reads tensors of a Source. Sends a heartbeat after each read, for ranks that wait."""
+
+    def __init__(self, source: Source, storage: Reader | None, heartbeat: Callable[[], None]):
+        self._source, self._storage, self._heartbeat = source, storage, heartbeat
+
+    def read_into(self, tensor: StoredTensor, start: int, buffer: Buffer) -> None:
+        """Fill `buffer` with bytes from byte `start`; in a file, also beyond the tensor's end."""
+        if self._storage is not None and tensor.in_file:
+            location = tensor.location
+            self._storage.read_at(location.file, location.start + start, buffer)
+        else:
+            self._source.read_into(tensor.key, start, buffer)
+        self._heartbeat()
+
+
+def locate_tensors(
+    source: Source, nbytes_by_key: dict[Key, int], *, verify: bool
+) -> tuple[dict[Key, StoredTensor], Reader | None]:
+    """Return the tensors to read and the storage of those that lie plainly in files.
+
+    IntegrityError or FormatError if digests are incomplete or of an unknown kind.
+    """
+    locations = source.locations(nbytes_by_key.keys())
+    by_key = locations.by_key if locations is not None else {}
+    block_crcs = source.block_digests(by_key.keys()) if verify else {}
+    for key, saved in block_crcs.items():
+        if saved is not None:
+            check_digest_count(key, saved, nbytes_by_key[key])
+    tensors = {
+        key: StoredTensor(
+            key, by_key.get(key, Location(":".join(key), 0)), key in by_key, block_crcs.get(key)
+        )
+        for key in nbytes_by_key
+    }
+    return tensors, locations.storage if locations is not None else None

@@ -1,0 +1,189 @@
+"""Folders of one save, and verified reads of them: bytes with the recorded CRC, or an error."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.folder.stored_files import check_crc, read_header, read_range
+from unified_ckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    IntegrityError,
+    MismatchError,
+    NotFoundError,
+)
+from unified_ckpt.format import digests, header, names
+from unified_ckpt.format.header import Entry
+from unified_ckpt.format.manifest import (
+    DigestFile,
+    FileRecord,
+    Manifest,
+    has_valid_crc,
+    parse_manifest,
+)
+from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
+
+Notes = dict[str, None]  # damage of the sources, one sentence each, without repetitions
+_Result = TypeVar("_Result")
+
+_COPY_ADVICE = (
+    "copy the whole folder from a copy of the same save, which for one node's folder may be in "
+    f"another node's {names.REPLICAS}/, or merge the other nodes' folders (`unified-ckpt convert`)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderCopy:
+    """A folder with a valid manifest.
+
+    `crcs`: the recorded CRC by file: of its header for a part's file, of all bytes for others.
+    Copies that record the same CRC for a file have the same file.
+    """
+
+    storage: Reader
+    manifest: Manifest
+    crcs: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a part's file, as bytes and as entries."""
+
+    body: bytes
+    entries: Mapping[str, Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Block `number` of a tensor, `nbytes` from byte `start` of its file. `crc`: its digest."""
+
+    part: str
+    name: str
+    entry: Entry
+    number: int
+    crc: int
+
+    @property
+    def start(self) -> int:
+        """The first byte in the file."""
+        return self.entry.start + self.number * digests.BLOCK_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        """The size; a tensor's last block may be short."""
+        return min(digests.BLOCK_NBYTES, self.entry.stop - self.start)
+
+    def __str__(self) -> str:
+        return f"block {self.number} of {self.part}:{self.name}"
+
+
+def open_target(storage: LocalStorage) -> FolderCopy:
+    """Open the folder to repair. Its own valid manifest is the root of all proof.
+
+    IncompleteError or IntegrityError without one, FormatError for a staging folder or a manifest of
+    another version.
+    """
+    if names.is_staging(os.path.split(storage.root)[1]) or names.SAVE_ID_FILE in storage.names():
+        raise FormatError(
+            f"{storage.root}: got an unfinished save, expected a committed checkpoint"
+        )
+    return _open_copy(storage, advice=_COPY_ADVICE)
+
+
+def open_source(storage: Reader, target: FolderCopy) -> FolderCopy:
+    """Open another folder. MismatchError for another save, else the errors of `open_target`."""
+    source = _open_copy(storage, advice="leave this source out")
+    manifest, expected = source.manifest, target.manifest
+    if manifest.save_id != expected.save_id:
+        raise MismatchError(
+            f"{storage.root}: got save {manifest.save_id} (step {manifest.step}), expected "
+            f"{expected.save_id} (step {expected.step}), as in {target.storage.root}; "
+            "give a copy of the same save"
+        )
+    return source
+
+
+def _open_copy(storage: Reader, *, advice: str) -> FolderCopy:
+    file = f"{storage.root}/{names.MANIFEST}"
+    try:
+        body = storage.read(names.MANIFEST)
+    except NotFoundError as error:
+        storage.names()  # NotFoundError without a folder
+        raise IncompleteError(
+            f"{file}: is missing, expected a manifest that proves the folder's bytes; {advice}"
+        ) from error
+    if not has_valid_crc(body):
+        raise IntegrityError(
+            f"{file}: got a damaged manifest, expected one that proves the folder's bytes; {advice}"
+        )
+    manifest = parse_manifest(body, file=file)
+    crcs = {record.file: record.crc for record in manifest.auxiliary_files()}
+    crcs |= {file: record.crc for file, record in manifest.indexes().items()}
+    for part in manifest.parts.values():
+        crcs |= {file: record.header_crc for file, record in part.files.items()}
+    return FolderCopy(storage, manifest, crcs)
+
+
+def first_intact(
+    copies: Iterable[FolderCopy],
+    file: str,
+    crc: str,
+    read: Callable[[Reader], _Result],
+    notes: Notes,
+) -> _Result | None:
+    """Return what `read` returns for the first copy that has the file intact, or None.
+
+    `crc`: as in `FolderCopy.crcs`. Damaged copies are skipped and noted.
+    """
+    for copy in copies:
+        if copy.crcs.get(file) == crc:
+            try:
+                return read(copy.storage)
+            except CheckpointError as error:
+                notes[f"{copy.storage.root}: is damaged too: {error}"] = None
+    return None
+
+
+def read_part_header(storage: Reader, file: str, record: FileRecord) -> Header:
+    """Return the header of a part's file."""
+    body = bytes(read_header(storage, file, record.nbytes, record.header_crc))
+    return Header(body, header.parse_header(body, file_size=record.nbytes, file=file))
+
+
+def read_block(storage: Reader, file: str, block: Block) -> bytes:
+    """Return the bytes of a block."""
+    body = read_range(storage, file, block.start, block.start + block.nbytes)
+    check_crc(body, f"{block.crc:016x}", f"{file}: {block}")
+    return bytes(body)
+
+
+def parse_digests(body: bytes, record: DigestFile) -> dict[Key, Sequence[int]]:
+    """Return block CRCs by part and name; empty if the algorithm is unknown."""
+    if not record.is_supported:
+        return {}
+    entries = header.parse_header(body, file_size=len(body), file=record.file)
+    crcs: dict[Key, Sequence[int]] = {}
+    for key, entry in entries.items():
+        part, _, name = key.partition(":")
+        count = (entry.stop - entry.start) // 8
+        crcs[part, name] = struct.unpack_from(f"<{count}Q", body, entry.start)
+    return crcs
+
+
+def blocks_of(
+    part: str, header: Header, block_crcs: Mapping[Key, Sequence[int]]
+) -> list[Block] | None:
+    """Return the blocks of a part's file in order, or None if some have no digest."""
+    blocks: list[Block] = []
+    for name, entry in header.entries.items():
+        crcs = block_crcs.get((part, name), ())
+        if len(crcs) != digests.block_count(entry.stop - entry.start):
+            return None
+        blocks += [Block(part, name, entry, number, crc) for number, crc in enumerate(crcs)]
+    return blocks

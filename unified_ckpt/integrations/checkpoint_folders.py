@@ -1,0 +1,44 @@
+"""What a path given to a trainer holds, and which checkpoints of a run stay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from unified_ckpt.core.retention import LatestN, Rules
+from unified_ckpt.engine.folder.manifest import read_manifest_at
+from unified_ckpt.errors import NotFoundError
+from unified_ckpt.manager.steps.rotate import rotate
+from unified_ckpt.manager.steps.scan import has_unified_files, scan
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+
+def is_unified(path: str) -> bool:
+    """Whether `path` is a committed unified checkpoint."""
+    return read_manifest_at(path) is not None
+
+
+def check_unified(path: str, *, label: str, prefix: str) -> None:
+    """Raise NotFoundError, saying what is there, if `path` is not a unified checkpoint.
+
+    `label` names the path in errors. `prefix` starts the names of checkpoints in a run's folder.
+    """
+    if is_unified(path):
+        return
+    if not os.path.isdir(path):
+        found = "a file" if os.path.exists(path) else "nothing"
+        problem = f"got {found}, expected a checkpoint folder"
+    elif has_unified_files(dict.fromkeys(os.listdir(path), 0)):
+        problem = "got no valid manifest; it is unfinished or damaged; pass a complete checkpoint"
+    elif nested := scan(LocalStorage(os.path.abspath(path)), prefix).complete:
+        problem = f"got a run's folder, expected a checkpoint; the latest is {nested[-1].name}"
+    else:
+        problem = "got no manifest; the folder is unfinished, or not a checkpoint"
+    raise NotFoundError(f"{label}: {problem}")
+
+
+def keep_latest(run_folder: str, prefix: str, count: int, *, protected: Collection[int]) -> None:
+    """Remove all but the latest complete checkpoints and the `protected` steps."""
+    rules = (LatestN(max(count, 1)),)
+    storage = LocalStorage(run_folder)
+    rotate(storage, prefix, Rules(full=rules, model_only=rules), protected=protected)

@@ -1,0 +1,1 @@
+"""Selects what a run resumes from. Reads folders of one rank; changes nothing."""

@@ -1,0 +1,319 @@
+"""Selects what a run resumes from: its own latest valid step, a step of another engine, weights or
+a whole state from elsewhere, or nothing.
+
+One rank selects; the result is broadcast as JSON.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.folder.verify import verify_folder
+from unified_ckpt.engine.nodes.coverage import select_save
+from unified_ckpt.engine.nodes.inventory import read_inventory
+from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
+from unified_ckpt.manager.restore.foreign import (
+    foreign_point,
+    in_resume_order,
+    log_foreign,
+    select_foreign,
+    warn_newer_foreign,
+    warn_skipped,
+)
+from unified_ckpt.manager.restore.targets import (
+    RestorePoint,
+    RestoreRequest,
+    list_missing_parts,
+    missing_text,
+)
+from unified_ckpt.manager.steps.scan import (
+    Scan,
+    StaleFolder,
+    StepRecord,
+    foreign_steps,
+    step_name,
+)
+from unified_ckpt.manager.tiers.cluster_scan import ClusterScan
+from unified_ckpt.options import ManagerOptions
+from unified_ckpt.sources.step_names import StepContents, StepEntry, list_steps, read_step
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+def select(
+    scan: Scan,
+    options: ManagerOptions,
+    request: RestoreRequest,
+    *,
+    root: str,
+    load_failures: Mapping[str, str],
+    cluster: ClusterScan | None,
+) -> RestorePoint:
+    """Return the latest valid step in `scan` with all required parts, or the best substitute.
+
+    Without `strict`, a step with some of the parts comes next. Then follow steps of other engines
+    by the same rules, and the paths in `options`. With `request.step`, only that step counts;
+    NotFoundError if it does not exist.
+
+    `load_failures`: steps that this restore tried to load, with the error. `cluster`: the view of
+    all nodes, if there are several. Each skipped step is logged once; no step is changed. Raises
+    IncompleteError if steps exist and none can be used, unless the options name a path or fresh
+    starts are allowed.
+    """
+    required, strict = request.required, request.strict
+    entries, absences = _root_entries(root, options.step_prefix, cluster)
+
+    @cache
+    def read(entry: StepEntry) -> StepContents:
+        if entry.path in absences:
+            return StepContents(entry.number, problem=absences[entry.path])
+        return read_step(entry, request.options.source)
+
+    def check(record: StepRecord) -> str:
+        if cluster is None:
+            return diagnose(record.path)
+        return cluster.diagnose(record, diagnose_root=diagnose)
+
+    foreign = in_resume_order(foreign_steps(scan, entries), read)
+    if request.step is not None:
+        point = _select_step(
+            scan, foreign, request.step, root=root, load_failures=load_failures, check=check
+        )
+        if point is None:
+            name = step_name(request.step, options.step_prefix)
+            raise _missing_step_error(scan, foreign, name, root)
+        return point
+    for stale in scan.newer_backups:
+        warn_skipped(stale.path, _backup_text(stale))
+    skipped = _newer_problems(scan, foreign)
+    unusable = {
+        record.path: record.problem
+        for record in scan.steps
+        if record.status == "misnamed" or record.is_unified or record.unreadable
+    }
+    bad_records = [record for record in scan.steps if record.status == "incomplete"]
+    missing_parts = {
+        record.path: list_missing_parts(record.parts, required) for record in scan.complete
+    }
+    candidates = _candidates(scan, missing_parts, 1 if strict else max(len(required), 1))
+    for record in candidates:
+        problem = load_failures.get(record.path) or check(record)
+        if not problem:
+            _log_selected(record, scan, missing_parts, skipped)
+            warn_newer_foreign(record.step or 0, foreign, read)
+            return _unified_point(record, scan, root, bad_records)
+        skipped[record.path] = unusable[record.path] = problem
+        bad_records.append(record)
+    missing_texts = {
+        record.path: missing_text(missing_parts[record.path])
+        for record in reversed(scan.complete)
+        if missing_parts[record.path] and record not in candidates
+    }
+    damaged = _damaged(bad_records, root)
+    unusable = {
+        record.path: unusable[record.path]
+        for record in reversed(scan.steps)
+        if record.path in unusable
+    } | missing_texts
+    selected, foreign_problems = select_foreign(
+        foreign, required, strict=strict, load_failures=load_failures, read=read
+    )
+    if selected is not None:
+        log_foreign(
+            selected, foreign, skipped | dict(list(missing_texts.items())[:1]) | foreign_problems
+        )
+        return foreign_point(selected, scan, damaged)
+    point = _point_of_options(options, damaged)
+    unusable |= foreign_problems
+    if unusable and not load_failures:
+        _check_fresh_start(root, unusable, point, allow_fresh=request.allow_fresh)
+    return point
+
+
+def _root_entries(
+    root: str, prefix: str, cluster: ClusterScan | None
+) -> tuple[list[StepEntry], dict[str, str]]:
+    """Return the entries of the root, and path -> reason of those that some node lacks."""
+    if cluster is None:
+        return list_steps(root, prefix=prefix), {}
+    return cluster.root_entries()
+
+
+def _candidates(
+    scan: Scan, missing_parts: Mapping[str, Sequence[str]], limit: int
+) -> list[StepRecord]:
+    """Return the complete steps that lack fewer than `limit` of the required parts.
+
+    Those with all parts come first; the latest of equal ones does.
+    """
+    latest_first = reversed(scan.complete)
+    candidates = [record for record in latest_first if len(missing_parts[record.path]) < limit]
+    return sorted(candidates, key=lambda record: bool(missing_parts[record.path]))
+
+
+def _point_of_options(options: ManagerOptions, damaged: Mapping[str, int]) -> RestorePoint:
+    """Return what a run without a usable step loads."""
+    if options.load_parameters_path:
+        return RestorePoint("parameters", options.load_parameters_path, damaged=damaged)
+    if options.load_full_state_path:
+        return RestorePoint("full", options.load_full_state_path, damaged=damaged)
+    return RestorePoint("none", damaged=damaged)
+
+
+def _unified_point(
+    record: StepRecord, scan: Scan, root: str, bad_records: Sequence[StepRecord]
+) -> RestorePoint:
+    in_root = any(
+        other.save_id == record.save_id and os.path.dirname(other.path) == root
+        for other in scan.complete
+    )
+    return RestorePoint(
+        "unified",
+        record.path,
+        record.step,
+        scan.steps_after(record.step),
+        _damaged(bad_records, root),
+        in_root=in_root,
+    )
+
+
+def _damaged(records: Sequence[StepRecord], root: str) -> dict[str, int]:
+    """Return save id -> step of those records that lie in the root."""
+    return {
+        record.save_id: record.step
+        for record in records
+        if record.save_id is not None
+        and record.step is not None
+        and os.path.dirname(record.path) == root
+    }
+
+
+def _log_selected(
+    record: StepRecord,
+    scan: Scan,
+    missing_parts: Mapping[str, list[str]],
+    skipped: Mapping[str, str],
+) -> None:
+    for path, reason in skipped.items():
+        warn_skipped(path, reason)
+    for newer in reversed(scan.complete[scan.complete.index(record) + 1 :]):
+        if missing_parts[newer.path]:
+            _LOG.info(
+                "%s is skipped: it has no %s", newer.path, ", ".join(missing_parts[newer.path])
+            )
+    if missing_parts[record.path]:
+        _LOG.warning(
+            "%s is loaded without %s (strict=False): no step has all parts",
+            record.path,
+            ", ".join(missing_parts[record.path]),
+        )
+
+
+def _newer_problems(scan: Scan, foreign: Sequence[StepEntry]) -> dict[str, str]:
+    """Return path -> problem of entries that claim to follow the last complete step."""
+    paths = {entry.path for entry in foreign}
+    return {
+        record.path: record.problem for record in scan.newer_problems if record.path not in paths
+    }
+
+
+def _check_fresh_start(
+    root: str, unusable: Mapping[str, str], point: RestorePoint, *, allow_fresh: bool
+) -> None:
+    """Raise IncompleteError if the run would start fresh next to existing steps; log a warning if
+    the caller allows it.
+    """
+    steps = [
+        f"{os.path.relpath(path, root)}: {' '.join(reason.split())}"
+        for path, reason in unusable.items()
+    ]
+    text = format_list(f"{root}: none of its steps can be loaded", steps)
+    if point.kind != "none":
+        _LOG.warning("%s\n%s is loaded", text, point.path)
+    elif allow_fresh:
+        _LOG.warning("%s\nStarting fresh (allow_fresh=True)", text)
+    else:
+        raise IncompleteError(
+            f"{text}\nRepair a step, set load_full_state_path, "
+            "or start fresh with restore(..., allow_fresh=True)"
+        )
+
+
+def _backup_text(stale: StaleFolder) -> str:
+    return (
+        "an interrupted replacement left the only copy of the checkpoint here; "
+        f"rename it back to {stale.checkpoint_name}"
+    )
+
+
+def _select_step(
+    scan: Scan,
+    foreign: Sequence[StepEntry],
+    step: int,
+    *,
+    root: str,
+    load_failures: Mapping[str, str],
+    check: Callable[[StepRecord], str],
+) -> RestorePoint | None:
+    """Select the step that was requested by number. Returns None if it does not exist.
+
+    If both tiers have it and one copy is damaged, or failed to load, the other copy is selected.
+    The last copy is not checked: its load raises a better error.
+    """
+    records = [record for record in reversed(scan.complete) if record.step == step]
+    for attempt, record in enumerate(records, 1):
+        problem = load_failures.get(record.path)
+        if not problem and attempt < len(records):
+            problem = check(record)
+        if not problem:
+            return _unified_point(record, scan, root, records[: attempt - 1])
+        warn_skipped(record.path, problem)
+    if records:
+        return RestorePoint("none", damaged=_damaged(records, root))
+    for entry in foreign:
+        if entry.number == step and entry.format and entry.path not in load_failures:
+            return foreign_point(entry, scan, {})
+    return None
+
+
+def _missing_step_error(
+    scan: Scan, foreign: Sequence[StepEntry], name: str, root: str
+) -> NotFoundError:
+    """Say what is there instead of the requested step, and which steps are complete."""
+    problems = {
+        record.name: f"is {record.status}: {record.problem}" for record in reversed(scan.steps)
+    }
+    problems |= {
+        stale.checkpoint_name: f"does not exist: {stale.path}: {_backup_text(stale)}"
+        for stale in reversed(scan.stale_folders)
+        if stale.only_copy
+    }
+    steps = [record.step for record in scan.complete]
+    steps += [entry.number for entry in reversed(foreign) if entry.format]
+    available = ", ".join(dict.fromkeys(map(str, steps))) or "none"
+    problem = problems.get(name, "does not exist")
+    return NotFoundError(f"{os.path.join(root, name)}: {problem}; complete steps: {available}")
+
+
+def diagnose(path: str) -> str:
+    """Check names, sizes and every header of a checkpoint. Returns the first problem, or "" for
+    none.
+    """
+    try:
+        folder = open_path(path, lock=False)
+        try:
+            if folder.manifest is not None and folder.manifest.node_group is not None:
+                # raises if this folder alone is not enough
+                select_save([read_inventory(folder, node=0, is_replica=False)], label=path)
+            problems = verify_folder(folder, deep=False).problems
+        finally:
+            folder.close()
+    except CheckpointError as error:
+        return str(error)
+    suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{problems[0]}{suffix}" if problems else ""

@@ -1,0 +1,188 @@
+"""The steps of a run in both tiers and on all nodes: rank 0 lists and selects, every rank learns
+the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from unified_ckpt.api import Checkpointer
+from unified_ckpt.errors import NotFoundError
+from unified_ckpt.manager.restore.select import diagnose, select
+from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
+from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.steps.rotate import rotate
+from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
+from unified_ckpt.manager.tiers.cluster_scan import ClusterScan, decode_record
+from unified_ckpt.manager.tiers.tiers import TieredStorage
+from unified_ckpt.options import ManagerOptions
+from unified_ckpt.runtime.storage.locks import shared_lock
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+class RunSteps:
+    """`root` is absolute. `tiers`: None without a local directory.
+
+    `later`: complete steps from which the run has gone back. `damaged`: save id -> step that a
+    restore could not use.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        options: ManagerOptions,
+        checkpointer: Checkpointer,
+        tiers: TieredStorage | None,
+    ) -> None:
+        self.root = root
+        self._options = options
+        self._checkpointer = checkpointer
+        self._tiers = tiers
+        self._local_directory = tiers.local_directory if tiers is not None else root
+        self.later: Sequence[int] = ()
+        self.damaged: dict[str, int] = {}
+
+    def scan(self) -> Scan:
+        """Scan what this rank sees of both tiers, the better copy of a step last."""
+        if self._tiers is not None:
+            return self._tiers.scan()
+        return scan(LocalStorage(self.root), self._options.step_prefix)
+
+    def common(self, *, timeout_seconds: float) -> list[StepRecord]:
+        """Return the steps that a restore could load, the same on every rank. Collective.
+
+        `path` is that of this node.
+        """
+
+        def list_loadable(cluster: ClusterScan | None) -> object:
+            loadable = [
+                record
+                for record in self._scan_all(cluster).complete
+                if cluster is None or not cluster.diagnose(record, diagnose_root=diagnose)
+            ]
+            unique = {record.step: record for record in loadable}.values()
+            return [[asdict(record), self._is_local(record.path)] for record in unique]
+
+        steps, spans_nodes = self._broadcast(
+            "steps", list_loadable, timeout_seconds=timeout_seconds
+        )
+        records = [(decode_record(fields), local) for fields, local in steps]
+        return [
+            replace(record, path=self._node_path(record.path, local=local))
+            if spans_nodes
+            else record
+            for record, local in records
+        ]
+
+    def select(
+        self,
+        request: RestoreRequest,
+        load_failures: Mapping[str, str],
+        locks: contextlib.ExitStack,
+        *,
+        timeout_seconds: float,
+    ) -> RestorePoint:
+        """Select on rank 0 what to load. Collective. Rank 0 locks the folder against removal while
+        `locks` is open.
+        """
+
+        def select_point(cluster: ClusterScan | None) -> object:
+            point = select(
+                self._scan_all(cluster),
+                self._options,
+                request,
+                root=self.root,
+                load_failures=load_failures,
+                cluster=cluster,
+            )
+            if point.path:
+                # removed meanwhile: the load raises on all ranks
+                with contextlib.suppress(NotFoundError):
+                    locks.enter_context(shared_lock(point.path))
+            is_local = point.kind == "unified" and self._is_local(point.path)
+            return asdict(replace(point, local=is_local))
+
+        fields, spans_nodes = self._broadcast(
+            "restore", select_point, timeout_seconds=timeout_seconds
+        )
+        point = RestorePoint(**fields)
+        self.damaged |= point.damaged
+        if self._tiers is not None:
+            self._tiers.bad_saves = frozenset(self.damaged)
+        if not spans_nodes or point.kind not in ("unified", "foreign"):
+            return point
+        path = self._node_path(point.path, local=point.local, name=point.name)
+        return replace(point, path=path)
+
+    def mark_restored(self, point: RestorePoint) -> None:
+        """Record that the run resumed from this point."""
+        self.later = point.later_steps
+        if self.later and self._checkpointer._get_comm().rank == 0:
+            text = "%s is loaded; the run replaces later steps as it saves them: %s"
+            _LOG.info(text, point.path, ", ".join(map(str, self.later)))
+
+    def apply_retention(self, step: int) -> None:
+        """Remove old checkpoints from the root after the commit of `step`. One rank per root
+        acts.
+        """
+        if self._checkpointer._get_topologies().is_folder_leader(self.root):
+            rotate(
+                LocalStorage(self.root),
+                self._options.step_prefix,
+                when.retention_rules(self._options),
+                last_step=step,
+                excluded=self.damaged,
+            )
+
+    def _broadcast(
+        self,
+        operation: str,
+        select_value: Callable[[ClusterScan | None], object],
+        *,
+        timeout_seconds: float,
+    ) -> tuple[Any, bool]:
+        """Broadcast the JSON value of `select_value` on rank 0. Collective. With several nodes it
+        gets a view of all of them. Also returns whether there are several.
+        """
+        comm, checkpointer = self._checkpointer._get_comm(), self._checkpointer
+        topology = checkpointer._resolve_ranks(f"{operation} of {self.root}", timeout_seconds)
+        collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
+        with collective.step("select"):
+            cluster = value = None
+            if topology.spans_nodes and topology.is_node_leader:
+                cluster = ClusterScan(
+                    collective,
+                    comm,
+                    topology.node_leaders,
+                    root=self.root,
+                    directory=self._local_directory,
+                    prefix=self._options.step_prefix,
+                )
+            if collective.rank == 0:
+                value = select_value(cluster)
+                if cluster is not None:
+                    cluster.close()
+            elif cluster is not None:
+                cluster.serve()
+            return collective.broadcast_json("selection", value), topology.spans_nodes
+
+    def _scan_all(self, cluster: ClusterScan | None) -> Scan:
+        """Scan both tiers, on all nodes. Rank 0 only."""
+        if cluster is None:
+            return self.scan()
+        return cluster.scan(scan(LocalStorage(self.root), self._options.step_prefix))
+
+    def _is_local(self, path: str) -> bool:
+        return os.path.dirname(path) != self.root
+
+    def _node_path(self, path: str, *, local: bool, name: str = "") -> str:
+        """Return the path of a step on this node, whose folders may have other names."""
+        directory = self._local_directory if local else self.root
+        return os.path.join(directory, name or os.path.split(path)[1])

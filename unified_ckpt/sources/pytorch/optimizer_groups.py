@@ -1,0 +1,91 @@
+"""Parses the param groups of a torch optimizer's state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.errors import FormatError
+from unified_ckpt.runtime.torch_state.modules import strip_wrappers
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """A param group of a checkpoint.
+
+    `state`: of each parameter, in order. `names`: of these parameters, if the file has them.
+    """
+
+    options: Mapping[str, Any]
+    state: tuple[Mapping[str, Any], ...]
+    names: tuple[str, ...] | None
+
+
+def unreadable_reason(tensor: torch.Tensor) -> str:
+    """Return why a tensor cannot be read; "" if it can."""
+    if isinstance(tensor, DTensor):
+        return "one rank's shard of a DTensor (save `full_tensor()` instead)"
+    if tensor.is_meta:
+        return "a tensor on the meta device"
+    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return "" if dense else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Return whether the value is the state dict of an optimizer."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+    )
+
+
+def parse_groups(path: str, state_dict: Any) -> list[SavedGroup]:
+    """Return the groups of an optimizer's state dict.
+
+    FormatError if it is none, or has state that belongs to no group.
+    """
+    if not is_optimizer_state(state_dict):
+        raise FormatError(
+            f"{path}: expected an optimizer state dict with `state` and `param_groups`"
+        )
+    state, group_keys = state_dict["state"], list[Any]()
+    groups: list[SavedGroup] = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            raise FormatError(f"{path}: param group {number}: expected a list of params")
+        keys = group["params"]
+        group_keys += keys
+        unexpected = next(
+            (key for key in keys if not isinstance(state.get(key, {}), Mapping)), None
+        )
+        if unexpected is not None:
+            raise FormatError(
+                f"{path}: state of parameter {unexpected}: got "
+                f"{type(state[unexpected]).__name__}, expected a dict"
+            )
+        names = group.get("param_names")
+        if not names:
+            names = keys if all(isinstance(key, str) for key in keys) else None
+        if names is not None and len(names) != len(keys):
+            raise FormatError(
+                f"{path}: param group {number}: got {len(names)} names for {len(keys)} params"
+            )
+        entries = tuple(state.get(key, {}) for key in keys)
+        excluded = ("params", "param_names")
+        options = {key: value for key, value in group.items() if key not in excluded}
+        fqns = tuple(map(strip_wrappers, names)) if names is not None else None
+        groups.append(SavedGroup(options, entries, fqns))
+    raise_if_any(
+        FormatError,
+        f"{path}: state that belongs to no param group",
+        sorted(map(str, set(state) - set(group_keys))),
+    )
+    if len(set(group_keys)) != len(group_keys):
+        raise FormatError(f"{path}: a parameter occurs twice in the param groups")
+    return groups

@@ -1,0 +1,88 @@
+"""Finds the rename rule that matches a name, and the names that it outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format.renames import Renames, Rule, captures, substitute
+from unified_ckpt.views.rule_outputs import base_recipe
+
+
+@dataclass(frozen=True, slots=True)
+class RuleMatch:
+    """A rule that matches a name.
+
+    `targets` are the names that it outputs, with a placeholder for the number that it unstacks.
+    `layer` is the number that it stacks; `pattern_index`, which of its patterns matched.
+    """
+
+    rule_index: int
+    rule: Rule
+    targets: tuple[str, ...]
+    layer: str
+    pattern_index: int
+
+
+class Rules:
+    """The rules of a file that apply to a part; with `named_only`, those that name the part."""
+
+    def __init__(self, renames: Renames, part: str, *, named_only: bool = False) -> None:
+        self._patterns = [
+            (rule_index, rule, pattern_index, pattern)
+            for rule_index, rule in enumerate(renames.rules)
+            if (not named_only if rule.parts is None else part in rule.parts)
+            for pattern_index, pattern in enumerate(rule.patterns())
+        ]
+
+    def match(self, name: str) -> RuleMatch | None:
+        """Return the first rule that matches the name. A rule that only pads keeps the name."""
+        for rule_index, rule, pattern_index, pattern in self._patterns:
+            regex_match = pattern.fullmatch(name)
+            if regex_match is not None:
+                values = captures(regex_match)
+                layer = values.pop(rule.stack.over) if rule.stack is not None else "0"
+                targets = (
+                    (name,)
+                    if rule.pads_only
+                    else tuple(substitute(target.name, values) for target in rule.to)
+                )
+                return RuleMatch(rule_index, rule, targets, layer, pattern_index)
+        return None
+
+
+def unstacked_count(source: Source, rule: Rule, shape_rows: Sequence[Sequence[Key]]) -> int:
+    """Return how many tensors a rule unstacks. FormatError if the dim does not exist."""
+    shapes = {
+        key: source.specs(key[0], [key[1]])[key[1]].shape for row in shape_rows for key in row
+    }
+    shape = base_recipe(rule, shape_rows, shapes, power=1).shape
+    dim = rule.unstack.dim if rule.unstack is not None else 0
+    if not -len(shape) <= dim < len(shape):
+        raise FormatError(
+            f"{':'.join(shape_rows[0][0])}: cannot unstack dim {dim} of shape {shape}; expected "
+            f"one of its {len(shape)} dims"
+        )
+    return shape[dim]
+
+
+def unstacked_name(rule: Rule, target: str, index: int) -> str:
+    """Return a target name with the number of the tensor that is unstacked at an index."""
+    unstack = rule.unstack
+    if unstack is None:
+        return target
+    return substitute(target, {unstack.over: str(unstack.start + index * unstack.step)})
+
+
+def only_renames(rule: Rule) -> bool:
+    """Return whether a rule changes nothing but names."""
+    reshapes = (
+        rule.concat is not None
+        or rule.stack is not None
+        or rule.unstack is not None
+        or rule.split is not None
+    )
+    return not reshapes and not rule.steps and not any(target.steps for target in rule.to)

@@ -27,7 +27,7 @@ SHAPES = {"w": (6, 4), "b": (5,), "scale": ()}
 
 
 def damage_file(path: Path, kind: str, *, position: float = 0.5) -> None:
-    """Damage a file. `position`: of the flipped byte or the end, as a fraction; `data`: the last."""
+    """Damage a file. `position`: of the flipped byte or the end; `data`: the last byte."""
     body = bytearray(path.read_bytes())
     if kind == "delete":
         path.unlink()

@@ -65,12 +65,14 @@ class EncodedBlocks:
 class BlockEncoding:
     """Encodes each block of a row as codes of `bits` bits and a few scales.
 
-    `scales_per_block`: their number. `quantize(blocks)`: returns codes and scales of blocks in
-    float32. `dequantize(codes, scales)`: the inverse, up to rounding.
+    `signed`: whether values may be negative. `scales_per_block`: their number. `quantize(blocks)`:
+    returns codes and scales of blocks in float32. `dequantize(codes, scales)`: the inverse, up to
+    rounding.
     """
 
     name: str
     bits: int
+    signed: bool
     scales_per_block: int
     quantize: Callable[[Floats, int], tuple[Codes, Bits16]]
     dequantize: Callable[[Codes, Bits16, int], Floats]
@@ -235,9 +237,9 @@ def _widen(scales: NDArray[np.integer]) -> Floats:
 
 def first_moment(bits: int) -> BlockEncoding:
     """Return the encoding of Adam's first moment, which has signs."""
-    return BlockEncoding(f"signed-sqrt-{bits}", bits, 1, _quantize_signed, _dequantize_signed)
+    return BlockEncoding(f"signed-sqrt-{bits}", bits, True, 1, _quantize_signed, _dequantize_signed)
 
 
 def second_moment(bits: int) -> BlockEncoding:
     """Return the encoding of Adam's second moment, which is never negative."""
-    return BlockEncoding(f"log-{bits}", bits, 2, _quantize_positive, _dequantize_positive)
+    return BlockEncoding(f"log-{bits}", bits, False, 2, _quantize_positive, _dequantize_positive)

@@ -137,18 +137,31 @@ class IndexFile(_Record):
         return cls(nbytes=len(body), crc=f"{digests.crc(body):016x}")
 
 
+class EncodingRecord(_Record):
+    """How some tensors of a part are stored: see `encoded_tensors`.
+
+    `row_lengths`: the last dim of each tensor whose packed rows fit several lengths.
+    """
+
+    name: str
+    row_lengths: dict[str, Size] = {}
+
+
 class Part(_Record):
     """A part: its files, index and aliases.
 
-    `index`: None for a part without files. `total_nbytes`: tensor bytes before any codec.
-    `aliases`: name of a tied tensor -> name it is stored under.
+    `index`: None for a part without files. `total_nbytes`: bytes of the stored tensors.
+    `aliases`: name of a tied tensor -> name it is stored under. `encodings`: by the state that
+    tensors hold of a parameter, such as "exp_avg"; "" in a part other than the optimizer.
+    `exceptions`: elements that an encoding cannot hold.
     """
 
     files: dict[FileName, FileRecord]
     index: IndexFile | None = None
     total_nbytes: Size
     aliases: dict[str, str] = {}
-    codec: str | None = None
+    encodings: dict[str, EncodingRecord] = {}
+    exceptions: NamedFile | None = None
 
     @model_validator(mode="after")
     def _check_index(self) -> Part:

@@ -7,7 +7,7 @@ rows is a byte range of every stored tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -23,9 +23,11 @@ from unified_ckpt.format.encodings import (
     BlockEncoding,
     EncodedBlocks,
     decode_masters,
+    encode_masters,
     first_moment,
     second_moment,
 )
+from unified_ckpt.format.manifest import EncodingRecord
 
 Compression = Literal["none", "lossless", "O1", "O2"]
 Bytes = NDArray[np.uint8]
@@ -34,6 +36,7 @@ Bits = NDArray[np.uint32]
 _MODEL, _MASTERS, _OPTIMIZER = "model", "master_weights", "optimizer"
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 _MOMENT_BITS = {"O1": (8, 8), "O2": (6, 4)}  # of the first and the second moment
+_SCALE = ".scale"
 _MIN_ROW = 32  # in shorter rows, scales cost more than codes save
 _MAX_LONE_ROW = 1 << 20  # elements of a tensor with one dim, which is one row
 
@@ -42,11 +45,24 @@ class MasterEncoding:
     """Master weights as 16 bits beside a bfloat16 model tensor of the same name and shape."""
 
     name = "masters-16"
+    dtype = "I16"
     needs_model = True
 
     def stored_specs(self, fqn: str, shape: Sequence[int]) -> dict[str, TensorSpec]:
         """Return the stored tensors by name: one, I16, with the tensor's own shape."""
         return {fqn: spec_of("I16", tuple(shape))}
+
+    def row_nbytes(self, length: int) -> tuple[int, ...]:
+        """Return the bytes of a row of this length in each stored tensor."""
+        return (2 * length,)
+
+    def row_length(self, stored_length: int) -> int:
+        """Return the longest row that is stored with this last dim."""
+        return stored_length
+
+    def exceptions(self, rows: Bits, model: NDArray[np.uint16]) -> NDArray[np.intp]:
+        """Return the flat indices of elements that 16 bits beside the model do not give back."""
+        return encode_masters(rows, model)[1]
 
     def encode(self, rows: Bits) -> tuple[Bytes, ...]:
         """Encode float32 rows, given as bits: (rows, length) -> one (rows, bytes) each."""
@@ -60,9 +76,13 @@ class MasterEncoding:
 
 @dataclass(frozen=True, slots=True)
 class MomentEncoding:
-    """A moment of Adam as packed codes, and scales of blocks in a tensor beside them."""
+    """A moment of Adam as packed codes, and scales of blocks in a tensor beside them.
+
+    Blocks are encoded alone: a run of whole blocks in a row is encoded and decoded like a row.
+    """
 
     blocks: BlockEncoding
+    dtype = "U8"
     needs_model = False
 
     @property
@@ -79,6 +99,16 @@ class MomentEncoding:
             scale_name(fqn): spec_of("BF16", (*outer, scales)),
         }
 
+    def row_nbytes(self, length: int) -> tuple[int, ...]:
+        """Return the bytes of a row of this length in each stored tensor."""
+        scales = -(-length // BLOCK_SIZE) * self.blocks.scales_per_block
+        return self.blocks.packed_nbytes(length), 2 * scales
+
+    def row_length(self, stored_length: int) -> int:
+        """Return the longest row whose codes take this many bytes."""
+        whole, rest = divmod(stored_length, BLOCK_SIZE * self.blocks.bits // 8)
+        return whole * BLOCK_SIZE + rest * 8 // self.blocks.bits
+
     def encode(self, rows: Bits) -> tuple[Bytes, ...]:
         """Encode float32 rows, given as bits; values of `exceptions` are encoded as zero."""
         values = np.ascontiguousarray(rows).view(np.float32)
@@ -90,13 +120,13 @@ class MomentEncoding:
         scales = np.ascontiguousarray(encoded.scales).reshape(len(rows), -1)
         return encoded.codes, scales.view(np.uint8)
 
-    def exceptions(self, rows: Bits) -> NDArray[np.intp]:
+    def exceptions(self, rows: Bits, _model: object = None) -> NDArray[np.intp]:
         """Return the flat indices of values that are infinite, NaN, or a negative second moment."""
         magnitudes = rows & np.uint32(0x7FFFFFFF)
         limit = magnitudes if self.blocks.signed else rows
         return np.flatnonzero(limit >= np.uint32(0x7F800000))
 
-    def decode(self, stored: Sequence[Bytes], length: int) -> Bits:
+    def decode(self, stored: Sequence[Bytes], length: int, _model: object = None) -> Bits:
         """Decode rows; zero at exceptions."""
         codes, scales = stored
         shape = len(codes), -1, self.blocks.scales_per_block
@@ -104,13 +134,21 @@ class MomentEncoding:
             EncodedBlocks(codes, scales.view(np.uint16).reshape(shape)), length
         ).view(np.uint32)
 
+    def has_valid_scales(self, scales: Bytes) -> bool:
+        """Return whether scales are finite and positive or zero, and bounds in order."""
+        bounds = scales.view(np.uint16).reshape(-1, self.blocks.scales_per_block)
+        low, high = bounds[:, 0], bounds[:, -1]
+        if not self.blocks.signed:
+            low = low & np.uint16(0x7FFF)  # the sign bit says that the block has zeros
+        return bool((high < 0x7F80).all() and (low <= high).all())
+
 
 Encoding = MasterEncoding | MomentEncoding
 
 
 def scale_name(fqn: str) -> str:
     """Return the name of the stored tensor with the scales of an encoded tensor."""
-    return f"{fqn}.scale"
+    return fqn + _SCALE
 
 
 def state_name(key: Key) -> str:
@@ -135,6 +173,89 @@ def encoding_named(name: str, *, file: str) -> Encoding:
             f"{', '.join(_ENCODINGS)}; install a newer unified_ckpt"
         )
     return _ENCODINGS[name]
+
+
+def encoding_records(
+    encodings: Mapping[Key, Encoding], specs: Mapping[Key, TensorSpec]
+) -> dict[str, dict[str, EncodingRecord]]:
+    """Return the manifest's records of these encodings, by part and state.
+
+    `specs`: of all tensors as they are when decoded. FormatError if a reader would take a plain
+    tensor for an encoded one.
+    """
+    names: dict[str, dict[str, str]] = {}
+    row_lengths: dict[str, dict[str, dict[str, int]]] = {}
+    for key, encoding in sorted(encodings.items()):
+        (part, fqn), state, spec = key, state_name(key), specs[key]
+        names.setdefault(part, {})[state] = encoding.name
+        lengths = row_lengths.setdefault(part, {}).setdefault(state, {})
+        stored_length = encoding.stored_specs(fqn, spec.shape)[fqn].shape[-1]
+        if encoding.row_length(stored_length) != spec.shape[-1]:
+            lengths[fqn] = spec.shape[-1]
+    for key in specs.keys() - encodings.keys():
+        if _looks_encoded(key, specs[key].dtype, names.get(key[0], {})):
+            raise FormatError(
+                f"{':'.join(key)}: got {specs[key].dtype} beside encoded tensors, which a reader "
+                'takes for encoded, too; save with compression="none"'
+            )
+    return {
+        part: {
+            state: EncodingRecord(name=name, row_lengths=row_lengths[part][state])
+            for state, name in states.items()
+        }
+        for part, states in names.items()
+    }
+
+
+def is_scale(part: str, fqn: str, states: Collection[str]) -> bool:
+    """Return whether a stored tensor has the scales of a tensor in one of the encoded states."""
+    scaled = fqn.removesuffix(_SCALE)
+    return scaled != fqn and part == _OPTIMIZER and state_name((part, scaled)) in states
+
+
+def _looks_encoded(key: Key, dtype: str, states: Mapping[str, str]) -> bool:
+    name = states.get(state_name(key))
+    is_code = name is not None and dtype == _ENCODINGS[name].dtype
+    return is_code or is_scale(*key, states)
+
+
+def decoded_specs(
+    part: str,
+    records: Mapping[str, EncodingRecord],
+    stored: Mapping[str, TensorSpec],
+    *,
+    file: str,
+) -> dict[str, tuple[Encoding, TensorSpec]]:
+    """Return the encoding and the decoded spec of each encoded tensor among these.
+
+    `stored`: specs of stored tensors, with the scales of each. FormatError, naming `file` and the
+    tensor, if they do not fit the records.
+    """
+    decoded = {}
+    for fqn, spec in stored.items():
+        record = records.get(state_name((part, fqn)))
+        if record is None:
+            continue
+        encoding = encoding_named(record.name, file=file)
+        if spec.dtype != encoding.dtype and not (part == _OPTIMIZER and scale_name(fqn) in stored):
+            continue
+        *outer, stored_length = spec.shape or (0,)
+        length = record.row_lengths.get(fqn, encoding.row_length(stored_length))
+        shape = (*outer, length)
+        expected = encoding.stored_specs(fqn, shape)
+        actual = {name: stored.get(name) for name in expected}
+        if actual != expected:
+            raise FormatError(
+                f"{file}: {part}:{fqn}: got {_specs_text(actual)}, "
+                f"expected {_specs_text(expected)} for the encoding {encoding.name}"
+            )
+        decoded[fqn] = encoding, spec_of("F32", shape)
+    return decoded
+
+
+def _specs_text(specs: Mapping[str, TensorSpec | None]) -> str:
+    texts = (f"{spec.dtype} {list(spec.shape)}" if spec else "none" for spec in specs.values())
+    return " with ".join(texts)
 
 
 def choose_encodings(

@@ -13,52 +13,32 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
-from datetime import datetime, timedelta
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import digests
-from unified_ckpt.format.index import check_file_name
 from unified_ckpt.format.json_text import parse_json
-from unified_ckpt.format.names import check_part_name, check_save_id, index_name
+from unified_ckpt.format.manifest_fields import (
+    Crc,
+    FileName,
+    PartName,
+    Rank,
+    Ranks,
+    SaveId,
+    Size,
+    UtcTime,
+)
+from unified_ckpt.format.names import index_name
 
 # A new field raises the minor version; a change that old readers would misread raises the major.
 FORMAT_VERSION = "1.0"
 
-MAX_RANKS = 1 << 20  # limits the rank tables that are allocated from an untrusted manifest
 _NO_CRC = "0" * 16  # stands for the digits of the manifest's own CRC while it is computed
 _DIGITS = re.compile("[0-9a-f]{16}")
 _MAX_SHOWN = 5
 _SHOWN_CHARS = 80
-
-
-def _checked_by(check: Callable[[str], None]) -> AfterValidator:
-    """Return a validator for names that `check` accepts."""
-
-    def validate(name: str) -> str:
-        try:
-            check(name)
-        except FormatError as error:
-            raise ValueError(str(error)) from None
-        return name
-
-    return AfterValidator(validate)
-
-
-def _validate_utc(text: str) -> str:
-    if datetime.fromisoformat(text).utcoffset() != timedelta(0):
-        raise ValueError("expected a time in UTC, as in 2026-01-31T12:00:00+00:00")
-    return text
-
-
-FileName = Annotated[str, _checked_by(check_file_name)]
-Size = Annotated[int, Field(ge=0, lt=2**63)]
-Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
-Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
-Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # 64 bits, lower-case hex
 
 
 class _Record(BaseModel):
@@ -254,15 +234,15 @@ class Manifest(_Record):
     """
 
     format_version: str = FORMAT_VERSION
-    save_id: Annotated[str, _checked_by(check_save_id)]
+    save_id: SaveId
     step: Size | None = None
-    created: Annotated[str, AfterValidator(_validate_utc)]
+    created: UtcTime
     world_size: Ranks
     seconds: Annotated[float, Field(ge=0)] | None = None
     metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
     mesh: dict[str, Any] = {}
-    parts: dict[Annotated[str, _checked_by(check_part_name)], Part]
+    parts: dict[PartName, Part]
     omitted_parts: list[str] = []
     digests: DigestFile | None = None
     extra_file: NamedFile | None = None
@@ -286,7 +266,8 @@ class Manifest(_Record):
     def files(self) -> list[str]:
         """Return every file of the checkpoint except the manifest."""
         part_files = [file for part in self.parts.values() for file in part.files]
-        return [*part_files, *self.indexes(), *(record.file for record in self.auxiliary_files())]
+        records = (*self.exceptions_files().values(), *self.auxiliary_files())
+        return [*part_files, *self.indexes(), *(record.file for record in records)]
 
     def indexes(self) -> dict[str, IndexFile]:
         """Return the indexes of the parts, by file name."""
@@ -297,12 +278,13 @@ class Manifest(_Record):
         }
 
     def auxiliary_files(self) -> list[NamedFile | DigestFile]:
-        """Return the files that have one CRC of all their bytes: digests, extra, rank_extra."""
-        return [
-            record
-            for record in (self.digests, self.extra_file, self.rank_extra)
-            if record is not None
-        ]
+        """Return the files of no part, which have one CRC of all their bytes."""
+        records = (self.digests, self.extra_file, self.rank_extra)
+        return [record for record in records if record is not None]
+
+    def exceptions_files(self) -> dict[str, NamedFile]:
+        """Return the exceptions files of the parts, by part."""
+        return {name: part.exceptions for name, part in self.parts.items() if part.exceptions}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

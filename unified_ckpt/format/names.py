@@ -52,6 +52,11 @@ def index_name(part: str) -> str:
     return f"{part}.safetensors.index.json"
 
 
+def exceptions_name(part: str) -> str:
+    """Return the exceptions file of a part: `"model"` -> `"model.exceptions.safetensors"`."""
+    return f"{part}.exceptions.safetensors"
+
+
 def replica_name(number: int) -> str:
     """Return the subfolder for a copy of node group `number`'s folder."""
     return f"{REPLICAS}/{number}"

@@ -15,7 +15,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
     """Return the parts that are on disk, and what is missing of the others, as text.
 
-    A part may be deleted if all its files and its index are.
+    A part may be deleted if all its files and its index are; its exceptions then mean nothing.
     """
     parts, problems = [], []
     expected: dict[str, int] = {}
@@ -27,6 +27,8 @@ def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[s
             continue
         parts.append(part)
         expected |= files
+        if record.exceptions is not None:
+            expected[record.exceptions.file] = record.exceptions.nbytes
     expected |= {auxiliary.file: auxiliary.nbytes for auxiliary in manifest.auxiliary_files()}
     for file, nbytes in expected.items():
         if file not in sizes:

@@ -149,8 +149,12 @@ class FolderCopier:
         self._whole_files: dict[str, IndexFile | NamedFile | DigestFile] = {}
         self._part_files: dict[str, tuple[str, str]] = {}  # part and CRC of the header
         if folder.manifest is not None:
-            auxiliary = {record.file: record for record in folder.manifest.auxiliary_files()}
-            self._whole_files = {**folder.manifest.indexes(), **auxiliary}
+            manifest = folder.manifest
+            named = (*manifest.auxiliary_files(), *manifest.exceptions_files().values())
+            self._whole_files = {
+                **manifest.indexes(),
+                **{record.file: record for record in named},
+            }
             self._part_files = {
                 file: (part, record.header_crc)
                 for part, part_record in folder.manifest.parts.items()

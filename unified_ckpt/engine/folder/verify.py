@@ -179,9 +179,10 @@ def _mismatched_blocks(
 
 
 def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
-    """Check the files that belong to no part.
+    """Check the files that hold no tensors of a part.
 
-    Digests are always read completely: they are small, and nothing loads without them.
+    Digests and exceptions are always read completely: they are small, and nothing loads without
+    them.
     """
     manifest = folder.manifest
     if manifest is None:
@@ -196,11 +197,13 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
             folder.digest_record()
         except FormatError as error:
             yield str(error)
-    for record in (manifest.digests, manifest.rank_extra):
+    exceptions = manifest.exceptions_files()
+    present = [exceptions[part] for part in folder.parts if part in exceptions]
+    for record in (manifest.digests, manifest.rank_extra, *present):
         if record is None:
             continue
         try:
-            if deep or record is manifest.digests:
+            if deep or record is not manifest.rank_extra:
                 read_file(folder.storage, record.file, record)
             else:
                 folder.check_rank_extra()

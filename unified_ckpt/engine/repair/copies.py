@@ -123,7 +123,8 @@ def _open_copy(storage: Reader, *, advice: str) -> FolderCopy:
             f"{file}: got a damaged manifest, expected one that proves the folder's bytes; {advice}"
         )
     manifest = parse_manifest(body, file=file)
-    crcs = {record.file: record.crc for record in manifest.auxiliary_files()}
+    whole_files = (*manifest.auxiliary_files(), *manifest.exceptions_files().values())
+    crcs = {record.file: record.crc for record in whole_files}
     crcs |= {file: record.crc for file, record in manifest.indexes().items()}
     for part in manifest.parts.values():
         crcs |= {file: record.header_crc for file, record in part.files.items()}

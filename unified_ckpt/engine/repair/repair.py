@@ -193,6 +193,8 @@ class FolderRepair:
         rebuilt = index.encode_index(total_size=record.total_nbytes, weight_map=weight_map)
         if record.index is not None:
             self._repair_small_file(names.index_name(part), record.index, rebuilt=rebuilt)
+        if record.exceptions is not None:
+            self._repair_small_file(record.exceptions.file, record.exceptions)
 
     def _lookup(self, file: str, read: Callable[[Reader], _Result]) -> tuple[_Result | None, str]:
         """Return what `read` returns of the folder or else of a source, and the folder's damage."""

@@ -18,6 +18,11 @@ settings.register_profile(  # where only the verdict counts
 settings.load_profile("shared-node")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """End the run if a process of pytest-xdist dies: its other tests would never be run."""
+    config.option.maxworkerrestart = "0"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest folders first, so that no process runs them alone at the end."""
     items.sort(key=lambda item: item.path.parent.name not in ("processes", "machines"))
@@ -26,13 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)  # without `-n` there is nobody who asks
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One process runs a file's tests, which share costly fixtures. One process runs all tests that
-    start torchrun, one at a time.
+    start torchrun, one at a time. Commands of the documentation share nothing.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
+            if file.endswith("test_documentation.py"):
+                return nodeid
             return "processes" if "processes/" in file else file
 
     config.option.loadscopereorder = False  # keeps the order of the items

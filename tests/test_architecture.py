@@ -43,7 +43,14 @@ INNER_LAYERS = {
         ["recipe_coverage.py", "retention.py"],
     ],
     "runtime": [["gc_pause.py"], ["comm", "torch_state"], ["storage"], ["exchange"]],
-    "engine": [["source", "plan"], ["folder"], ["save", "nodes"], ["load"], ["rewrite", "repair"]],
+    "engine": [
+        ["source", "plan"],
+        ["encode"],
+        ["folder"],
+        ["save", "nodes"],
+        ["load"],
+        ["rewrite", "repair"],
+    ],
     "sources": [
         ["detect", "restricted_pickle", "files"],
         ["pytorch"],

@@ -121,10 +121,10 @@ def _shape(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, *, max_decls: int = 3) -> World:
+def worlds(draw: st.DrawFn, *, max_decls: int = 3, encoded: bool = False) -> World:
     """Draw meshes of up to three dims and 24 ranks, some permuted.
 
-    Tensors are 0-d, empty, uneven, interleaved or padded, small or large.
+    Tensors are 0-d, empty, uneven, interleaved or padded, small or large. `encoded`: some are.
     """
     sizes = draw(MESH)
     strides, world = mesh_strides(sizes), prod(sizes)
@@ -139,6 +139,7 @@ def worlds(draw: st.DrawFn, *, max_decls: int = 3) -> World:
                 f"t{number}",
                 TensorSpec(draw(DTYPE), shape),
                 Sharding(shard_dims, permuted if shard_dims else ()),
+                "encoded" if encoded and shape and prod(shape) and draw(st.booleans()) else "",
             )
         )
     return World(sorted(decls, key=lambda r: r.key), tuple(range(world)))
@@ -218,7 +219,7 @@ def segment_writers(
     decl: TensorDecl, rank_set: Sequence[int]
 ) -> Iterator[tuple[frozenset[int], int]]:
     """Yield (ranks that may write a segment, its bytes) of one large tensor."""
-    granularity = choose_granularity(decl.spec, decl.sharding)
+    granularity = choose_granularity(decl.spec, decl.sharding, whole_rows=bool(decl.encoding))
     ranks_by_coordinates: dict[tuple[int, ...], list[int]] = {}
     for rank in rank_set:
         position = granularity.outer.position(rank)

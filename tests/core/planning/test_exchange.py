@@ -60,7 +60,7 @@ def plan_all(exchange: Exchange) -> dict[int, RankIO]:
     return {rank: plan_rank_io(exchange, rank) for rank in exchange.holders}
 
 
-@given(worlds(), st.sampled_from([64 * 1024, 100 * 1024, 1 << 20]), st.booleans())
+@given(worlds(encoded=True), st.sampled_from([64 * 1024, 100 * 1024, 1 << 20]), st.booleans())
 @settings(max_examples=150)
 def test_every_byte_has_one_io_rank_and_tiles_agree(
     world: World, tile_nbytes: int, every: bool
@@ -94,7 +94,7 @@ def test_every_byte_has_one_io_rank_and_tiles_agree(
         assert end <= exchange.tile_nbytes
 
 
-@given(worlds(), st.sampled_from([64 * 1024, 1 << 20]))
+@given(worlds(encoded=True), st.sampled_from([64 * 1024, 1 << 20]))
 @settings(max_examples=100)
 def test_tiles_assemble_the_global_tensors(world: World, tile_nbytes: int) -> None:
     arrays = world.arrays()

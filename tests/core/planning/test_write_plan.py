@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,10 @@ from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim
+
+
+def memory_nbytes(decls: list[TensorDecl]) -> list[int]:
+    return [decl.spec.nbytes for decl in decls]
 
 
 def plans(
@@ -34,7 +39,9 @@ def plans(
 
 @given(worlds(max_decls=8), st.integers(1, 400_000))
 def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> None:
-    files = plan_files(world.decls, holders=world.holders, max_file_bytes=bound)
+    files = plan_files(
+        world.decls, memory_nbytes(world.decls), holders=world.holders, max_file_bytes=bound
+    )
     assert sorted(n for file in files for n in file.decl_indices) == list(range(len(world.decls)))
     for file in files:
         assert {world.decls[n].part for n in file.decl_indices} == {file.part}
@@ -56,10 +63,12 @@ def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> Non
 # load per rank
 
 
-@given(worlds(max_decls=6), st.sampled_from([50_000, 1 << 30]))
+@given(worlds(max_decls=6, encoded=True), st.sampled_from([50_000, 1 << 30]))
 @settings(max_examples=60)
 def test_every_byte_is_written_once(world: World, bound: int) -> None:
-    files = plan_files(world.decls, holders=world.holders, max_file_bytes=bound)
+    files = plan_files(
+        world.decls, memory_nbytes(world.decls), holders=world.holders, max_file_bytes=bound
+    )
     plans_by_rank = plans(world.decls, world.holders, files)
     assert_assigned_once(world.decls, plans_by_rank)
     writer = {n: file.io_rank for file in files for n in file.decl_indices}
@@ -68,6 +77,10 @@ def test_every_byte_is_written_once(world: World, bound: int) -> None:
             assert {mover for _, _, mover in pieces} <= {writer[n]}, (
                 "small tensors go with their file's header"
             )
+        if world.decls[n].encoding:
+            spec = world.decls[n].spec
+            row_nbytes = spec.nbytes // prod(spec.shape[:-1])
+            assert {border % row_nbytes for a, b, _ in pieces for border in (a, b)} == {0}
 
 
 def test_writers_of_headers_write_fewer_other_bytes() -> None:
@@ -86,7 +99,7 @@ def test_small_tensors_count_as_load_too() -> None:
         make_decl((1024, 1024), fqn="a"),
         *(make_decl((10_000,), fqn=f"b{i:02}") for i in range(20)),
     ]
-    files = plan_files(rows, holders=(0, 1), max_file_bytes=1 << 30)
+    files = plan_files(rows, memory_nbytes(rows), holders=(0, 1), max_file_bytes=1 << 30)
     plans_by_rank = plans(rows, (0, 1), files)
     loads = [
         sum(b - a for pieces in assigned_ranges(rows, {r: rank_io}) for a, b, _ in pieces)
@@ -157,7 +170,7 @@ def test_a_ranks_plan_has_the_same_size_in_any_world(tp: int) -> None:
     sizes = {}
     for world in (64, 512, 4096):
         rows, holders = llama_405b(world // tp, tp), tuple(range(world))
-        files = plan_files(rows, holders=holders, max_file_bytes=5_000_000_000)
+        files = plan_files(rows, memory_nbytes(rows), holders=holders, max_file_bytes=5_000_000_000)
         headers = dict.fromkeys(range(len(files)), 1000)
         sizes[world] = size(
             plan_writes(
@@ -180,7 +193,7 @@ def test_planning_visits_each_declaration_a_few_times(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(IOAssignment, "assigned_to", counting)
     rows, holders = llama_405b(512, 1), tuple(range(512))
-    files = plan_files(rows, holders=holders, max_file_bytes=5_000_000_000)
+    files = plan_files(rows, memory_nbytes(rows), holders=holders, max_file_bytes=5_000_000_000)
     plan_writes(
         rows,
         holders=holders,

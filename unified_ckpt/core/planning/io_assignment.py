@@ -142,7 +142,7 @@ def assign_io(
             granularity = (
                 unexchanged_granularity(decl.spec, decl.sharding)
                 if decl_index in unexchanged
-                else choose_granularity(decl.spec, decl.sharding)
+                else choose_granularity(decl.spec, decl.sharding, whole_rows=bool(decl.encoding))
             )
             granularities[decl_index] = granularity
             classes.setdefault((granularity.outer, granularity.exchanged), []).append(decl_index)

@@ -53,15 +53,21 @@ class Segment:
 
 
 @lru_cache(maxsize=65536)
-def choose_granularity(spec: TensorSpec, sharding: Sharding) -> IOGranularity:
+def choose_granularity(
+    spec: TensorSpec, sharding: Sharding, *, whole_rows: bool = False
+) -> IOGranularity:
     """Return how the bytes of a tensor are divided among ranks.
 
     `outer` has the longest prefix of the sharded dims whose runs reach `SMALL_NBYTES`; the other
     sharded dims are exchanged. A leading dim is never exchanged.
+
+    `whole_rows`: no border splits a row, a run along the last dim, which is then exchanged if it is
+    sharded.
     """
     dims = sharding.sharded_dims()
     item_nbytes = itemsize(spec.dtype)
-    for depth in range(len(dims), 0, -1):
+    max_outer_ndim = len(spec.shape) - whole_rows
+    for depth in range(sum(dim < max_outer_ndim for dim in dims), 0, -1):
         outer = Sharding(
             tuple(shard_dim for shard_dim in sharding.shard_dims if shard_dim.dim in dims[:depth]),
             sharding.ranks,
@@ -71,7 +77,7 @@ def choose_granularity(spec: TensorSpec, sharding: Sharding) -> IOGranularity:
             break
     else:
         depth, outer = 0, Sharding((), sharding.ranks)
-    outer_ndim = dims[depth] if depth < len(dims) else len(spec.shape)
+    outer_ndim = min(dims[depth] if depth < len(dims) else len(spec.shape), max_outer_ndim)
     return IOGranularity(
         outer, outer_ndim, item_nbytes * prod(spec.shape[outer_ndim:]), depth < len(dims)
     )

@@ -36,9 +36,16 @@ class FileContents:
 
 
 def plan_files(
-    decls: Sequence[TensorDecl], *, holders: Sequence[int], max_file_bytes: int
+    decls: Sequence[TensorDecl],
+    stored_nbytes: Sequence[int],
+    *,
+    holders: Sequence[int],
+    max_file_bytes: int,
 ) -> list[FileContents]:
-    """Divide a group's tensors into files, by part, with io_ranks evenly spread over holders."""
+    """Divide a group's tensors into files, by part, with io_ranks evenly spread over holders.
+
+    `stored_nbytes`: what a file stores of each tensor.
+    """
     parts: dict[str, list[int]] = {}
     for decl_index, decl in enumerate(decls):
         parts.setdefault(decl.part, []).append(decl_index)
@@ -46,7 +53,7 @@ def plan_files(
         (part, i, tuple(indices[j] for j in span))
         for part, indices in sorted(parts.items())
         for i, span in enumerate(
-            split_files([decls[n].spec.nbytes for n in indices], max_file_bytes=max_file_bytes)
+            split_files([stored_nbytes[n] for n in indices], max_file_bytes=max_file_bytes)
         )
     ]
     return [

@@ -26,12 +26,16 @@ Key = tuple[str, str]  # (part, fqn)
 
 @dataclass(frozen=True, slots=True)
 class TensorDecl:
-    """One tensor as a rank declares it."""
+    """One tensor as a rank declares it.
+
+    `encoding`: the name of the encoding in which a save stores it, "" for none.
+    """
 
     part: str
     fqn: str
     spec: TensorSpec
     sharding: Sharding
+    encoding: str = ""
 
     def __hash__(self) -> int:
         return hash((self.part, self.fqn))  # cheap; almost all declarations differ by name
@@ -70,7 +74,8 @@ def encode_table(decls: Sequence[TensorDecl]) -> bytes:
         if index is None:
             encoded = json.dumps(_encode_sharding(decl.sharding), separators=(",", ":"))
             index = index_by_id[id(decl.sharding)] = shardings.setdefault(encoded, len(shardings))
-        body.append([decl.part, decl.fqn, decl.spec.dtype, decl.spec.shape, index])
+        row = [decl.part, decl.fqn, decl.spec.dtype, decl.spec.shape, index]
+        body.append([*row, decl.encoding] if decl.encoding else row)
     return json.dumps(
         {"shardings": [json.loads(encoded) for encoded in shardings], "decls": body},
         separators=(",", ":"),
@@ -82,8 +87,8 @@ def decode_table(data: bytes) -> list[TensorDecl]:
     document = json.loads(data)
     shardings = [_decode_sharding(encoded) for encoded in document["shardings"]]
     return [
-        TensorDecl(part, fqn, spec_of(dtype, tuple(shape)), shardings[index])
-        for part, fqn, dtype, shape, index in document["decls"]
+        TensorDecl(part, fqn, spec_of(dtype, tuple(shape)), shardings[index], *encoding)
+        for part, fqn, dtype, shape, index, *encoding in document["decls"]
     ]
 
 
@@ -143,8 +148,8 @@ def check_consistent(
 ) -> None:
     """Check that each name has one spec and one sharding on all ranks.
 
-    Raises MismatchError for differing shapes or dtypes, LayoutError for differing shardings. One
-    error lists all of them.
+    Raises MismatchError for differing shapes, dtypes or encodings, LayoutError for differing
+    shardings. One error lists all of them.
     """
     first_by_key: dict[Key, tuple[TensorDecl, int]] = {}
     spec_problems: list[str] = []
@@ -159,6 +164,12 @@ def check_consistent(
                     f"{first_rank} and {decl.spec.dtype} {decl.spec.shape} on rank {rank}, "
                     "expected one global shape and dtype; "
                     "declare uneven shards with Layout(shapes={...})"
+                )
+            elif first.encoding != decl.encoding:
+                spec_problems.append(
+                    f"{decl.part}:{decl.fqn}: got the encoding {first.encoding!r} on rank "
+                    f"{first_rank} and {decl.encoding!r} on rank {rank}, "
+                    "expected one encoding; pass the same arguments on all ranks"
                 )
             elif first.sharding != decl.sharding:
                 sharding_problems.append(

@@ -31,6 +31,7 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
     send_groups,
 )
+from unified_ckpt.engine.plan.stored_tensors import StoredTensors, list_stored
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.digest_file import encode_digest_header
 from unified_ckpt.format.manifest import FileRecord
@@ -44,7 +45,7 @@ PlanKey = tuple[object, ...]
 class FileLayout:
     """A file of a group: its size in bytes, its header, and the rank that writes the header.
 
-    `offsets` are the start offsets of the tensors in the file, by index in the group.
+    `offsets` are the start offsets of the tensors in the file, by index in `GroupPlan.stored`.
     """
 
     name: str
@@ -59,13 +60,15 @@ class FileLayout:
 class GroupPlan:
     """The plan of one holder group for one member.
 
-    `file_by_decl` maps the index of a tensor in the group to the index of its file. `digest_start`
-    is the first byte of the group's section in the digest file.
+    `stored` is what its files store of `decls`. `file_by_decl` maps the index of a tensor in the
+    group to the index of its file. `digest_start` is the first byte of the group's section in the
+    digest file.
     """
 
     index: int
     holders: tuple[int, ...]
     decls: tuple[TensorDecl, ...]
+    stored: StoredTensors
     files: tuple[FileLayout, ...]
     file_by_decl: Mapping[int, int]
     rank_io: RankIO
@@ -201,7 +204,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class GroupFiles:
-    """The files of one group, on rank 0.
+    """The files of one group, on rank 0. `stored` is what they store of its tensors.
 
     `group_info` has, by part, the number of its first file ("first") and how many files the part
     has ("count"); and the first byte of its section in the digest file ("digests").
@@ -209,6 +212,7 @@ class GroupFiles:
 
     group: HolderGroup
     holders: tuple[int, ...]
+    stored: StoredTensors
     files: Sequence[FileContents]
     group_info: dict[str, Any]
 
@@ -221,16 +225,19 @@ def list_group_files(
     Also returns the header of the digest file.
     """
     counts: dict[str, int] = {}
-    digest_header = _digest_header(groups)
+    stored_by_group = [list_stored(group.decls) for group in groups]
+    digest_header = _digest_header(groups, stored_by_group)
     digest_start = len(digest_header)
     all_files = []
-    for group in groups:
+    for group, stored in zip(groups, stored_by_group, strict=True):
         holders = group_holders(group, declarations.ranks_by_table)
-        files = plan_files(group.decls, holders=holders, max_file_bytes=max_file_bytes)
+        files = plan_files(
+            group.decls, stored.nbytes_by_decl(), holders=holders, max_file_bytes=max_file_bytes
+        )
         first = {part: counts.get(part, 0) for part in {file.part for file in files}}
         group_info: dict[str, Any] = {"first": first, "digests": digest_start}
-        all_files.append(GroupFiles(group, holders, files, group_info))
-        digest_start += _digest_nbytes(group.decls)
+        all_files.append(GroupFiles(group, holders, stored, files, group_info))
+        digest_start += _digest_nbytes(stored)
         for file in files:
             counts[file.part] = counts.get(file.part, 0) + 1
     for group_files in all_files:
@@ -249,23 +256,31 @@ def checked_groups(declarations: Declarations) -> list[HolderGroup]:
     return groups
 
 
-def _digest_nbytes(decls: Sequence[TensorDecl]) -> int:
-    return sum(8 * digests.block_count(decl.spec.nbytes) for decl in decls)
+def _digest_nbytes(stored: StoredTensors) -> int:
+    return sum(8 * digests.block_count(tensor.spec.nbytes) for tensor in stored.tensors)
 
 
-def _digest_header(groups: Sequence[HolderGroup]) -> bytes:
+def _digest_header(
+    groups: Sequence[HolderGroup], stored_by_group: Sequence[StoredTensors]
+) -> bytes:
     return encode_digest_header(
-        (decl.key, digests.block_count(decl.spec.nbytes))
-        for group in groups
-        for decl in group.decls
+        (
+            (group.decls[tensor.decl_index].part, tensor.fqn),
+            digests.block_count(tensor.spec.nbytes),
+        )
+        for group, stored in zip(groups, stored_by_group, strict=True)
+        for tensor in stored.tensors
     )
 
 
 def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> GroupPlan:
     """Return one member's plan of a group. Its cost grows with the group's tensors and holders."""
     decls, holders = membership.decls, membership.holders
-    file_contents = plan_files(decls, holders=holders, max_file_bytes=max_file_bytes)
-    files = [_lay_out_file(membership, contents) for contents in file_contents]
+    stored = list_stored(decls)
+    file_contents = plan_files(
+        decls, stored.nbytes_by_decl(), holders=holders, max_file_bytes=max_file_bytes
+    )
+    files = [_lay_out_file(membership, stored, contents) for contents in file_contents]
     rank_io, tile_nbytes = plan_writes(
         decls,
         holders=holders,
@@ -277,6 +292,7 @@ def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> Gro
         index=membership.index,
         holders=holders,
         decls=decls,
+        stored=stored,
         files=tuple(files),
         file_by_decl={
             decl_index: index
@@ -294,13 +310,19 @@ def _file_name(contents: FileContents, group_info: Mapping[str, Any]) -> str:
     return names.file_name(contents.part, number=number, count=group_info["count"][contents.part])
 
 
-def _lay_out_file(membership: Membership, contents: FileContents) -> FileLayout:
+def _lay_out_file(
+    membership: Membership, stored: StoredTensors, contents: FileContents
+) -> FileLayout:
     """Encode the header, which fixes the byte offset of every tensor in the file.
 
     No other function lays out a part file; `encode_header` computes the offsets.
     """
-    index_by_fqn = {membership.decls[index].fqn: index for index in contents.decl_indices}
-    specs = {fqn: membership.decls[index].spec for fqn, index in index_by_fqn.items()}
+    index_by_fqn = {
+        stored.tensors[index].fqn: index
+        for decl_index in contents.decl_indices
+        for index in stored.of(decl_index)
+    }
+    specs = {fqn: stored.tensors[index].spec for fqn, index in index_by_fqn.items()}
     items = [(fqn, spec.dtype, file_shape(spec.dtype, spec.shape)) for fqn, spec in specs.items()]
     header_bytes, entries = header.encode_header(header.file_order(items))
     return FileLayout(
@@ -329,10 +351,15 @@ def build_global_plan(
             nbytes, crc = file_stats[name]
             record = FileRecord(nbytes=nbytes, header_crc=crc)
             records_by_part.setdefault(part, {})[name] = record
-            decls = [group_files.group.decls[index] for index in contents.decl_indices]
-            weight_maps.setdefault(part, {}).update((decl.fqn, name) for decl in decls)
-            tensor_nbytes = sum(decl.spec.nbytes for decl in decls)
+            stored = group_files.stored
+            tensors_of_file = [
+                stored.tensors[index]
+                for decl_index in contents.decl_indices
+                for index in stored.of(decl_index)
+            ]
+            weight_maps.setdefault(part, {}).update((t.fqn, name) for t in tensors_of_file)
+            tensor_nbytes = sum(tensor.spec.nbytes for tensor in tensors_of_file)
             part_nbytes[part] = part_nbytes.get(part, 0) + tensor_nbytes
-    sections = [_digest_nbytes(files.group.decls) for files in all_files]
+    sections = [_digest_nbytes(files.stored) for files in all_files]
     tensors = StagedTensors(weight_maps, records_by_part, part_nbytes)
     return GlobalPlan(tensors, digest_header, sections, sorted(reporters))

@@ -9,7 +9,9 @@ import torch
 
 from unified_ckpt.core.planning.exchange import Extent
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
+from unified_ckpt.engine.encode.exceptions import Exceptions
+from unified_ckpt.engine.encode.stored_bytes import extent_chunks, stored_bytes, stored_range
+from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
@@ -31,8 +33,22 @@ def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
             writer.write(file.name, 0, [memoryview(file.header_bytes)])
 
 
+def file_position(group: GroupPlan, extent: Extent) -> tuple[int, int]:
+    """Return the index of the file that an extent goes to, and a number that grows with its place
+    there.
+    """
+    file_index = group.file_by_decl[extent.decl_index]
+    offsets = group.files[file_index].offsets
+    return file_index, offsets[group.stored.starts[extent.decl_index]] + extent.start
+
+
 def write_extents(
-    group: GroupPlan, tensors: Sequence[LocalTensor], writer: QueuedWriter, *, rank: int
+    group: GroupPlan,
+    tensors: Sequence[LocalTensor],
+    writer: QueuedWriter,
+    exceptions: Exceptions,
+    *,
+    rank: int,
 ) -> BlockCrcs:
     """Write this rank's extents of the group; `tensors` are those of `group.decls`.
 
@@ -42,31 +58,36 @@ def write_extents(
     ring = BufferRing()
     first_file = len(group.files) * group.holders.index(rank) // len(group.holders)
 
-    def file_position(extent: Extent) -> tuple[int, int]:
-        file_index = group.file_by_decl[extent.decl_index]
-        offset = group.files[file_index].offsets[extent.decl_index] + extent.start
+    def position(extent: Extent) -> tuple[int, int]:
+        file_index, offset = file_position(group, extent)
         return (file_index - first_file) % len(group.files), offset
 
-    for extent in sorted(group.rank_io.extents, key=file_position):
+    for extent in sorted(group.rank_io.extents, key=position):
         decl_index = extent.decl_index
-        file = group.files[group.file_by_decl[decl_index]]
         tensor = LocalTensor(tensors[decl_index].decl, as_contiguous(tensors[decl_index].local))
-        offset = file.offsets[decl_index]
-        exclusive_range = offset + extent.start, offset + extent.stop
-        for start, stop in chunks(extent.start, extent.stop):
+        for start, stop in extent_chunks(tensor.decl, extent):
             local_offset = extent.local_offset + start - extent.start
             if tensor.is_stored_bytes:
                 view = as_bytes(tensor.local)[local_offset : local_offset + stop - start]
             else:
                 view = ring.copy_in(tensor, local_offset, stop - start)
-            future = writer.write(
-                file.name, offset + start, [view], exclusive_range=exclusive_range
-            )
+            for index, offset, stored in stored_bytes(group, decl_index, start, view, exceptions):
+                future = write_stored(group, extent, (index, offset, stored), writer)
+                block_crcs += [(index, crc) for crc in digests.block_crcs(stored, start=offset)]
             if not tensor.is_stored_bytes:
                 ring.set_in_use(future)
-            block_crcs += [(decl_index, crc) for crc in digests.block_crcs(view, start=start)]
     writer.drain()
     return block_crcs
+
+
+def write_stored(
+    group: GroupPlan, extent: Extent, item: tuple[int, int, memoryview], writer: QueuedWriter
+) -> Future[None]:
+    """Queue the write of an item of `stored_bytes`, which stores bytes of this extent."""
+    index, offset, stored = item
+    file, exclusive_range = stored_range(group, index, extent.start, extent.stop)
+    start = file.offsets[index] + offset
+    return writer.write(file.name, start, [stored], exclusive_range=exclusive_range)
 
 
 class BufferRing:

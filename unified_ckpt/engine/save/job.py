@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.folder.if_exists import resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.caller_extra import write_rank_extra
@@ -163,7 +164,8 @@ def _write_files(
     """
     collective, plan = planned.collective, planned.plan
     file_writer = planned.file_writer(transaction)
-    crcs_by_group = write_tensors(planned, file_writer, snapshot)
+    exceptions = Exceptions()
+    crcs_by_group = write_tensors(planned, file_writer, snapshot, exceptions)
     digest_file = write_digests(
         collective, file_writer, plan.groups, crcs_by_group, plan.global_plan
     )

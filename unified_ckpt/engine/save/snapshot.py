@@ -20,8 +20,11 @@ from unified_ckpt.core.intervals import Interval, merge_adjacent
 from unified_ckpt.core.planning.exchange import Extent, TileRange
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.engine.encode.exceptions import Exceptions
+from unified_ckpt.engine.encode.stored_bytes import extent_chunks, stored_bytes
 from unified_ckpt.engine.plan.chunks import BlockCrcs, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
+from unified_ckpt.engine.save.extents import file_position, write_stored
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
@@ -286,35 +289,29 @@ def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
     return tensors
 
 
-def write_snapshot(snapshot: Snapshot, group_index: int, writer: QueuedWriter) -> BlockCrcs:
+def write_snapshot(
+    snapshot: Snapshot, group_index: int, writer: QueuedWriter, exceptions: Exceptions
+) -> BlockCrcs:
     """Write the copied extents of a group, in the order of the files."""
     group = snapshot.groups[group_index]
-
-    def file_position(item: tuple[Extent, torch.Tensor]) -> tuple[int, int]:
-        decl_index, start = item[0].decl_index, item[0].start
-        file_index = group.file_by_decl[decl_index]
-        return file_index, group.files[file_index].offsets[decl_index] + start
-
     block_crcs: BlockCrcs = []
-    for extent, memory in sorted(snapshot.extents(group_index), key=file_position):
-        block_crcs += _write_extent(group, extent, memory, writer)
+    for extent, memory in sorted(
+        snapshot.extents(group_index), key=lambda item: file_position(group, item[0])
+    ):
+        view, decl = as_bytes(memory), group.decls[extent.decl_index]
+        for start, stop in extent_chunks(decl, extent):
+            chunk = view[start - extent.start : stop - extent.start]
+            for item in stored_bytes(group, extent.decl_index, start, chunk, exceptions):
+                write_stored(group, extent, item, writer)
+                block_crcs += _yielding_crcs(*item)
     return block_crcs
 
 
-def _write_extent(
-    group: GroupPlan, extent: Extent, memory: torch.Tensor, writer: QueuedWriter
-) -> BlockCrcs:
-    decl_index, view = extent.decl_index, as_bytes(memory)
-    file = group.files[group.file_by_decl[decl_index]]
+def _yielding_crcs(index: int, offset: int, stored: memoryview) -> BlockCrcs:
+    """Return the CRCs of bytes of a stored tensor, and let the training thread run in between."""
     block_crcs: BlockCrcs = []
-    offset = file.offsets[decl_index]
-    exclusive_range = offset + extent.start, offset + extent.stop
-    for start, stop in chunks(extent.start, extent.stop):
-        chunk = view[start - extent.start : stop - extent.start]
-        writer.write(file.name, offset + start, [chunk], exclusive_range=exclusive_range)
-        for block_start, block_stop in chunks(start, stop, nbytes=digests.BLOCK_NBYTES):
-            block = chunk[block_start - start : block_stop - start]
-            crcs = digests.block_crcs(block, start=block_start)
-            block_crcs += [(decl_index, crc) for crc in crcs]
-            time.sleep(_GIL_YIELD_SECONDS)
+    for start, stop in chunks(offset, offset + len(stored), nbytes=digests.BLOCK_NBYTES):
+        crcs = digests.block_crcs(stored[start - offset : stop - offset], start=start)
+        block_crcs += [(index, crc) for crc in crcs]
+        time.sleep(_GIL_YIELD_SECONDS)
     return block_crcs

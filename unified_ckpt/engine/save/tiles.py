@@ -10,6 +10,8 @@ import torch
 from unified_ckpt.core.planning.exchange import Tile
 from unified_ckpt.core.sharding.boxes import full_box, runs
 from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.engine.encode.exceptions import Exceptions
+from unified_ckpt.engine.encode.stored_bytes import stored_bytes
 from unified_ckpt.engine.plan.chunks import BlockCrcs
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
@@ -47,6 +49,7 @@ def write_tiles(
     tensors: Sequence[LocalTensor],
     writer: QueuedWriter,
     buffers: TileBufferSet,
+    exceptions: Exceptions,
     *,
     exchange_id: int,
 ) -> BlockCrcs:
@@ -73,7 +76,8 @@ def write_tiles(
             tile = tiles_to_write[number]
             others = [member for member in tile.members if member != rank]
             wait.until_done(local_buffer, others, number + 1)
-            block_crcs.extend(write_tile(local_buffer.tile(number), tile, group, writer))
+            memory = local_buffer.tile(number)
+            block_crcs.extend(write_tile(memory, tile, group, writer, exceptions))
             writer.drain()
             local_buffer.advance(number + 1)
     return block_crcs
@@ -135,21 +139,35 @@ def tile_spans(tile: Tile, tensors: Sequence[LocalTensor], *, rank: int) -> Iter
 
 
 def write_tile(
-    memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: QueuedWriter
+    memory: torch.Tensor,
+    tile: Tile,
+    group: GroupPlan,
+    writer: QueuedWriter,
+    exceptions: Exceptions,
 ) -> BlockCrcs:
     """Digest a full tile and queue its writes; ranges adjacent in a file share a call."""
     block_crcs: BlockCrcs = []
     view = as_bytes(memory)
     writes: list[ContiguousWrite] = []
+    encoded: list[tuple[str, int, memoryview]] = []
     # Of the last write: its file, its end there, and the tile bytes of its last buffer.
     file_name, file_end, buffer_start, buffer_stop = "", 0, 0, 0
     for tile_range in tile.ranges:
         decl_index, start = tile_range.decl_index, tile_range.tile_offset
         stop = start + tile_range.stop - tile_range.start
-        crcs = digests.block_crcs(view[start:stop], start=tile_range.start)
-        block_crcs += [(decl_index, block_crc) for block_crc in crcs]
         file = group.files[group.file_by_decl[decl_index]]
-        file_offset = file.offsets[decl_index] + tile_range.start
+        if group.decls[decl_index].encoding:
+            for index, offset, stored in stored_bytes(
+                group, decl_index, tile_range.start, view[start:stop], exceptions
+            ):
+                crcs = digests.block_crcs(stored, start=offset)
+                block_crcs += [(index, block_crc) for block_crc in crcs]
+                encoded.append((file.name, file.offsets[index] + offset, stored))
+            continue
+        index = group.stored.starts[decl_index]
+        crcs = digests.block_crcs(view[start:stop], start=tile_range.start)
+        block_crcs += [(index, block_crc) for block_crc in crcs]
+        file_offset = file.offsets[index] + tile_range.start
         if (file.name, file_offset) != (file_name, file_end):
             writes.append((file.name, file_offset, [view[start:stop]]))
             buffer_start = start
@@ -159,5 +177,18 @@ def write_tile(
         else:
             writes[-1][2][-1] = view[buffer_start:stop]
         file_name, file_end, buffer_stop = file.name, file_offset + stop - start, stop
-    writer.write_all(writes)
+    writer.write_all([*writes, *_joined(encoded)])
     return block_crcs
+
+
+def _joined(pieces: list[tuple[str, int, memoryview]]) -> list[ContiguousWrite]:
+    """Return the writes of (file, offset, bytes); adjacent ones are one."""
+    writes: list[ContiguousWrite] = []
+    end = ("", 0)
+    for file, offset, piece in sorted(pieces, key=lambda piece: piece[:2]):
+        if (file, offset) == end:
+            writes[-1][2].append(piece)
+        else:
+            writes.append((file, offset, [piece]))
+        end = file, offset + len(piece)
+    return writes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
 from unified_ckpt.engine.save.extents import write_extents, write_headers
@@ -22,11 +23,14 @@ from unified_ckpt.runtime.exchange.tile_buffers import make_exchange_id
 
 
 def write_tensors(
-    planned: PlannedSave, file_writer: FileWriter, snapshot: Snapshot | None
+    planned: PlannedSave,
+    file_writer: FileWriter,
+    snapshot: Snapshot | None,
+    exceptions: Exceptions,
 ) -> list[BlockCrcs]:
     """Write this rank's share of every group, tiles first because other ranks wait for them.
 
-    Returns the CRCs of the written blocks by group.
+    Returns the CRCs of the written blocks by group, and adds to `exceptions`.
     """
     collective, plan, connections = planned.collective, planned.plan, planned.call.connections
     rank, groups, tile_buffers = collective.rank, plan.groups, planned.call.cache.tile_buffers
@@ -62,16 +66,17 @@ def write_tensors(
                     make_exchange_id(collective, group.index),
                 )
                 write_headers(group, writer, rank=rank)
+                tile_plan = group
+                if snapshot is not None:
+                    tile_plan = snapshot.copies[index].plan
+                    tensors = snapshot_tensors(snapshot, index)
+                crcs = write_tiles(
+                    tile_plan, tensors, writer, buffers, exceptions, exchange_id=exchange_id
+                )
                 if snapshot is None:
-                    crcs = write_tiles(group, tensors, writer, buffers, exchange_id=exchange_id)
-                    crcs += write_extents(group, tensors, writer, rank=rank)
+                    crcs += write_extents(group, tensors, writer, exceptions, rank=rank)
                 else:
-                    tile_plan, copies = (
-                        snapshot.copies[index].plan,
-                        snapshot_tensors(snapshot, index),
-                    )
-                    crcs = write_tiles(tile_plan, copies, writer, buffers, exchange_id=exchange_id)
-                    crcs += write_snapshot(snapshot, index, writer)
+                    crcs += write_snapshot(snapshot, index, writer, exceptions)
                 crcs_by_group.append(crcs)
             writer.drain()
             connections.transport.flush_tiles(wait)
@@ -120,20 +125,21 @@ def write_digests(
 
 
 def _combine_blocks(group: GroupPlan, block_crcs: BlockCrcs) -> bytes:
-    """Return the digests of all blocks of the group's tensors, tensor by tensor.
+    """Return the digests of all blocks of the group's stored tensors, tensor by tensor.
 
     IntegrityError if a byte was digested twice or never.
     """
-    crcs_by_decl = group_by_tensor(block_crcs)
+    crcs_by_tensor = group_by_tensor(block_crcs)
     blocks: list[int] = []
-    for decl_index, decl in enumerate(group.decls):
+    for index, tensor in enumerate(group.stored.tensors):
         complete, partial = digests.combine_blocks(
-            crcs_by_decl.get(decl_index, ()), nbytes=decl.spec.nbytes
+            crcs_by_tensor.get(index, ()), nbytes=tensor.spec.nbytes
         )
-        count = digests.block_count(decl.spec.nbytes)
+        count = digests.block_count(tensor.spec.nbytes)
         if partial or len(complete) != count:
+            part = group.decls[tensor.decl_index].part
             raise IntegrityError(
-                f"{decl.part}:{decl.fqn}: {count - len(complete)} of {count} blocks "
+                f"{part}:{tensor.fqn}: {count - len(complete)} of {count} blocks "
                 "were not written whole; this is a bug"
             )
         blocks.extend(complete[block] for block in range(count))

@@ -1,0 +1,1 @@
+"""Encodes tensors while a save writes them, and collects what encodings cannot hold."""

@@ -1,0 +1,64 @@
+"""What files store of the tensors of a group: each as it is, or the tensors of its encoding.
+
+Ranks divide and exchange the bytes that a tensor has in memory. Files, offsets and digests are
+those of stored tensors. Rows of an encoded tensor are rows of each stored tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.format.encoded_tensors import Encoding, encoding_named
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file, which stores tensor `decl_index` of the group, or a part of it."""
+
+    decl_index: int
+    fqn: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """The stored tensors of a group, by declaration.
+
+    `starts`: index of the first one of each declaration, and at last their number.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    starts: tuple[int, ...]
+
+    def of(self, decl_index: int) -> range:
+        """Return the indices of what stores a declaration."""
+        return range(self.starts[decl_index], self.starts[decl_index + 1])
+
+    def nbytes_by_decl(self) -> list[int]:
+        """Return the stored bytes of each declaration."""
+        ends = list(accumulate((tensor.spec.nbytes for tensor in self.tensors), initial=0))
+        return [ends[self.starts[i + 1]] - ends[n] for i, n in enumerate(self.starts[:-1])]
+
+
+def encoding_of(decl: TensorDecl) -> Encoding | None:
+    """Return the encoding in which a save stores this tensor, None if it stores it as it is."""
+    return encoding_named(decl.encoding, file=decl.fqn) if decl.encoding else None
+
+
+def list_stored(decls: Sequence[TensorDecl]) -> StoredTensors:
+    """Return the stored tensors of a group's declarations."""
+    tensors: list[StoredTensor] = []
+    starts = [0]
+    for decl_index, decl in enumerate(decls):
+        encoding = encoding_of(decl)
+        if encoding is None:
+            tensors.append(StoredTensor(decl_index, decl.fqn, decl.spec))
+        else:
+            stored_specs = encoding.stored_specs(decl.fqn, decl.spec.shape)
+            tensors += [StoredTensor(decl_index, fqn, spec) for fqn, spec in stored_specs.items()]
+        starts.append(len(tensors))
+    return StoredTensors(tuple(tensors), tuple(starts))

@@ -1,5 +1,7 @@
-"""Settings for every test: hypothesis without deadlines (machines are shared), and the distribution
-of tests over several processes.
+"""Settings for every test: hypothesis without deadlines (machines are shared), with the same cases
+in each run, and the distribution of tests over several processes.
+
+`--hypothesis-profile random` draws new cases.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
-    "shared-node", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "random", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile(  # where only the verdict counts
-    "unshrunk", settings.get_profile("shared-node"), phases=[Phase.explicit, Phase.generate]
+    "unshrunk", settings.get_profile("random"), phases=[Phase.explicit, Phase.generate]
 )
-settings.load_profile("shared-node")
+settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
+settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:

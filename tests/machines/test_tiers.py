@@ -38,6 +38,7 @@ from unified_ckpt.testing import run_ranks, try_ranks
 
 SECONDS = 20.0
 PREFIX, MANIFEST, ROOT = "checkpoint-", "unified_checkpoint.json", "root"
+ATTACHED = "config.json"  # may be deleted: it is the user's
 NODES = [(0,), (0, 0), (0, 1), (1, 0), (0, 0, 1)]  # the local disk of each rank
 RETRIES = 2
 
@@ -213,7 +214,7 @@ class TierMachine(RuleBasedStateMachine):
                 step,
                 extra=extra_of(token),
                 metrics={"loss": 1.0},
-                attach=lambda folder: Path(folder, "config.json").write_text("{}"),
+                attach=lambda folder: Path(folder, ATTACHED).write_text("{}"),
                 **more,
                 **values_of_rank,
             )
@@ -356,12 +357,16 @@ class TierMachine(RuleBasedStateMachine):
         return read_files(self.top / place / f"{PREFIX}{step}")
 
     def complete(self, place: str) -> list[int]:
-        """Steps with their manifest and all files in the right size."""
+        """Steps with their manifest and all files of the engine in the right size."""
         return [
             step
             for step, record in sorted(self.steps[place].items())
             if (now := self.files(place, step)).get(MANIFEST) == record.files[MANIFEST]
-            and all(len(now.get(name, b"")) == len(body) for name, body in record.files.items())
+            and all(
+                len(now.get(name, b"")) == len(body)
+                for name, body in record.files.items()
+                if name != ATTACHED
+            )
         ]
 
     def promised(self) -> set[int]:

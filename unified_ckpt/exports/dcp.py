@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -76,8 +77,9 @@ def write_entries(folder: str, entries: Sequence[StateEntry]) -> None:
         state_dict_metadata={entry.key: _storage_metadata(entry.value) for entry in entries},
         planner_data={entry.key: entry.path for entry in entries},
         storage_data=storage,
-        version=CURRENT_DCP_VERSION,
     )
+    if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # not in torch 2.6
+        metadata.version = filesystem.CURRENT_DCP_VERSION
     with open(os.path.join(folder, DCP_METADATA), "xb") as file:
         pickle.dump(metadata, file)
 

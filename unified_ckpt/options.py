@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.renames import Rule, check_renames
 
 Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -45,6 +46,11 @@ class SaveOptions(_Options):
     folder; 0 for whole files; None for what the file system needs. The first save to a folder
     decides.
 
+    `compression`: how master weights and Adam's moments are stored; the model is stored as it is.
+    "lossless" stores float32 masters as 16 bits beside a bfloat16 model, from which every bit
+    comes back. "O1" and "O2" also store float32 moments: in 8 bits each, or in 6 and 4 bits. Has no
+    effect where nodes have folders of their own.
+
     `node_copies`: stores each byte on at least this many nodes, if nodes have folders of their own,
     so that all but one of these may be lost. Has no effect if all ranks see one folder.
     """
@@ -57,6 +63,7 @@ class SaveOptions(_Options):
     if_exists: IfExists = "error"
     timeout_seconds: Timeout = 600.0
     write_alignment: Annotated[int, Field(ge=0)] | None = None
+    compression: Compression = "none"
     node_copies: Count = 1
 
     @field_validator("model_dtype", mode="before")

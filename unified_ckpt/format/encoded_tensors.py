@@ -38,7 +38,7 @@ _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 _MOMENT_BITS = {"O1": (8, 8), "O2": (6, 4)}  # of the first and the second moment
 _SCALE = ".scale"
 _MIN_ROW = 32  # in shorter rows, scales cost more than codes save
-_MAX_LONE_ROW = 1 << 20  # elements of a tensor with one dim, which is one row
+_MAX_ROW = 1 << 20  # a rank encodes whole rows, and holds one in memory
 
 
 class MasterEncoding:
@@ -265,7 +265,7 @@ def choose_encodings(
 
     `specs`: all tensors of the checkpoint, or of one rank. Encoded are float32 masters beside a
     bfloat16 model tensor, and float32 moments of Adam: a parameter's `exp_avg` and `exp_avg_sq`
-    together. Rows of moments have at least 32 elements. A tensor of one dim, at most 2**20.
+    together. Rows have at most 2**20 elements, and rows of moments at least 32.
     """
     chosen: dict[Key, Encoding] = {}
     if compression == "none":
@@ -292,4 +292,4 @@ def choose_encodings(
 
 
 def _has_rows(shape: Sequence[int]) -> bool:
-    return bool(shape) and prod(shape) > 0 and (len(shape) > 1 or shape[0] <= _MAX_LONE_ROW)
+    return bool(shape) and prod(shape) > 0 and shape[-1] <= _MAX_ROW

@@ -21,12 +21,12 @@ from unified_ckpt.format.manifest import NamedFile
 Elements = tuple[NDArray[np.int64], NDArray[np.uint32]]
 
 _INDEX, _VALUE = ".index", ".value"
-_MIN_RATIO = 64  # elements for each exception; a tensor with more exceptions is stored plain
+MIN_RATIO = 64  # elements for each exception; a tensor with more exceptions is stored plain
 
 
 def is_too_many(count: int, shape: Sequence[int]) -> bool:
     """Return whether a tensor of this shape with `count` exceptions is stored plain."""
-    return count > max(prod(shape) // _MIN_RATIO, 1)
+    return count > max(prod(shape) // MIN_RATIO, 1)
 
 
 def join_elements(elements: Iterable[Elements]) -> Elements:

@@ -1,20 +1,138 @@
-"""Collects the elements that encodings cannot hold."""
+"""Collects the elements that encodings cannot hold, from all ranks.
+
+A value could be lost if a rank forgot one, and a master if its model changed before both were
+compared. So masters are compared while their tensors are copied or written, and moments are
+examined by whoever encodes them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.format.exceptions import Elements
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
+from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
+from unified_ckpt.engine.plan.save_plan import GroupPlan
+from unified_ckpt.format.exceptions import (
+    Elements,
+    encode_exceptions,
+    is_too_many,
+    join_elements,
+    parse_exceptions,
+)
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
+from unified_ckpt.runtime.torch_state.unfit import unfit_masters
+
+ExceptionsByPart = dict[str, dict[str, Elements]]  # part -> name -> elements
 
 
 @dataclass(slots=True)
 class Exceptions:
-    """Elements that encodings cannot hold, by tensor, as this rank found them in any order."""
+    """Elements that encodings cannot hold, by tensor, as this rank found them in any order.
+
+    `total`: the number of all ranks, once they are gathered.
+    """
 
     found: dict[Key, list[Elements]] = field(default_factory=dict)
+    total: int = 0
 
     def add(self, key: Key, elements: Elements) -> None:
         """Add elements of one tensor, with flat indices in the global tensor."""
         if len(elements[0]):
             self.found.setdefault(key, []).append(elements)
+
+    def add_masters(
+        self,
+        groups: Sequence[GroupPlan],
+        tensors_by_group: Sequence[Sequence[LocalTensor]],
+        keys: Collection[Key] | None = None,
+        *,
+        rank: int,
+    ) -> None:
+        """Compare encoded masters, or those with these keys, with the model; replicas share it."""
+        models, masters = dict[str, LocalTensor](), list[tuple[GroupPlan, LocalTensor]]()
+        for group, tensors in zip(groups, tensors_by_group, strict=True):
+            for tensor in tensors:
+                decl = tensor.decl
+                if decl.part == MODEL:
+                    models[decl.fqn] = tensor
+                elif decl.part == MASTER and decl.encoding and (keys is None or decl.key in keys):
+                    masters.append((group, tensor))
+        for group, master in masters:
+            fqn = master.decl.fqn
+            share = _replica_share(master.decl, group.holders, rank)
+            unfit = unfit_masters(models[fqn], master, rank=rank, share=share)
+            if unfit is None:
+                raise AssertionError(f"{fqn}: encoded without its model on this rank")
+            for elements in unfit:
+                self.add(master.decl.key, elements)
+
+    def by_part(self) -> ExceptionsByPart:
+        """Return the elements of each tensor, joined."""
+        joined: ExceptionsByPart = {}
+        for (part, fqn), elements in self.found.items():
+            joined.setdefault(part, {})[fqn] = join_elements(elements)
+        return joined
+
+
+def _replica_share(decl: TensorDecl, holders: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return (i, n): this rank is the i-th of n that hold the same elements of a tensor."""
+    sharding = decl.sharding
+    position = sharding.position(rank)
+    if position is None:
+        return 0, 1
+    coordinates = sharding.coordinates(position)
+    replicas = [
+        holder
+        for holder in holders
+        for other in (sharding.position(holder),)
+        if other is not None and sharding.coordinates(other) == coordinates
+    ]
+    return replicas.index(rank), len(replicas)
+
+
+def gather_exceptions(
+    collective: Collective, exceptions: Exceptions, decls: Collection[TensorDecl]
+) -> ExceptionsByPart:
+    """Collective. Return on rank 0 the exceptions of all ranks, and nothing elsewhere.
+
+    `decls`: on rank 0, those of all ranks.
+    """
+    bodies = {
+        part: encode_exceptions(part, elements)[0]
+        for part, elements in exceptions.by_part().items()
+    }
+    joined = b"".join(bodies.values())
+    pieces = chunks(0, len(joined))  # the store limits the bytes of a value
+    for number, (start, stop) in enumerate(pieces):
+        collective.put(f"exceptions/{collective.rank}/{number}", joined[start:stop])
+    sizes = {part: len(body) for part, body in bodies.items()}
+    ranks = range(collective.world)
+    sizes_by_rank = collective.collect_json("exception-sizes", sizes, dst=0, ranks=ranks)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for decl in decls:
+        shapes.setdefault(decl.part, {})[decl.fqn] = decl.spec.shape
+    gathered = Exceptions()
+    for rank, sizes in enumerate(sizes_by_rank):
+        count = -(-sum(sizes.values()) // CHUNK_NBYTES)
+        joined = b"".join(collective.get(f"exceptions/{rank}/{number}") for number in range(count))
+        for part, nbytes in sizes.items():
+            body, joined = joined[:nbytes], joined[nbytes:]
+            label = f"exceptions of rank {rank}"
+            for fqn, elements in parse_exceptions(body, shapes[part], file=label).items():
+                gathered.add((part, fqn), elements)
+    by_part = gathered.by_part()
+    total = sum(len(indices) for found in by_part.values() for indices, _ in found.values())
+    exceptions.total = collective.broadcast_json("exception-count", total)
+    return by_part
+
+
+def has_too_many(exceptions: ExceptionsByPart, decls: Collection[TensorDecl]) -> bool:
+    """Return whether one of these tensors would now be stored plain."""
+    return any(
+        is_too_many(len(exceptions[decl.part][decl.fqn][0]), decl.spec.shape)
+        for decl in decls
+        if decl.fqn in exceptions.get(decl.part, {})
+    )

@@ -83,6 +83,8 @@ def finalize_checkpoint(
                 index=indexes.get(part),
                 total_nbytes=nbytes,
                 aliases=state.non_tensor_state.aliases.get(part, {}),
+                encodings=dict(tensors.encodings.get(part, {})),
+                exceptions=tensors.exceptions.get(part),
             )
             for part, nbytes in sorted(tensors.nbytes.items())
         },

@@ -7,8 +7,8 @@ every member computes its own `GroupPlan`: what it writes of the group, at which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from unified_ckpt.core.planning.exchange import RankIO
@@ -34,7 +34,8 @@ from unified_ckpt.engine.plan.holders import (
 from unified_ckpt.engine.plan.stored_tensors import StoredTensors, list_stored
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.digest_file import encode_digest_header
-from unified_ckpt.format.manifest import FileRecord
+from unified_ckpt.format.encoded_tensors import encoding_named, encoding_records
+from unified_ckpt.format.manifest import EncodingRecord, FileRecord, NamedFile
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -85,23 +86,29 @@ class GroupPlan:
 class StagedTensors:
     """The tensors of a staged folder, by part: the file of each, the files' records, their bytes.
 
-    `nbytes` has every part, also one without tensors.
+    `nbytes` has every part, also one without tensors. `encodings` and `exceptions`: the records of
+    what is encoded.
     """
 
     weight_maps: Mapping[str, Mapping[str, str]]
     records: Mapping[str, Mapping[str, FileRecord]]
     nbytes: Mapping[str, int]
+    encodings: Mapping[str, Mapping[str, EncodingRecord]] = field(default_factory=dict)
+    exceptions: Mapping[str, NamedFile] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
     """The plan of the whole save, on rank 0.
 
-    `digest_nbytes` are the bytes of each group in the order of the digest file. `reporters` are the
-    ranks that report non-tensor state.
+    `encoded` are the declarations of all encoded tensors, and `encoded_nbytes` the bytes that files
+    store of them. `digest_nbytes` are the bytes of each group in the order of the digest file.
+    `reporters` are the ranks that report non-tensor state.
     """
 
     tensors: StagedTensors
+    encoded: Sequence[TensorDecl]
+    encoded_nbytes: int
     digest_header: bytes
     digest_nbytes: Sequence[int]
     reporters: Sequence[int]
@@ -129,8 +136,8 @@ class SavePlan:
     """One rank's plan.
 
     `global_plan` is set on rank 0. `is_reporter`: this rank reports non-tensor state for the ranks
-    with its table. `nbytes` counts tensor bytes of the checkpoint. `replicas_checked`: replicas
-    were compared since the plan was made.
+    with its table. `nbytes` counts tensor bytes of the checkpoint, and `encoded_nbytes` those of
+    encoded tensors. `replicas_checked`: replicas were compared since the plan was made.
     """
 
     plan_key: PlanKey
@@ -138,6 +145,7 @@ class SavePlan:
     global_plan: GlobalPlan | None
     is_reporter: bool
     nbytes: int
+    encoded_nbytes: int
     replicas_checked: bool = False
 
 
@@ -191,15 +199,15 @@ def make_plan(
     if led_files:
         collective.put_json(f"files/{collective.rank}", led_files)
     if declarations is None:
-        return SavePlan(plan_key, groups, None, is_reporter, int(collective.get("nbytes")))
+        return SavePlan(plan_key, groups, None, is_reporter, *collective.get_json("nbytes"))
     file_stats: dict[str, tuple[int, str]] = {}
     for leader in {files.holders[0] for files in all_files}:
         file_stats |= collective.get_json(f"files/{leader}")
     reporters = [ranks[0] for ranks in declarations.ranks_by_table.values()]
     global_plan = build_global_plan(all_files, file_stats, digest_header, reporters)
-    nbytes = sum(global_plan.tensors.nbytes.values())
-    collective.put("nbytes", str(nbytes).encode())
-    return SavePlan(plan_key, groups, global_plan, is_reporter, nbytes)
+    nbytes = sum(global_plan.tensors.nbytes.values()), global_plan.encoded_nbytes
+    collective.put_json("nbytes", nbytes)
+    return SavePlan(plan_key, groups, global_plan, is_reporter, *nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,5 +369,31 @@ def build_global_plan(
             tensor_nbytes = sum(tensor.spec.nbytes for tensor in tensors_of_file)
             part_nbytes[part] = part_nbytes.get(part, 0) + tensor_nbytes
     sections = [_digest_nbytes(files.stored) for files in all_files]
-    tensors = StagedTensors(weight_maps, records_by_part, part_nbytes)
-    return GlobalPlan(tensors, digest_header, sections, sorted(reporters))
+    encoded = {
+        decl: nbytes
+        for files in all_files
+        for decl, nbytes in zip(files.group.decls, files.stored.nbytes_by_decl(), strict=True)
+        if decl.encoding
+    }
+    tensors = StagedTensors(
+        weight_maps, records_by_part, part_nbytes, encodings=_encoding_records(all_files, encoded)
+    )
+    return GlobalPlan(
+        tensors,
+        tuple(encoded),
+        sum(encoded.values()),
+        digest_header,
+        sections,
+        sorted(reporters),
+    )
+
+
+def _encoding_records(
+    all_files: Sequence[GroupFiles], encoded: Collection[TensorDecl]
+) -> dict[str, dict[str, EncodingRecord]]:
+    """Return the records of encodings. FormatError if other tensors could be taken for encoded."""
+    if not encoded:
+        return {}
+    encodings = {decl.key: encoding_named(decl.encoding, file=decl.fqn) for decl in encoded}
+    specs = {decl.key: decl.spec for files in all_files for decl in files.group.decls}
+    return encoding_records(encodings, specs)

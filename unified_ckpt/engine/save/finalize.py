@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from unified_ckpt.engine.encode.exceptions import ExceptionsByPart
 from unified_ckpt.engine.folder.finalize import (
     StagedState,
     finalize_checkpoint,
@@ -13,8 +14,9 @@ from unified_ckpt.engine.folder.finalize import (
 from unified_ckpt.engine.folder.non_tensor_state import merge_non_tensor_state
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.planned_save import PlannedSave
-from unified_ckpt.format import codec
-from unified_ckpt.format.manifest import DigestFile, NodeGroupRecord, RankExtraFile
+from unified_ckpt.format import codec, names
+from unified_ckpt.format.exceptions import encode_exceptions
+from unified_ckpt.format.manifest import DigestFile, NamedFile, NodeGroupRecord, RankExtraFile
 
 
 def finalize(
@@ -24,6 +26,7 @@ def finalize(
     states: Sequence[bytes],
     digest_file: DigestFile | None,
     rank_extra: RankExtraFile | None,
+    exceptions: ExceptionsByPart,
 ) -> None:
     """On rank 0: write all that the folder lacks but its name, the manifest last.
 
@@ -42,7 +45,9 @@ def finalize(
         states = [state for body in gathered for state in codec.unpack(body, "states")]
     # A requested part without tensors is named without files.
     nbytes = {**dict.fromkeys(request.stored_part_names(), 0), **global_plan.tensors.nbytes}
-    tensors = replace(global_plan.tensors, nbytes=nbytes)
+    tensors = replace(
+        global_plan.tensors, nbytes=nbytes, exceptions=_write_exceptions(transaction, exceptions)
+    )
     caller_extra = planned.caller_extra
     state = StagedState(
         caller_extra.extra,
@@ -59,6 +64,18 @@ def finalize(
         "node_group": _node_group_record(planned),
     }
     finalize_checkpoint(transaction, tensors, state, fields, attach=request.attach)
+
+
+def _write_exceptions(
+    transaction: Transaction, exceptions: ExceptionsByPart
+) -> dict[str, NamedFile]:
+    """Write the exceptions of each part that has any; return the records by part."""
+    records = {}
+    for part, elements in exceptions.items():
+        body, records[part] = encode_exceptions(part, elements)
+        file = f"{transaction.folder}/{names.exceptions_name(part)}"
+        transaction.storage.put(file, body, fsync=False)
+    return records
 
 
 def _node_group_record(planned: PlannedSave) -> NodeGroupRecord | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from unified_ckpt.engine.encode.exceptions import Exceptions
+from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
 from unified_ckpt.engine.folder.if_exists import resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.caller_extra import write_rank_extra
@@ -31,6 +31,8 @@ class SaveReport:
     `nbytes` counts the tensor bytes of the folder at `path`. `seconds` is the time from call to
     commit on this rank. `existed` means that nothing was saved because a checkpoint was kept, see
     `SaveOptions.if_exists`; `step` and `id` are then those of that checkpoint.
+    With `SaveOptions.compression`, `encoded_nbytes` counts the bytes of encoded tensors among
+    `nbytes`, and `exceptions` their elements that are stored beside them.
     """
 
     path: str
@@ -39,6 +41,8 @@ class SaveReport:
     nbytes: int
     seconds: float
     existed: bool = False
+    encoded_nbytes: int = 0
+    exceptions: int = 0
 
 
 def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveReport:
@@ -72,7 +76,15 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
             gigabytes / max(seconds, 1e-9),
             call.cache.slowest_rank_text,
         )
-    return SaveReport(call.path, planned.request.step, transaction.save_id, nbytes, seconds)
+    return SaveReport(
+        call.path,
+        planned.request.step,
+        transaction.save_id,
+        nbytes,
+        seconds,
+        encoded_nbytes=planned.plan.encoded_nbytes,
+        exceptions=planned.exceptions.total,
+    )
 
 
 def _transaction(planned: PlannedSave) -> Transaction:
@@ -117,7 +129,7 @@ def _fill_and_publish(
                 plan.global_plan.nbytes, index_nbytes=plan.global_plan.index_nbytes
             )
     with collective.step("write"):
-        states, digest_file, rank_extra = _write_files(planned, transaction, snapshot)
+        states, digest_file, rank_extra, exceptions = _write_files(planned, transaction, snapshot)
     with collective.step("sync"):
         if fsync:
             sync_files(planned, transaction.folder)
@@ -138,6 +150,7 @@ def _fill_and_publish(
                 states=states,
                 digest_file=digest_file,
                 rank_extra=rank_extra,
+                exceptions=exceptions,
             )
     if call.cache.copy_plan is not None:
         replicate(planned.commit_group, transaction, call.cache.copy_plan)
@@ -157,15 +170,17 @@ def _publish(commit_group: CommitGroup, transaction: Transaction) -> None:
 
 def _write_files(
     planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None
-) -> tuple[list[bytes], DigestFile | None, RankExtraFile | None]:
+) -> tuple[list[bytes], DigestFile | None, RankExtraFile | None, ExceptionsByPart]:
     """Collective. Write tensors, digests and rank extras.
 
-    Returns, on rank 0, the non-tensor states of all reporters and the records of both files.
+    Returns, on rank 0, the non-tensor states of all reporters, the records of both files, and the
+    exceptions of all ranks.
     """
     collective, plan = planned.collective, planned.plan
     file_writer = planned.file_writer(transaction)
-    exceptions = Exceptions()
-    crcs_by_group = write_tensors(planned, file_writer, snapshot, exceptions)
+    if snapshot is None:
+        planned.exceptions.add_masters(plan.groups, planned.tensors_by_group, rank=collective.rank)
+    crcs_by_group = write_tensors(planned, file_writer, snapshot)
     digest_file = write_digests(
         collective, file_writer, plan.groups, crcs_by_group, plan.global_plan
     )
@@ -177,5 +192,11 @@ def _write_files(
     if plan.global_plan is not None:
         reporters = plan.global_plan.reporters
     states = collective.collect("non-tensor-state", local_state, dst=0, ranks=reporters)
+    exceptions: ExceptionsByPart = {}
+    if planned.is_encoded:
+        encoded = plan.global_plan.encoded if plan.global_plan is not None else ()
+        exceptions = gather_exceptions(collective, planned.exceptions, encoded)
+        if has_too_many(exceptions, encoded):
+            planned.call.cache.plan = None  # the next save decides again what it encodes
     file_writer.flush()
-    return states, digest_file, rank_extra
+    return states, digest_file, rank_extra, exceptions

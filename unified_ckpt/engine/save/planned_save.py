@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.non_tensor_state import encode_non_tensor_state
 from unified_ckpt.engine.folder.transaction import Transaction
@@ -30,8 +32,9 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 class SaveCache:
     """Plans and buffers that one save leaves for the next save of the same ranks.
 
-    `omitted_parts` belongs to `plan`. Only node groups have `local_shardings` and a `copy_plan`.
-    `slowest_rank_text` is a phrase for the log of rank 0.
+    `omitted_parts` and `encodings`, the names of encodings by tensor, belong to `plan`. Only node
+    groups have `local_shardings` and a `copy_plan`. `slowest_rank_text` is a phrase for the log of
+    rank 0.
     """
 
     tile_buffers: TileBuffers = field(default_factory=TileBuffers)
@@ -40,6 +43,7 @@ class SaveCache:
     snapshot_memory: SnapshotMemory = field(default_factory=SnapshotMemory)
     plan: SavePlan | None = None
     omitted_parts: OmittedParts = field(default_factory=OmittedParts)
+    encodings: Mapping[Key, str] = field(default_factory=dict)
     connections: Connections | None = None
     local_shardings: LocalShardings | None = None
     global_totals: GlobalTotals = field(default_factory=dict)
@@ -90,7 +94,8 @@ class PlannedSave:
     `collective` is that of the ranks that share the folder. `tensors_by_group` has one entry per
     group of the plan.
     `non_tensor_state` is None until it is encoded.
-    `entries_before` are those of the replaced folder, on the rank that publishes.
+    `entries_before` are those of the replaced folder, on the rank that publishes. `exceptions` are
+    collected while tensors are copied and written.
     """
 
     call: SaveCall
@@ -102,6 +107,12 @@ class PlannedSave:
     caller_extra: CallerExtra
     non_tensor_state: bytes | None = None
     entries_before: frozenset[str] = frozenset()
+    exceptions: Exceptions = field(default_factory=Exceptions)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether some tensors of this save may be stored encoded; equal on all ranks."""
+        return self.request.options.compression != "none" and self.commit_group.is_single
 
     def target(self) -> PublishTarget:
         """Return the name to publish under, for the rank that publishes."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from unified_ckpt.core.nodes.node_groups import base_key
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.encode.agree import agree_on_encodings, with_encodings
 from unified_ckpt.engine.folder.if_exists import (
     PublishTarget,
     check_target_name,
@@ -76,7 +77,7 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
                     tensor.decl.key for tensors in planned.tensors_by_group for tensor in tensors
                 }
                 deferred_keys = {key for key in keys if base_key(key) in deferrable}
-                copy_tensors(snapshot, keys - deferred_keys)
+                _copy(planned, snapshot, keys - deferred_keys)
     except BaseException:
         if planned is not None:
             planned.finish()
@@ -104,7 +105,7 @@ class BackgroundSave:
         """Copy the deferred tensors; after it they may change. `finish` raises its errors."""
         try:
             wait_events(self._events)
-            copy_tensors(self._snapshot, self._deferred_keys)
+            _copy(self._planned, self._snapshot, self._deferred_keys)
         except Exception as error:
             self.fail(error)
 
@@ -130,6 +131,14 @@ class BackgroundSave:
             planned.finish()
 
 
+def _copy(planned: PlannedSave, snapshot: Snapshot, keys: Collection[Key]) -> None:
+    """Copy the tensors with these keys, and compare the masters among them with the model."""
+    copy_tensors(snapshot, keys)
+    planned.exceptions.add_masters(
+        planned.plan.groups, planned.tensors_by_group, keys, rank=planned.collective.rank
+    )
+
+
 def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
     """Collective. Wait for every rank; return the key under which the plan is cached."""
     plan_key: PlanKey = ()
@@ -150,6 +159,7 @@ def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
             frozenset(request.state.requested_parts),
             request.has_extra(call.comm.rank),
             request.master_check,
+            options.compression,
         )
         checks_replicas = options.check_replicas == "first"
         # A failed save may have got further on one rank than on another. A step is skipped only
@@ -202,9 +212,15 @@ def _plan_save(
         if not cached:
             cache.omitted_parts = agree_on_parts(collective, request)
         request = request.with_omitted_parts(cache.omitted_parts)
+        tensors = request.stored_tensors()
+        if not cached:
+            compression = request.options.compression if node_group.count == 1 else "none"
+            cache.plan = None
+            cache.encodings = agree_on_encodings(collective, tensors, compression)
     commit_group = join_commit_group(collective, node_group)
     with commit_group.sharing_errors_with_groups():
-        tensors, plan_request, group_collective = request.stored_tensors(), request, collective
+        tensors = with_encodings(tensors, cache.encodings)
+        plan_request, group_collective = request, collective
         if not commit_group.is_single:
             tensors = _to_node_local(call, commit_group, request, cached=cached)
             # The layout is already checked for all node groups.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
 from unified_ckpt.engine.save.extents import write_extents, write_headers
@@ -26,14 +25,14 @@ def write_tensors(
     planned: PlannedSave,
     file_writer: FileWriter,
     snapshot: Snapshot | None,
-    exceptions: Exceptions,
 ) -> list[BlockCrcs]:
     """Write this rank's share of every group, tiles first because other ranks wait for them.
 
-    Returns the CRCs of the written blocks by group, and adds to `exceptions`.
+    Returns the CRCs of the written blocks by group.
     """
     collective, plan, connections = planned.collective, planned.plan, planned.call.connections
     rank, groups, tile_buffers = collective.rank, plan.groups, planned.call.cache.tile_buffers
+    exceptions = planned.exceptions
     # Beside training, nobody waits for the disk, and each rank's training occupies a core.
     in_background = snapshot is not None
     local_ranks = connections.topology.local_world

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import intersect, relative_to, shift
+from unified_ckpt.core.sharding.boxes import Box, intersect, relative_to, shift
 from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES, MASTER, MODEL, FlatState
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_int_bits
 
@@ -41,20 +41,23 @@ def compare_masters(state: FlatState, *, rank: int) -> MasterComparison:
 
 
 def _is_rounded(model: LocalTensor, master: LocalTensor, *, rank: int) -> bool:
-    pairs = _comparable_slices(model, master, rank=rank)
-    return pairs is not None and all(_bits_equal(*pair) for pair in pairs)
+    if model.local is master.local:  # the model is stored rounded to `model_dtype`
+        return True
+    pairs = comparable_slices(model, master, rank=rank)
+    return pairs is not None and all(_bits_equal(*slices) for _, *slices in pairs)
 
 
-def _comparable_slices(
+def comparable_slices(
     model: LocalTensor, master: LocalTensor, *, rank: int
-) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """Pair the master's local elements with the model's; None if the model lacks some here."""
+) -> list[tuple[Box, torch.Tensor, torch.Tensor]] | None:
+    """Pair the master's local elements with the model's; None if the model lacks some here.
+
+    Each pair follows its box in the global tensor.
+    """
     model_local, master_local = model.local, master.local
     shape, dtypes = model.decl.spec.shape, {model_local.dtype, master_local.dtype}
     if master.decl.spec.shape != shape or not dtypes.issubset(CASTABLE_DTYPES):
         return None
-    if model_local is master_local:  # the model is stored rounded to `model_dtype`
-        return []
     model_boxes = list(model.decl.sharding.boxes(rank, shape))
     pairs = []
     for box, local in master.decl.sharding.boxes(rank, shape):
@@ -65,7 +68,7 @@ def _comparable_slices(
             return None
         model_box, model_in_local = enclosing
         inner = shift(relative_to(box, model_box.offsets), model_in_local.offsets)
-        pairs.append((master_local[local.slices], model_local[inner.slices]))
+        pairs.append((box, master_local[local.slices], model_local[inner.slices]))
     return pairs
 
 

@@ -1,0 +1,140 @@
+"""Draws mixed-precision states on meshes, and what a compressed save must store of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from tests.support.oracles import Array
+from tests.support.reshard_cases import Case, bits
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.format.encodings import BlockEncoding, first_moment, second_moment
+from unified_ckpt.testing import DrawnLayout, drawn_layouts
+
+MOMENT_BITS = {"O1": (8, 8), "O2": (6, 4)}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LENGTHS = st.sampled_from([1, 31, 32, 63, 65, 100, 130, 192, 333])
+ROWS = st.sampled_from([1, 7, 260, 520])
+
+
+def rounded(masters: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    """Round float32 bits to bfloat16 bits, ties to even."""
+    return ((masters + 0x7FFF + (masters >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def arrays_of(fqn: str, shape: tuple[int, ...], seed: int) -> dict[Key, Array]:
+    """A parameter's state as bits: trained values, and a few that encodings cannot hold."""
+    rng = np.random.default_rng(seed)
+    masters = rng.normal(0, 0.02, shape).astype(np.float32).view(np.uint32)
+    first = (rng.normal(0, 1e-3, shape) * rng.integers(0, 2, shape)).astype(np.float32)
+    second = np.square(rng.normal(0, 1e-4, shape)).astype(np.float32)
+    flat = [array.reshape(-1) for array in (masters, first, second)]
+    places = rng.permutation(masters.size)[: max(masters.size // 200, 1)]
+    flat[0][places[::2]] = flat[0][places[::2]] & 0xFFFF0000 | 0x8000  # ties
+    model = rounded(masters)
+    model.reshape(-1)[places[1::4]] ^= 1  # a model that is not the rounded master
+    if len(places) > 4:
+        flat[0][places[0]], flat[1][places[1]], flat[2][places[2]] = 0x7F800001, np.inf, -1.0
+        flat[1][places[3]] = np.nan
+    return {
+        ("model", fqn): model,
+        ("master_weights", fqn): masters,
+        ("optimizer", f"{fqn}/exp_avg"): first.view(np.uint32),
+        ("optimizer", f"{fqn}/exp_avg_sq"): second.view(np.uint32),
+    }
+
+
+@st.composite
+def compressed_cases(draw: st.DrawFn, *, max_world: int) -> Case:
+    """Parameters with masters and moments, each sharded like its parameter."""
+    shapes = {}
+    for number in range(draw(st.integers(1, 3))):
+        outer = draw(st.sampled_from([(), (draw(ROWS),), (draw(ROWS),), (3, draw(ROWS))]))
+        shapes[f"layer{number}.w"] = (*outer, draw(LENGTHS))
+    params = [(("model", fqn), TensorSpec("BF16", shape)) for fqn, shape in shapes.items()]
+    layout = draw(drawn_layouts(tensors=params, max_world=max_world, complete=True))
+    seed, arrays, tensors = draw(st.integers(0, 99)), dict[Key, Array](), []
+    for tensor in layout.tensors:
+        state = arrays_of(tensor.decl.fqn, tensor.decl.spec.shape, seed)
+        for (part, fqn), array in state.items():
+            spec = TensorSpec("BF16" if part == "model" else "F32", array.shape)
+            decl = replace(tensor.decl, part=part, fqn=fqn, spec=spec)
+            tensors.append(replace(tensor, decl=decl))
+        arrays |= state
+    column_major = frozenset(key for key in arrays if draw(st.integers(0, 4)) == 0)
+    return Case(arrays, DrawnLayout(layout.world, tuple(tensors)), (), column_major)
+
+
+def _encodes(block_encoding: BlockEncoding, array: Array) -> tuple[dict[str, bytes], Array]:
+    """Stored bytes of a moment by suffix, and the flat indices of its exceptions."""
+    values = array.view(np.float32).reshape(-1, array.shape[-1]).copy()
+    unfit = ~np.isfinite(values)
+    if not block_encoding.signed:
+        unfit |= np.signbit(values)
+    values[unfit] = 0
+    encoded = block_encoding.encode(values)
+    stored = {"": encoded.codes.tobytes(), ".scale": encoded.scales.tobytes()}
+    return stored, np.flatnonzero(unfit)
+
+
+def expected_tensors(
+    arrays: Mapping[Key, Array], compression: str
+) -> tuple[dict[Key, bytes], dict[str, dict[str, bytes]]]:
+    """The stored tensors, and the exceptions files by part, that one encoder of whole tensors
+    gives.
+    """
+    stored: dict[Key, bytes] = {}
+    exceptions: dict[str, dict[str, bytes]] = {}
+    for (part, fqn), array in arrays.items():
+        state, unfit, by_suffix = fqn.rpartition("/")[2], None, {"": array.tobytes()}
+        if part == "master_weights":
+            model = arrays["model", fqn].astype(np.uint32) << 16
+            low = array.astype(np.uint16).view(np.int16)
+            unfit = np.flatnonzero(model + low.astype(np.int32).view(np.uint32) != array)
+            by_suffix = {"": low.tobytes()}
+        elif state in MOMENTS and compression in MOMENT_BITS and array.shape[-1] >= 32:
+            number = MOMENTS.index(state)
+            make = (first_moment, second_moment)[number]
+            by_suffix, unfit = _encodes(make(MOMENT_BITS[compression][number]), array)
+        if unfit is not None and len(unfit) > max(array.size // 64, 1):
+            unfit, by_suffix = None, {"": array.tobytes()}
+        stored |= {(part, fqn + suffix): body for suffix, body in by_suffix.items()}
+        if unfit is not None and len(unfit):
+            values = array.reshape(-1)[unfit]
+            exceptions.setdefault(part, {})[f"{fqn}.index"] = unfit.astype("<i8").tobytes()
+            exceptions[part][f"{fqn}.value"] = values.astype("<u4").tobytes()
+    return stored, exceptions
+
+
+def stored_tensors(folder: Path) -> tuple[dict[Key, bytes], dict[str, dict[str, bytes]]]:
+    """What a folder stores, as `expected_tensors`. Sizes are those of the manifest."""
+    parts = json.loads((folder / "unified_checkpoint.json").read_text())["parts"]
+    stored: dict[Key, bytes] = {}
+    exceptions: dict[str, dict[str, bytes]] = {}
+    for part, record in parts.items():
+        for file in record["files"]:
+            stored |= {(part, name): body for name, body in _read(folder / file).items()}
+        if record["exceptions"] is not None:
+            exceptions[part] = _read(folder / record["exceptions"]["file"])
+        assert record["total_nbytes"] == sum(
+            len(body) for key, body in stored.items() if key[0] == part
+        )
+    return stored, exceptions
+
+
+def _read(file: Path) -> dict[str, bytes]:
+    with safe_open(file, framework="pt") as opened:
+        return {name: bits(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+
+
+def raw_nbytes(case: Case) -> int:
+    return sum(array.dtype.itemsize * prod(array.shape) for array in case.arrays.values())

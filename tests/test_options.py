@@ -47,6 +47,7 @@ def test_save_and_load_options_refuse() -> None:
         (uc.SaveOptions, "max_file_bytes", 0),
         (uc.SaveOptions, "timeout_seconds", 0),
         (uc.SaveOptions, "typo", 1),
+        (uc.SaveOptions, "compression", "O3"),
         (uc.LoadOptions, "verify", "some"),
         (uc.LoadOptions, "max_over_read", 0.9),
         (uc.LoadOptions, "typo", 1),
@@ -219,3 +220,18 @@ def test_paddle_config(config: str, asynchronous: bool, parts: tuple[str, ...] |
 def test_paddle_config_is_refused(config: str, text: str) -> None:
     with pytest.raises(uc.FormatError, match=text):
         from_paddle(config)
+
+
+@pytest.mark.parametrize(
+    ("stage", "compression"), [(None, "lossless"), ("O0", "none"), ("O1", "O1"), ("O2", "O2")]
+)
+def test_paddle_quant_stage(stage: str | None, compression: str) -> None:
+    save = uc.SaveOptions(compression="lossless")
+    options = from_paddle("remove_master_weight", ckpt_quant_stage=stage, save=save)
+    assert options.save.compression == compression
+    assert options.save.parts == ("model", "optimizer")
+
+
+def test_paddle_quant_stage_o3_is_refused() -> None:
+    with pytest.raises(uc.FormatError, match="got 'O3', expected one of O0, O1, O2; PaddleNLP"):
+        from_paddle("", ckpt_quant_stage="O3")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -134,7 +133,3 @@ def stored_tensors(folder: Path) -> tuple[dict[Key, bytes], dict[str, dict[str, 
 def _read(file: Path) -> dict[str, bytes]:
     with safe_open(file, framework="pt") as opened:
         return {name: bits(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
-
-
-def raw_nbytes(case: Case) -> int:
-    return sum(array.dtype.itemsize * prod(array.shape) for array in case.arrays.values())

@@ -71,6 +71,7 @@ _PADDLE_FLAGS = (
     "remove_master_weight",
     "enable_all_options",
 )
+_PADDLE_STAGES = {"O0": "none", "O1": "O1", "O2": "O2"}  # our name of each `ckpt_quant_stage`
 _PADDLE_REFUSED = {
     "ignore_merge_optimizer": "the optimizer is always merged while it is written",
     "gather_split_param": "split parameters are always gathered",
@@ -141,13 +142,19 @@ def _tier_options(flags: Mapping[str, object]) -> dict[str, object]:
 
 
 def from_paddle(
-    config: str, *, manager: ManagerOptions | None = None, save: SaveOptions | None = None
+    config: str,
+    *,
+    ckpt_quant_stage: str | None = None,
+    manager: ManagerOptions | None = None,
+    save: SaveOptions | None = None,
 ) -> TranslatedOptions:
     """Translate PaddleNLP's `unified_checkpoint_config`, flags separated by spaces or commas, on
     top of the given options.
 
+    `ckpt_quant_stage`: its other option, "O0", "O1" or "O2", as `SaveOptions(compression=...)`.
+
     `master_weight_compatible` is always on here: weights and master weights stand in for each
-    other. Raises FormatError for an unknown flag.
+    other. Raises FormatError for an unknown flag or stage.
     """
     flags = list(dict.fromkeys(config.replace(",", " ").split()))
     for flag in flags:
@@ -177,6 +184,13 @@ def from_paddle(
     changes: dict[str, object] = {}
     if without_model or without_masters:
         changes["parts"] = ("master_weights" if without_model else "model", "optimizer")
+    if ckpt_quant_stage is not None:
+        if ckpt_quant_stage not in _PADDLE_STAGES:
+            raise FormatError(
+                f"ckpt_quant_stage: got {ckpt_quant_stage!r}, expected one of "
+                f"{', '.join(_PADDLE_STAGES)}; PaddleNLP calls O3 experimental"
+            )
+        changes["compression"] = _PADDLE_STAGES[ckpt_quant_stage]
     asynchronous = {"asynchronous": "async_save" in flags}
     return TranslatedOptions(
         _with_changes(manager or ManagerOptions(), asynchronous),

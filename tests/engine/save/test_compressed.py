@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.compressed_cases import compressed_cases, expected_tensors, stored_tensors
+from tests.support.compressed_cases import (
+    arrays_of,
+    compressed_cases,
+    expected_tensors,
+    rounded,
+    stored_tensors,
+)
+from tests.support.oracles import Array
 from tests.support.reshard_cases import (
     NAME,
     Case,
@@ -22,10 +33,13 @@ from tests.support.reshard_cases import (
     save_call,
 )
 from unified_ckpt.core.planning import exchange
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.save.planned_save import SaveCache
 from unified_ckpt.engine.save.save import begin_save, save
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import run_ranks
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.testing import DrawnLayout, DrawnTensor, run_ranks
 
 __all__ = ["root"]  # fixtures
 
@@ -39,9 +53,15 @@ def save_compressed(case: Case, root: Path, *, background: bool, **options: obje
 
     def act(comm: Comm) -> uc.SaveReport:
         cache, storage = SaveCache(), Recorded(root, writes, comm.rank)
-        request = request_of(case.state(comm.rank), **options)
-        call = save_call(comm, storage, NAME, request, cache)
-        report = begin_save(call, lazy=False).finish(None) if background else save(call)
+        state = case.state(comm.rank)
+        call = save_call(comm, storage, NAME, request_of(state, **options), cache)
+        if not background:
+            report = save(call)
+        else:
+            pending = begin_save(call, lazy=False)
+            for tensor in state.tensors:
+                tensor.local.zero_()  # training goes on
+            report = pending.finish(None)
         cache.close()
         return report
 
@@ -69,3 +89,123 @@ def test_any_mesh_stores_the_same_bytes(
         check_written_once(writes, folder)
         assert stored_tensors(folder) == expected_tensors(case.arrays, compression)
         assert uc.verify(folder, deep=True).ok
+
+
+# what is stored plain
+
+
+W, SHAPE = "layer0.w", (64, 96)
+ROWS, COLUMNS = (ShardDim(0, 2, 1),), (ShardDim(1, 2, 1),)
+
+
+def case_of(
+    arrays: Mapping[Key, Array], world: int, shard_dims: Mapping[str, tuple[ShardDim, ...]]
+) -> Case:
+    """Tensors on all ranks, sharded by part."""
+    tensors = [
+        DrawnTensor(
+            TensorDecl(
+                part,
+                fqn,
+                TensorSpec("BF16" if part == "model" else "F32", array.shape),
+                Sharding(shard_dims.get(part, ())),
+            ),
+            tuple(range(world)),
+        )
+        for (part, fqn), array in arrays.items()
+    ]
+    return Case(arrays, DrawnLayout(world, tuple(tensors)))
+
+
+def fitting_arrays() -> dict[Key, Array]:
+    """A state without exceptions."""
+    arrays = arrays_of(W, SHAPE, 0)
+    masters = np.random.default_rng(1).normal(0, 0.02, SHAPE).astype(np.float32).view(np.uint32)
+    masters[masters & 0xFFFF == 0x8000] += 1
+    moments = {key: np.zeros(SHAPE, np.uint32) for key in arrays if key[0] == "optimizer"}
+    return {("model", W): rounded(masters), ("master_weights", W): masters, **moments}
+
+
+@pytest.mark.parametrize(
+    ("model", "masters", "plain"),
+    [(ROWS, ROWS, False), ((), COLUMNS, False), (COLUMNS, ROWS, True), (ROWS, (), True)],
+)
+def test_masters_are_encoded_where_ranks_hold_their_model(
+    tmp_path: Path, model: tuple[ShardDim, ...], masters: tuple[ShardDim, ...], plain: bool
+) -> None:
+    arrays = fitting_arrays()
+    case = case_of(arrays, 2, {"model": model, "master_weights": masters})
+    save_compressed(case, tmp_path, background=False, compression="lossless")
+    stored, exceptions = stored_tensors(tmp_path / NAME)
+    expected = arrays["master_weights", W] if plain else arrays["master_weights", W].astype("<u2")
+    assert stored["master_weights", W] == expected.tobytes()
+    assert exceptions == {}
+
+
+@pytest.mark.parametrize("shard_dims", [(), ROWS, COLUMNS])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_a_tensor_with_too_many_exceptions_is_plain(
+    tmp_path: Path, world: int, shard_dims: tuple[ShardDim, ...], too_many: int
+) -> None:
+    """Counted over the whole tensor, whichever shards they are in, and replicas once."""
+    arrays = fitting_arrays()
+    count = SHAPE[0] * SHAPE[1] // 64 + too_many
+    arrays["model", W].reshape(-1)[:count] ^= 1
+    arrays["optimizer", f"{W}/exp_avg"].reshape(-1)[:count] = 0x7F800000
+    parts = ("model", "master_weights", "optimizer")
+    case = case_of(arrays, world, dict.fromkeys(parts, shard_dims))
+    save_compressed(case, tmp_path, background=False, compression="O1")
+    stored, exceptions = stored_tensors(tmp_path / NAME)
+    assert (stored, exceptions) == expected_tensors(arrays, "O1")
+    assert (len(stored["master_weights", W]) == SHAPE[0] * SHAPE[1] * 4) == bool(too_many)
+    assert bool(exceptions) != bool(too_many)
+
+
+def test_a_later_save_decides_again_after_many_exceptions(tmp_path: Path) -> None:
+    """The save with the cached plan lists them all; the next one stores the masters plain."""
+    arrays = fitting_arrays()
+    case = case_of(arrays, 2, dict.fromkeys(("model", "master_weights"), ROWS))
+
+    def act(comm: Comm) -> list[uc.SaveReport]:
+        cache, reports = SaveCache(), []
+        state = case.state(comm.rank)
+        for number in range(3):
+            if number == 1:
+                next(t for t in state.tensors if t.decl.part == "model").local.zero_()
+            storage = LocalStorage(str(tmp_path))
+            request = request_of(state, compression="lossless")
+            reports.append(save(save_call(comm, storage, f"save-{number}", request, cache)))
+        cache.close()
+        return reports
+
+    numel = SHAPE[0] * SHAPE[1]
+    for reports in run_ranks(2, act):
+        assert [report.exceptions for report in reports] == [0, numel, 0]
+        assert [report.encoded_nbytes for report in reports] == [2 * numel, 2 * numel, 0]
+    arrays["model", W][:] = 0
+    _, exceptions = stored_tensors(tmp_path / "save-1")
+    assert exceptions["master_weights"][f"{W}.value"] == arrays["master_weights", W].tobytes()
+    assert stored_tensors(tmp_path / "save-2") == (
+        {key: array.tobytes() for key, array in arrays.items()},
+        {},
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    ],
+)
+def test_other_optimizers_are_stored_plain(tmp_path: Path, make: Any) -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = make(model.parameters())
+    model(torch.ones(64)).sum().backward()
+    optimizer.step()
+    options = uc.SaveOptions(compression="O2")
+    report = uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=options)
+    plain = uc.save(tmp_path / "p", model=model, optimizer=optimizer)
+    assert (report.nbytes, report.encoded_nbytes) == (plain.nbytes, 0)

@@ -142,6 +142,17 @@ def test_masters_are_encoded_where_ranks_hold_their_model(
     assert exceptions == {}
 
 
+def test_masters_are_plain_where_one_rank_lacks_their_model(tmp_path: Path) -> None:
+    arrays = fitting_arrays()
+    case = case_of(arrays, 2, {})
+    model, *others = case.saved.tensors
+    layout = DrawnLayout(2, (DrawnTensor(model.decl, (0,)), *others))
+    options = {"background": False, "compression": "lossless"}
+    save_compressed(Case(arrays, layout), tmp_path, **options)
+    stored, _ = stored_tensors(tmp_path / NAME)
+    assert stored["master_weights", W] == arrays["master_weights", W].tobytes()
+
+
 @pytest.mark.parametrize("shard_dims", [(), ROWS, COLUMNS])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("too_many", [0, 1])

@@ -169,6 +169,9 @@ class ConvertOptions(_Options):
 
     `compare`: checks that master weights, rounded, equal the model, if the source has both.
 
+    `compression`: how master weights and Adam's moments are stored, as in `SaveOptions`. "none"
+    decodes what the source has encoded. Only for "unified".
+
     `max_file_bytes`, `if_exists`, `fsync`, `timeout_seconds`: as in `SaveOptions`. Formats other
     than "unified" need a free name.
     """
@@ -177,6 +180,7 @@ class ConvertOptions(_Options):
     source: SourceOptions = SourceOptions()
     parts: tuple[str, ...] | None = None
     model_dtype: ModelDtype | None = None
+    compression: Compression = "none"
     compare: bool = True
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
     if_exists: IfExists = "error"

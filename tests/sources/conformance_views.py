@@ -13,6 +13,8 @@ import torch
 
 import unified_ckpt as uc
 from tests.sources.conformance_cases import QUICK, Tensors, dcp_folder, keyed
+from tests.support.compressed import save_compressed
+from tests.support.decoders import decode_folder
 from tests.support.simulated_nodes import folder_of, save_all
 from tests.support.source_cases import LAZY_NBYTES, Case
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
@@ -59,6 +61,17 @@ def nodes(root: Path) -> Case:
         keyed(model=full),
         digests="below",
         open_files=partial(opened_nodes, root),
+        lazy_nbytes=2 * COMPUTED_NBYTES,
+    )
+
+
+def compressed(root: Path, *, compression: str) -> Case:
+    """A compressed checkpoint. Only tensors that are stored plain have digests of their own."""
+    save_compressed(root / "c", compression)
+    return Case(
+        root / "c",
+        decode_folder(root / "c"),
+        digests="below",
         lazy_nbytes=2 * COMPUTED_NBYTES,
     )
 
@@ -120,6 +133,7 @@ SPLIT = ({"match": "w", "split": {"sizes": [30, 1000]}, "to": ["a", "b"]},)
 STACKED = {"h.w": torch.stack(list(LAYERS.values()), 1)}
 PIECES = (("w", 10, 500), ("w", 200, 7), ("w", 100_000, 93))
 VIEWS: dict[str, Callable[[Path], Case]] = {
+    **{form: partial(compressed, compression=form) for form in ("lossless", "O1")},
     "renamed": partial(
         viewed,
         stored=TRAINED,

@@ -7,7 +7,7 @@ rows is a byte range of every stored tensor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -37,6 +37,7 @@ _MODEL, _MASTERS, _OPTIMIZER = "model", "master_weights", "optimizer"
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 _MOMENT_BITS = {"O1": (8, 8), "O2": (6, 4)}  # of the first and the second moment
 _SCALE = ".scale"
+_RUN_LENGTH = 1 << 20  # elements that are encoded or decoded at a time
 _MIN_ROW = 32  # in shorter rows, scales cost more than codes save
 _MAX_ROW = 1 << 20  # a rank encodes whole rows, and holds one in memory
 
@@ -146,6 +147,82 @@ class MomentEncoding:
 Encoding = MasterEncoding | MomentEncoding
 
 
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Columns [low, high) of `count` rows of `length` elements, from row `row`; one flat range.
+
+    Several rows are whole rows. Columns are whole blocks.
+    """
+
+    length: int
+    row: int
+    count: int
+    low: int
+    high: int
+
+    @property
+    def start(self) -> int:
+        """The first element, counted in the whole tensor."""
+        return self.row * self.length + self.low
+
+    @property
+    def width(self) -> int:
+        """The elements in each row."""
+        return self.high - self.low
+
+    def stored_ranges(self, encoding: Encoding) -> list[tuple[int, int]]:
+        """Return the byte range of this run in each stored tensor."""
+        columns = (encoding.row_nbytes(column) for column in (self.length, self.low, self.high))
+        return [
+            (self.row * row + low, (self.row + self.count - 1) * row + high)
+            for row, low, high in zip(*columns, strict=True)
+        ]
+
+
+def row_runs(start: int, stop: int, length: int) -> Iterator[RowRun]:
+    """Yield runs that together cover elements [start, stop), each of a few MiB when decoded."""
+    while start < stop:
+        row, column = divmod(start, length)
+        low = column // BLOCK_SIZE * BLOCK_SIZE
+        wanted = stop - row * length  # elements from the first of this row
+        count = 0 if low else min(wanted, _RUN_LENGTH) // length
+        high = length
+        if not count:
+            count, last = 1, min(wanted, low + _RUN_LENGTH)
+            high = min(-(-last // BLOCK_SIZE) * BLOCK_SIZE, length)
+        yield RowRun(length, row, count, low, high)
+        start = (row + count - 1) * length + high
+
+
+def aligned_runs(start: int, stop: int, shape: Sequence[int]) -> Iterator[RowRun]:
+    """Yield the runs that touch elements [start, stop), of a fixed division of the tensor."""
+    length = shape[-1]
+    unit = _RUN_LENGTH // length * length
+    row_start = start // length * length
+    first = start // unit * unit if unit else start - (start - row_start) % _RUN_LENGTH
+    for run in row_runs(first, prod(shape), length):
+        if run.start >= stop:
+            return
+        yield run
+
+
+def stored_elements(
+    encoding: Encoding, index: int, length: int, start: int, stop: int
+) -> tuple[int, int]:
+    """Return the elements in whose blocks bytes [start, stop) of a stored tensor lie.
+
+    `index`: of the stored tensor; `length`: of a row of elements.
+    """
+    if start == stop:
+        return 0, 0
+    row_nbytes = encoding.row_nbytes(length)[index]
+    block_nbytes = encoding.row_nbytes(BLOCK_SIZE)[index]
+    first_row, first = divmod(start, row_nbytes)
+    last_row, last = divmod(stop - 1, row_nbytes)
+    end = min((last // block_nbytes + 1) * BLOCK_SIZE, length)
+    return first_row * length + first // block_nbytes * BLOCK_SIZE, last_row * length + end
+
+
 def scale_name(fqn: str) -> str:
     """Return the name of the stored tensor with the scales of an encoded tensor."""
     return fqn + _SCALE
@@ -217,6 +294,16 @@ def _looks_encoded(key: Key, dtype: str, states: Mapping[str, str]) -> bool:
     name = states.get(state_name(key))
     is_code = name is not None and dtype == _ENCODINGS[name].dtype
     return is_code or is_scale(*key, states)
+
+
+def compression_name(records: Iterable[EncodingRecord]) -> str:
+    """Return the compression that gives these encodings; their names if none does."""
+    names = {record.name for record in records}
+    moments = names - {MasterEncoding.name}
+    for compression, (first, second) in _MOMENT_BITS.items():
+        if moments == {first_moment(first).name, second_moment(second).name}:
+            return compression
+    return ", ".join(sorted(moments)) or ("lossless" if names else "none")
 
 
 def decoded_specs(

@@ -49,13 +49,19 @@ def encode_exceptions(
     )
     header_bytes, _ = header.encode_header(items)
     body = b"".join([header_bytes, *(arrays[name].tobytes() for name, _, _ in items)])
-    record = NamedFile(
-        file=names.exceptions_name(part),
+    return body, exceptions_record(part, body)
+
+
+def exceptions_record(part: str, body: bytes) -> NamedFile:
+    """Return the manifest's record of a part's exceptions file with this content."""
+    name = names.exceptions_name(part)
+    header_nbytes = header.header_nbytes(body, file_size=len(body), file=name)
+    return NamedFile(
+        file=name,
         nbytes=len(body),
-        header_crc=f"{digests.crc(header_bytes):016x}",
+        header_crc=f"{digests.crc(body[:header_nbytes]):016x}",
         crc=f"{digests.crc(body):016x}",
     )
-    return body, record
 
 
 def parse_exceptions(

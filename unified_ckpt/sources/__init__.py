@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import cast
 
 from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
@@ -45,7 +46,7 @@ def open_source(
     detected = resolve_format(path, options)
     with ExitStack() as stack, gc_paused:
         if detected is None:
-            opened: Source = open_path(path, lock=True)
+            opened: Source = decode_source(open_path(path, lock=True), label=path)
         else:
             opened = _open_format(detected, path, options)
         stack.callback(opened.close)

@@ -42,6 +42,7 @@ from unified_ckpt.format import names as format_names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import (
     DigestFile,
+    EncodingRecord,
     Manifest,
     OptimizerRecord,
     RankExtraFile,
@@ -174,6 +175,20 @@ class Folder(Source):
             )
         for file, size in sorted(sizes.items()):
             self._headers[file] = self._read_header(file, size or 0)
+
+    def encodings(self) -> Mapping[str, Mapping[str, EncodingRecord]]:
+        """Return how some tensors are encoded, by part and state."""
+        parts = self.manifest.parts if self.manifest is not None else {}
+        return {
+            part: parts[part].encodings
+            for part in self.parts
+            if part in parts and parts[part].encodings
+        }
+
+    def exceptions(self, part: str) -> bytes | None:
+        """Return the content of a part's exceptions file, if it has one."""
+        record = self.manifest.parts[part].exceptions if self.manifest is not None else None
+        return None if record is None else read_file(self.storage, record.file, record)
 
     def digest_record(self) -> DigestFile | None:
         """Return the manifest's record of digests, or None. FormatError for an unknown kind.

@@ -113,6 +113,7 @@ def _load(
                 request.state.aliases,
             )
         sizes = {match.stored_key: match.target.decl.spec.nbytes for match in matches}
+        request.source.check_values({part for part, _ in sizes}, share=rank, shares=world)
         tensors, storage = locate_tensors(request.source, sizes, verify=verify != "off")
         stateful = plan_restore(
             request.extra, request.rank_extra, request.source, metadata, rank=rank, world=world

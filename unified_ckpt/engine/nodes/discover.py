@@ -21,6 +21,7 @@ from unified_ckpt.engine.nodes.inventory import (
     tensor_list_name,
 )
 from unified_ckpt.engine.nodes.source import ClusterSource
+from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.protocol import ReadPolicy, Source
 from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError, StorageError
 from unified_ckpt.format import codec, names
@@ -108,8 +109,8 @@ def open_unified(comm: Comm, request: OpenRequest, resources: ExitStack) -> Sour
             comm, operation, opened, topology, resources, timeout_seconds=timeout
         )
         if source is not None:
-            return source
-    return opened.error or opened.folders[0]
+            return decode_source(source, label=request.label)
+    return opened.error or decode_source(opened.folders[0], label=request.label)
 
 
 def may_span_folders(opened: OpenedFolders, topology: Topology) -> bool:

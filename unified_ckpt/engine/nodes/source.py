@@ -22,7 +22,7 @@ from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.source.protocol import ReadPolicy, Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names as format_names
-from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.format.manifest import EncodingRecord, Manifest
 from unified_ckpt.runtime.storage.storage import Buffer
 
 _Result = TypeVar("_Result")
@@ -77,6 +77,14 @@ class ClusterSource(Source):
     def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
         """Fill `buffer` from byte `start` of a tensor, from the folders that have the bytes."""
         self._reader.read_into(key, start, buffer)
+
+    def encodings(self) -> Mapping[str, Mapping[str, EncodingRecord]]:
+        """Return how some tensors are encoded: the same in all folders."""
+        return self._any_folder.encodings()
+
+    def exceptions(self, part: str) -> bytes | None:
+        """Return a part's exceptions file, from a folder that has it intact."""
+        return self._read_first(self._order, lambda number: self._folders[number].exceptions(part))
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return None for each tensor: digests are of shards, which `read_into` verifies."""

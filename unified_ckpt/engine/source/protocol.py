@@ -13,6 +13,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.manifest import EncodingRecord
 from unified_ckpt.runtime.storage.storage import Buffer, Reader
 
 _OPTIMIZER = "optimizer"
@@ -142,6 +143,19 @@ class Source(ABC):
         """Return where tensors lie plainly in files, None if none do. Same errors as `specs`."""
         return None
 
+    def encodings(self) -> Mapping[str, Mapping[str, EncodingRecord]]:
+        """Return how some tensors are encoded, by part and state. `DecodedSource` decodes them."""
+        return {}
+
+    def exceptions(self, part: str) -> bytes | None:  # noqa: ARG002
+        """Return the content of the exceptions file of an encoded part, if it has one."""
+        return None
+
+    def check_values(  # noqa: B027  # most Sources have nothing to check
+        self, parts: Collection[str], *, share: int, shares: int
+    ) -> None:
+        """Check in advance what reading these parts would refuse; one of `shares` shares of it."""
+
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return the CRC64NVME of each 1 MiB block of a tensor, or None if it has no digests.
 
@@ -172,6 +186,10 @@ class WrappedSource(Source):
     def aliases(self, part: str) -> Mapping[str, str]:
         """Return other names of tied tensors."""
         return self._source.aliases(part)
+
+    def check_values(self, parts: Collection[str], *, share: int, shares: int) -> None:
+        """Check what is read of the wrapped source."""
+        self._source.check_values(parts, share=share, shares=shares)
 
     def metadata(self) -> SourceMetadata:
         """Return everything besides tensors."""

@@ -40,6 +40,7 @@ def run(arguments: Namespace) -> int:
             source=source_options(arguments),
             parts=tuple(arguments.part) or None,
             model_dtype=arguments.dtype,
+            compression=arguments.compression,
             max_file_bytes=arguments.max_file_size,
             if_exists=arguments.if_exists,
             compare=not arguments.no_compare,

@@ -125,6 +125,12 @@ _VERBS = {
                 help="write the model's tensors in this dtype",
             ),
             argument(
+                "--compression",
+                choices=("none", "lossless", "O1", "O2"),
+                default="none",
+                help="how to store master weights and moments (default: none, which decodes)",
+            ),
+            argument(
                 "--max-file-size",
                 type=byte_size,
                 default=5_000_000_000,

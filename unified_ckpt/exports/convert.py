@@ -128,6 +128,7 @@ def _convert_request(options: ConvertOptions, paths: Sequence[str]) -> ConvertRe
             exclude_defaults=True,
             exclude={"timeout_seconds", "fsync", "if_exists"},
         ),
+        compression=options.compression,
         max_file_bytes=options.max_file_bytes,
         if_exists=options.if_exists,
         fsync=options.fsync,
@@ -141,6 +142,11 @@ def _check_options(options: ConvertOptions, target_path: str) -> None:
     """FormatError for options that do not go together."""
     if options.to not in FORMATS:
         raise FormatError(f"to: got {options.to!r}, expected one of {', '.join(FORMATS)}")
+    if options.to != "unified" and options.compression != "none":
+        raise FormatError(
+            f"compression: got {options.compression!r} for {options.to!r}, expected 'none'; only "
+            "unified checkpoints are compressed"
+        )
     if options.to == "torch" and not target_path.endswith((".pt", ".pth", ".bin")):
         raise FormatError(
             f"{target_path}: got this name for a torch.save file, expected one that ends in .pt, "

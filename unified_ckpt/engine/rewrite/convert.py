@@ -16,15 +16,17 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.finalize import finalize_checkpoint, finalize_files, manifest_fields
 from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.rewrite.encode import encode_source
 from unified_ckpt.engine.rewrite.metadata import write_rank_extra, write_state
 from unified_ckpt.engine.rewrite.tensors import (
     Rewrite,
@@ -37,6 +39,7 @@ from unified_ckpt.engine.rewrite.weights_check import MasterCheck
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageError
 from unified_ckpt.format import digests
+from unified_ckpt.format.encoded_tensors import Compression, choose_encodings
 from unified_ckpt.format.manifest import ConvertedFrom
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.comm.call import Call
@@ -63,6 +66,7 @@ class ConvertRequest:
     if_exists: str
     fsync: bool
     timeout_seconds: float
+    compression: Compression = "none"
     without_manifest: bool = False
     compare_masters: bool = True
     # compared in place of the source, whose model may be cast from its masters
@@ -137,11 +141,16 @@ def convert_source(
                     time.monotonic() - start_time,
                     existed=True,
                 )
+            masters = _Masters(request, source)
+            encodings = choose_encodings(_specs(source), request.compression)
+            if encodings:
+                source = encode_source(collective, source, encodings, masters.update)
+                sizes, masters.compared = tensor_sizes(source), encodings.keys()
             rewrite = Rewrite(
                 transaction, source, topology, sizes, lambda _: collective.heartbeat()
             )
             rewrite = plan_files(rewrite, {}, max_file_bytes=request.max_file_bytes)
-            record = _write_and_publish(rewrite, request, start_time)
+            record = _write_and_publish(rewrite, request, masters, start_time)
     # of several folders of one save: damage that other copies made up for
     damage = source.verification.damage
     return ConvertReport(
@@ -168,7 +177,7 @@ def _check_same_tensors(collective: Collective, source: Source, path: str) -> di
         raise FormatError(f"{path}: got a checkpoint without tensors, expected at least one tensor")
     for part in source.parts:
         check_part_name(part)
-    fingerprint = f"{_tensor_fingerprint(source, sizes):016x}".encode()
+    fingerprint = f"{_tensor_fingerprint(source):016x}".encode()
     if (
         collective.broadcast("fingerprint", fingerprint if collective.rank == 0 else None)
         != fingerprint
@@ -180,16 +189,41 @@ def _check_same_tensors(collective: Collective, source: Source, path: str) -> di
     return sizes
 
 
-def _tensor_fingerprint(source: Source, sizes: Mapping[Key, int]) -> int:
-    crc, specs_by_part = 0, {part: source.specs(part, source.names(part)) for part in source.parts}
-    for part, name in sorted(sizes):
-        spec = specs_by_part[part][name]
+def _specs(source: Source) -> dict[Key, TensorSpec]:
+    return {
+        (part, name): spec
+        for part in source.parts
+        for name, spec in source.specs(part, source.names(part)).items()
+    }
+
+
+def _tensor_fingerprint(source: Source) -> int:
+    crc = 0
+    for (part, name), spec in sorted(_specs(source).items()):
         crc = digests.crc(f"{part}:{name}:{spec.dtype}:{spec.shape}\n".encode(), crc)
     return crc
 
 
+class _Masters:
+    """Compares master weights with the model where the request asks for it.
+
+    `compared`: the tensors that were compared before they are written.
+    """
+
+    def __init__(self, request: ConvertRequest, source: Source) -> None:
+        self.check = None
+        if request.compare_masters:
+            self.check = MasterCheck(request.uncast_source or source)
+        self.compared: Collection[Key] = ()
+
+    def update(self, key: Key, start: int, data: memoryview) -> None:
+        """Compare bytes of a tensor, whole elements from byte `start`, with the model's."""
+        if self.check is not None and key not in self.compared:
+            self.check.update(key, start, data)
+
+
 def _write_and_publish(
-    rewrite: Rewrite, request: ConvertRequest, start_time: float
+    rewrite: Rewrite, request: ConvertRequest, masters: _Masters, start_time: float
 ) -> ConvertedFrom:
     """Write, verify and publish the folder; return its record. Collective."""
     collective, transaction = rewrite.transaction.collective, rewrite.transaction
@@ -201,16 +235,9 @@ def _write_and_publish(
 
     rewrite = replace(rewrite, on_progress=on_write)
     with collective.step("write"):
-        master_check = (
-            MasterCheck(request.uncast_source or rewrite.source)
-            if request.compare_masters
-            else None
-        )
-        if master_check is None:
-            compared, written = 0, write_tensors(rewrite)
-        else:
-            written = write_tensors(rewrite, master_check.update)
-            compared = _check_masters(collective, master_check, request.source_path)
+        written, compared = write_tensors(rewrite, masters.update), 0
+        if masters.check is not None:
+            compared = _check_masters(collective, masters.check, request.source_path)
     with collective.step("finalize"):
         if written is not None:
             record = _conversion_record(rewrite, request, written, compared)
@@ -241,7 +268,7 @@ def _conversion_record(
 
     IntegrityError if what was written differs from the source.
     """
-    source = rewrite.source
+    source, specs = rewrite.source, _specs(rewrite.source)
     missing = sorted(
         f"{part}:{name}"
         for part, name in rewrite.sizes
@@ -256,11 +283,10 @@ def _conversion_record(
                 missing,
             )
         )
-    specs = {part: source.specs(part, source.names(part)) for part in source.parts}
     source_digests = source.block_digests(list(rewrite.sizes))
     tensors, nbytes, crc_by_part = Counter[str](), Counter[str](), dict[str, int]()
     for (part, name), blocks in sorted(written.block_crcs.items()):
-        spec = specs[part][name]
+        spec = specs[part, name]
         tensors[part] += 1
         nbytes[part] += spec.nbytes
         line = f"{name}:{spec.dtype}:{spec.shape}\n".encode() + struct.pack(

@@ -19,11 +19,13 @@ from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.chunks import chunks
 from unified_ckpt.engine.plan.save_plan import StagedTensors
 from unified_ckpt.engine.save.extents import BufferRing
+from unified_ckpt.engine.source.encoded import OnBytes
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import IntegrityError, StorageError
 from unified_ckpt.format import digests, header, names
+from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest import FileRecord
+from unified_ckpt.format.manifest import FileRecord, NamedFile
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
 from unified_ckpt.runtime.storage.storage import Buffer
@@ -31,8 +33,6 @@ from unified_ckpt.runtime.torch_state.tensors import as_bytes
 
 # called with the number of bytes of each write; an exception ends the rewrite
 OnProgress = Callable[[int], object]
-# called with a key, a byte offset in the tensor, and the bytes there, before they are written
-OnBytes = Callable[[Key, int, memoryview], object]
 
 _ENTRY_NBYTES = 300  # per tensor in headers, indexes and digests, without its name
 
@@ -232,8 +232,25 @@ def _collect_written(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> Writt
         records.setdefault(file.part, {})[name] = record
         weight_maps.setdefault(file.part, {}).update((fqn, name) for _, fqn in file.keys)
         part_nbytes[file.part] += sum(rewrite.sizes[key] for key in file.keys)
-    tensors = StagedTensors(weight_maps, records, part_nbytes)
+    tensors = StagedTensors(
+        weight_maps,
+        records,
+        part_nbytes,
+        rewrite.source.encodings(),
+        _write_exceptions(rewrite),
+    )
     return WrittenFiles(tensors, _merge_digests(rewrite, packed_by_rank))
+
+
+def _write_exceptions(rewrite: Rewrite) -> dict[str, NamedFile]:
+    """Write the exceptions file of each part that has one; return the records by part."""
+    records = {}
+    for part in rewrite.source.encodings():
+        body = rewrite.source.exceptions(part)
+        if body is not None:
+            records[part] = exceptions_record(part, body)
+            rewrite.write_at(records[part].file, 0, [memoryview(body)])
+    return records
 
 
 def _merge_digests(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> dict[Key, array[int]]:

@@ -1,0 +1,221 @@
+"""Conversions to and from compressed checkpoints: the same bytes, whoever writes, however often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unified_ckpt as uc
+from tests.support.compressed import QUICK, save_compressed, stored_files, trained_state
+from tests.support.decoders import decode_folder
+from tests.support.manifests import edit_manifest
+from tests.support.source_cases import assert_same
+from unified_ckpt.cli.main import main
+from unified_ckpt.engine.folder.copy import copy_checkpoint
+from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
+from unified_ckpt.format.encoded_tensors import Compression
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.topology import Topology
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.sources import open_source
+from unified_ckpt.testing import run_ranks, try_ranks
+
+FORMS: tuple[Compression, ...] = ("lossless", "O1", "O2")
+# Several files, several blocks, rows longer than what is encoded at a time, short last blocks.
+SHAPES = {"w": (700, 1111), "long": (2, 1_050_003), "v": (130,), "conv": (4, 3, 3)}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain") / "c"
+    uc.save(folder, **trained_state(SHAPES), options=QUICK)
+    return folder
+
+
+def convert(source: Path, target: Path, compression: Compression, **options: Any) -> ConvertReport:
+    return uc.convert(source, target, compression=compression, fsync=False, **options)
+
+
+def convert_on_ranks(world: int, source: Path, target: Path, compression: Compression) -> None:
+    def act(comm: Comm) -> None:
+        request = ConvertRequest(
+            source_path=str(source),
+            recorded_options={},
+            max_file_bytes=3 << 20,
+            if_exists="error",
+            fsync=False,
+            timeout_seconds=60,
+            compression=compression,
+        )
+        opened = open_source(str(source))
+        topology = Topology.shared_folder(comm.rank, [0] * world)
+        storage = LocalStorage(str(target.parent))
+        convert_source(comm, opened, storage, target.name, request, topology=topology)
+        opened.close()
+
+    run_ranks(world, act)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_number_of_ranks_writes_the_same_bytes(
+    form: Compression, plain: Path, tmp_path: Path
+) -> None:
+    for world in (1, 2, 3):
+        convert_on_ranks(world, plain, tmp_path / f"{world}", form)
+    files = stored_files(tmp_path / "1")
+    assert len(files) > 5
+    assert files == stored_files(tmp_path / "2") == stored_files(tmp_path / "3")
+    assert uc.verify(tmp_path / "3", deep=True).ok
+    decoded = tmp_path / "decoded"
+    convert_on_ranks(2, tmp_path / "2", decoded, "none")
+    convert_on_ranks(2, decoded, tmp_path / "again", form)
+    assert stored_files(tmp_path / "again") == files
+
+
+@pytest.mark.parametrize("form", ["lossless", "O1"])
+def test_there_and_back(form: Compression, plain: Path, tmp_path: Path) -> None:
+    convert(plain, tmp_path / "c", form)
+    convert(tmp_path / "c", tmp_path / "copy", form)
+    convert(tmp_path / "c", tmp_path / "back", "none")
+    convert(tmp_path / "back", tmp_path / "again", form)
+    encoded, back = stored_files(tmp_path / "c"), stored_files(tmp_path / "back")
+    assert encoded == stored_files(tmp_path / "copy") == stored_files(tmp_path / "again")
+    if form == "lossless":
+        assert back == stored_files(plain)
+    assert len(encoded["master_weights.safetensors"]) < 0.51 * len(
+        back["master_weights.safetensors"]
+    )
+
+
+def test_lossy_forms_change_moments_only(plain: Path, tmp_path: Path) -> None:
+    convert(plain, tmp_path / "c", "O1")
+    with uc.open(plain) as first, uc.open(tmp_path / "c") as second:
+        for part in first.parts:
+            for name in first[part]:
+                before, after = first[part][name][...], second[part][name][...]
+                if not name.endswith(("/exp_avg", "/exp_avg_sq")) or before.shape[-1] < 32:
+                    assert_same(after, before, (part, name))
+                    continue
+                finite = before.isfinite() & (before >= (0 if name.endswith("sq") else before))
+                assert_same(after[~finite], before[~finite], name)
+                error = (after - before)[finite].norm() / before[finite].norm()
+                assert 0 < error < 0.02, name
+
+
+def test_tensors_of_many_exceptions_are_stored_plain(tmp_path: Path) -> None:
+    state = trained_state({"good": (64, 64), "drifted": (64, 64), "few": (64, 64)})
+    state["model"]["drifted"] += 1
+    state["model"]["few"][0] += 1
+    state["optimizer"]["good/exp_avg"][:9] = float("nan")
+    save_compressed(tmp_path / "c", "O1", state)
+    source = open_source(str(tmp_path / "c")).stored  # type: ignore[attr-defined]
+    dtypes = {
+        name: spec.dtype for name, spec in source.specs("master_weights", state["model"]).items()
+    }
+    assert dtypes == {"good": "I16", "drifted": "F32", "few": "I16"}
+    moments = source.specs("optimizer", source.names("optimizer"))
+    assert moments["good/exp_avg"].dtype == "F32"
+    assert moments["good/exp_avg_sq"].dtype == "U8"
+    assert "good/exp_avg.scale" not in moments
+    source.close()
+    expected = decode_folder(tmp_path / "c")
+    with uc.open(tmp_path / "c") as opened:
+        for (part, name), tensor in expected.items():
+            assert_same(opened[part][name][...], tensor, (part, name))
+        for name, master in state["master_weights"].items():
+            assert_same(opened["master_weights"][name][...], master, name)
+
+
+def test_masters_that_differ_from_the_model_are_reported(tmp_path: Path) -> None:
+    state = trained_state()
+    state["model"]["wide"][5, 5] += 1
+    uc.save(tmp_path / "c", **state, options=QUICK)
+    for form in ("none", *FORMS):
+        with pytest.raises(uc.IntegrityError, match="wide: 1 of 309000 elements differ"):
+            convert(tmp_path / "c", tmp_path / "new", form)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_parts_and_dtypes_are_chosen_before_encoding(plain: Path, tmp_path: Path) -> None:
+    """Masters are plain where their model is not stored, or in another dtype."""
+    convert(plain, tmp_path / "parts", "O2", parts=("model", "optimizer"))
+    convert(plain, tmp_path / "half", "O2", model_dtype="float16", compare=False)
+    convert(plain, tmp_path / "c", "O2")
+    whole = stored_files(tmp_path / "c")
+    for name in ("parts", "half"):
+        files = stored_files(tmp_path / name)
+        assert files["optimizer.safetensors"] == whole["optimizer.safetensors"]
+    half = stored_files(tmp_path / "half")
+    assert half["master_weights.safetensors"] == stored_files(plain)["master_weights.safetensors"]
+    assert "master_weights.exceptions.safetensors" not in half
+
+
+def test_copies_repairs_and_replicas_have_the_stored_bytes(plain: Path, tmp_path: Path) -> None:
+    convert(plain, tmp_path / "c", "O1")
+    storage = LocalStorage(str(tmp_path))
+    copy_checkpoint(
+        str(tmp_path / "c"),
+        storage,
+        "copy",
+        if_exists="error",
+        fsync=False,
+        on_progress=lambda _: None,
+    )
+    files = stored_files(tmp_path / "c")
+    assert stored_files(tmp_path / "copy") == files
+    for name, body in files.items():
+        path = tmp_path / "copy" / name
+        path.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+        assert not uc.verify(tmp_path / "copy", deep=True).ok, name
+        assert uc.repair(tmp_path / "copy", [tmp_path / "c"]).problems == (), name
+        assert path.read_bytes() == body
+
+
+def test_a_part_is_deleted_with_its_exceptions(plain: Path, tmp_path: Path) -> None:
+    for number, suffixes in enumerate(("safetensors*", "*safetensors*")):
+        folder = tmp_path / f"{number}"
+        convert(plain, folder, "O1")
+        for path in folder.glob(f"optimizer.{suffixes}"):
+            path.unlink()
+        assert uc.verify(folder, deep=True).ok
+        with uc.open(folder) as source:
+            assert source.parts == ("master_weights", "model")
+    for path in folder.glob("model.*"):
+        path.unlink()
+    with (
+        uc.open(folder) as source,
+        pytest.raises(uc.IncompleteError, match=r"master_weights:.* is stored beside model:"),
+    ):
+        source["master_weights"]["w"][...]
+
+
+def test_other_formats_get_decoded_tensors(plain: Path, tmp_path: Path) -> None:
+    convert(plain, tmp_path / "c", "lossless")
+    files = []
+    for source in (plain, tmp_path / "c"):
+        uc.convert(source, tmp_path / "state.pt", to="torch", fsync=False, compare=False)
+        files.append((tmp_path / "state.pt").read_bytes())
+        (tmp_path / "state.pt").unlink()
+    assert files[0] == files[1]
+    with pytest.raises(uc.FormatError, match="compression: got 'O1' for 'dcp'"):
+        convert(plain, tmp_path / "dcp", "O1", to="dcp")
+
+
+def test_an_unknown_encoding_converts_to_nothing(plain: Path, tmp_path: Path) -> None:
+    convert(plain, tmp_path / "c", "O1")
+    edit_manifest(
+        tmp_path / "c",
+        lambda manifest: manifest["parts"]["optimizer"]["encodings"]["exp_avg"].update(name="new"),
+    )
+    for result in try_ranks(2, lambda _: convert(tmp_path / "c", tmp_path / "d", "none")):
+        assert isinstance(result, uc.FormatError)
+    assert not (tmp_path / "d").exists()
+
+
+def test_the_command_line_converts_both_ways(plain: Path, tmp_path: Path) -> None:
+    source, folder, back = str(plain), str(tmp_path / "c"), str(tmp_path / "back")
+    assert main(["convert", source, folder, "--compression", "lossless", "--no-fsync"]) == 0
+    assert main(["convert", folder, back, "--no-fsync"]) == 0
+    assert stored_files(tmp_path / "back") == stored_files(plain)

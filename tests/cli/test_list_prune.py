@@ -98,6 +98,7 @@ def test_list_shows_step_size_status_and_rules(
         "took",
         "kind",
         "format",
+        "form",
         "status",
         "kept",
         "by",
@@ -164,7 +165,9 @@ def test_list_and_inspect_name_omitted_parts(
             name: tensor.double() for name, tensor in weights["model"].items()
         }
     uc.save(tmp_path / "checkpoint-3", step=3, **weights, options=uc.SaveOptions(parts=parts))
-    assert f"  {kind}  complete" in run_verb(capsys, "list", tmp_path)
+    (row,) = (line for line in run_verb(capsys, "list", tmp_path).splitlines() if " 3 " in line)
+    assert f"  {kind}  none, " in row
+    assert "B/param  complete" in row
     assert (
         json.loads(run_verb(capsys, "list", tmp_path, "--json"))["runs"][0]["steps"][0][
             "omitted_parts"

@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from unified_ckpt.cli.arguments import source_options
+from unified_ckpt.cli.form import form_of
 from unified_ckpt.cli.tensor_tree import Line, collapse, natural_key, spec_text, table, tree
 from unified_ckpt.cli.text import count_text, extra_text, human_size, options_text, printable
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import format_ranks
 from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest import Manifest
@@ -50,25 +52,36 @@ _FIRST_PARTS = ("model", "master_weights", "optimizer")  # the others follow by 
 
 @dataclass(frozen=True, slots=True)
 class _PartListing:
-    """What is shown of a part. `total` counts all of its tensors; `files` maps files to bytes."""
+    """What is shown of a part. `total` counts all of its tensors; `files` maps files to bytes.
+
+    `encodings`: the encoding of each tensor that is encoded. `nbytes_of`: the stored bytes.
+    """
 
     name: str
     total: int
     specs: dict[str, TensorSpec]
+    encodings: dict[str, str]
+    nbytes_of: dict[str, int]
     files: dict[str, int]
     file_of: dict[str, str]
     aliases: dict[str, str]
 
     @property
     def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.specs.values())
+        return sum(self.nbytes_of.values())
+
+    def text(self, name: str) -> str:
+        """Describe a tensor: `F32 [256, 256] as log-8`."""
+        encoding = self.encodings.get(name)
+        return spec_text(self.specs[name]) + (f" as {encoding}" if encoding else "")
 
 
 def run(arguments: Namespace) -> int:
     """Print what `arguments.path` holds; return 0."""
-    folder = open_source(arguments.path, source_options(arguments))
+    source = open_source(arguments.path, source_options(arguments))
+    folder = source.stored if isinstance(source, DecodedSource) else source
     try:
-        parts, unreadable = _list_parts(folder, arguments.match)
+        parts, unreadable = _list_parts(source, arguments.match)
         if arguments.json:
             result = _as_json(arguments.path, folder, parts)
             if unreadable:
@@ -100,28 +113,40 @@ def _list_parts(folder: Source, match: str | None) -> tuple[list[_PartListing], 
         try:
             parts.append(_list_part(folder, part, match))
         except FormatError as error:
-            if isinstance(folder, Folder):
+            if isinstance(folder, Folder | DecodedSource):
                 raise
             unreadable[part] = str(error)
     return parts, unreadable
 
 
-def _list_part(folder: Source, part: str, match: str | None) -> _PartListing:
+def _list_part(source: Source, part: str, match: str | None) -> _PartListing:
     def is_shown(name_or_alias: str) -> bool:
         candidates = (name_or_alias, f"{part}:{name_or_alias}")
         return match is None or any(fnmatchcase(candidate, match) for candidate in candidates)
 
-    names = sorted(filter(is_shown, folder.names(part)), key=natural_key)
-    specs = folder.specs(part, names)
+    names = sorted(filter(is_shown, source.names(part)), key=natural_key)
+    specs = source.specs(part, names)
+    folder, encodings = source, dict[str, str]()
+    nbytes_of = {name: specs[name].nbytes for name in names}
+    if isinstance(source, DecodedSource):
+        folder = source.stored
+        for name in names:
+            encoded = source.encoded((part, name))
+            if encoded is not None:
+                encodings[name] = encoded[0].name
+                stored = encoded[0].stored_specs(name, specs[name].shape)
+                nbytes_of[name] = sum(spec.nbytes for spec in stored.values())
     file_of, files = dict.fromkeys(names, ""), {}
     if isinstance(folder, Folder):
         file_of = {name: folder.file_of(part, name) for name in names}
         files = {file: folder.storage.size(file) or 0 for file in sorted(set(file_of.values()))}
-    aliases = {alias: name for alias, name in folder.aliases(part).items() if is_shown(alias)}
+    aliases = {alias: name for alias, name in source.aliases(part).items() if is_shown(alias)}
     return _PartListing(
         part,
-        len(folder.names(part)),
+        len(source.names(part)),
         {name: specs[name] for name in names},
+        encodings,
+        nbytes_of,
         files,
         file_of,
         aliases,
@@ -136,6 +161,8 @@ def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, 
     if manifest is not None:
         result |= {key: getattr(manifest, key) for key in _MANIFEST_FIELDS}
         groups = manifest.optimizer.groups if manifest.optimizer else ()
+        form = form_of(folder) if isinstance(folder, Folder) else None
+        result |= asdict(form) if form is not None else {}
         result["param_groups"] = [group.model_dump() for group in groups]
         result["extra"] = manifest.extra
         result["node_group"] = (
@@ -151,7 +178,8 @@ def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, 
                 name: {
                     "dtype": spec.dtype,
                     "shape": list(spec.shape),
-                    "nbytes": spec.nbytes,
+                    "nbytes": part.nbytes_of[name],
+                    "encoding": part.encodings.get(name),
                     "file": part.file_of[name],
                 }
                 for name, spec in part.specs.items()
@@ -171,7 +199,7 @@ def _header_lines(path: str, folder: Source) -> list[str]:
     if not isinstance(folder, Folder):
         rows = _source_rows(folder)
     elif folder.manifest is not None:
-        rows = _manifest_rows(folder.manifest, folder.parts)
+        rows = _manifest_rows(folder.manifest, folder)
     else:
         rows = [("format", "Hugging Face model folder: weights only, no manifest")]
     return [
@@ -180,13 +208,14 @@ def _header_lines(path: str, folder: Source) -> list[str]:
     ]
 
 
-def _manifest_rows(manifest: Manifest, parts: Collection[str]) -> list[tuple[str, str]]:
+def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
     world_size = manifest.rank_extra.world_size if manifest.rank_extra else 0
     rows = [
         ("format", f"unified checkpoint {manifest.format_version}"),
         ("step", "none" if manifest.step is None else str(manifest.step)),
         ("save id", manifest.save_id),
         ("created", manifest.created),
+        ("form", str(form_of(folder))),
         ("mesh", _mesh_text(manifest)),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("extra", "none" if manifest.extra is None else extra_text(manifest.extra)),
@@ -194,15 +223,15 @@ def _manifest_rows(manifest: Manifest, parts: Collection[str]) -> list[tuple[str
     ]
     if manifest.node_group is not None:
         group = manifest.node_group
-        folder = f"folder {group.number} of {group.count}, of rank(s) {format_ranks(group.ranks)}"
+        number = f"folder {group.number} of {group.count}, of rank(s) {format_ranks(group.ranks)}"
         copies = f"of folder(s) {format_ranks(group.replicas)}" if group.replicas else "none"
-        rows += [("node group", folder), ("replicas", copies)]
+        rows += [("node group", number), ("replicas", copies)]
     if manifest.optimizer is not None:
         groups = [(len(group.names), group.options) for group in manifest.optimizer.groups]
         rows += _group_rows(groups)
     if manifest.omitted_parts:
         rows.append(("omitted", ", ".join(manifest.omitted_parts)))
-    deleted = sorted(set(manifest.parts) - set(parts))
+    deleted = sorted(set(manifest.parts) - set(folder.parts))
     if deleted:
         rows.append(("deleted", ", ".join(deleted)))
     return rows
@@ -260,15 +289,15 @@ def _part_title(part: _PartListing) -> str:
 
 
 def _tree_lines(part: _PartListing) -> list[str]:
-    lines = collapse(part.specs)
+    lines = collapse({name: (part.text(name), part.nbytes_of[name]) for name in part.specs})
     lines += [Line(tuple(alias.split(".")), (f"= {name}",)) for alias, name in part.aliases.items()]
     return table(tree(lines))
 
 
 def _table_lines(part: _PartListing) -> list[str]:
     rows = [
-        (f"  {printable(name)}", (spec_text(spec), human_size(spec.nbytes), part.file_of[name]))
-        for name, spec in part.specs.items()
+        (f"  {printable(name)}", (part.text(name), human_size(nbytes), part.file_of[name]))
+        for name, nbytes in part.nbytes_of.items()
     ]
     aliases = [
         (f"  {printable(alias)}", (f"= {printable(name)}",)) for alias, name in part.aliases.items()

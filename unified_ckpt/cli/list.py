@@ -10,13 +10,16 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from unified_ckpt.cli.arguments import existing_root, retention_rules, usage_error
+from unified_ckpt.cli.form import Form, form_of
 from unified_ckpt.cli.text import count_text, human_size, printable
 from unified_ckpt.core.retention import Rules, retained
-from unified_ckpt.errors import NotFoundError
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.rules.when import local_retention_rules
 from unified_ckpt.manager.steps.scan import (
     Scan,
@@ -33,7 +36,7 @@ from unified_ckpt.sources.detect.names import format_title
 from unified_ckpt.sources.step_names import UNIFIED, StepEntry, list_steps, read_step
 
 _DEPTH = 2  # levels of folders below the root: runs/<name>/checkpoints
-_COLUMN_TITLES = ("step", "size", "files", "created", "took", "kind", "status", "kept by")
+_COLUMN_TITLES = ("step", "size", "files", "created", "took", "kind", "form", "status", "kept by")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +234,8 @@ def _step_json(listing: _RunListing, record: StepRecord) -> dict[str, Any]:
     """Return a step. `pointer`: the framework's own file that names it as its latest."""
     reasons = listing.retention_reasons.get(record.path, ())
     fields = {**asdict(record), "full": record.full, "kept_by": list(reasons)}
+    form = _form(record)
+    fields |= asdict(form) if form is not None else {}
     if listing.local is not None:
         fields["tier"] = listing.tier(record.path)
         fields["of_this_run"] = record.save_id not in listing.foreign_saves
@@ -267,11 +272,22 @@ def _format_text(listing: _RunListing, record: StepRecord) -> str:
     return f"{format_title(entry.format) or 'unknown'}: {printable(entry.name)}"
 
 
+def _form(record: StepRecord) -> Form | None:
+    """Return the form of a unified step, None if its headers cannot be read."""
+    if not record.is_unified or record.step is None:
+        return None
+    try:
+        with closing(open_path(record.path, lock=False)) as folder:
+            return form_of(folder)
+    except CheckpointError:
+        return None
+
+
 def _row(listing: _RunListing, record: StepRecord) -> tuple[str, ...]:
     size, files = human_size(record.nbytes), str(record.files)
     status = f"{record.status}: {printable(record.problem)}" if record.problem else record.status
     if record.step is None:
-        return printable(record.name), size, files, "", "", "", status, ""
+        return printable(record.name), size, files, "", "", "", "", status, ""
     duration = "" if record.seconds is None else f"{record.seconds:.1f} s"
     kind = "full" if record.full else "model only" if record.parts else ""
     kind += f", without {', '.join(record.omitted_parts)}" if record.omitted_parts else ""
@@ -282,7 +298,8 @@ def _row(listing: _RunListing, record: StepRecord) -> tuple[str, ...]:
         status += ", of another run"
     step = str(record.step) if record.status != "misnamed" else printable(record.name)
     rules = ", ".join(listing.retention_reasons.get(record.path, ()))
-    return step, size, files, record.created or "", duration, kind, status, rules
+    form = _form(record) or ""
+    return step, size, files, record.created or "", duration, kind, str(form), status, rules
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

@@ -29,13 +29,14 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
 
-def collapse(specs: Mapping[str, TensorSpec]) -> list[Line]:
+def collapse(tensors: Mapping[str, tuple[str, int]]) -> list[Line]:
     """Fold tensors, which come in the order of `natural_key`, into lines.
 
-    Numbers between dots fold to `{0..31}`, the states of a parameter to `{exp_avg,exp_avg_sq}`.
+    `tensors`: a text about each, and its bytes. Equal ones fold: numbers between dots to `{0..31}`,
+    the states of a parameter to `{exp_avg,exp_avg_sq}`.
     """
-    groups: dict[tuple[tuple[str | None, ...], bool, TensorSpec], list[tuple[Index, ...]]] = {}
-    for name, spec in specs.items():
+    groups: dict[tuple[tuple[str | None, ...], bool, str, int], list[tuple[Index, ...]]] = {}
+    for name, (text, nbytes) in tensors.items():
         template: list[str | None] = [*_split_name(name)]
         index: list[Index] = []
         for position, component in enumerate(template):
@@ -43,17 +44,17 @@ def collapse(specs: Mapping[str, TensorSpec]) -> list[Line]:
             if number is not None or (position == len(template) - 1 and "/" in name):
                 template[position] = None
                 index.append(component or "" if number is None else number)
-        groups.setdefault((tuple(template), "/" in name, spec), []).append(tuple(index))
+        groups.setdefault((tuple(template), "/" in name, text, nbytes), []).append(tuple(index))
     lines = []
-    for (pattern, has_state, spec), indexes in groups.items():
+    for (pattern, has_state, text, nbytes), indexes in groups.items():
         for folded in _fold(indexes):
             texts = iter(map(_set_text, folded))
             path = [component if component is not None else next(texts) for component in pattern]
             if has_state:
                 state = path.pop()
                 path[-1] += f"/{state}"
-            size = human_size(spec.nbytes) + (" each" if prod(map(len, folded)) > 1 else "")
-            lines.append(Line(tuple(path), (spec_text(spec), size)))
+            size = human_size(nbytes) + (" each" if prod(map(len, folded)) > 1 else "")
+            lines.append(Line(tuple(path), (text, size)))
     return lines
 
 

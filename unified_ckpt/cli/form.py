@@ -1,0 +1,44 @@
+"""How a checkpoint is stored: its compression, and what it takes for each parameter."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format.encoded_tensors import compression_name
+
+_COUNTED_PARTS = ("model", "master_weights")  # the first that is there has all parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A compression, and the bytes in files of tensors for each parameter, if there are any."""
+
+    compression: str
+    nbytes_per_parameter: float | None
+
+    def __str__(self) -> str:
+        if self.nbytes_per_parameter is None:
+            return self.compression
+        return f"{self.compression}, {self.nbytes_per_parameter:.4g} B/param"
+
+
+def form_of(folder: Folder) -> Form | None:
+    """Return the form of a folder, from its headers; None without a manifest."""
+    if folder.manifest is None:
+        return None
+    records = [record for part in folder.encodings().values() for record in part.values()]
+    counted = next((part for part in _COUNTED_PARTS if part in folder.parts), None)
+    count = 0
+    if counted is not None and folder.manifest.node_group is None:
+        with suppress(CheckpointError):  # other lines say what is damaged
+            specs = folder.specs(counted, folder.names(counted))
+            count = sum(prod(spec.shape) for spec in specs.values())
+    parts = [folder.manifest.parts[part] for part in folder.parts]
+    files = [record for part in parts for record in part.files.values()]
+    files += [part.exceptions for part in parts if part.exceptions is not None]
+    nbytes = sum(file.nbytes for file in files)
+    return Form(compression_name(records), nbytes / count if count else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ from tests.support.decoders import decode_master, decode_moment
 from unified_ckpt.format.encoded_tensors import MasterEncoding, encoding_named
 
 TEXT = (Path(__file__).parents[2] / "docs/format.md").read_text()
-LINES = TEXT.partition("given as bits, and so are scales:")[2].split("```")[1].splitlines()
-ROWS = [line.split(maxsplit=1) for line in LINES if line]
+EXAMPLE = TEXT.partition("given as bits, and so are scales:")[2]
+ROWS = re.findall(r"^\| (\S+) \| `(.*)` \|$", EXAMPLE, re.MULTILINE)
 
 
 def field(text: str, name: str) -> list[str]:

@@ -7,7 +7,7 @@ examined by whoever encodes them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
@@ -94,11 +94,11 @@ def _replica_share(decl: TensorDecl, holders: Sequence[int], rank: int) -> tuple
 
 
 def gather_exceptions(
-    collective: Collective, exceptions: Exceptions, decls: Collection[TensorDecl]
+    collective: Collective, exceptions: Exceptions, shapes: Mapping[Key, Sequence[int]]
 ) -> ExceptionsByPart:
     """Collective. Return on rank 0 the exceptions of all ranks, and nothing elsewhere.
 
-    `decls`: on rank 0, those of all ranks.
+    `shapes`: on rank 0, those of all encoded tensors.
     """
     bodies = {
         part: encode_exceptions(part, elements)[0]
@@ -111,9 +111,9 @@ def gather_exceptions(
     sizes = {part: len(body) for part, body in bodies.items()}
     ranks = range(collective.world)
     sizes_by_rank = collective.collect_json("exception-sizes", sizes, dst=0, ranks=ranks)
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for decl in decls:
-        shapes.setdefault(decl.part, {})[decl.fqn] = decl.spec.shape
+    shapes_by_part: dict[str, dict[str, Sequence[int]]] = {}
+    for (part, fqn), shape in shapes.items():
+        shapes_by_part.setdefault(part, {})[fqn] = shape
     gathered = Exceptions()
     for rank, sizes in enumerate(sizes_by_rank):
         count = -(-sum(sizes.values()) // CHUNK_NBYTES)
@@ -121,7 +121,7 @@ def gather_exceptions(
         for part, nbytes in sizes.items():
             body, joined = joined[:nbytes], joined[nbytes:]
             label = f"exceptions of rank {rank}"
-            for fqn, elements in parse_exceptions(body, shapes[part], file=label).items():
+            for fqn, elements in parse_exceptions(body, shapes_by_part[part], file=label).items():
                 gathered.add((part, fqn), elements)
     by_part = gathered.by_part()
     total = sum(len(indices) for found in by_part.values() for indices, _ in found.values())

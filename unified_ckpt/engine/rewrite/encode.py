@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.encode.exceptions import Exceptions, gather_exceptions
 from unified_ckpt.engine.source.encoded import EncodedSource, OnBytes, find_exceptions
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.format import codec
 from unified_ckpt.format.encoded_tensors import Encoding
 from unified_ckpt.format.exceptions import Elements, is_too_many
 from unified_ckpt.runtime.comm.collective import Collective
@@ -23,33 +21,25 @@ def encode_source(
     Each rank reads some of the tensors; `on_bytes` sees their bytes. The exceptions are known on
     rank 0.
     """
-    rank, world = collective.rank, collective.world
     specs = {key: source.specs(key[0], [key[1]])[key[1]] for key in encodings}
-    found: dict[Key, Elements] = {}
-    plain: list[Key] = []
+    shapes = {key: spec.shape for key, spec in specs.items()}
+    by_size = sorted(encodings, key=lambda key: (-specs[key].nbytes, key))
+    found, plain = Exceptions(), list[Key]()
     with collective.step("find-exceptions"):
-        for key in sorted(encodings, key=lambda key: (-specs[key].nbytes, key))[rank::world]:
-            elements, count = list[Elements](), 0
-            for run_elements in find_exceptions(source, key, encodings[key], on_bytes):
-                count += len(run_elements[0])
-                if len(run_elements[0]) and not is_too_many(count, specs[key].shape):
-                    elements.append(run_elements)
+        for key in by_size[collective.rank :: collective.world]:
+            pieces, count = list[Elements](), 0
+            for elements in find_exceptions(source, key, encodings[key], on_bytes):
+                count += len(elements[0])
+                if not is_too_many(count, shapes[key]):
+                    pieces.append(elements)
                 collective.heartbeat()
-            if is_too_many(count, specs[key].shape):
+            if is_too_many(count, shapes[key]):
                 plain.append(key)
-            elif elements:
-                indices, values = zip(*elements, strict=True)
-                found[key] = np.concatenate(indices), np.concatenate(values)
+                continue
+            for elements in pieces:
+                found.add(key, elements)
         plain_by_rank = collective.all_gather_json("plain", plain)
-        bodies = collective.collect(
-            "exceptions", codec.pack(list(found.items()), "exceptions"), dst=0, ranks=range(world)
-        )
-    all_found = {key: elements for body in bodies for key, elements in _unpack(body)}
+        by_part = gather_exceptions(collective, found, shapes)
     all_plain = {(part, name) for keys in plain_by_rank for part, name in keys}
     chosen = {key: encoding for key, encoding in encodings.items() if key not in all_plain}
-    return EncodedSource(source, chosen, all_found)
-
-
-def _unpack(body: bytes) -> list[tuple[Key, Elements]]:
-    found: list[tuple[Key, Elements]] = codec.unpack(body, "exceptions")
-    return found
+    return EncodedSource(source, chosen, by_part)

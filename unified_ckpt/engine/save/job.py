@@ -195,7 +195,9 @@ def _write_files(
     exceptions: ExceptionsByPart = {}
     if planned.is_encoded:
         encoded = plan.global_plan.encoded if plan.global_plan is not None else ()
-        exceptions = gather_exceptions(collective, planned.exceptions, encoded)
+        exceptions = gather_exceptions(
+            collective, planned.exceptions, {decl.key: decl.spec.shape for decl in encoded}
+        )
         if has_too_many(exceptions, encoded):
             planned.call.cache.plan = None  # the next save decides again what it encodes
     file_writer.flush()

@@ -64,15 +64,15 @@ def _read_rows(blocks: WholeBlocks, key: Key, run: RowRun) -> Bits:
 class EncodedSource(WrappedSource):
     """The stored tensors of a compressed checkpoint with the tensors of `source`.
 
-    `encodings`: of those that are encoded. `exceptions`: what they cannot hold, by tensor; only the
-    rank that writes the files of exceptions needs it.
+    `encodings`: of those that are encoded. `exceptions`: what they cannot hold, by part and name;
+    only the rank that writes the exceptions files needs it.
     """
 
     def __init__(
         self,
         source: Source,
         encodings: Mapping[Key, Encoding],
-        exceptions: Mapping[Key, Elements],
+        exceptions: Mapping[str, Mapping[str, Elements]],
     ) -> None:
         super().__init__(source)
         self._encodings, self._exceptions = encodings, exceptions
@@ -112,7 +112,7 @@ class EncodedSource(WrappedSource):
 
     def exceptions(self, part: str) -> bytes | None:
         """Return a part's exceptions file, if it has one."""
-        found = {name: self._exceptions[p, name] for p, name in self._exceptions if p == part}
+        found = self._exceptions.get(part)
         return encode_exceptions(part, found)[0] if found else None
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:

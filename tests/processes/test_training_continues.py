@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.processes.layouts import ROWS, WORLDS, world_of
-from tests.support.processes.matrix import Matrix
+from tests.support.processes.matrix import LOADED, Matrix
 
 DEFAULT = [row for row in ROWS if world_of(row) in WORLDS]
 ALL = [*DEFAULT, *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS if row not in DEFAULT)]
@@ -31,7 +31,7 @@ def test_loss_moves_enough_to_be_compared(matrix: Matrix) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("target", DEFAULT)
+@pytest.mark.parametrize("target", LOADED)
 def test_reshard_continues_with_the_dense_losses(matrix: Matrix, target: str) -> None:
     dense = matrix.losses("plain")
     cases = [

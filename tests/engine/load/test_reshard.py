@@ -166,7 +166,7 @@ def check_case(
 
 
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_any_mesh_to_any_mesh(
     root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str
 ) -> None:
@@ -175,8 +175,8 @@ def test_any_mesh_to_any_mesh(
 
 @pytest.mark.slow
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
-@settings(max_examples=500)
-def test_any_mesh_to_any_mesh_500_times(
+@settings(max_examples=300)
+def test_any_mesh_to_any_mesh_300_times(
     root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str
 ) -> None:
     check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.processes.launch import torchrun
 from tests.support.processes.layouts import ROWS, WORLDS, world_of
 
@@ -17,6 +19,13 @@ SECONDS = {
     4: 200,
     8: 280,
 }  # below pytest's own limit, which shows nothing of the workers
+
+# The layouts that load every folder. On four ranks that takes 45 s of two cores.
+LOADED = [
+    pytest.param(row, marks=[pytest.mark.slow] if world_of(row) > 2 else [])
+    for row in ROWS
+    if world_of(row) in WORLDS
+]
 
 
 class Matrix:

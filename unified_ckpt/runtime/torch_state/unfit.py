@@ -66,11 +66,18 @@ def _unfit_in_chunk(
         if casts:  # which NaN torch casts a NaN to depends on its place in memory
             unfit = np.union1d(unfit, np.flatnonzero(np.isnan(masters.numpy())))
         return unfit, numbers.reshape(-1)[unfit]
+    return _unfit_on_device(bits, model_bits, masters.isnan() if casts else None)
+
+
+def _unfit_on_device(
+    bits: torch.Tensor, model_bits: torch.Tensor, nans: torch.Tensor | None
+) -> tuple[NDArray[np.intp], NDArray[np.uint32]]:
+    """Return what `encode_masters` finds, computed by torch; elements of `nans` are unfit, too."""
     mask = ((bits + 0x8000) >> 16).to(torch.int16) != model_bits
-    if casts:
-        mask |= masters.isnan()
-    selected = mask.reshape(-1).nonzero().flatten()
-    return selected.cpu().numpy(), bits.reshape(-1)[selected].cpu().numpy().view(np.uint32)
+    if nans is not None:
+        mask |= nans
+    unfit = mask.reshape(-1).nonzero().flatten()
+    return unfit.cpu().numpy(), bits.reshape(-1)[unfit].cpu().numpy().view(np.uint32)
 
 
 def count_unfit_moments(tensor: LocalTensor, *, signed: bool) -> int:

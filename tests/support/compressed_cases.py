@@ -30,6 +30,12 @@ def rounded(masters: NDArray[np.uint32]) -> NDArray[np.uint16]:
     return ((masters + 0x7FFF + (masters >> 16 & 1)) >> 16).astype(np.uint16)
 
 
+def keys_of(fqn: str) -> list[Key]:
+    """The tensors of a parameter."""
+    moments = [("optimizer", f"{fqn}/{moment}") for moment in MOMENTS]
+    return [("model", fqn), ("master_weights", fqn), *moments]
+
+
 def arrays_of(fqn: str, shape: tuple[int, ...], seed: int) -> dict[Key, Array]:
     """A parameter's state as bits: trained values, and a few that encodings cannot hold."""
     rng = np.random.default_rng(seed)
@@ -44,33 +50,45 @@ def arrays_of(fqn: str, shape: tuple[int, ...], seed: int) -> dict[Key, Array]:
     if len(places) > 4:
         flat[0][places[0]], flat[1][places[1]], flat[2][places[2]] = 0x7F800001, np.inf, -1.0
         flat[1][places[3]] = np.nan
-    return {
-        ("model", fqn): model,
-        ("master_weights", fqn): masters,
-        ("optimizer", f"{fqn}/exp_avg"): first.view(np.uint32),
-        ("optimizer", f"{fqn}/exp_avg_sq"): second.view(np.uint32),
-    }
+    arrays = model, masters, first.view(np.uint32), second.view(np.uint32)
+    return dict(zip(keys_of(fqn), arrays, strict=True))
 
 
 @st.composite
-def compressed_cases(draw: st.DrawFn, *, max_world: int) -> Case:
+def compressed_cases(draw: st.DrawFn, *, max_world: int, loads: int = 0) -> Case:
     """Parameters with masters and moments, each sharded like its parameter."""
     shapes = {}
     for number in range(draw(st.integers(1, 3))):
         outer = draw(st.sampled_from([(), (draw(ROWS),), (draw(ROWS),), (3, draw(ROWS))]))
         shapes[f"layer{number}.w"] = (*outer, draw(LENGTHS))
+    seed, arrays = draw(st.integers(0, 99)), dict[Key, Array]()
+    for fqn, shape in shapes.items():
+        arrays |= arrays_of(fqn, shape, seed)
     params = [(("model", fqn), TensorSpec("BF16", shape)) for fqn, shape in shapes.items()]
-    layout = draw(drawn_layouts(tensors=params, max_world=max_world, complete=True))
-    seed, arrays, tensors = draw(st.integers(0, 99)), dict[Key, Array](), []
-    for tensor in layout.tensors:
-        state = arrays_of(tensor.decl.fqn, tensor.decl.spec.shape, seed)
-        for (part, fqn), array in state.items():
-            spec = TensorSpec("BF16" if part == "model" else "F32", array.shape)
-            decl = replace(tensor.decl, part=part, fqn=fqn, spec=spec)
-            tensors.append(replace(tensor, decl=decl))
-        arrays |= state
+    layouts = [
+        _of_all_parts(draw(drawn_layouts(tensors=params, max_world=max_world, complete=True)))
+        for _ in range(1 + loads)
+    ]
     column_major = frozenset(key for key in arrays if draw(st.integers(0, 4)) == 0)
-    return Case(arrays, DrawnLayout(layout.world, tuple(tensors)), (), column_major)
+    return Case(arrays, layouts[0], tuple(layouts[1:]), column_major)
+
+
+def _of_all_parts(layout: DrawnLayout) -> DrawnLayout:
+    """Add masters and moments of the model's tensors."""
+    tensors = [
+        replace(
+            tensor,
+            decl=replace(
+                tensor.decl,
+                part=part,
+                fqn=fqn,
+                spec=TensorSpec("BF16" if part == "model" else "F32", tensor.decl.spec.shape),
+            ),
+        )
+        for tensor in layout.tensors
+        for part, fqn in keys_of(tensor.decl.fqn)
+    ]
+    return DrawnLayout(layout.world, tuple(tensors))
 
 
 def _encodes(block_encoding: BlockEncoding, array: Array) -> tuple[dict[str, bytes], Array]:

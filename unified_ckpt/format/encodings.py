@@ -119,6 +119,8 @@ class BlockEncoding:
 
 def _pack(codes: Codes, bits: int) -> Codes:
     """Pack codes, least significant bit first; each row fills its last byte."""
+    if bits == 8:
+        return codes
     count, size = codes.shape
     words = np.zeros((count, -(-size // 8)), np.uint64)  # eight codes in `bits` bytes
     for i in range(min(8, size)):
@@ -130,6 +132,8 @@ def _pack(codes: Codes, bits: int) -> Codes:
 
 def _unpack(packed: Codes, bits: int, size: int) -> Codes:
     """Unpack `size` codes of each row."""
+    if bits == 8:
+        return packed
     count = len(packed)
     as_bytes = np.zeros((count, -(-size // 8), 8), np.uint8)
     padded = np.zeros((count, as_bytes.shape[1] * bits), np.uint8)
@@ -155,13 +159,13 @@ def _quantize_signed(blocks: Floats, bits: int) -> tuple[Codes, Bits16]:
         # Several codes decode to one number there: take the code that is encoded from it again.
         decoded = _signed_values(codes[tiny], _widen(scales[tiny, None]), steps)
         codes[tiny] = _signed_codes(decoded, scales[tiny], steps)
-    np.negative(codes, out=codes, where=np.signbit(blocks))
+    codes = np.where(np.signbit(blocks), -codes, codes)
     return (codes + np.int16(steps + 1)).astype(np.uint8), scales.astype(np.uint16)[:, None]
 
 
 def _signed_codes(magnitudes: Floats, scales: NDArray[np.int32], steps: int) -> NDArray[np.int16]:
     divisors = _widen(scales)[:, None]
-    relative = np.divide(magnitudes, divisors, out=np.zeros_like(magnitudes), where=divisors > 0)
+    relative = magnitudes / np.where(divisors > 0, divisors, np.float32(1))
     np.sqrt(relative, out=relative)
     relative *= np.float32(steps)
     np.minimum(np.rint(relative, out=relative), np.float32(steps), out=relative)
@@ -179,8 +183,10 @@ def _signed_values(codes: NDArray[np.int16], scales: Floats, steps: int) -> Floa
 
 def _dequantize_signed(codes: Codes, scales: Bits16, bits: int) -> Floats:
     steps = 2 ** (bits - 1) - 1
-    signed = codes.astype(np.int16) - np.int16(steps + 1)
-    return _signed_values(signed, _widen(scales), steps)
+    every_code = np.arange(-steps - 1, steps + 1, dtype=np.int16)
+    values: Floats = np.take(_signed_values(every_code, np.ones(1, np.float32), steps), codes)
+    values *= _widen(scales)
+    return values
 
 
 # the second moment: its bits as an integer, between the smallest and the largest of the block

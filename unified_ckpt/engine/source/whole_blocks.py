@@ -38,7 +38,7 @@ class WholeBlocks:
         tail = (last - 1) // BLOCK_NBYTES * BLOCK_NBYTES
         with self._lock:
             if tail != kept_start:
-                self._kept[key] = tail, body[tail - first :].copy()  # not all of `body`
+                self._kept[key] = tail, body if tail == first else body[tail - first :].copy()
             self._kept.move_to_end(key)
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import unified_ckpt as uc
 from tests.support.compressed import QUICK, save_compressed, stored_files, trained_state
 from tests.support.decoders import decode_folder
 from tests.support.manifests import edit_manifest
+from tests.support.simulated_nodes import on_node
 from tests.support.source_cases import assert_same
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.copy import copy_checkpoint
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
+from unified_ckpt.engine.rewrite.merge import MergeOptions, merge_paths
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
@@ -87,6 +90,55 @@ def test_there_and_back(form: Compression, plain: Path, tmp_path: Path) -> None:
     assert len(encoded["master_weights.safetensors"]) < 0.51 * len(
         back["master_weights.safetensors"]
     )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_conversion_stores_what_a_save_stores(
+    form: Compression, plain: Path, tmp_path: Path
+) -> None:
+    options = QUICK.model_copy(update={"compression": form})
+    uc.save(tmp_path / "saved", **trained_state(SHAPES), options=options)
+    convert(plain, tmp_path / "converted", form)
+    assert stored_files(tmp_path / "saved") == stored_files(tmp_path / "converted")
+
+
+def test_nodes_read_and_merge_a_shared_compressed_folder(plain: Path, tmp_path: Path) -> None:
+    convert(plain, tmp_path / "c", "O2")
+    expected = decode_folder(tmp_path / "c")
+    targets: list[dict[str, Any]] = []
+
+    def act(comm: Comm) -> None:
+        state = trained_state(SHAPES)
+        for tensors in state.values():
+            for tensor in tensors.values():
+                tensor.zero_()
+        with on_node(comm, [0, 1]) as checkpointer:
+            checkpointer.load(tmp_path / "c", **state)
+        targets.append(state)
+        merge_paths(
+            comm,
+            [str(tmp_path / "c")],
+            LocalStorage(str(tmp_path)),
+            "merged",
+            MergeOptions(
+                max_file_bytes=1 << 30, if_exists="error", fsync=False, timeout_seconds=60
+            ),
+            topology=Topology.shared_folder(comm.rank, [0, 1]),
+        )
+
+    run_ranks(2, act)
+    for state in targets:
+        for (part, name), tensor in expected.items():
+            assert_same(state[part][name], tensor, (part, name))
+    files = stored_files(tmp_path / "c")
+    assert len(files) > 5
+    assert stored_files(tmp_path / "merged") == files
+    first, second = (
+        json.loads((tmp_path / name / "unified_checkpoint.json").read_text())["parts"]
+        for name in ("c", "merged")
+    )
+    assert first["optimizer"]["encodings"]
+    assert first == second
 
 
 def test_lossy_forms_change_moments_only(plain: Path, tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ Compression = Literal["none", "lossless", "O1", "O2"]
 Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint32]
 
-_MODEL, _MASTERS, _OPTIMIZER = "model", "master_weights", "optimizer"
+MODEL_PART = "model"  # beside which masters are encoded
+_MASTERS, _OPTIMIZER = "master_weights", "optimizer"
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 _MOMENT_BITS = {"O1": (8, 8), "O2": (6, 4)}  # of the first and the second moment
 _SCALE = ".scale"
@@ -369,7 +370,7 @@ def choose_encodings(
         if spec.dtype != "F32" or not _has_rows(spec.shape):
             continue
         if part == _MASTERS:
-            if specs.get((_MODEL, fqn)) == spec_of("BF16", spec.shape):
+            if specs.get((MODEL_PART, fqn)) == spec_of("BF16", spec.shape):
                 chosen[key] = _ENCODINGS[MasterEncoding.name]
         elif part == _OPTIMIZER and state_name(key) in moments and spec.shape[-1] >= _MIN_ROW:
             owner = fqn.rpartition("/")[0]

@@ -236,6 +236,8 @@ def test_a_part_is_deleted_with_its_exceptions(plain: Path, tmp_path: Path) -> N
             assert source.parts == ("master_weights", "model")
     for path in folder.glob("model.*"):
         path.unlink()
+    problem = "master_weights is stored beside the part model, which was deleted"
+    assert uc.verify(folder).problems == (problem,)
     with (
         uc.open(folder) as source,
         pytest.raises(uc.IncompleteError, match=r"master_weights:.* is stored beside model:"),

@@ -8,6 +8,7 @@ from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.folder.stored_files import read_file, read_header
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import names
+from unified_ckpt.format.encoded_tensors import MODEL_PART, MasterEncoding
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -35,10 +36,22 @@ def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[s
             problems.append(f"{file} is missing")
         elif sizes[file] != nbytes:
             problems.append(f"{file} has {sizes[file]} bytes; the manifest says {nbytes}")
+    problems += undecodable_parts(manifest, parts)
     if not parts and manifest.parts:
         problems.append("all of its parts were deleted")
     suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return tuple(parts), f"{problems[0]}{suffix}" if problems else ""
+
+
+def undecodable_parts(manifest: Manifest, parts: Collection[str]) -> list[str]:
+    """Describe those of these parts that are encoded beside the model, if that was deleted."""
+    if MODEL_PART in parts:
+        return []
+    return [
+        f"{part} is stored beside the part {MODEL_PART}, which was deleted"
+        for part in parts
+        if any(e.name == MasterEncoding.name for e in manifest.parts[part].encodings.values())
+    ]
 
 
 def is_complete(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from unified_ckpt.engine.folder.completeness import undecodable_parts
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.folder.stored_files import read_file, read_range
@@ -63,6 +64,8 @@ def verify_folder(
         problems.append(str(error))
     auxiliary_problems = list(_check_auxiliary_files(folder, deep=deep))
     problems += auxiliary_problems + list(_check_aliases(folder))
+    if folder.manifest is not None:
+        problems += undecodable_parts(folder.manifest, folder.parts)
     check_digests = deep and not any(names.DIGESTS in problem for problem in auxiliary_problems)
     for part in folder.parts:
         for file, tensor_names in sorted(folder.tensors_by_file(part).items()):

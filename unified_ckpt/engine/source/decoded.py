@@ -17,6 +17,7 @@ from unified_ckpt.engine.source.protocol import Locations, Source, WrappedSource
 from unified_ckpt.engine.source.whole_blocks import WholeBlocks
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.encoded_tensors import (
+    MODEL_PART,
     Bits,
     Bytes,
     Encoding,
@@ -33,7 +34,6 @@ from unified_ckpt.format.manifest import EncodingRecord
 from unified_ckpt.format.names import exceptions_name
 from unified_ckpt.runtime.storage.storage import Buffer
 
-_MODEL = "model"
 _SCALES_NBYTES = 4 << 20  # of one check
 
 Encoded = tuple[Encoding, TensorSpec]  # an encoding, and the spec of the decoded tensor
@@ -120,7 +120,7 @@ class DecodedSource(WrappedSource):
             bits = encoding.decode(stored, run.width).reshape(-1)
         else:
             (low, high), *_ = run.stored_ranges(encoding)  # the model has as many bytes
-            model = self._blocks.read((_MODEL, name), low, high).view(np.uint16)
+            model = self._blocks.read((MODEL_PART, name), low, high).view(np.uint16)
             bits = encoding.decode(stored, run.width, model.reshape(run.count, -1)).reshape(-1)
         elements = self._part_exceptions(part).get(name)
         if elements is not None:
@@ -164,18 +164,20 @@ class DecodedSource(WrappedSource):
         """IncompleteError or FormatError unless each tensor has a model tensor to decode it."""
         if not shapes:
             return
-        stored_models = set(self._source.names(_MODEL)) if _MODEL in self._source.parts else set()
+        stored_models = (
+            set(self._source.names(MODEL_PART)) if MODEL_PART in self._source.parts else set()
+        )
         missing = sorted(shapes.keys() - stored_models)
         if missing:
             raise IncompleteError(
-                f"{self._label}: {part}:{missing[0]}: is stored beside {_MODEL}:{missing[0]}, "
-                f"which is missing ({len(missing)} such tensors); restore the part {_MODEL}"
+                f"{self._label}: {part}:{missing[0]}: is stored beside {MODEL_PART}:{missing[0]}, "
+                f"which is missing ({len(missing)} such tensors); restore the part {MODEL_PART}"
             )
-        for name, spec in self._source.specs(_MODEL, shapes.keys()).items():
+        for name, spec in self._source.specs(MODEL_PART, shapes.keys()).items():
             if spec != spec_of("BF16", shapes[name]):
                 raise FormatError(
                     f"{self._label}: {part}:{name}: got {spec.dtype} {list(spec.shape)} in "
-                    f"{_MODEL}, expected BF16 {list(shapes[name])} to decode it"
+                    f"{MODEL_PART}, expected BF16 {list(shapes[name])} to decode it"
                 )
 
     def _plain(self, keys: Collection[Key]) -> list[Key]:

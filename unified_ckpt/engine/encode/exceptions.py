@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
+from unified_ckpt.core.sharding.shardings import Sharding
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format.exceptions import (
@@ -60,10 +61,13 @@ class Exceptions:
                     models[decl.fqn] = tensor
                 elif decl.part == MASTER and decl.encoding and (keys is None or decl.key in keys):
                     masters.append((group, tensor))
+        shares: dict[tuple[int, Sharding], tuple[int, int]] = {}
         for group, master in masters:
-            fqn = master.decl.fqn
-            share = _replica_share(master.decl, group.holders, rank)
-            unfit = unfit_masters(models[fqn], master, rank=rank, share=share)
+            fqn, sharding = master.decl.fqn, master.decl.sharding
+            shared_by = group.index, sharding
+            if shared_by not in shares:
+                shares[shared_by] = _replica_share(sharding, group.holders, rank)
+            unfit = unfit_masters(models[fqn], master, rank=rank, share=shares[shared_by])
             if unfit is None:
                 raise AssertionError(f"{fqn}: encoded without its model on this rank")
             for elements in unfit:
@@ -77,9 +81,8 @@ class Exceptions:
         return joined
 
 
-def _replica_share(decl: TensorDecl, holders: Sequence[int], rank: int) -> tuple[int, int]:
+def _replica_share(sharding: Sharding, holders: Sequence[int], rank: int) -> tuple[int, int]:
     """Return (i, n): this rank is the i-th of n that hold the same elements of a tensor."""
-    sharding = decl.sharding
     position = sharding.position(rank)
     if position is None:
         return 0, 1

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.compressed import trained_state
 from tests.support.manifests import IndexFile, sealed
 from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.runtime.comm.comm import Comm
@@ -34,6 +35,7 @@ SEEDS = [
 OPTIONS = uc.SaveOptions(fsync=False, max_file_bytes=150, model_dtype="bfloat16")
 UNTOUCHED = -7.0
 MANIFEST = "unified_checkpoint.json"
+COMPRESSED = {"w": (70, 67), "v": (66, 32), "b": (5,)}
 EXTRA = {
     "seen": bytes(range(256)) * 8,
     "of": (1, 2.5, "a", 2**80, 1j, datetime(2026, 1, 31, tzinfo=UTC)),
@@ -199,7 +201,29 @@ def node_groups(root: Path) -> Subject:
     )
 
 
-CASES = [(single_folder, 800), (node_groups, 200)]
+def load_compressed(folder: Path) -> Any:
+    state = {
+        part: {name: torch.full_like(tensor, UNTOUCHED) for name, tensor in tensors.items()}
+        for part, tensors in trained_state(COMPRESSED).items()
+    }
+    before = as_bits(state)
+    with untouched_on_error(before, lambda: state):
+        report = uc.load(folder, **state)
+    return as_bits([state, report.step, report.extra])
+
+
+def compressed_folder(root: Path) -> Subject:
+    """Encoded masters and moments, with exceptions of both."""
+    folder = root / "checkpoint-4"
+    options = OPTIONS.model_copy(update={"compression": "O2"})
+    uc.save(folder, **trained_state(COMPRESSED), step=4, extra=EXTRA, options=options)
+    assert len(list(folder.glob("*.exceptions.safetensors"))) == 2
+    return Subject(
+        folder, {"load": partial(load_compressed, folder), "open": partial(opened, folder)}
+    )
+
+
+CASES = [(single_folder, 800), (node_groups, 200), (compressed_folder, 200)]
 
 
 # mutations: of the JSON of a file, of a header's as of an index's
@@ -348,14 +372,17 @@ def test_changed_checkpoint_loads_right_or_fails(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_sealed_wrong_content_is_a_checkpoint_error(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("make", "cases"), [(single_folder, 300), (compressed_folder, 100)])
+def test_sealed_wrong_content_is_a_checkpoint_error(
+    make: Callable[[Path], Subject], cases: int, seed: int, tmp_path: Path
+) -> None:
     """The digest is correct, as if the file had been written so. No action hangs, exhausts memory
     or raises another error. Indexes, headers and the tensors' digests confirm each other: a load
     still returns the saved state.
     """
-    subject = single_folder(tmp_path)
+    subject = make(tmp_path)
     draw, manifest = random.Random(seed), subject.root / MANIFEST
-    for case in range(300):
+    for case in range(cases):
         path = draw.choice(
             [
                 file
@@ -395,6 +422,9 @@ def _resealed(fields: dict[str, Any], file: str, body: bytes) -> dict[str, Any]:
     for part, entry in fields["parts"].items():
         if file == f"{part}.safetensors.index.json":
             entry["index"] = record
+        if entry["exceptions"] and file == entry["exceptions"]["file"]:
+            header_crc = IndexFile.from_bytes(body[:size]).crc
+            entry["exceptions"] |= {**record, "header_crc": header_crc}
         if file in entry["files"]:
             entry["files"][file] = {
                 "nbytes": len(body),

@@ -164,10 +164,8 @@ class DecodedSource(WrappedSource):
         """IncompleteError or FormatError unless each tensor has a model tensor to decode it."""
         if not shapes:
             return
-        stored_models = (
-            set(self._source.names(MODEL_PART)) if MODEL_PART in self._source.parts else set()
-        )
-        missing = sorted(shapes.keys() - stored_models)
+        models = self._source.names(MODEL_PART) if MODEL_PART in self._source.parts else ()
+        missing = sorted(name for name in shapes if name not in models)
         if missing:
             raise IncompleteError(
                 f"{self._label}: {part}:{missing[0]}: is stored beside {MODEL_PART}:{missing[0]}, "
@@ -202,5 +200,7 @@ class DecodedSource(WrappedSource):
                 encoded = (name for name in specs if self._encoded[part, name] is not None)
                 shapes = {name: specs[name].shape for name in encoded}
             file = f"{self._label}/{exceptions_name(part)}"
-            self._exceptions[part] = parse_exceptions(body, shapes, file=file) if body else {}
+            self._exceptions[part] = (
+                {} if body is None else parse_exceptions(body, shapes, file=file)
+            )
         return self._exceptions[part]

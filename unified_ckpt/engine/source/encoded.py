@@ -30,9 +30,8 @@ from unified_ckpt.format.exceptions import Elements, encode_exceptions
 from unified_ckpt.format.manifest import EncodingRecord
 from unified_ckpt.runtime.storage.storage import Buffer
 
-OnBytes = Callable[
-    [Key, int, memoryview], object
-]  # a key, a byte offset in it, and the bytes there
+# called with a key, a byte offset in the tensor, and the bytes there
+OnBytes = Callable[[Key, int, memoryview], object]
 
 
 def find_exceptions(

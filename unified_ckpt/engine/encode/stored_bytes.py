@@ -59,13 +59,17 @@ def stored_bytes(
         yield indices.start, start, view
         return
     length = decl.spec.shape[-1]
-    row_nbytes = _ITEM_NBYTES * length
-    for low, high in chunks(0, len(view), nbytes=_whole_rows(decl, _ENCODED_NBYTES)):
-        rows = np.frombuffer(view[low:high], np.uint32).reshape(-1, length)
+    rows = np.frombuffer(view, np.uint32).reshape(-1, length)
+    first_element = start // _ITEM_NBYTES
+    stored = [np.empty((len(rows), nbytes), np.uint8) for nbytes in encoding.row_nbytes(length)]
+    row_count = _whole_rows(decl, _ENCODED_NBYTES) // (_ITEM_NBYTES * length)
+    for first in range(0, len(rows), row_count):
+        some = rows[first : first + row_count]
         if isinstance(encoding, MomentEncoding):
-            unfit = encoding.exceptions(rows)
-            first = (start + low) // _ITEM_NBYTES
-            exceptions.add(decl.key, (unfit + first, rows.reshape(-1)[unfit]))
-        first_row = (start + low) // row_nbytes
-        for index, encoded in zip(indices, encoding.encode(rows), strict=True):
-            yield index, first_row * encoded.shape[1], encoded.reshape(-1).data
+            unfit = encoding.exceptions(some)
+            indices_of_unfit = first_element + first * length + unfit
+            exceptions.add(decl.key, (indices_of_unfit, some.reshape(-1)[unfit]))
+        for whole, encoded in zip(stored, encoding.encode(some), strict=True):
+            whole[first : first + row_count] = encoded
+    for index, whole in zip(indices, stored, strict=True):
+        yield index, first_element // length * whole.shape[1], whole.reshape(-1).data

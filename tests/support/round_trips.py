@@ -87,6 +87,7 @@ def draw_case(pick: Pick) -> Case:
     else:
         parts = pick(CHOICES)
         options = options.model_copy(update={"parts": parts})
+    options = options.model_copy(update={"compression": pick(("none", "lossless"))})
     return Case(
         spec, pick((0, 1, 2)), pick(ways), pick(("fresh", "warmed", *others)), parts, options
     )

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
+from tests.support.compressed_cases import compressed_cases
 from tests.support.managers import manager_of
 from tests.support.refusals import same_error
 from tests.support.reshard_cases import Case, cases
@@ -160,9 +161,9 @@ def test_each_block_is_written_and_synced_by_one_node(
     assert writing_nodes == {0, 1}, "both nodes write"
 
 
-@given(cases(max_world=6, max_tensors=3, loads=1), st.data())
+@given(cases(max_world=6, max_tensors=3, loads=1) | compressed_cases(max_world=6), st.data())
 @settings(
-    max_examples=25,
+    max_examples=35,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -175,7 +176,7 @@ def test_any_ranks_on_any_nodes(tmp_path: Path, case: Case, data: st.DataObject)
         data.draw(st.sampled_from([64 << 10, 16 << 20])),
         data.draw(st.booleans()),
     )
-    options = SAVE.model_copy(update={"write_alignment": block})
+    options = SAVE.model_copy(update={"write_alignment": block, "compression": "O2"})
 
     def act(comm: Comm) -> None:
         with on_node(comm, nodes) as checkpointer:
@@ -200,7 +201,7 @@ def test_any_ranks_on_any_nodes(tmp_path: Path, case: Case, data: st.DataObject)
         run_ranks(case.saved.world, act)
         assert uc.verify(root / NAME, deep=True).ok
         (root / "alone").mkdir()
-        save_alone(case, root / "alone")
+        save_alone(case, root / "alone", compression="O2")
         expected, actual = (
             {file.name: file.read_bytes() for file in folder.iterdir()}
             for folder in (root / "alone" / NAME, root / NAME)

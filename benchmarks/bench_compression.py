@@ -1,165 +1,273 @@
-"""Measure the size and the error of encoded optimizer state, of a small model that is trained here.
+"""Measure the size and the error of encoded optimizer state, of small models that are trained here.
 
-Run: python benchmarks/bench_compression.py [--bits 8/8,6/4] [--steps 400] [--out FILE].
+Run: python benchmarks/bench_compression.py [--forms O1,O2] [--steps 400] [--out FILE].
 
-The model is a Llama of 0.8 M parameters. AdamW trains it on the source of Python's library.
-One JSON line for each pair of bits of the first and the second moment:
+The reference state is a Llama of 0.8 M parameters; `trained_states.py` has the others. One JSON
+line for each state and form, and on the reference state for each pair of bits of the first and the
+second moment. What is encoded, and how, is what a save does.
 
-- `bytes_per_param`: of the model in bfloat16 and both moments, with scales;
+- `bytes_per_param`: of the model in bfloat16 and both moments, with scales, without masters;
 - `error`: of the update u = m / (sqrt(v) + eps), |u' - u| / |u|, L2 over all parameters;
-  `worst_error`: of the tensor where it is largest;
+  `worst_error`: of the tensor where it is largest, `worst`;
 - `again`: tensors whose bytes differ when what was decoded is encoded again. Expected: 0;
-- `encode_gb_per_s`, `decode_gb_per_s`: float32 bytes of the moments per CPU second.
+- `encode_gb_per_s`, `decode_gb_per_s`: float32 bytes per CPU second, minima of many calls;
+- `bound_bytes_per_param`: the least size at this error, see `gaussian_bound.py`.
 
-A further line has the same for master weights beside the model; `exceptions` counts masters that
-the encoding does not hold.
+A further line has the same for master weights beside the model. Peers on the reference state:
+
+- byte planes and zstd level 1 (package zstandard) of the plain moments, which loses nothing;
+- torchao's 8-bit and 4-bit optimizer state, in blocks of its default size and of 64. It holds
+  values, not encodings of rows, and leaves tensors under 4,096 elements as they are.
+
+A peer that is not installed has null in its figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import sysconfig
+import importlib
+import importlib.metadata
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from common import write_rows
-from numpy.typing import NDArray
-from transformers import LlamaConfig, LlamaForCausalLM
+from gaussian_bound import Floats, bound_bytes, update
+from trained_states import MODELS, State, train
+from transformers.utils import logging
 
+from unified_ckpt.core.sharding.shardings import spec_of
 from unified_ckpt.format import encodings
+from unified_ckpt.format.encoded_tensors import (
+    MasterEncoding,
+    MomentEncoding,
+    choose_encodings,
+)
 
-EPSILON = 1e-8  # of AdamW
-CONTEXT = 128
-ROWS_PER_CALL = 64  # keeps what one call touches in the cache
+REFERENCE = "llama"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+RUNS = 30  # of a timed call
+TIMED_SHAPE = (64, 1024)  # what one call encodes: its arrays stay in the cache
 
-Moments = dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]
-
-
-def train(steps: int) -> tuple[LlamaForCausalLM, Moments]:
-    """Train, and return the model and the moments of each parameter as rows."""
-    torch.manual_seed(0)
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]
-    corpus = torch.frombuffer(
-        bytearray(b"".join(p.read_bytes() for p in sources)), dtype=torch.uint8
-    )
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=EPSILON)
-    for _ in range(steps):
-        starts = torch.randint(0, len(corpus) - CONTEXT, (16,))
-        batch = torch.stack([corpus[start : start + CONTEXT] for start in starts]).long()
-        optimizer.zero_grad()
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-    moments = {}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        first, second = (
-            state[key].numpy().reshape(-1, parameter.shape[-1]) for key in ("exp_avg", "exp_avg_sq")
-        )
-        moments[name] = first, second
-    return model, moments
+Roundtrip = Callable[[str, Floats], tuple[Floats, int]]  # -> what comes back, bytes in between
+Columns = dict[str, object]
 
 
-def timed(call: Callable[[], object], *, nbytes: int) -> float:
-    """Time a call several times; return the best rate, in GB per CPU second."""
+def gb_per_s(call: Callable[[], object], nbytes: int) -> float:
+    """Time a call many times; return the best rate, in GB per CPU second."""
     seconds = []
-    for _ in range(5):
+    for _ in range(RUNS):
         started = time.process_time()
         call()
         seconds.append(time.process_time() - started)
     return round(nbytes / min(seconds) / 1e9, 2)
 
 
-def update(first: NDArray[np.float32], second: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the direction of a step of Adam."""
-    return first / (np.sqrt(second.astype(np.float64)) + EPSILON)
+def parameters(state: State) -> list[str]:
+    return [fqn for part, fqn in state if part == "master_weights"]
 
 
-def measure_moments(moments: Moments, bits: Sequence[int]) -> dict[str, object]:
-    """Encode and decode all moments, and return a row."""
-    pair = encodings.first_moment(bits[0]), encodings.second_moment(bits[1])
-    nbytes = params = again = 0
-    squares: list[tuple[float, float]] = []
-    for arrays in moments.values():
-        decoded = []
-        for encoding, rows in zip(pair, arrays, strict=True):
-            encoded = encoding.encode(rows)
-            decoded.append(encoding.decode(encoded, rows.shape[1]))
-            repeated = encoding.encode(decoded[-1])
-            again += repeated.codes.tobytes() != encoded.codes.tobytes()
-            again += repeated.scales.tobytes() != encoded.scales.tobytes()
-            nbytes += encoded.codes.nbytes + encoded.scales.nbytes
-        exact = update(*arrays)
-        params += exact.size
-        squares.append((float(((update(*decoded) - exact) ** 2).sum()), float((exact**2).sum())))
-    rows = [np.concatenate([a[i].reshape(-1) for a in moments.values()]) for i in (0, 1)]
-    blocks = [r[: len(r) // 1024 * 1024].reshape(-1, 1024)[:ROWS_PER_CALL] for r in rows]
-    encoded_blocks = [encoding.encode(b) for encoding, b in zip(pair, blocks, strict=True)]
-    timing_nbytes = sum(b.nbytes for b in blocks)
+def moments_of(state: State, fqn: str) -> list[Floats]:
+    return [state["optimizer", f"{fqn}/{moment}"].numpy() for moment in MOMENTS]
+
+
+# ---- forms: what comes back of a moment, and its bytes
+
+
+def choose(state: State, form: str) -> dict[str, MomentEncoding]:
+    """Return the encoding of each moment that a save encodes. `form`: O1, O2, or bits as 6/5."""
+    specs = {key: spec_of("F32", tuple(tensor.shape)) for key, tensor in state.items()}
+    chosen = choose_encodings(specs, "O2" if form == "O2" else "O1")
+    if "/" in form:
+        bits = [int(number) for number in form.split("/")]
+        makers = encodings.first_moment, encodings.second_moment
+        by_moment = {
+            moment: MomentEncoding(make(number))
+            for moment, make, number in zip(MOMENTS, makers, bits, strict=True)
+        }
+        return {fqn: by_moment[fqn.rpartition("/")[2]] for _, fqn in chosen}
+    return {fqn: e for (_, fqn), e in chosen.items() if isinstance(e, MomentEncoding)}
+
+
+class Encoded:
+    """Moments as a save encodes them. `again`: see above."""
+
+    def __init__(self, chosen: Mapping[str, MomentEncoding]) -> None:
+        self.chosen, self.again = chosen, 0
+
+    def __call__(self, fqn: str, values: Floats) -> tuple[Floats, int]:
+        encoding = self.chosen.get(fqn)
+        if encoding is None:
+            return values, values.nbytes
+        rows = values.reshape(-1, values.shape[-1]).view(np.uint32)
+        stored = encoding.encode(rows)
+        decoded = encoding.decode(stored, rows.shape[1])
+        repeated = encoding.encode(decoded)
+        self.again += any(a.tobytes() != b.tobytes() for a, b in zip(stored, repeated, strict=True))
+        return decoded.view(np.float32).reshape(values.shape), sum(s.nbytes for s in stored)
+
+
+def torchao_state(bits: int, block_size: int) -> Roundtrip:
+    """Return moments as torchao's low-bit optimizers hold them. ImportError without torchao."""
+    module = importlib.import_module(f"torchao.optim.subclass_{bits}bit")
+    zeros = getattr(module, f"OptimState{bits}bit").zeros
+
+    def roundtrip(fqn: str, values: Floats) -> tuple[Floats, int]:
+        if values.size < 4096 or values.size % block_size:  # torchao's own rule
+            return values, values.nbytes
+        tensor = zeros(values.shape, fqn.endswith(MOMENTS[0]), block_size)
+        tensor.copy_(torch.from_numpy(values))
+        nbytes = tensor.codes.nbytes + tensor.scale.nbytes
+        return tensor.dequantize().numpy().reshape(values.shape), nbytes
+
+    return roundtrip
+
+
+# ---- rows
+
+
+def measure(state: State, roundtrip: Roundtrip) -> Columns:
+    """Take all moments there and back; return size and error."""
+    nbytes = plain = params = 0
+    differences: dict[str, float] = {}
+    squares: dict[str, float] = {}
+    encoded = []
+    for fqn in parameters(state):
+        exact = moments_of(state, fqn)
+        results = [roundtrip(f"{fqn}/{m}", v) for m, v in zip(MOMENTS, exact, strict=True)]
+        stored = sum(size for _, size in results)
+        nbytes, params = nbytes + stored, params + exact[0].size
+        if stored == sum(values.nbytes for values in exact):
+            plain += stored
+        else:
+            encoded.append(exact)
+        updates = update(*exact), update(*(values for values, _ in results))
+        differences[fqn] = float(((updates[1] - updates[0]) ** 2).sum())
+        squares[fqn] = float((updates[0] ** 2).sum())
+    worst = max(squares, key=lambda fqn: differences[fqn] / squares[fqn])
+    total = sum(differences.values())
+    return {
+        "params": params,
+        "bytes_per_param": round(2 + nbytes / params, 4),
+        "plain_bytes_per_param": round(plain / params, 4),
+        "bound_bytes_per_param": round(2 + (plain + bound_bytes(encoded, total)) / params, 3),
+        "error": round((total / sum(squares.values())) ** 0.5, 4),
+        "worst_error": round((differences[worst] / squares[worst]) ** 0.5, 4),
+        "worst": worst,
+    }
+
+
+def measure_form(name: str, state: State, form: str) -> Columns:
+    """Return the row of a form of this package."""
+    chosen = choose(state, form)
+    roundtrip = Encoded(chosen)
+    row = measure(state, roundtrip)
+    pairs = []
+    for moment in MOMENTS:
+        named = {fqn: e for fqn, e in chosen.items() if fqn.endswith(f"/{moment}")}
+        flat = np.concatenate([state["optimizer", fqn].numpy().reshape(-1) for fqn in named])
+        rows = np.resize(flat, TIMED_SHAPE).view(np.uint32)
+        encoding = next(iter(named.values()))
+        pairs.append((encoding, rows, encoding.encode(rows)))
+    nbytes = sum(rows.nbytes for _, rows, _ in pairs)
     return {
         "bench": "compression",
-        "bits": "/".join(str(number) for number in bits),
-        "bytes_per_param": round(2 + nbytes / params, 4),
-        "error": round((sum(d for d, _ in squares) / sum(e for _, e in squares)) ** 0.5, 4),
-        "worst_error": round(max(d / e for d, e in squares) ** 0.5, 4),
-        "again": again,
-        "encode_gb_per_s": timed(
-            lambda: [e.encode(b) for e, b in zip(pair, blocks, strict=True)], nbytes=timing_nbytes
-        ),
-        "decode_gb_per_s": timed(
-            lambda: [e.decode(b, 1024) for e, b in zip(pair, encoded_blocks, strict=True)],
-            nbytes=timing_nbytes,
+        "state": name,
+        "form": form,
+        **row,
+        "again": roundtrip.again,
+        "encode_gb_per_s": gb_per_s(lambda: [e.encode(rows) for e, rows, _ in pairs], nbytes),
+        "decode_gb_per_s": gb_per_s(
+            lambda: [e.decode(stored, TIMED_SHAPE[1]) for e, _, stored in pairs], nbytes
         ),
     }
 
 
-def measure_masters(model: LlamaForCausalLM) -> dict[str, object]:
-    """Encode and decode the parameters as masters of the rounded parameters, and return a row."""
-    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-    masters = flat.view(torch.int32).numpy().view(np.uint32)
-    rounded = flat.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    encoded, exceptions = encodings.encode_masters(masters, rounded)
-    decoded = encodings.decode_masters(encoded, rounded)
+def measure_torchao(state: State, bits: int, block_size: int) -> Columns:
+    row: Columns = {"bench": "compression", "state": REFERENCE}
+    row["form"] = f"torchao {bits} bits, blocks of {block_size}"
+    try:
+        roundtrip = torchao_state(bits, block_size)
+        return row | measure(state, roundtrip) | {"version": importlib.metadata.version("torchao")}
+    except ImportError as error:
+        return row | {"error": None, "bytes_per_param": None, "why": f"no torchao: {error}"}
+
+
+def measure_zstd(state: State) -> Columns:
+    """Return the row of byte planes, each compressed by zstd level 1."""
+    row: Columns = {"bench": "compression", "state": REFERENCE, "form": "byte planes, zstd-1"}
+    flat = np.concatenate(
+        [v.reshape(-1) for fqn in parameters(state) for v in moments_of(state, fqn)]
+    )
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError as error:
+        return row | {"error": None, "bytes_per_param": None, "why": f"no zstandard: {error}"}
+    compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
+
+    def encode() -> list[bytes]:
+        planes = np.ascontiguousarray(flat.view(np.uint8).reshape(-1, 4).T)
+        return [compressor.compress(plane) for plane in planes]
+
+    def decode() -> Floats:
+        planes = [np.frombuffer(decompressor.decompress(body), np.uint8) for body in stored]
+        return np.ascontiguousarray(np.stack(planes, 1)).view(np.float32).reshape(-1)
+
+    stored = encode()
+    assert decode().tobytes() == flat.tobytes()
+    return row | {
+        "version": zstandard.__version__,
+        "error": 0.0,
+        "bytes_per_param": round(2 + 8 * sum(map(len, stored)) / flat.nbytes, 4),
+        "encode_gb_per_s": gb_per_s(encode, flat.nbytes),
+        "decode_gb_per_s": gb_per_s(decode, flat.nbytes),
+    }
+
+
+def measure_masters(state: State) -> Columns:
+    """Return the row of the parameters as masters beside the rounded parameters."""
+    flat = torch.cat([state["master_weights", fqn].reshape(-1) for fqn in parameters(state)])
+    rows = flat[: len(flat) // 1024 * 1024].reshape(-1, 1024)
+    masters, encoding = rows.numpy().view(np.uint32), MasterEncoding()
+    model = rows.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    stored = encoding.encode(masters)
+    exceptions = encoding.exceptions(masters, model)
+    decoded = encoding.decode(stored, 1024, model)
     assert np.array_equal(np.flatnonzero(decoded != masters), exceptions)
     return {
         "bench": "compression",
-        "bits": "masters",
+        "state": REFERENCE,
+        "form": "masters",
+        "params": masters.size,
         "exceptions": len(exceptions),
-        "params": len(masters),
-        "encode_gb_per_s": timed(
-            lambda: encodings.encode_masters(masters, rounded), nbytes=masters.nbytes
+        "encode_gb_per_s": gb_per_s(
+            lambda: (encoding.encode(masters), encoding.exceptions(masters, model)), masters.nbytes
         ),
-        "decode_gb_per_s": timed(
-            lambda: encodings.decode_masters(encoded, rounded), nbytes=masters.nbytes
-        ),
+        "decode_gb_per_s": gb_per_s(lambda: encoding.decode(stored, 1024, model), masters.nbytes),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bits", default="8/8,6/5,6/4,5/5,5/4,4/4")
+    parser.add_argument("--forms", default="O1,6/5,O2,5/5,5/4,4/4", help="of the reference state")
+    parser.add_argument("--states", default=",".join(MODELS))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    model, moments = train(arguments.steps)
-    for pair in arguments.bits.split(","):
-        row = measure_moments(moments, [int(number) for number in pair.split("/")])
-        write_rows([row], arguments.out)
-    write_rows([measure_masters(model)], arguments.out)
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", module="torchao")
+    for name in options.states.split(","):
+        state = train(name, options.steps)
+        is_reference = name == REFERENCE
+        for form in options.forms.split(",") if is_reference else ("O1", "O2"):
+            write_rows([measure_form(name, state, form)], options.out)
+        if is_reference:
+            peers = [(8, 256), (8, 64), (4, 128), (4, 64)]
+            rows = [measure_torchao(state, bits, block_size) for bits, block_size in peers]
+            write_rows([measure_masters(state), measure_zstd(state), *rows], options.out)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 The number of ranks is simulated: no tensors, no disk.
 
-Run: python benchmarks/bench_plan.py [--ranks 64,1024] [--repeats 5] [--out FILE]. One JSON line per
-row: seconds (median of the runs, each in fresh caches), peak memory by tracemalloc in a run of its
-own, bytes that the rank announces.
+Run: python benchmarks/bench_plan.py [--ranks 64,1024] [--compression O2] [--out FILE].
+One JSON line per row: seconds (median of the runs, each in fresh caches), peak memory by
+tracemalloc in a run of its own, bytes that the rank announces. `--compression`: of the 405B model.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from unified_ckpt.core.planning import exchange, slabs
 from unified_ckpt.core.sharding import shardings
@@ -30,6 +31,7 @@ from unified_ckpt.engine.plan.save_plan import (
     list_group_files,
     plan_group,
 )
+from unified_ckpt.format.encoded_tensors import Compression, choose_encodings
 from unified_ckpt.format.index import encode_index
 from unified_ckpt.format.manifest import IndexFile, Manifest, Part, encode_manifest
 
@@ -105,6 +107,15 @@ def llama_405b(stage: int, fsdp: int, *, layers: int = LLAMA_LAYERS) -> list[Ten
     return sorted(decls, key=lambda r: r.key)
 
 
+def encoded(decls: list[TensorDecl], compression: Compression) -> list[TensorDecl]:
+    """Return declarations with the encodings that a save chooses."""
+    chosen = choose_encodings({decl.key: decl.spec for decl in decls}, compression)
+    return [
+        replace(decl, encoding=chosen[decl.key].name) if decl.key in chosen else decl
+        for decl in decls
+    ]
+
+
 def moe(expert_group: int, groups: int, *, layers: int = MOE_LAYERS) -> list[TensorDecl]:
     """Return a rank's rows of a mixture of experts with 256 experts in each layer.
 
@@ -161,13 +172,16 @@ def declarations_of(
 
 
 def llama_job(
-    world: int, *, layers: int = LLAMA_LAYERS
+    world: int, *, layers: int = LLAMA_LAYERS, compression: Compression = "none"
 ) -> tuple[Declarations, int, dict[str, Any]]:
     """Return rank 0's declarations of the 405B model, a rank of stage 1, and columns of the job."""
     fsdp = world // (TP * PP)
-    tables = {f"stage{s}": llama_405b(s, fsdp, layers=layers) for s in range(PP)}
+    tables = {
+        f"stage{s}": encoded(llama_405b(s, fsdp, layers=layers), compression) for s in range(PP)
+    }
     ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
     case = {"model": "llama-405b", "mesh": f"pp{PP} fsdp{fsdp} tp{TP}", "ranks": world}
+    case |= {"compression": compression}
     return declarations_of(tables, ranks), ranks["stage1"][len(ranks["stage1"]) // 3], case
 
 
@@ -215,6 +229,7 @@ def writer(declarations: Declarations) -> Callable[[], object]:
                 index=indexes.get(part),
                 total_nbytes=global_plan.tensors.nbytes[part],
                 aliases={},
+                encodings=dict(global_plan.tensors.encodings.get(part, {})),
             )
             for part in sorted(global_plan.tensors.records)
         }
@@ -248,12 +263,15 @@ def main() -> None:
         help="of the 405B model, comma-separated multiples of 64",
     )
     add_scale(parser)
+    parser.add_argument("--compression", default="none", choices=get_args(Compression))
     parser.add_argument("--out")
     options = parser.parse_args()
     repeats = options.repeats
     rows = []
     for world in map(int, options.ranks.split(",")):
-        declarations, rank, case = llama_job(world, layers=options.layers or LLAMA_LAYERS)
+        declarations, rank, case = llama_job(
+            world, layers=options.layers or LLAMA_LAYERS, compression=options.compression
+        )
         stage = declarations.tables["stage1"]
         columns = {
             **case,

@@ -67,7 +67,8 @@ EXIT_1 = {  # commands that report a problem, as the page says
 # counts.
 TOY = {
     "bench_async": "--size 1MiB --ranks 1 --repeats 1 --seconds 0.1 --kind dim0",
-    "bench_compression": "--steps 2 --bits 8/8",
+    "bench_compressed_saves": "--size 1MiB --repeats 1",
+    "bench_compression": "--steps 2 --forms O1,4/4",
     "bench_convert": "--size 1MiB --repeats 1 --only unified",
     "bench_inventory": "--nodes 8 --layers 1 --repeats 1",
     "bench_load": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
@@ -83,7 +84,8 @@ TOY = {
     "report": "",
 }
 SCRATCH = {"bench_convert": "--dir", "bench_writes": "--dir"} | dict.fromkeys(
-    ("bench_async", "bench_load", "bench_save", "bench_small_tensors"), "--scratch"
+    ("bench_async", "bench_compressed_saves", "bench_load", "bench_save", "bench_small_tensors"),
+    "--scratch",
 )
 APART = {"bench_shared_reads"}  # changes classes of the engine
 LAUNCHES = {

@@ -1,6 +1,6 @@
 """Measure sizes and times of compressed checkpoints beside plain ones, with one process.
 
-Run: python benchmarks/bench_compressed_saves.py [--size 512MiB] [--repeats 7] [--out FILE].
+Run: python benchmarks/bench_compressed_saves.py [--size 512MiB] [--repeats 9] [--out FILE].
 
 The state is a Llama in bfloat16 with two moments, with and without master weights; `--size` is that
 with masters. Values are random; sizes depend on them by exceptions alone. Each round saves, loads
@@ -177,7 +177,7 @@ def row(case: Case, size: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", default="512MiB")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--scratch", default=tempfile.gettempdir())
     parser.add_argument("--out")
     options = parser.parse_args()

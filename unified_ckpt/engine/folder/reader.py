@@ -32,7 +32,6 @@ from unified_ckpt.runtime.storage.storage import (
 )
 
 _MODEL = "model"
-_DIGEST_GAP_NBYTES = 64 << 10  # reading a gap this small is cheaper than another request
 
 
 def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Folder:

@@ -37,7 +37,7 @@ from unified_ckpt.engine.load.read import (
 from unified_ckpt.engine.load.report import LoadReport, load_notes, log_report
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.engine.load.share_reads import read_redundancy
-from unified_ckpt.engine.load.tensor_reader import StoredTensor, TensorReader, locate_tensors
+from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorReader, locate_tensors
 from unified_ckpt.engine.load.tied_tensors import compare_tied
 from unified_ckpt.engine.load.verify import verify_read
 from unified_ckpt.engine.plan.holders import (
@@ -178,7 +178,7 @@ def _load(
 def _plan_reads(
     collective: Collective,
     request: LoadRequest,
-    stored_by_decl: Mapping[TensorDecl, StoredTensor],
+    stored_by_decl: Mapping[TensorDecl, LocatedTensor],
     topology: Topology,
 ) -> list[GroupReadPlan]:
     """Return the reads of this rank, by group of tensors that the same ranks of a node need.

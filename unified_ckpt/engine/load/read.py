@@ -14,7 +14,7 @@ from unified_ckpt.core.planning.exchange import Extent, RankIO, Tile, TileRange
 from unified_ckpt.core.planning.load_plan import ReadPlan
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.engine.load.tensor_reader import StoredTensor, TensorReader
+from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorReader
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, PartnerBuffer, PeerWait, TileBuffer
@@ -39,7 +39,7 @@ class GroupReadPlan:
     index: int
     holders: tuple[int, ...]
     decls: tuple[TensorDecl, ...]
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[LocatedTensor, ...]
     read_plan: ReadPlan
 
 
@@ -266,7 +266,7 @@ def _read_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> N
 
 
 def _contiguous_runs(
-    ranges: Sequence[TileRange], tensors: Sequence[StoredTensor]
+    ranges: Sequence[TileRange], tensors: Sequence[LocatedTensor]
 ) -> Iterator[list[TileRange]]:
     """Group ranges that are adjacent both in a file and in the tile, up to one chunk."""
     run: list[TileRange] = []

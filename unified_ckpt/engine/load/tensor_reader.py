@@ -16,7 +16,7 @@ from unified_ckpt.runtime.storage.storage import Buffer, Reader
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class LocatedTensor:
     """A tensor to read. `block_crcs`: the digests that the load compares, if any.
 
     `location` is in a file of the source if `in_file`, else a label for errors.
@@ -34,7 +34,7 @@ class TensorReader:
     def __init__(self, source: Source, storage: Reader | None, heartbeat: Callable[[], None]):
         self._source, self._storage, self._heartbeat = source, storage, heartbeat
 
-    def read_into(self, tensor: StoredTensor, start: int, buffer: Buffer) -> None:
+    def read_into(self, tensor: LocatedTensor, start: int, buffer: Buffer) -> None:
         """Fill `buffer` with bytes from byte `start`; in a file, also beyond the tensor's end."""
         if self._storage is not None and tensor.in_file:
             location = tensor.location
@@ -46,7 +46,7 @@ class TensorReader:
 
 def locate_tensors(
     source: Source, nbytes_by_key: dict[Key, int], *, verify: bool
-) -> tuple[dict[Key, StoredTensor], Reader | None]:
+) -> tuple[dict[Key, LocatedTensor], Reader | None]:
     """Return the tensors to read and the storage of those that lie plainly in files.
 
     IntegrityError or FormatError if digests are incomplete or of an unknown kind.
@@ -58,7 +58,7 @@ def locate_tensors(
         if saved is not None:
             check_digest_count(key, saved, nbytes_by_key[key])
     tensors = {
-        key: StoredTensor(
+        key: LocatedTensor(
             key, by_key.get(key, Location(":".join(key), 0)), key in by_key, block_crcs.get(key)
         )
         for key in nbytes_by_key

@@ -149,7 +149,7 @@ def memcpy_way(state: State, kind: str) -> Way:
 
 
 class Stepper(torch.optim.Optimizer):
-    """An optimizer whose step runs nothing but its hooks."""
+    """An optimizer whose step runs only its hooks."""
 
     def step(self, closure: Any = None) -> Any:
         return closure

@@ -46,7 +46,7 @@ State = dict[str, dict[str, torch.Tensor]]  # arguments of save and load
 
 @dataclass(slots=True)
 class Case:
-    """One form, with what was measured of it in each round."""
+    """The measurements of one form, by round."""
 
     form: str
     state: State

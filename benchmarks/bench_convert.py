@@ -53,7 +53,7 @@ def make_sources(root: Path, nbytes: int) -> dict[str, Path]:
 
 
 def work(way: str, source: Path, target: Path) -> dict[str, object]:
-    """One run, in a process of its own: seconds, and memory beyond that of the imports."""
+    """Run once; return the seconds, and the memory beyond that of the imports."""
 
     start_anon, start_all, peak, done = rss("RssAnon"), rss("VmRSS"), [0], threading.Event()
 

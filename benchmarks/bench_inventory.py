@@ -215,7 +215,7 @@ def all_inventories(nodes: int, rows: Sequence[TensorDecl]) -> tuple[list[bytes]
 
 
 def list_folder(node: int, nodes: int, rows: Sequence[TensorDecl]) -> Callable[[], bytes]:
-    """What the first rank of a node does after the headers of its files are read."""
+    """Do the work of the first rank of a node, after it has read the headers of its files."""
     stored = stored_specs(node, rows)
 
     def call() -> bytes:
@@ -230,7 +230,7 @@ def list_folder(node: int, nodes: int, rows: Sequence[TensorDecl]) -> Callable[[
 
 
 def decide(inventories: Sequence[bytes], listings: dict[str, bytes]) -> bytes:
-    """What rank 0 does."""
+    """Do the work of rank 0."""
     known: dict[str, TensorList] = {}
 
     def listing_of(name: str) -> TensorList:
@@ -244,7 +244,7 @@ def decide(inventories: Sequence[bytes], listings: dict[str, bytes]) -> bytes:
 
 
 def open_cluster(body: bytes, addresses: bytes, node: int) -> ClusterSource:
-    """What every rank does with the result of rank 0."""
+    """Do the work of every rank with the result of rank 0."""
     index = decode_cluster_index(body)
     servers = [parse_address(text) for text in zlib.decompress(addresses).decode().split("\n")]
     storages = [

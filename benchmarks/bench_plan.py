@@ -196,7 +196,7 @@ def members_of(declarations: Declarations, table: str) -> list[Membership]:
 
 
 def rank_planner(declarations: Declarations, table: str, rank: int) -> Callable[[], object]:
-    """What a rank does: encode its table, and plan the groups that rank 0 sent."""
+    """Do the work of a rank: encode its table, and plan the groups that rank 0 sent."""
     members = members_of(declarations, table)
 
     def call() -> object:
@@ -207,7 +207,7 @@ def rank_planner(declarations: Declarations, table: str, rank: int) -> Callable[
 
 
 def writer(declarations: Declarations) -> Callable[[], object]:
-    """What rank 0 does in addition: all groups, the global plan, the indexes and the manifest."""
+    """Do the further work of rank 0: all groups, the global plan, the indexes and the manifest."""
 
     def call() -> object:
         plans, digest_head = list_group_files(

@@ -16,8 +16,10 @@ second moment. What is encoded, and how, is what a save does.
 A further line has the same for master weights beside the model. Peers on the reference state:
 
 - byte planes and zstd level 1 (package zstandard) of the plain moments, which loses nothing;
+- PaddleNLP's O1 and O2, in Paddle's orientation, as `--to paddle` writes them;
 - torchao's 8-bit and 4-bit optimizer state, in blocks of its default size and of 64. It holds
-  values, not encodings of rows, and leaves tensors under 4,096 elements as they are.
+  values, not encodings of rows, and leaves tensors under 4,096 elements as they are;
+- bitsandbytes' 8-bit optimizer state, likewise.
 
 A peer that is not installed has null in its figures.
 """
@@ -30,6 +32,8 @@ import importlib.metadata
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import get_args
 
 import numpy as np
 import torch
@@ -39,12 +43,14 @@ from trained_states import MODELS, State, train
 from transformers.utils import logging
 
 from unified_ckpt.core.sharding.shardings import spec_of
+from unified_ckpt.exports.paddle_quantize import Moment, QuantStage, dequantized
 from unified_ckpt.format import encodings
 from unified_ckpt.format.encoded_tensors import (
     MasterEncoding,
     MomentEncoding,
     choose_encodings,
 )
+from unified_ckpt.sources.paddle.quantized_moments import GROUP_ROWS
 
 REFERENCE = "llama"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -125,6 +131,46 @@ def torchao_state(bits: int, block_size: int) -> Roundtrip:
     return roundtrip
 
 
+def bitsandbytes_state(block_size: int) -> Roundtrip:
+    """Return moments as bitsandbytes' 8-bit optimizers hold them. ImportError without it."""
+    functional = importlib.import_module("bitsandbytes.functional")
+    codes = [functional.create_dynamic_map(signed=signed) for signed in (True, False)]
+
+    def roundtrip(fqn: str, values: Floats) -> tuple[Floats, int]:
+        if values.size < 4096:  # bitsandbytes' own rule
+            return values, values.nbytes
+        tensor, code = torch.from_numpy(values), codes[fqn.endswith("_sq")]
+        stored, state = functional.quantize_blockwise(tensor, code=code, blocksize=block_size)
+        decoded = functional.dequantize_blockwise(stored, state).numpy()
+        return decoded.reshape(values.shape), stored.nbytes + state.absmax.nbytes
+
+    return roundtrip
+
+
+def paddle_state(stage: QuantStage) -> Roundtrip:
+    """Return moments as PaddleNLP's `ckpt_quant_stage` stores them, in Paddle's orientation."""
+
+    def roundtrip(fqn: str, values: Floats) -> tuple[Floats, int]:
+        if stage == "O2" and values.ndim == 1:
+            return values, values.nbytes
+        transposed = values.ndim == 2 and "embed" not in fqn
+        oriented = values.T if transposed else values
+        rows = oriented.reshape(len(oriented), -1)
+        is_second = fqn.endswith("_sq")
+
+        def read(first: int, count: int) -> Floats:
+            return np.ascontiguousarray(rows[first : first + count])
+
+        moment = Moment(fqn, oriented.shape, is_second, read)
+        stored = np.concatenate([chunk for _, chunk in dequantized(stage, moment)])
+        scales = rows.shape[1] * (1 if stage == "O1" else len(rows) // GROUP_ROWS)
+        nbytes = rows.size // (1 if stage == "O1" else 2) + 4 * scales * (2 if is_second else 1)
+        stored = stored.reshape(oriented.shape)
+        return stored.T if transposed else stored, nbytes
+
+    return roundtrip
+
+
 # ---- rows
 
 
@@ -185,14 +231,18 @@ def measure_form(name: str, state: State, form: str) -> Columns:
     }
 
 
-def measure_torchao(state: State, bits: int, block_size: int) -> Columns:
-    row: Columns = {"bench": "compression", "state": REFERENCE}
-    row["form"] = f"torchao {bits} bits, blocks of {block_size}"
+def measure_peer(state: State, package: str, form: str, make: Callable[[], Roundtrip]) -> Columns:
+    """Return the row of a package that holds optimizer state in fewer bits."""
+    row: Columns = {"bench": "compression", "state": REFERENCE, "form": f"{package} {form}"}
     try:
-        roundtrip = torchao_state(bits, block_size)
-        return row | measure(state, roundtrip) | {"version": importlib.metadata.version("torchao")}
+        return row | measure(state, make()) | {"version": importlib.metadata.version(package)}
     except ImportError as error:
-        return row | {"error": None, "bytes_per_param": None, "why": f"no torchao: {error}"}
+        return row | {"error": None, "bytes_per_param": None, "why": f"no {package}: {error}"}
+
+
+def measure_paddle(state: State, stage: QuantStage) -> Columns:
+    row: Columns = {"bench": "compression", "state": REFERENCE, "form": f"PaddleNLP {stage}"}
+    return row | measure(state, paddle_state(stage))
 
 
 def measure_zstd(state: State) -> Columns:
@@ -265,8 +315,25 @@ def main() -> None:
         for form in options.forms.split(",") if is_reference else ("O1", "O2"):
             write_rows([measure_form(name, state, form)], options.out)
         if is_reference:
-            peers = [(8, 256), (8, 64), (4, 128), (4, 64)]
-            rows = [measure_torchao(state, bits, block_size) for bits, block_size in peers]
+            rows = [
+                measure_peer(
+                    state,
+                    "torchao",
+                    f"{bits} bits, blocks of {block_size}",
+                    partial(torchao_state, bits, block_size),
+                )
+                for bits, block_size in ((8, 256), (8, 64), (4, 128), (4, 64))
+            ]
+            rows += [
+                measure_peer(
+                    state,
+                    "bitsandbytes",
+                    f"8 bits, blocks of {block_size}",
+                    partial(bitsandbytes_state, block_size),
+                )
+                for block_size in (256, 64)
+            ]
+            rows += [measure_paddle(state, stage) for stage in get_args(QuantStage)]
             write_rows([measure_masters(state), measure_zstd(state), *rows], options.out)
 
 

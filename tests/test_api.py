@@ -7,6 +7,8 @@ import inspect
 import json
 import logging
 import os
+import pydoc
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,58 @@ class Net(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.block(self.embed(tokens)))
         return logits
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert sorted(uc.__all__) == [name for name in dir(uc) if not name.startswith("_")]
+    assert uc.__version__.count(".") >= 1
+    with pytest.raises(AttributeError, match="sav"):
+        _ = uc.sav
+
+
+@pytest.mark.parametrize(
+    ("definition", "shown"),
+    [
+        (uc.save, ["optimizer: 'OptimizerArgument | None' = None", "every tensor is whole"]),
+        (uc.save_async, ["metrics: 'Mapping[str, float] | None' = None", "lazy"]),
+        (uc.load, ["strict: 'bool' = True", "Fill state of any shape"]),
+        (uc.convert, ["to: 'str' = 'unified'", "verify what was written"]),
+        (uc.Checkpointer.save, ["step: 'int | None' = None"]),
+        (uc.CheckpointManager.restore, ["model: 'ModelArgument | None' = None"]),
+        (uc.SaveOptions, ["node_copies: 'Count' = 1"]),
+    ],
+)
+def test_help_shows_real_signatures(definition: object, shown: list[str]) -> None:
+    text = pydoc.plain(pydoc.render_doc(definition))
+    assert [part for part in shown if part not in text] == []
+    assert "**" not in text.partition("\n\n")[2].splitlines()[0]
+
+
+def test_reports_are_three_readable_lines(tmp_path: Path) -> None:
+    net, folder = Net(), tmp_path / "a"
+    optimizer = torch.optim.AdamW(net.parameters())
+    saved = uc.save(folder, model=net, optimizer=optimizer, step=7)
+    loaded = uc.load(folder, model=Net())
+    converted = uc.convert(folder, tmp_path / "b")
+    lines = [
+        str(report).splitlines()
+        for report in (saved, loaded, uc.verify(folder), uc.repair(folder), converted)
+    ]
+    assert [len(texts) for texts in lines] == [3] * 5
+    assert lines[0][:2] == [str(folder), f"  save {saved.id} of step 7 committed"]
+    assert re.fullmatch(r"  [\d.]+ KiB in \d+\.\d\d s", lines[0][2])
+    assert re.fullmatch(r"loaded step 7 in \d+\.\d\d s", lines[1][0])
+    assert lines[1][1].endswith(" verified: model")
+    assert lines[2][1] == "  sizes and headers match"
+    assert lines[3][1:] == ["  nothing to repair", "  0 problems found; 0 files, 0 B written"]
+    assert lines[4][1] == "  written, from unified, step 7"
+    (folder / "model.safetensors").unlink()
+    assert str(uc.verify(folder)).splitlines()[1].startswith("  damaged, ")
+
+
+def test_misspelt_argument_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="'optimiser'; did you mean 'optimizer'"):
+        uc.save(tmp_path / "a", optimiser=None)  # type: ignore[call-arg]
 
 
 def same_state(a: nn.Module, b: nn.Module) -> bool:

@@ -3,7 +3,7 @@ order of its page.
 
 A new block needs nothing here if it is a program (```python, with its name in the first line: `#
 train.py`), or a command on files that the page's programs or `FILES` make. A snippet needs its
-names in `NAMES`. What cannot be run is listed in `NOT_RUN`, with the reason.
+names in `NAMES`. Signatures are ```pyi. What cannot be run is listed in `NOT_RUN`, with the reason.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ NOT_RUN = {
     ),
 }  # fmt: skip
 EXIT_1 = {  # commands that report a problem, as the page says
+    "unified-ckpt verify llama",
     "unified-ckpt diff checkpoint-1000 checkpoint-1500 --part model --match '*.norm.*'",
     "unified-ckpt verify --deep damaged",
     "unified-ckpt verify damaged --repair",
@@ -241,6 +242,10 @@ def convert_files() -> None:
         dcp.save({"model": small_llama().state_dict()}, checkpoint_id="old", no_dist=True)
 
 
+def model_files() -> None:
+    small_llama().bfloat16().save_pretrained("model")
+
+
 def other_formats_files() -> None:
     from tests.support import megatrons, orbaxes
     from tests.support.maxtexts import make, tree_of
@@ -262,6 +267,7 @@ FILES: dict[str, Callable[[], None]] = {
     "README.md": readme_files,
     "docs/cli.md": cli_files,
     "docs/guide/convert.md": convert_files,
+    "docs/guide/estimate.md": model_files,
     "docs/guide/other-formats.md": other_formats_files,
 }
 
@@ -368,6 +374,7 @@ def lightning_names() -> dict[str, Any]:
 # A page, or text that a snippet has -> its names. They stay for the snippets after it on the page.
 NAMES: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": plain_names,
+    "docs/guide/estimate.md": plain_names,
     "docs/guide/nodes.md": plain_names,
     "docs/guide/trainers.md": data_names,
     "unified_ckpt.integrations.transformers": hugging_face_names,
@@ -403,7 +410,7 @@ def test_every_block_of_a_page_is_run(page: Path) -> None:
                 key == page.relative_to(ROOT).as_posix() or key in block.body for key in NAMES
             )
             assert known, f"{block.where}: a snippet whose names are not in NAMES{advice}"
-        else:
+        elif block.language != "pyi":  # a signature
             assert block.language == "", (
                 f"{block.where}: a block of {block.language}, which nothing runs{advice}"
             )
@@ -414,6 +421,41 @@ def test_every_block_of_a_page_is_run(page: Path) -> None:
                     f"{block.where}: {command!r} is no command, and not after `$ `: label "
                     f"Python as such, or list it{advice}"
                 )
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_to_sections(page: Path) -> None:
+    broken = []
+    for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", prose(page)):
+        target = page.parent / link if link else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{link}#{anchor}")
+    assert broken == []
+
+
+def test_index_answers_thirty_wishes() -> None:
+    table = (ROOT / "docs" / "index.md").read_text().partition("\n## Guide")[0]
+    answers = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(answers) >= 30
+    assert [answer for answer in answers if "](" not in answer] == []
+
+
+def test_index_and_page_name_every_verb() -> None:
+    page, index = (ROOT / "docs" / name for name in ("cli.md", "index.md"))
+    (row,) = (line for line in index.read_text().splitlines() if "[Command line](cli.md)" in line)
+    verbs = set(command_line._VERBS)
+    assert verbs - set(re.findall(r"`(\w+)`", row)) == set()
+    assert verbs - anchors(page) == set()
 
 
 def test_exemptions_name_blocks_that_are_shown() -> None:
@@ -439,7 +481,7 @@ def test_commands_within_text_parse() -> None:
 def is_usage(argv: list[str]) -> bool:
     """Whether the command line accepts these arguments; for a verb alone, whether it exists."""
     try:
-        command_line._build_parser().parse_args(argv if len(argv) > 1 else [*argv, "--help"])
+        command_line.build_parser().parse_args(argv if len(argv) > 1 else [*argv, "--help"])
     except SystemExit as end:
         return end.code == 0
     return True

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 import unified_ckpt as uc
 from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
@@ -32,11 +31,12 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
         ({"step_prefix": "a/b"}, "pattern"),
         ({"local_directory": "d"}, "set both or neither"),
         ({"local_interval_steps": 3}, "set both or neither"),
-        ({"save_interval": 3}, "Extra inputs are not permitted"),
+        ({"save_interval": 3}, "ManagerOptions has no option 'save_interval'"),
+        ({"keep_lastest": 3}, "no option 'keep_lastest'; did you mean 'keep_latest'"),
     ],
 )
 def test_manager_options_refuse(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValidationError, match=text.replace("(", r"\(")):
+    with pytest.raises(uc.OptionError, match=text.replace("(", r"\(")):
         uc.ManagerOptions(**options)
 
 
@@ -52,9 +52,25 @@ def test_save_and_load_options_refuse() -> None:
         (uc.LoadOptions, "max_over_read", 0.9),
         (uc.LoadOptions, "typo", 1),
     ):
-        with pytest.raises(ValidationError, match=name):
+        with pytest.raises(uc.OptionError, match=name):
             kind(**{name: value})
     assert uc.SaveOptions(model_dtype=torch.float16) == uc.SaveOptions(model_dtype="float16")
+
+
+def test_misspelt_options_and_values_are_named() -> None:
+    with pytest.raises(ValueError, match="no option 'modle_dtype'; did you mean 'model_dtype'"):
+        uc.SaveOptions(modle_dtype="bfloat16")  # type: ignore[call-arg]
+    with pytest.raises(uc.CheckpointError) as wrong:
+        uc.SaveOptions(compression="losless", max_file_bytes=0)  # type: ignore[arg-type]
+    assert str(wrong.value) == (
+        "SaveOptions(max_file_bytes): got 0, but it should be greater than or equal to 1; "
+        "SaveOptions(compression): got 'losless', expected 'none', 'lossless', 'O1' or 'O2'; "
+        "did you mean 'lossless'?"
+    )
+    with pytest.raises(uc.OptionError, match="SourceOptions has no option 'fromat'; did you mean"):
+        uc.LoadOptions(source={"fromat": "dcp"})  # type: ignore[arg-type]
+    with pytest.raises(uc.OptionError, match="has no option 'zzz'; it has to, source"):
+        uc.convert("a", "b", zzz="dcp")
 
 
 def test_maxtext_names() -> None:
@@ -101,29 +117,67 @@ def test_maxtext_names() -> None:
     )
 
 
+LOCAL = {"local_checkpoint_directory": "d", "local_checkpoint_period": 5}
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         (
-            {"checkpoint_storage_concurrent_gb": 32},
-            "checkpoint_storage_concurrent_gb=32: not supported: saves hold one snapshot",
-        ),
-        (
-            {"source_checkpoint_layout": "safetensors"},
-            "source_checkpoint_layout='safetensors': not supported: the format",
+            {"source_checkpoint_layout": "pickle"},
+            "source_checkpoint_layout: got 'pickle', expected one of orbax, safetensors",
         ),
         (
             {"local_checkpoint_directory": "d"},
-            "local_checkpoint_directory='d': got no enable_emergency_checkpoint",
+            "local_checkpoint_directory='d': got neither enable_emergency_checkpoint nor",
         ),
         (
             {"local_checkpoint_period": 5},
-            "local_checkpoint_period=5: got no enable_emergency_checkpoint",
+            "local_checkpoint_period=5: got neither enable_emergency_checkpoint nor",
         ),
         (
             {"enable_multi_tier_checkpointing": True},
-            "not supported: use enable_emergency_checkpoint",
+            "`local_checkpoint_directory` must be set for multi-tier checkpointing.",
         ),
+        (
+            {"enable_multi_tier_checkpointing": True, **LOCAL},
+            "got none, expected one of multi_tier_checkpointing_backup_interval_minutes and",
+        ),
+        (
+            {
+                "enable_multi_tier_checkpointing": True,
+                **LOCAL,
+                "multi_tier_checkpointing_backup_interval_minutes": 1,
+                "multi_tier_checkpointing_backup_interval_steps": 20,
+            },
+            "got two intervals, expected one of",
+        ),
+        (
+            {
+                "enable_multi_tier_checkpointing": True,
+                **LOCAL,
+                "multi_tier_checkpointing_backup_interval_steps": 4,
+            },
+            "got 4, expected at least local_checkpoint_period",
+        ),
+        (
+            {"enable_multi_tier_checkpointing": 1, "enable_emergency_checkpoint": "True", **LOCAL},
+            "enable_emergency_checkpoint: got it beside enable_multi_tier_checkpointing",
+        ),
+        (
+            {"enable_emergency_checkpoint": True, **LOCAL, "local_checkpoint_period": "often"},
+            "local_checkpoint_period: got 'often', expected a number",
+        ),
+        (
+            {"checkpoint_todelete_subdir": "a", "checkpoint_todelete_full_path": "/b"},
+            "checkpoint_todelete_full_path: got it beside checkpoint_todelete_subdir",
+        ),
+        (
+            {"async_checkpoint": True, "async_checkpointing": False},
+            "async_checkpointing: got two values",
+        ),
+        ({"enable_orbax_v1": True}, "enable_orbax_v1=True: not supported: it selects a storage"),
+        ({"save_dtype": "bfloat16"}, "not supported: .*unified-ckpt convert"),
         (
             {"enable_emergency_checkpoint": True, "local_checkpoint_period": 5},
             "`local_checkpoint_directory` must be set for emergency checkpointing.",
@@ -170,7 +224,7 @@ def test_maxtext_default_section() -> None:
     }
     options = from_maxtext(flags)
     assert options.manager == uc.ManagerOptions(interval_steps=10_000)
-    assert options.save == uc.SaveOptions(max_file_bytes=2147483648)
+    assert options.save == uc.SaveOptions(max_file_bytes=2147483648, host_bytes=96_000_000_000)
 
 
 def test_synchronous_maxtext_config_disables_lazy() -> None:
@@ -209,10 +263,6 @@ def test_paddle_config(config: str, asynchronous: bool, parts: tuple[str, ...] |
         (
             "ignore_merge_optimizer",
             "ignore_merge_optimizer is not supported: the optimizer is always merged",
-        ),
-        (
-            "enable_all_options remove_master_weight",
-            "got enable_all_options and remove_master_weight",
         ),
         ("skip_save_model_weight remove_master_weight", "leave no weights"),
     ],

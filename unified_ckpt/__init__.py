@@ -17,19 +17,30 @@ from unified_ckpt.errors import (
     LayoutError,
     MismatchError,
     NotFoundError,
+    OptionError,
     RankError,
     StorageError,
 )
 
 if TYPE_CHECKING:
-    from unified_ckpt.api import Checkpointer, load, open, save, save_async, verify  # noqa: A004
+    from unified_ckpt.api import (
+        Checkpointer,
+        estimate,
+        load,
+        open,  # noqa: A004
+        save,
+        save_async,
+        verify,
+    )
     from unified_ckpt.core.sharding.layouts import Layout, Strided
+    from unified_ckpt.engine.estimate.estimate import Estimate
     from unified_ckpt.engine.folder.verify import VerifyReport
     from unified_ckpt.engine.load.report import LoadReport
     from unified_ckpt.engine.repair.repair import RepairReport, repair
     from unified_ckpt.engine.rewrite.convert import ConvertReport
     from unified_ckpt.engine.save.job import SaveReport
     from unified_ckpt.engine.save.pending import PendingSave
+    from unified_ckpt.engine.source.view import LazyTensor
     from unified_ckpt.exports.convert import convert
     from unified_ckpt.manager.manager import CheckpointManager
     from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
@@ -37,6 +48,7 @@ if TYPE_CHECKING:
         ConvertOptions,
         LoadOptions,
         ManagerOptions,
+        RunOptions,
         SaveOptions,
         SourceOptions,
     )
@@ -49,6 +61,7 @@ _LAZY = {
     "ConvertOptions": "options",
     "ConvertReport": "engine.rewrite.convert",
     "ElasticSampler": "runtime.torch_state.sampler",
+    "Estimate": "engine.estimate.estimate",
     "Layout": "core.sharding.layouts",
     "LazyTensor": "engine.source.view",
     "LoadOptions": "options",
@@ -57,12 +70,14 @@ _LAZY = {
     "PendingSave": "engine.save.pending",
     "RandomStates": "runtime.torch_state.rng",
     "RepairReport": "engine.repair.repair",
+    "RunOptions": "options",
     "SaveOptions": "options",
     "SaveReport": "engine.save.job",
     "SourceOptions": "options",
     "Strided": "core.sharding.layouts",
     "VerifyReport": "engine.folder.verify",
     "convert": "exports.convert",
+    "estimate": "api",
     "from_maxtext": "manager.option_aliases",
     "from_paddle": "manager.option_aliases",
     "load": "api",
@@ -80,6 +95,7 @@ __all__ = [
     "ConvertOptions",
     "ConvertReport",
     "ElasticSampler",
+    "Estimate",
     "FormatError",
     "IncompleteError",
     "IntegrityError",
@@ -91,10 +107,12 @@ __all__ = [
     "ManagerOptions",
     "MismatchError",
     "NotFoundError",
+    "OptionError",
     "PendingSave",
     "RandomStates",
     "RankError",
     "RepairReport",
+    "RunOptions",
     "SaveOptions",
     "SaveReport",
     "SourceOptions",
@@ -102,6 +120,7 @@ __all__ = [
     "Strided",
     "VerifyReport",
     "convert",
+    "estimate",
     "from_maxtext",
     "from_paddle",
     "load",
@@ -113,7 +132,13 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, "__version__"})
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("unified-ckpt")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

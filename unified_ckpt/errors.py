@@ -3,6 +3,7 @@
 CheckpointError
   x LayoutError      the ranks' tensors do not add up to whole tensors
   x FormatError      a file or a value is not valid
+  x OptionError      an option has an unknown name or a wrong value; also a ValueError
   x IntegrityError   bytes differ from those that were written
   x NotFoundError    there is no checkpoint
   x IncompleteError  no complete copy exists
@@ -30,6 +31,10 @@ class LayoutError(CheckpointError):
 
 class FormatError(CheckpointError):
     """A file or a value is not valid in its format, or newer than this library reads."""
+
+
+class OptionError(CheckpointError, ValueError):
+    """An option has an unknown name or a wrong value, or two options exclude each other."""
 
 
 class IntegrityError(CheckpointError):

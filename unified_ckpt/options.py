@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+import re
+from dataclasses import dataclass, field, replace
+from inspect import Signature
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
+from unified_ckpt.core.keywords import keyword_parameters, suggestion
+from unified_ckpt.errors import FormatError, OptionError
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.renames import Rule, check_renames
 
@@ -20,6 +33,38 @@ IfExists = Literal["error", "keep", "keep_complete", "replace"]
 
 class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+            texts = [_error_text(type(self), each) for each in errors]
+            raise OptionError("; ".join(texts)) from None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        """Let `help` show the fields with their types as in the source."""
+        defaults = {name: field.default for name, field in cls.model_fields.items()}
+        cls.__signature__ = Signature(keyword_parameters(cls, defaults))
+
+
+def _error_text(options: type[_Options], error: ErrorDetails) -> str:
+    """Say what is wrong with one option, and which one was probably meant."""
+    kind, value = options.__name__, error["input"]
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        names = options.model_fields
+        hint = suggestion(name, names) or f"; it has {', '.join(names)}"
+        return f"{kind} has no option {name!r}{hint}"
+    if not name:  # options that exclude each other
+        return f"{kind}: {error['msg'].removeprefix('Value error, ')}"
+    if error["type"] == "literal_error":
+        expected = error["ctx"]["expected"]
+        hint = suggestion(str(value), re.findall(r"'([^']*)'", expected))
+        return f"{kind}({name}): got {value!r}, expected {expected}{hint}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    return f"{kind}({name}): got {value!r}, but {message}"
 
 
 class SaveOptions(_Options):
@@ -51,6 +96,10 @@ class SaveOptions(_Options):
     comes back. "O1" and "O2" also store float32 moments: in 8 bits each, or in 6 and 4 bits. Has no
     effect where nodes have folders of their own.
 
+    `host_bytes`: the limit of host memory in which each rank holds the snapshot of a save in the
+    background, beside the buffers of `save`; None for no limit. What does not fit is written before
+    the call returns, see `SaveReport.blocked_seconds`.
+
     `node_copies`: stores each byte on at least this many nodes, if nodes have folders of their own,
     so that all but one of these may be lost. Has no effect if all ranks see one folder.
     """
@@ -64,6 +113,7 @@ class SaveOptions(_Options):
     timeout_seconds: Timeout = 600.0
     write_alignment: Annotated[int, Field(ge=0)] | None = None
     compression: Compression = "none"
+    host_bytes: Annotated[int, Field(ge=0)] | None = None
     node_copies: Count = 1
 
     @field_validator("model_dtype", mode="before")
@@ -169,8 +219,11 @@ class ConvertOptions(_Options):
 
     `compare`: checks that master weights, rounded, equal the model, if the source has both.
 
+    `adapter`: the path of a LoRA adapter to merge into the model. Only the model is then written.
+
     `compression`: how master weights and Adam's moments are stored, as in `SaveOptions`. "none"
-    decodes what the source has encoded. Only for "unified".
+    decodes what the source has encoded. Other formats take only "none", and "paddle" also "O1" and
+    "O2": PaddleNLP's own quantization of moments.
 
     `max_file_bytes`, `if_exists`, `fsync`, `timeout_seconds`: as in `SaveOptions`. Formats other
     than "unified" need a free name.
@@ -180,6 +233,7 @@ class ConvertOptions(_Options):
     source: SourceOptions = SourceOptions()
     parts: tuple[str, ...] | None = None
     model_dtype: ModelDtype | None = None
+    adapter: str | None = None
     compression: Compression = "none"
     compare: bool = True
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
@@ -198,7 +252,8 @@ class ManagerOptions(_Options):
     `on_start`: at the first step of a fresh run.
     `on_completion`: in `finish`.
     `continuous`: as soon as the last save has ended, at least `interval_seconds` apart if set.
-    `on_preemption`: on SIGTERM, SIGINT or `request_stop`, at a step on which all ranks agree.
+    `on_preemption`: on SIGTERM, SIGINT, SIGUSR1 (of SLURM, unless it has a handler) or
+    `request_stop`, at a step on which all ranks agree.
     `enabled`: False saves nothing and loads nothing.
 
     **What to keep.** A step is kept if any of these asks for it; if none is set, all are kept.
@@ -206,6 +261,8 @@ class ManagerOptions(_Options):
     full and model-only checkpoints separately. `keep_latest_model_only` and
     `keep_every_steps_model_only` replace the common limit for model-only ones. The latest, the
     latest full and the best checkpoint are always kept.
+    `trash_directory`: a folder on the root's file system to which other checkpoints are moved
+    instead of being deleted. A relative path is below the root.
 
     **How to save.**
     `asynchronous`: saves in the background. `lazy`: see `Checkpointer.save_async`.
@@ -225,6 +282,9 @@ class ManagerOptions(_Options):
     **Where to load from**, if the root holds nothing valid.
     `load_parameters_path`: weights to start from with a fresh optimizer.
     `load_full_state_path`: the whole state of another run.
+    `load_adapters_path`: a PEFT folder, or the parent folder of several. It fills the parts
+    `adapter_model…`, also beside `load_parameters_path`.
+    `load_source`: how to read the first two paths; None for the `source` of the load options.
 
     `step_prefix`: the prefix of the folder names.
     """
@@ -246,6 +306,7 @@ class ManagerOptions(_Options):
     best_mode: Literal["min", "max"] = "min"
     keep_latest_model_only: Count | None = None
     keep_every_steps_model_only: Count | None = None
+    trash_directory: Annotated[str, Field(min_length=1)] | None = None
 
     asynchronous: bool = True
     lazy: bool = False
@@ -262,6 +323,8 @@ class ManagerOptions(_Options):
 
     load_parameters_path: str | None = None
     load_full_state_path: str | None = None
+    load_adapters_path: str | None = None
+    load_source: SourceOptions | None = None
     step_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")] = "checkpoint-"
 
     @model_validator(mode="after")
@@ -270,7 +333,12 @@ class ManagerOptions(_Options):
             raise ValueError(
                 "At most one of load_parameters_path or load_full_state_path should be set."
             )
-        if (self.load_parameters_path or self.load_full_state_path) and not self.enabled:
+        if self.load_adapters_path and self.load_full_state_path:
+            raise ValueError(
+                "load_adapters_path goes with load_parameters_path; a full state has its adapters"
+            )
+        paths = (self.load_parameters_path, self.load_full_state_path, self.load_adapters_path)
+        if any(paths) and not self.enabled:
             raise ValueError("You must set enable_checkpointing=True to load a checkpoint.")
         if self.keep_best is not None and self.best_metric is None:
             raise ValueError(
@@ -283,3 +351,50 @@ class ManagerOptions(_Options):
                 "local_directory and local_interval_steps configure two tiers; set both or neither"
             )
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """All options of a run as one value, as a configuration of another library gives them.
+
+    `root`: the absolute path of the folder for the checkpoints; None if it is not configured.
+    """
+
+    manager: ManagerOptions = field(default_factory=ManagerOptions)
+    save: SaveOptions = field(default_factory=SaveOptions)
+    load: LoadOptions = field(default_factory=LoadOptions)
+    root: str | None = None
+
+    @property
+    def source(self) -> SourceOptions:
+        """How to read the paths that a fresh run starts from."""
+        return self.manager.load_source or self.load.source
+
+
+def combine_options(
+    options: ManagerOptions | RunOptions | None,
+    *,
+    save: SaveOptions | None,
+    load: LoadOptions | None,
+) -> RunOptions:
+    """Return separate options as one value. Raises FormatError for what is given twice."""
+    if not isinstance(options, RunOptions):
+        return RunOptions(options or ManagerOptions(), save or SaveOptions(), load or LoadOptions())
+    if save is not None or load is not None:
+        name = "save_options" if save is not None else "load_options"
+        raise FormatError(
+            f"{name}: got it beside the options of a whole run, expected one of them; pass "
+            f"{name.removesuffix('_options')}= to from_maxtext or from_paddle"
+        )
+    return options
+
+
+def with_root(options: RunOptions, root: str | None) -> RunOptions:
+    """Return the options with this root. Raises FormatError for no root, or for two."""
+    if root is None and options.root is None:
+        raise FormatError("root: got none, expected the folder of the checkpoints")
+    if root is not None and options.root not in (None, os.path.abspath(root)):
+        raise FormatError(
+            f"root: got {root}, expected {options.root} as configured; pass one of them"
+        )
+    return replace(options, root=root or options.root)

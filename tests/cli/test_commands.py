@@ -6,11 +6,13 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
 import termios
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -147,7 +149,6 @@ def test_inspect_all_and_match(folder: Path, capsys: pytest.CaptureFixture[str])
     assert [row[-1] for row in rows] == [index[row[0]] for row in rows]
     assert "optimizer" not in text
     assert "\nema" not in run_verb(capsys, "inspect", folder, "--match", "optimizer:*")
-    assert "no tensor matches q" in run_verb(capsys, "inspect", folder, "--match", "q")
 
 
 def test_inspect_json_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,8 +326,8 @@ def test_paths_without_a_checkpoint_are_errors(
         )
         assert "there is no such folder" in run_failing_verb(capsys, verb, tmp_path / "nothing")
         assert "is a file" in run_failing_verb(capsys, verb, folder / "model.safetensors")
-        assert f"did you mean {folder}?" in run_failing_verb(capsys, verb, folder.parent)
         assert "Protocol not known: nowhere" in run_failing_verb(capsys, verb, "nowhere://a/b")
+    assert f"did you mean {folder}?" in run_failing_verb(capsys, "inspect", folder.parent)
     folder.rename(tmp_path / f".replaced-0a-{folder.name}")
     assert (
         f"an interrupted replacement left a copy at {tmp_path}/.replaced-0a-checkpoint-7"
@@ -336,7 +337,7 @@ def test_paths_without_a_checkpoint_are_errors(
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["inspect"], ["verify", "a", "b"], ["mend", "a"], ["verify", "--match", "x", "a"]],
+    [["inspect"], ["verify", "a", "b"], ["mend", "a"], ["verify", "--match", "x", "a"]],
 )
 def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -352,13 +353,129 @@ def test_python_m_with_closed_pipe_and_ascii_terminal(folder: Path) -> None:
         [*command_line, folder], stdout=write, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(write)
-    assert (process.returncode, process.stderr) == (1, "")
+    assert (process.returncode, process.stderr) == (0, "")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     poor = subprocess.run([*command_line, folder], capture_output=True, check=True, env=environment)
     assert b"layers.{0..11}.mlp.up.weight" in poor.stdout
-    for arguments, code in ((["inspect", "nothing"], 1), ([], 2)):
+    for arguments, code in ((["inspect", "nothing"], 1), (["mend"], 2)):
         failed = subprocess.run([*command_line[:3], *arguments], capture_output=True, check=False)
         assert failed.returncode == code
+
+
+def save_trainer_folder(folder: Path, model: torch.nn.Module) -> int:
+    """Write optimizer and state as the stock Trainer does; return the number of parameters."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    return len(list(model.parameters()))
+
+
+def test_inspect_of_a_trainer_folder_builds_no_model(tmp_path: Path) -> None:
+    """Neither transformers nor DTensor is imported."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    save_file(model.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    count = save_trainer_folder(tmp_path, model)
+    script = f"""
+import sys
+from unified_ckpt.cli.main import main
+assert main(["inspect", {str(tmp_path)!r}]) == 0
+slow = ["transformers", "torch.distributed.tensor", "sympy"]
+assert [module for module in slow if module in sys.modules] == []
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    assert f"  param group 0  {count} parameters: lr=0.001" in process.stdout
+    assert any(f"{{0..{count - 1}}}/step" in line for line in lines)
+    assert lines[-1].startswith("optimizer state is stored by position; --config PATH names")
+
+
+@pytest.mark.slow
+def test_inspect_names_a_trainers_state_by_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    model.save_pretrained(tmp_path)
+    capsys.readouterr()
+    save_trainer_folder(tmp_path, model)
+    text = run_verb(capsys, "inspect", tmp_path, "--config", tmp_path)
+    assert "embed_tokens.weight/{exp_avg,exp_avg_sq}" in text
+    assert "by position" not in text
+
+
+def test_bare_command_shows_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run_verb(capsys)
+    assert text.startswith("usage: unified-ckpt")
+    assert "repair" in text
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"unified-ckpt {version('unified-ckpt')}\n"
+
+
+def test_match_without_a_match_is_an_error(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hint = f"no tensor matches 'mdoel*'; `unified-ckpt inspect {folder}` shows the names"
+    for arguments in (["inspect", folder], ["inspect", folder, "--json"], ["diff", folder, folder]):
+        assert hint in run_failing_verb(capsys, *arguments, "--match", "mdoel*")
+
+
+def test_verify_checks_all_steps_of_a_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"\n{tmp_path}: 1 checkpoint, 0 damaged" in run_verb(capsys, "verify", tmp_path)
+    damaged = Path(shutil.copytree(folder, tmp_path / "checkpoint-8"))
+    flip_last_byte(damaged, "optimizer.safetensors")
+    unfinished = Path(shutil.copytree(folder, tmp_path / "checkpoint-9"))
+    (unfinished / "unified_checkpoint.json").unlink()
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-10" / "optimizer.pt").write_bytes(b"x")  # of the stock Trainer
+    lines = run_verb(capsys, "verify", tmp_path, "--deep", code=1).splitlines()
+    starts = [line.partition(" (")[0] for line in lines if not line.startswith(" ")]
+    assert starts == [
+        f"{unfinished}: damaged, 1 problem",
+        f"{folder}: all digests match",
+        f"{damaged}: damaged, 1 problem",
+        f"{tmp_path}: 3 checkpoints, 2 damaged",
+    ]
+    result = json.loads(run_verb(capsys, "verify", tmp_path, "--json", code=1))
+    assert not result["ok"]
+    assert [check["ok"] for check in result["checkpoints"]] == [False, True, True]
+    assert run_failing_verb(capsys, "verify", tmp_path, "--prefix", "step-")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_names_verbs_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = run_verb(capsys, "completion", shell)
+    assert [
+        word for word in (*command._VERBS, "--keep-latest", "--deep") if word not in script
+    ] == []
+
+
+def test_bash_completes_verbs_and_paths(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script runs in bash and offers what a user would choose from."""
+    script = run_verb(capsys, "completion", "bash")
+    function = re.findall(r"^complete .*-F (\w+)", script, re.MULTILINE)[0]
+    typed = [("unified-ckpt ver", "verify"), (f"unified-ckpt inspect {folder}", str(folder))]
+    for line, expected in typed:
+        words = line.split()
+        asked = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; {function}"
+        process = subprocess.run(
+            ["bash", "-c", f'{script}\n{asked}\necho "${{COMPREPLY[@]}}"'],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert process.stdout.split() == [expected], process.stderr
 
 
 def test_verify_shows_a_progress_bar_on_terminals(folder: Path) -> None:

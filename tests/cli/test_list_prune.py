@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,23 +98,12 @@ def test_list_shows_step_size_status_and_rules(
 ) -> None:
     lines = run_verb(capsys, "list", run, "--keep-latest", 1, "--metric", "loss").splitlines()
     assert lines[0] == str(run)
-    assert lines[1].split() == [
-        "step",
-        "size",
-        "files",
-        "created",
-        "took",
-        "kind",
-        "format",
-        "form",
-        "status",
-        "kept",
-        "by",
-    ]
+    titles = "step  size  saved (UTC)  took  kind  form  B/param  status"
+    assert lines[1].split() == titles.split()
     rows = {line.split()[0]: line for line in lines[2:]}
     assert "full" in rows["10"]
-    assert rows["10"].rstrip().endswith("complete")
-    assert rows["20"].endswith("latest 1, best by loss")
+    assert rows["10"].endswith("  complete  loss=0.5")
+    assert rows["20"].endswith("  complete  loss=0.25  kept by latest 1, best by loss")
     assert "model only" in rows["20"]
     assert rows["30"].endswith("latest, latest full, latest 1")
     assert (
@@ -123,6 +120,86 @@ def test_list_shows_step_size_status_and_rules(
     assert after[1].startswith(
         "    .unified-ab-checkpoint-70  0 B in 0 files, last changed 0.0 h ago"
     )
+
+
+def on_terminal(arguments: list[str], columns: int, **environment: str) -> tuple[bytes, int]:
+    """Run the command on a terminal; return what it shows and its exit code."""
+    terminal_end, child_terminal = pty.openpty()
+    termios.tcsetwinsize(child_terminal, (24, columns))
+    plain = {name: os.environ[name] for name in os.environ.keys() - {"COLUMNS", "NO_COLOR"}}
+    process = subprocess.run(
+        [sys.executable, "-m", "unified_ckpt", *arguments],
+        stdout=child_terminal,
+        env={**plain, "TERM": "xterm", **environment},
+        check=False,
+    )
+    os.close(child_terminal)
+    shown = b""
+    with io.FileIO(terminal_end) as terminal, suppress(OSError):  # EIO at its end
+        while block := terminal.read(65536):
+            shown += block
+    return shown, process.returncode
+
+
+def test_list_fits_a_terminal_and_has_colours(run: Path) -> None:
+    arguments = ["list", str(run), "--keep-latest", "1", "--metric", "loss"]
+    shown, code = on_terminal(arguments, 80)
+    assert code == 0
+    assert b"\x1b[31mincomplete: " in shown
+    assert b"\x1b[1mloss=0.25\x1b[0m" in shown
+    table = re.sub(rb"\x1b\[\d*m", b"", shown.partition(b"stale folders")[0])
+    lines = table.decode().splitlines()[1:]
+    assert max(map(len, lines)) <= 80
+    assert "    kept by latest 1, best by loss" in lines
+    plain, _ = on_terminal(arguments, 80, NO_COLOR="1")
+    assert b"\x1b" not in plain
+    assert plain.partition(b"stale folders")[0] == table
+    wide, _ = on_terminal(arguments, 200, TERM="dumb")
+    assert b"complete  loss=0.25  kept by latest 1, best by loss\r\n" in wide
+
+
+def watch_command(run: Path, interval: str) -> list[str]:
+    """SIGINT is ignored in the children of a shell's background job: reset it."""
+    python = ["env", "--default-signal=INT", sys.executable, "-u"]
+    return [*python, "-m", "unified_ckpt", "watch", str(run), "--interval", interval]
+
+
+def test_watch_follows_a_run_until_interrupted(run: Path) -> None:
+    """Without a terminal, each line appears once; a new step appears when it is saved."""
+    command = watch_command(run, "0.2")
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+        ExitStack() as stack,
+    ):
+        assert process.stdout is not None
+        stack.callback(process.kill)
+        lines = iter(process.stdout.readline, "")
+        first = [next(lines) for _ in range(11)]
+        assert first[0] == f"{run}\n"
+        uc.save(run / "checkpoint-80", step=80, metrics={"loss": 0.125}, **state(80))
+        new = next(line for line in lines if line.startswith("  80 "))
+        assert new.endswith("  complete  loss=0.125\n")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert not [line for line in lines if line in first[2:5]]
+
+
+def test_watch_redraws_a_terminal(run: Path) -> None:
+    terminal_end, child_terminal = pty.openpty()
+    command = watch_command(run, "0.1")
+    with (
+        subprocess.Popen(command, stdout=child_terminal) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        os.close(child_terminal)
+        shown = b""
+        while shown.count(b"\x1b[H\x1b[2J") < 2:
+            shown += os.read(terminal_end, 65536)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    os.close(terminal_end)
+    assert b"every 0.1 s; Ctrl-C ends" in shown
 
 
 def test_list_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,8 +243,9 @@ def test_list_and_inspect_name_omitted_parts(
         }
     uc.save(tmp_path / "checkpoint-3", step=3, **weights, options=uc.SaveOptions(parts=parts))
     (row,) = (line for line in run_verb(capsys, "list", tmp_path).splitlines() if " 3 " in line)
-    assert f"  {kind}  none, " in row
-    assert "B/param  complete" in row
+    kind, comma, without = kind.partition(", ")
+    assert f"  {kind}  none  " in row
+    assert row.endswith(f"  complete  {without}" if comma else "  complete")
     assert (
         json.loads(run_verb(capsys, "list", tmp_path, "--json"))["runs"][0]["steps"][0][
             "omitted_parts"
@@ -244,9 +322,9 @@ def test_list_and_prune_two_tiers(
         ["90", "local"],
     ]
     assert lines[2].endswith("complete")
-    assert lines[3].endswith("latest, latest full, no rule")
-    assert lines[4].endswith("latest, latest full, latest 1")
-    assert lines[5].endswith("complete, of another run")
+    assert lines[3].endswith("complete")
+    assert lines[4].endswith("kept by latest, latest full, latest 1")
+    assert lines[5].endswith("complete  of another run")
     (run_json,) = json.loads(
         run_verb(capsys, "list", root, "--local", local, "--keep-latest-local", 2, "--json")
     )["runs"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -161,3 +163,11 @@ def test_protected_steps_are_kept() -> None:
 def test_a_rule_that_keeps_nothing_is_refused(make: object) -> None:
     with pytest.raises(FormatError, match="expected a number above 0"):
         make()  # type: ignore[operator]
+
+
+def test_counted_step_takes_the_place_of_a_latest() -> None:
+    saved = full(1, 2, 3, 4, 5)
+    rules = Rules((LatestN(3),), (LatestN(3),), counted=frozenset({1}))
+    assert sorted(retained(saved, rules)) == [1, 4, 5]
+    assert sorted(retained(saved, replace(rules, counted=frozenset({4})))) == [3, 4, 5]
+    assert sorted(retained(saved, replace(rules, full=(LatestN(1),)))) == [1, 5]

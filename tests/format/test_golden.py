@@ -19,9 +19,11 @@ from safetensors.torch import load_file
 
 import unified_ckpt as uc
 from tests.support import golden
+from tests.support.compressed_cases import stored_tensors
 
 NODE_FOLDERS = [f"nodes/node-{node}/checkpoint-7" for node in range(golden.NODES)]
 FOLDERS = ["everything", "several-files", "without-model", "adapter", *NODE_FOLDERS]
+FOLDERS += [f"compressed-{compression}" for compression in golden.COMPRESSIONS]
 
 
 def blank(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -67,6 +69,22 @@ def test_golden_state_loads() -> None:
     assert np.array_equal(extra.pop("table"), golden.EXTRA["table"])
     assert extra == {name: golden.EXTRA[name] for name in ("epoch", "names", "day")}
     assert (report.step, report.rank_extra) == (7, {"rank": 0})
+
+
+@pytest.mark.parametrize("compression", golden.COMPRESSIONS)
+def test_golden_compressed_folder_decodes(compression: str) -> None:
+    """To the bits that it had when it was written."""
+    folder = golden.GOLDEN / f"compressed-{compression}"
+    assert golden.hashes(folder) == json.loads(folder.with_suffix(".json").read_text())
+
+
+@pytest.mark.parametrize("compression", golden.COMPRESSIONS)
+def test_golden_compressed_folder_is_encoded_again(tmp_path: Path, compression: str) -> None:
+    """A conversion decodes it, and another one gives the bytes that were written once."""
+    folder = golden.GOLDEN / f"compressed-{compression}"
+    uc.convert(folder, tmp_path / "plain", fsync=False)
+    uc.convert(tmp_path / "plain", tmp_path / "again", compression=compression, fsync=False)
+    assert stored_tensors(tmp_path / "again") == stored_tensors(folder)
 
 
 def test_golden_files_open_in_safetensors() -> None:

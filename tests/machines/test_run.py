@@ -144,14 +144,14 @@ class RunMachine(RuleBasedStateMachine):
             self.restore(self.intact()[0])
 
     def restore(self, requested_step: int | None) -> None:
-        before, intact = read_files(self.root), self.intact()
+        before, intact = self.files(), self.intact()
         targets = [state(0, rank, self.world) for rank in range(self.world)]
 
         def load(rank: int, manager: uc.CheckpointManager) -> uc.LoadReport | None:
             return manager.restore(requested_step, extra=None, **targets[rank])
 
         outcomes = self.on_ranks(load)
-        assert read_files(self.root) == before, "a restore changed files"
+        assert self.files() == before, "a restore changed files"
         if any(isinstance(outcome, uc.CheckpointError) for outcome in outcomes):
             assert all(isinstance(outcome, uc.CheckpointError) for outcome in outcomes)
             assert not intact, f"step {intact[-1]} is intact: {outcomes[0]}"
@@ -224,7 +224,7 @@ class RunMachine(RuleBasedStateMachine):
         self.now += 10
         self.tokens += 1
         step, token = self.step, self.tokens
-        before, existing = read_files(self.root), self.complete()
+        before, existing = self.files(), self.complete()
         due = force or last or (step % self.interval == 0 and step != self.begun)
 
         def act(rank: int, manager: uc.CheckpointManager) -> bool:
@@ -377,7 +377,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule(latest=st.integers(1, 3), every=st.sampled_from([None, 2]), stale=st.booleans())
     def prune(self, latest: int, every: int | None, stale: bool) -> None:
         """The command line removes what its rules do not keep."""
-        before, complete = read_files(self.root), self.complete()
+        before, complete = self.files(), self.complete()
         counted = {step: record for step, record in self.steps.items() if step in complete}
         arguments = ["prune", str(self.root), f"--keep-latest={latest}"]
         arguments += [f"--keep-every-steps={every}"] if every is not None else []
@@ -385,7 +385,7 @@ class RunMachine(RuleBasedStateMachine):
         try:
             main(arguments)
         except uc.CheckpointError:
-            assert read_files(self.root) == before
+            assert self.files() == before
         retained = {step for step in sorted(counted)[-1:] if self.is_intact(step)}
         for step in list(self.steps):
             folder = f"{PREFIX}{step}"
@@ -399,6 +399,9 @@ class RunMachine(RuleBasedStateMachine):
         self.check_user_files()
 
     # the disk
+
+    def files(self) -> Files:
+        return read_files(self.root)
 
     def check_user_files(self) -> None:
         """Check that each file of the user is where it was, or in a folder that was renamed."""
@@ -418,7 +421,7 @@ class RunMachine(RuleBasedStateMachine):
         )
 
     def complete(self) -> list[int]:
-        disk = read_files(self.root)
+        disk = self.files()
         return sorted(step for step in self.steps if self.was_complete(step, disk))
 
     def is_intact(self, step: int) -> bool:

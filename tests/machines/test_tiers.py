@@ -390,7 +390,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 def test_tiers() -> None:
-    run_machine(TierMachine, examples=15, steps=10)
+    run_machine(TierMachine, examples=12, steps=10)
 
 
 @pytest.mark.long

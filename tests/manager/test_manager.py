@@ -605,7 +605,7 @@ def test_failed_retention_does_not_fail_the_save(
 ) -> None:
     save_steps(tmp_path, 1)
 
-    def refuse(storage: LocalStorage, name: str, *, save_id: str) -> bool:
+    def refuse(storage: LocalStorage, name: str, **_: object) -> bool:
         raise uc.StorageError(f"{name}: read-only")
 
     monkeypatch.setattr("unified_ckpt.manager.steps.remove.remove", refuse)

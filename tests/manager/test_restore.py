@@ -22,6 +22,7 @@ from tests.support.managers import (
     check_state,
     delete_file,
     flip_last_byte,
+    folders,
     manager_of,
     save_steps,
     state,
@@ -200,7 +201,7 @@ def test_saving_no_model_without_masters_is_refused(tmp_path: Path, asynchronous
         ):
             manager.save(10, model=weights(10)["model"], optimizer={"w/exp_avg": torch.zeros(4, 4)})
         manager.save(20, **weights(20))
-    assert os.listdir(tmp_path) == ["checkpoint-20"]
+    assert folders(tmp_path) == ["checkpoint-20"]
 
 
 def test_parts_left_out_by_load_options_are_not_required(tmp_path: Path) -> None:

@@ -97,9 +97,9 @@ def sentinel(array: Bytes, dtype: str) -> torch.Tensor:
 
 
 def read_files(folder: Path) -> Files:
-    """Every file below a folder, by its relative path."""
+    """Every file below a folder but the events of a run, by its relative path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != "unified_events.jsonl"
     }

@@ -6,6 +6,7 @@ never written again: later commits must read what an earlier one wrote.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from datetime import date
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 
 import unified_ckpt as uc
+from tests.support.compressed import trained_state
+from tests.support.reshard_cases import bits
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import make_checkpointer, run_ranks
 
@@ -23,6 +26,8 @@ GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 EXTRA = {"epoch": 3, "names": ("a", "b"), "day": date(2026, 11, 22), "table": np.arange(6.0)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 ROWS, NODES = 8, 2
+COMPRESSIONS = ("O1", "O2")
+COMPRESSED_SHAPES = {"wide": (3, 130), "lone": (70,), "narrow": (5, 33), "tiny": (3, 4)}
 
 
 def tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -74,6 +79,16 @@ def bfloat16_model() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A model whose first tensor is its rounded master; the second has no master."""
     masters = {"trained": tensor("trained", 4, 4) + 2.0**-12}
     return {"trained": masters["trained"].bfloat16(), "frozen": tensor("frozen", 3)}, masters
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Return a hash of the bytes of every tensor of a checkpoint, decoded."""
+    with uc.open(folder) as opened:
+        return {
+            f"{part}:{name}": hashlib.sha256(bits(opened[part][name][...])).hexdigest()
+            for part in opened.parts
+            for name in sorted(opened[part])
+        }
 
 
 def rows(rank: int) -> slice:
@@ -141,6 +156,13 @@ def write(root: Path) -> None:
         uc.save(root / "adapter", parts={"adapter_model": adapter()}, step=7)
     if not (root / "nodes").exists():
         _write_nodes(root / "nodes")
+    for compression in COMPRESSIONS:
+        folder = root / f"compressed-{compression}"
+        if not folder.exists():
+            options = uc.SaveOptions(compression=compression)
+            uc.save(folder, **trained_state(COMPRESSED_SHAPES), options=options)
+            values = json.dumps(hashes(folder), indent=1)
+            folder.with_suffix(".json").write_text(values + "\n")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ def save_steps(root: Path, *steps: int, full: bool = True, **arguments: Any) -> 
 
 
 def folders(root: Path) -> list[str]:
-    return sorted(os.listdir(root), key=lambda name: (len(name), name))
+    """Return the names in a root, without its events file."""
+    names = set(os.listdir(root)) - {"unified_events.jsonl"}
+    return sorted(names, key=lambda name: (len(name), name))
 
 
 def steps_in(root: Path) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import unified_ckpt as uc
+from unified_ckpt.format.events import EVENTS_NAME
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 STEPS = 6
@@ -75,6 +76,11 @@ def trainer(
         eval_dataset=Sequences(),
         callbacks=[*ours, *callbacks],
     )
+
+
+def entries(run: Path) -> list[str]:
+    """Return the names in a run's folder, without the file of events."""
+    return sorted({path.name for path in run.iterdir()} - {EVENTS_NAME})
 
 
 def losses(trained: Trainer) -> list[float]:

@@ -5,49 +5,45 @@ from __future__ import annotations
 import os
 from argparse import ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.rules import when
-from unified_ckpt.options import ManagerOptions, SourceOptions
+from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import writable_path
 
 Argument = tuple[str, dict[str, Any]]  # of `add_argument`
+Options = TypeVar("Options", ManagerOptions, SourceOptions, ConvertOptions)
 
 
 def argument(name: str, **options: Any) -> Argument:
-    """Return one argument, with the options of `add_argument`."""
+    """Return one argument: its name or names (`-o --output`), and options of `add_argument`."""
     return name, options
 
 
 def add_arguments(parser: _ActionsContainer, arguments: Iterable[Argument]) -> None:
     """Add arguments to a parser, or to a group of one."""
     for name, options in arguments:
-        parser.add_argument(name, **options)
+        parser.add_argument(*name.split(), **options)
+
+
+def options_from(kind: type[Options], arguments: Namespace) -> Options:
+    """Return the options of a class whose names are destinations of the arguments."""
+    given = vars(arguments)
+    return kind(**{name: given[name] for name in kind.model_fields if name in given})
 
 
 def retention_rules(arguments: Namespace) -> Rules:
     """Return the rules that the arguments give."""
-    return when.retention_rules(
-        ManagerOptions(
-            keep_latest=arguments.keep_latest,
-            keep_every_steps=arguments.keep_every_steps,
-            keep_every_seconds=arguments.keep_every_seconds,
-            keep_best=arguments.keep_best,
-            best_metric=arguments.metric,
-            best_mode=arguments.mode,
-            keep_latest_model_only=arguments.keep_latest_model_only,
-            keep_every_steps_model_only=arguments.keep_every_steps_model_only,
-        )
-    )
+    return when.retention_rules(options_from(ManagerOptions, arguments))
 
 
 def usage_error(arguments: Namespace) -> str | None:
     """Return what is wrong with the root or the combination of rules, or None."""
     if not arguments.root:
         return "ROOT is empty, expected a folder; pass . for the current one"
-    if arguments.keep_best is not None and arguments.metric is None:
+    if arguments.keep_best is not None and arguments.best_metric is None:
         return "--keep-best requires --metric"
     return None
 
@@ -97,16 +93,7 @@ def positive_number(text: str) -> float:
 
 def source_options(arguments: Namespace) -> SourceOptions:
     """Return the options that the arguments give."""
-    return SourceOptions(
-        format=arguments.format,
-        config=arguments.config,
-        names=arguments.names,
-        rename=arguments.rename,
-        layers=arguments.layers,
-        layer_dim=arguments.layer_dim,
-        layer_lists=tuple(arguments.layer_list) if arguments.layer_list else None,
-        conversion_fn=arguments.conversion_fn,
-    )
+    return options_from(SourceOptions, arguments)
 
 
 SOURCE_ARGUMENTS = (
@@ -131,6 +118,7 @@ SOURCE_ARGUMENTS = (
     ),
     argument(
         "--layer-list",
+        dest="layer_lists",
         action="append",
         metavar="NAME",
         help="which list of layers, such as model.layers (repeatable)",
@@ -157,10 +145,14 @@ RULE_ARGUMENTS = (
     argument("--keep-every-seconds", type=positive_number, metavar="T", help="one per T seconds"),
     argument("--keep-best", type=positive_int, metavar="N", help="the N best by --metric"),
     argument(
-        "--metric", metavar="NAME", help="a metric passed to save; its best checkpoint always stays"
+        "--metric",
+        dest="best_metric",
+        metavar="NAME",
+        help="a metric passed to save; its best checkpoint always stays",
     ),
     argument(
         "--mode",
+        dest="best_mode",
         choices=("min", "max"),
         default="min",
         help="whether lower or higher is better (default: min)",

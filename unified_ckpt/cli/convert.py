@@ -10,12 +10,13 @@ from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from tqdm import tqdm
-
-from unified_ckpt.cli.arguments import source_options
-from unified_ckpt.cli.text import count_text, human_size, printable
+from unified_ckpt.cli.arguments import options_from, source_options
+from unified_ckpt.cli.display.progress import progress_bar
+from unified_ckpt.cli.display.text import printable
+from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.rewrite.convert import ConvertReport
 from unified_ckpt.exports.convert import convert
+from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm.comm import join_torchrun
 
 
@@ -23,10 +24,7 @@ def run(arguments: Namespace) -> int:
     """Convert `arguments.sources` to `arguments.target` and print a report; return 0."""
     with ExitStack() as stack:
         is_first_rank = join_torchrun(stack)
-        disable = None if is_first_rank else True  # None: show the bar on terminals only
-        bar = stack.enter_context(
-            tqdm(desc="convert", unit="B", unit_scale=True, leave=False, disable=disable)
-        )
+        bar = stack.enter_context(progress_bar("convert", enabled=is_first_rank))
 
         def progress(nbytes: int, total: int) -> None:
             bar.total = total
@@ -36,15 +34,7 @@ def run(arguments: Namespace) -> int:
             arguments.sources,
             arguments.target,
             progress=progress,
-            to=arguments.to,
-            source=source_options(arguments),
-            parts=tuple(arguments.part) or None,
-            model_dtype=arguments.dtype,
-            compression=arguments.compression,
-            max_file_bytes=arguments.max_file_size,
-            if_exists=arguments.if_exists,
-            compare=not arguments.no_compare,
-            fsync=not arguments.no_fsync,
+            **dict(options_from(ConvertOptions, arguments)) | {"source": source_options(arguments)},
         )
     if is_first_rank and arguments.json:
         print(json.dumps(asdict(report), indent=2))

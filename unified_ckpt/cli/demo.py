@@ -101,7 +101,7 @@ class Demo:
         command = [sys.executable, *(launcher if ranks > 1 else ())]
         command += ["-m", "unified_ckpt.cli.demo_train", str(self.root), str(log), *options]
         command += ["--corpus", str(self.root / "corpus.txt")]
-        command += ["--resume", str(resume)] if resume else []
+        command += ["--resume", resume.name.removeprefix("checkpoint-")] if resume else []
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -354,6 +354,21 @@ def evaluate(demo: Demo, measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def write_report(root: Path, *, keep: bool) -> str | None:
+    """Write the page about the run. Return its path, None without the extra `report`.
+
+    `keep`: the folder stays, and the page lies in it.
+    """
+    if importlib.util.find_spec("vl_convert") is None:
+        return None
+    from unified_ckpt.report.page import write_page
+    from unified_ckpt.report.run_data import read_report
+
+    page = str(root / "report.html") if keep else f"{root}.html"
+    write_page(read_report(str(root)), page)
+    return page
+
+
 def run(arguments: Any) -> int:
     """Run the demo; return 0 if it passed.
 
@@ -374,8 +389,11 @@ def run(arguments: Any) -> int:
                     list(job.entries())  # collects the process ids
                     if job.process.poll() is None:
                         job.kill()
+            page = write_report(root, keep=bool(keep or folder))
             if as_json:
-                print(json.dumps({"rows": demo.rows, **verdict}))
+                print(json.dumps({"rows": demo.rows, "page": page, **verdict}))
+            if page:
+                demo.print_line(f"What happened, as a page: {page}")
             demo.print_line(
                 f"The folders are in {root}."
                 if keep or folder

@@ -138,34 +138,41 @@ def train_step(job: TrainingJob, tokens: Tensor) -> float:
     return float(mean)
 
 
-def save(job: TrainingJob, folder: Path, step: int) -> dict[str, Any]:
-    """Save a checkpoint, with config and tokenizer attached. Return a log entry."""
+def save(
+    job: TrainingJob, manager: uc.CheckpointManager, step: int, loss: float
+) -> dict[str, Any] | None:
+    """Save a checkpoint if it is due, with config and tokenizer attached. Return a log entry."""
 
     def attach(staging: str) -> None:
         job.model.config.save_pretrained(staging)
         job.tokenizer.save_pretrained(staging)
 
     extra = {"scheduler": job.scheduler}
-    report = uc.save(
-        folder, model=job.model, optimizer=job.optimizer, extra=extra, step=step, attach=attach
+    report = manager.save(
+        step,
+        metrics={"loss": loss},
+        model=job.model,
+        optimizer=job.optimizer,
+        extra=extra,
+        attach=attach,
     )
+    if not isinstance(report, uc.SaveReport):
+        return None
     return {
         "event": "saved",
         "step": step,
-        "path": str(folder),
+        "path": report.path,
         "nbytes": report.nbytes,
         "seconds": report.seconds,
     }
 
 
-def resume(job: TrainingJob, folder: Path) -> int:
+def resume(job: TrainingJob, manager: uc.CheckpointManager, step: int) -> int:
     """Load a checkpoint into the job and return its step."""
-    return (
-        uc.load(
-            folder, model=job.model, optimizer=job.optimizer, extra={"scheduler": job.scheduler}
-        ).step
-        or 0
+    manager.restore(
+        step, model=job.model, optimizer=job.optimizer, extra={"scheduler": job.scheduler}
     )
+    return step
 
 
 def main() -> None:
@@ -178,19 +185,25 @@ def main() -> None:
     parser.add_argument("--tp", type=int, required=True)
     parser.add_argument("--until", type=int, required=True)
     parser.add_argument("--save-every", type=int, default=0, help="0: never")
-    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--resume", type=int, metavar="STEP")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     corpus = torch.frombuffer(bytearray(arguments.corpus.read_bytes()), dtype=torch.uint8)
     job = build_job(arguments.dp, arguments.tp)
-    with arguments.log.open("a", buffering=1) as log:
+    options = uc.ManagerOptions(
+        interval_steps=arguments.save_every or None, asynchronous=False, on_preemption=False
+    )
+    with (
+        arguments.log.open("a", buffering=1) as log,
+        uc.CheckpointManager(arguments.root, options=options) as manager,
+    ):
 
         def record(entry: dict[str, Any]) -> None:
             if job.tokenizer is not None:
                 log.write(json.dumps(entry) + "\n")
 
         log.write(json.dumps({"event": "started", "pid": os.getpid()}) + "\n")
-        resumed_step = resume(job, arguments.resume) if arguments.resume else 0
+        resumed_step = resume(job, manager, arguments.resume) if arguments.resume else 0
         for step in range(resumed_step + 1, arguments.until + 1):
             started = time.perf_counter()
             loss = train_step(job, draw_batch(corpus, step))
@@ -202,8 +215,8 @@ def main() -> None:
                     "seconds": time.perf_counter() - started,
                 }
             )
-            if arguments.save_every and step % arguments.save_every == 0:
-                record(save(job, arguments.root / f"checkpoint-{step}", step))
+            if arguments.save_every and (saved := save(job, manager, step, loss)) is not None:
+                record(saved)
         if job.mesh is None:
             tokens = draw_batch(corpus, arguments.until + 1)
             with torch.no_grad():

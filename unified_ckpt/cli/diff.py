@@ -7,11 +7,11 @@ from argparse import Namespace
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
-from tqdm import tqdm
-
 from unified_ckpt.cli.arguments import source_options
-from unified_ckpt.cli.tensor_tree import natural_key, spec_text, table
-from unified_ckpt.cli.text import count_text, human_size, printable
+from unified_ckpt.cli.display.progress import progress_bar
+from unified_ckpt.cli.display.tensor_tree import natural_key, spec_text, table
+from unified_ckpt.cli.display.text import no_match_error, printable
+from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.source.diff import Difference, DiffReport, diff_sources
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.sources import open_source
@@ -19,31 +19,22 @@ from unified_ckpt.sources import open_source
 
 def run(arguments: Namespace) -> int:
     """Compare `arguments.first` with `arguments.second`; return 1 if they differ."""
-    parts = arguments.part or None
     with ExitStack() as stack:
         first = stack.enter_context(
             closing(open_source(arguments.first, source_options(arguments)))
         )
         second = stack.enter_context(closing(open_source(arguments.second)))
-        # disable=None: show the bar on terminals only.
-        bar = stack.enter_context(
-            tqdm(
-                total=_total(first),
-                desc="diff",
-                unit="B",
-                unit_scale=True,
-                leave=False,
-                disable=None,
-            )
-        )
+        bar = stack.enter_context(progress_bar("diff", total=_total(first)))
         report = diff_sources(
             first,
             second,
-            parts=parts,
+            parts=arguments.parts,
             match=arguments.match,
             deep=arguments.deep,
             progress=bar.update,
         )
+    if arguments.match is not None and not report.equal and not report.differences:
+        raise no_match_error(arguments.match, arguments.first)
     print(json.dumps(_as_json(report), indent=2) if arguments.json else "\n".join(_text(report)))
     return 1 if report.differences else 0
 

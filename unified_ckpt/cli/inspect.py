@@ -14,11 +14,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from unified_ckpt.cli.arguments import source_options
-from unified_ckpt.cli.form import form_of
-from unified_ckpt.cli.tensor_tree import Line, collapse, natural_key, spec_text, table, tree
-from unified_ckpt.cli.text import count_text, extra_text, human_size, options_text, printable
+from unified_ckpt.cli.display.form import form_of
+from unified_ckpt.cli.display.tensor_tree import Line, collapse, natural_key, spec_text, table, tree
+from unified_ckpt.cli.display.text import extra_text, no_match_error, options_text, printable
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import format_ranks
+from unified_ckpt.core.text import count_text, format_ranks, human_size
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.engine.source.protocol import Source
@@ -79,9 +79,15 @@ class _PartListing:
 def run(arguments: Namespace) -> int:
     """Print what `arguments.path` holds; return 0."""
     source = open_source(arguments.path, source_options(arguments))
+    indexed = source.indexed if arguments.config is None else None
+    is_by_index = indexed is not None and indexed.by_index is not None
+    if indexed is not None and indexed.by_index is not None:
+        source = indexed.by_index()  # the names would take building the model
     folder = source.stored if isinstance(source, DecodedSource) else source
     try:
         parts, unreadable = _list_parts(source, arguments.match)
+        if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
+            raise no_match_error(arguments.match, arguments.path)
         if arguments.json:
             result = _as_json(arguments.path, folder, parts)
             if unreadable:
@@ -93,10 +99,10 @@ def run(arguments: Namespace) -> int:
             if part.specs or part.aliases or arguments.match is None:
                 lines = _table_lines(part) if arguments.all else _tree_lines(part)
                 print("\n".join(["", _part_title(part), *lines]))
+        if is_by_index:
+            print("\noptimizer state is stored by position; --config PATH names its parameters")
         for reason in unreadable.values():
             print(f"\nunreadable: {reason}")
-        if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
-            print(f"\nno tensor matches {arguments.match}")
     finally:
         folder.close()
     return 0

@@ -10,20 +10,18 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterator
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from unified_ckpt.cli.arguments import existing_root, retention_rules, usage_error
-from unified_ckpt.cli.form import Form, form_of
-from unified_ckpt.cli.text import count_text, human_size, printable
+from unified_ckpt.cli.display.screen import Screen
+from unified_ckpt.cli.display.step_table import RunListing, form_of_step, runs_text
+from unified_ckpt.cli.display.text import printable
 from unified_ckpt.core.retention import Rules, retained
-from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.errors import CheckpointError, NotFoundError
+from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.rules.when import local_retention_rules
 from unified_ckpt.manager.steps.scan import (
     Scan,
-    StaleFolder,
     StepRecord,
     file_sizes,
     foreign_steps,
@@ -32,32 +30,9 @@ from unified_ckpt.manager.steps.scan import (
 from unified_ckpt.manager.tiers.run_marker import foreign_saves, read, save_ids
 from unified_ckpt.options import ManagerOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
-from unified_ckpt.sources.detect.names import format_title
 from unified_ckpt.sources.step_names import UNIFIED, StepEntry, list_steps, read_step
 
 _DEPTH = 2  # levels of folders below the root: runs/<name>/checkpoints
-_COLUMN_TITLES = ("step", "size", "files", "created", "took", "kind", "form", "status", "kept by")
-
-
-@dataclass(frozen=True, slots=True)
-class _RunListing:
-    """A folder with checkpoints, and the run's local directory if one was given.
-
-    `retention_reasons` maps paths to the rules that keep them. `foreign_saves` are saves in the
-    local directory that belong to other runs. `foreign_entries` are steps of other frameworks by
-    path; they are in `scan`, but do not count for the rules.
-    """
-
-    path: str
-    scan: Scan
-    retention_reasons: dict[str, tuple[str, ...]]
-    local: str | None = None
-    foreign_saves: frozenset[str] = frozenset()
-    foreign_entries: dict[str, StepEntry] = field(default_factory=dict)
-
-    def tier(self, path: str) -> str:
-        """Return the tier of a path, "local" or "root"."""
-        return "local" if self.local is not None and os.path.dirname(path) == self.local else "root"
 
 
 def run(arguments: Namespace) -> int:
@@ -66,6 +41,18 @@ def run(arguments: Namespace) -> int:
         print(f"unified-ckpt list: {error_text}", file=sys.stderr)
         return 2
     root = existing_root(arguments)
+    runs = list_runs(root, arguments)
+    if arguments.json:
+        print(json.dumps({"root": root, "runs": [_as_json(listing) for listing in runs]}, indent=2))
+    elif not runs:
+        print(f"{root}: no checkpoints named {arguments.prefix}<step>")
+    else:
+        print(runs_text(runs, Screen.of(sys.stdout)))
+    return 0
+
+
+def list_runs(root: str, arguments: Namespace) -> list[RunListing]:
+    """Return the runs under a root that have steps or stale folders."""
     if arguments.local is None:
         listed_paths: set[str] = set()
         folders = _run_folders(root, _DEPTH, arguments.prefix, listed_paths)
@@ -75,17 +62,7 @@ def run(arguments: Namespace) -> int:
         ]
     else:
         runs = [_list_tiers(root, os.path.realpath(writable_path(arguments.local)), arguments)]
-    runs = [listing for listing in runs if listing.scan.steps or listing.scan.stale_folders]
-    if arguments.json:
-        print(json.dumps({"root": root, "runs": [_as_json(listing) for listing in runs]}, indent=2))
-    elif not runs:
-        print(f"{root}: no checkpoints named {arguments.prefix}<step>")
-    else:
-        print("\n\n".join("\n".join(_text(listing)) for listing in runs))
-        if len(runs) > 1:
-            records = [record for listing in runs for record in listing.scan.steps]
-            print(f"\n{count_text(len(runs), 'run')}: {_total_text(records)}")
-    return 0
+    return [listing for listing in runs if listing.scan.steps or listing.scan.stale_folders]
 
 
 def _run_folders(
@@ -118,13 +95,13 @@ def _subfolders(folder: str) -> list[str]:
         )
 
 
-def _list_run(path: str, prefix: str, rules: Rules, listed_paths: set[str]) -> _RunListing:
+def _list_run(path: str, prefix: str, rules: Rules, listed_paths: set[str]) -> RunListing:
     """List one run, without steps of other frameworks that a run above has in `listed_paths`."""
     scanned = scan(LocalStorage(path), prefix)
     entries = _foreign_entries(path, scanned, prefix)
     entries = {path: entry for path, entry in entries.items() if path not in listed_paths}
     listed_paths.update(entries)
-    return _RunListing(
+    return RunListing(
         path,
         _with_entries(scanned, entries),
         _retention_reasons(scanned.complete, rules),
@@ -173,7 +150,7 @@ def _read_record(entry: StepEntry) -> StepRecord:
     )
 
 
-def _list_tiers(root: str, local: str, arguments: Namespace) -> _RunListing:
+def _list_tiers(root: str, local: str, arguments: Namespace) -> RunListing:
     if not os.path.isdir(local):
         raise NotFoundError(f"{local}: no such folder")
     local_scan = scan(LocalStorage(local), arguments.prefix)
@@ -202,7 +179,7 @@ def _list_tiers(root: str, local: str, arguments: Namespace) -> _RunListing:
     )
     merged = Scan(tuple(records), (*root_scan.stale_folders, *local_scan.stale_folders))
     entries = _foreign_entries(root, root_scan, arguments.prefix)
-    return _RunListing(
+    return RunListing(
         root,
         _with_entries(merged, entries),
         reasons_in_root | reasons_in_local,
@@ -221,7 +198,7 @@ def _retention_reasons(records: list[StepRecord], rules: Rules) -> dict[str, tup
     }
 
 
-def _as_json(listing: _RunListing) -> dict[str, Any]:
+def _as_json(listing: RunListing) -> dict[str, Any]:
     result = {
         "path": listing.path,
         "steps": [_step_json(listing, record) for record in listing.scan.steps],
@@ -230,11 +207,11 @@ def _as_json(listing: _RunListing) -> dict[str, Any]:
     return result if listing.local is None else {**result, "local": listing.local}
 
 
-def _step_json(listing: _RunListing, record: StepRecord) -> dict[str, Any]:
+def _step_json(listing: RunListing, record: StepRecord) -> dict[str, Any]:
     """Return a step. `pointer`: the framework's own file that names it as its latest."""
     reasons = listing.retention_reasons.get(record.path, ())
     fields = {**asdict(record), "full": record.full, "kept_by": list(reasons)}
-    form = _form(record)
+    form = form_of_step(record)
     fields |= asdict(form) if form is not None else {}
     if listing.local is not None:
         fields["tier"] = listing.tier(record.path)
@@ -242,81 +219,3 @@ def _step_json(listing: _RunListing, record: StepRecord) -> dict[str, Any]:
     entry = listing.foreign_entries.get(record.path)
     step_format, pointer = (UNIFIED, "") if entry is None else (entry.format, entry.pointer)
     return {**fields, "format": step_format, "pointer": pointer}
-
-
-def _text(listing: _RunListing) -> list[str]:
-    lines = [listing.path if listing.local is None else f"{listing.path} and {listing.local}"]
-    if listing.scan.steps:
-        rows = [_COLUMN_TITLES, *(_row(listing, record) for record in listing.scan.steps)]
-        if listing.foreign_entries:
-            formats = ["format", *(_format_text(listing, record) for record in listing.scan.steps)]
-            rows = [(*row[:6], kind, *row[6:]) for row, kind in zip(rows, formats, strict=True)]
-        if listing.local is not None:
-            tiers = ["tier", *(listing.tier(record.path) for record in listing.scan.steps)]
-            rows = [(row[0], tier, *row[1:]) for row, tier in zip(rows, tiers, strict=True)]
-        lines += _columns(rows)
-        lines.append(f"  {_total_text(listing.scan.steps)}")
-    if listing.scan.stale_folders:
-        lines.append("  stale folders of interrupted saves:")
-        lines += [
-            f"    {printable(stale.name)}  {stale_text(stale)}"
-            for stale in listing.scan.stale_folders
-        ]
-    return lines
-
-
-def _format_text(listing: _RunListing, record: StepRecord) -> str:
-    entry = listing.foreign_entries.get(record.path)
-    if entry is None:
-        return UNIFIED
-    return f"{format_title(entry.format) or 'unknown'}: {printable(entry.name)}"
-
-
-def _form(record: StepRecord) -> Form | None:
-    """Return the form of a unified step, None if its headers cannot be read."""
-    if not record.is_unified or record.step is None:
-        return None
-    try:
-        with closing(open_path(record.path, lock=False)) as folder:
-            return form_of(folder)
-    except CheckpointError:
-        return None
-
-
-def _row(listing: _RunListing, record: StepRecord) -> tuple[str, ...]:
-    size, files = human_size(record.nbytes), str(record.files)
-    status = f"{record.status}: {printable(record.problem)}" if record.problem else record.status
-    if record.step is None:
-        return printable(record.name), size, files, "", "", "", "", status, ""
-    duration = "" if record.seconds is None else f"{record.seconds:.1f} s"
-    kind = "full" if record.full else "model only" if record.parts else ""
-    kind += f", without {', '.join(record.omitted_parts)}" if record.omitted_parts else ""
-    entry = listing.foreign_entries.get(record.path)
-    if entry is not None and entry.pointer:
-        status += f", {entry.pointer} names it"
-    if record.save_id in listing.foreign_saves:
-        status += ", of another run"
-    step = str(record.step) if record.status != "misnamed" else printable(record.name)
-    rules = ", ".join(listing.retention_reasons.get(record.path, ()))
-    form = _form(record) or ""
-    return step, size, files, record.created or "", duration, kind, str(form), status, rules
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  " + "  ".join(cells).rstrip() for cells in padded]
-
-
-def _total_text(records: list[StepRecord] | tuple[StepRecord, ...]) -> str:
-    bad = sum(record.status != "complete" for record in records)
-    size = human_size(sum(record.nbytes for record in records))
-    text = f"{count_text(len(records), 'checkpoint')}, {size}"
-    return f"{text}, {bad} not complete" if bad else text
-
-
-def stale_text(stale: StaleFolder) -> str:
-    """Describe a stale folder: `12 MiB in 3 files, last changed 2.5 h ago`."""
-    size = f"{human_size(stale.nbytes)} in {count_text(stale.files, 'file')}"
-    warning = "; it is the only copy of a checkpoint: rename it back" if stale.only_copy else ""
-    return f"{size}, last changed {stale.age_seconds / 3600:.1f} h ago{warning}"

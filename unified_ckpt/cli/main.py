@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+import unified_ckpt
 from unified_ckpt.cli.arguments import (
     PREFIX_ARGUMENT,
     RULE_ARGUMENTS,
@@ -25,14 +26,40 @@ from unified_ckpt.cli.arguments import (
     argument,
     byte_size,
     positive_int,
+    positive_number,
 )
 from unified_ckpt.errors import CheckpointError
 
 _PATH_HELP = "checkpoint or Hugging Face model folder, local or an fsspec URL"
 _MATCH = argument("--match", metavar="GLOB", help="only tensors whose name or part:name matches")
 _PART = argument(
-    "--part", action="append", default=[], metavar="PART", help="only this part (repeatable)"
+    "--part", action="append", dest="parts", metavar="PART", help="only this part (repeatable)"
 )
+_DTYPE = argument(
+    "--dtype",
+    dest="model_dtype",
+    choices=("float32", "bfloat16", "float16", "float64"),
+    help="write the model's tensors in this dtype",
+)
+_COMPRESSION = argument(
+    "--compression",
+    choices=("none", "lossless", "O1", "O2"),
+    default="none",
+    help="how to store master weights and moments (default: none)",
+)
+_LIST_ARGUMENTS = (
+    argument("root", metavar="ROOT", help="folder of one run, or of several"),
+    argument("--local", metavar="DIR", help="local directory of a run with two tiers"),
+    argument(
+        "--keep-latest-local",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="checkpoints that stay in the local directory (default: 1)",
+    ),
+    PREFIX_ARGUMENT,
+)
+_VIEWS = ("inspect", "estimate", "list", "watch", "completion")  # verbs that check nothing
 _JSON = argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -41,7 +68,7 @@ class _Verb:
     """The arguments of a verb.
 
     `source`: the argument that names what to read, if its format can be described by others.
-    `has_rules`: it takes retention rules.
+    `has_rules`: it takes retention rules. `has_json`: it prints JSON on request.
     """
 
     help: str
@@ -49,6 +76,7 @@ class _Verb:
     arguments: tuple[Argument, ...]
     source: str | None = None
     has_rules: bool = False
+    has_json: bool = True
 
 
 _VERBS = {
@@ -67,10 +95,11 @@ _VERBS = {
         source="PATH",
     ),
     "verify": _Verb(
-        "check or repair a checkpoint",
+        "check or repair a checkpoint, or check all of a run",
         "Check sizes and headers against the manifest.",
         (
-            argument("path", metavar="PATH", help=_PATH_HELP),
+            argument("path", metavar="PATH", help=f"{_PATH_HELP}; or a run's folder"),
+            PREFIX_ARGUMENT,
             argument("--deep", action="store_true", help="also read and digest every byte"),
             argument(
                 "--repair", action="store_true", help="check every byte and repair what is damaged"
@@ -119,19 +148,14 @@ _VERBS = {
                 help="unified (default), huggingface (model only), maxtext, torch, dcp, paddle",
             ),
             _PART,
+            _DTYPE,
             argument(
-                "--dtype",
-                choices=("float32", "bfloat16", "float16", "float64"),
-                help="write the model's tensors in this dtype",
+                "--adapter", metavar="PATH", help="merge this LoRA adapter; write only the model"
             ),
-            argument(
-                "--compression",
-                choices=("none", "lossless", "O1", "O2"),
-                default="none",
-                help="how to store master weights and moments (default: none, which decodes)",
-            ),
+            _COMPRESSION,
             argument(
                 "--max-file-size",
+                dest="max_file_bytes",
                 type=byte_size,
                 default=5_000_000_000,
                 metavar="N",
@@ -145,29 +169,77 @@ _VERBS = {
             ),
             argument(
                 "--no-compare",
-                action="store_true",
+                dest="compare",
+                action="store_false",
                 help="allow master weights that, cast down, differ from the model",
             ),
-            argument("--no-fsync", action="store_true", help="return before all bytes are on disk"),
+            argument(
+                "--no-fsync",
+                dest="fsync",
+                action="store_false",
+                help="return before all bytes are on disk",
+            ),
         ),
         source="SRC",
+    ),
+    "estimate": _Verb(
+        "say what the saves of a run will need",
+        "Say what the saves of a run that starts from PATH will need. Measures the disk of --root.",
+        (
+            argument("path", metavar="PATH", help="checkpoint or model folder of any format"),
+            argument(
+                "--optimizer",
+                metavar="NAME",
+                help="add the state of this class of torch.optim, such as adamw",
+            ),
+            argument(
+                "--masters", action="store_true", help="add float32 masters of 16-bit tensors"
+            ),
+            _DTYPE,
+            _COMPRESSION,
+            argument(
+                "--root",
+                default=".",
+                metavar="DIR",
+                help="folder of the run, where 128 MiB are written and removed (default: .)",
+            ),
+            argument(
+                "--keep-latest",
+                type=positive_int,
+                default=1,
+                metavar="N",
+                help="checkpoints that stay (default: 1)",
+            ),
+            argument(
+                "--every-minutes",
+                type=positive_number,
+                metavar="M",
+                help="minutes between two saves",
+            ),
+        ),
+        source="PATH",
     ),
     "list": _Verb(
         "list the checkpoints of one run or several",
         "List the checkpoints under a root, and what interrupted saves left.",
+        _LIST_ARGUMENTS,
+        has_rules=True,
+    ),
+    "watch": _Verb(
+        "follow a run: list its checkpoints until Ctrl-C",
+        "List the checkpoints under a root again and again, until Ctrl-C.",
         (
-            argument("root", metavar="ROOT", help="folder of one run, or of several"),
-            argument("--local", metavar="DIR", help="local directory of a run with two tiers"),
+            *_LIST_ARGUMENTS,
             argument(
-                "--keep-latest-local",
-                type=positive_int,
-                default=1,
-                metavar="N",
-                help="checkpoints that stay in the local directory (default: 1)",
+                "--interval",
+                type=positive_number,
+                default=5.0,
+                metavar="SECONDS",
+                help="seconds between two looks (default: 5)",
             ),
-            PREFIX_ARGUMENT,
         ),
         has_rules=True,
+        has_json=False,
     ),
     "prune": _Verb(
         "remove checkpoints that no rule keeps",
@@ -194,6 +266,26 @@ _VERBS = {
         ),
         has_rules=True,
     ),
+    "completion": _Verb(
+        "print a script that completes arguments in a shell",
+        "Print a script that completes verbs, options and paths in a shell.",
+        (argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell"),),
+        has_json=False,
+    ),
+    "report": _Verb(
+        "write an HTML page about a run or a checkpoint",
+        "Write one HTML page about a run or a checkpoint. Needs: pip install unified-ckpt[report]",
+        (
+            argument("path", metavar="PATH", help="folder of one run, or a checkpoint"),
+            argument(
+                "-o --output",
+                default="report.html",
+                metavar="FILE",
+                help="the page to write (default: report.html)",
+            ),
+            PREFIX_ARGUMENT,
+        ),
+    ),
     "demo": _Verb(
         "train, be killed, resume on fewer processes",
         "Train a small model, kill it during a save, resume it: about a minute.",
@@ -207,13 +299,18 @@ _VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code. Usage errors raise argparse's SystemExit(2)."""
-    parser = _build_parser()
+    parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.verb == "verify" and arguments.sources and not arguments.repair:
         parser.error("--from requires --repair")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ASCII terminals lack the tree's branches
+    if arguments.verb is None:
+        parser.print_help()
+        return 0
     verb = import_module(f"unified_ckpt.cli.{arguments.verb}")
+    # Until a check has ended, an output that nobody reads is no success.
+    code = 0 if arguments.verb in _VIEWS else 1
     try:
         code = int(verb.run(arguments))
         sys.stdout.flush()
@@ -223,18 +320,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader, such as `head`, has exited. Discard the buffer, or the exit raises again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except KeyboardInterrupt:
+        return 130  # as the shell reports SIGINT
     return code
 
 
-def _build_parser() -> argparse.ArgumentParser:
+class _Version(argparse.Action):
+    """Prints the version, which is read only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"unified-ckpt {unified_ckpt.__version__}")
+        parser.exit()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs."""
     parser = argparse.ArgumentParser(
         prog="unified-ckpt", description="Inspect, verify, convert and prune checkpoints."
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, verb in _VERBS.items():
         verb_parser = verbs.add_parser(name, help=verb.help, description=verb.description)
-        add_arguments(verb_parser, (*verb.arguments, _JSON))
+        add_arguments(verb_parser, (*verb.arguments, *([_JSON] if verb.has_json else [])))
         if verb.source is not None:
             add_arguments(
                 verb_parser.add_argument_group(f"how to read {verb.source}"), SOURCE_ARGUMENTS

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from unified_ckpt.cli.arguments import existing_root, retention_rules, usage_error
-from unified_ckpt.cli.list import stale_text
-from unified_ckpt.cli.text import count_text, human_size, printable
+from unified_ckpt.cli.display.step_table import stale_text
+from unified_ckpt.cli.display.text import printable
 from unified_ckpt.core.retention import Rules
+from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.steps.remove import remove, remove_broken, remove_folder
 from unified_ckpt.manager.steps.rotate import damaged_saves, removable

@@ -1,68 +1,110 @@
-"""The verb `verify`: checks sizes and headers and, with `--deep`, digests; or repairs damage."""
+"""The verb `verify`: checks sizes and headers and, with `--deep`, digests; or repairs damage.
+
+A run's folder is checked step by step.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from argparse import Namespace
 from contextlib import closing
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
 
-from tqdm import tqdm
-
-from unified_ckpt.cli.text import count_text, human_size
+from unified_ckpt.cli.display.progress import progress_bar
+from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report, verify_with_replicas
 from unified_ckpt.engine.repair.repair import RepairReport, repair
-from unified_ckpt.errors import IntegrityError
-from unified_ckpt.runtime.storage.storage import absolute_path
+from unified_ckpt.errors import CheckpointError, IntegrityError, NotFoundError
+from unified_ckpt.manager.steps.scan import StepRecord, scan
+from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, is_url
 
 
 def run(arguments: Namespace) -> int:
     """Verify or repair `arguments.path`; return 1 if a problem is left."""
     if arguments.repair:
         return _repair(arguments)
+    try:
+        check = _check(arguments.path, deep=arguments.deep)
+    except NotFoundError:
+        records = _run_records(arguments)
+        if not records:
+            raise
+        return _verify_run(arguments, records)
+    print(json.dumps(check.as_json(), indent=2) if arguments.json else check)
+    return 0 if check.report.ok else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The report of one checkpoint. `has_digests`: the folder has some to check bytes against."""
+
+    report: VerifyReport
+    has_digests: bool
+    seconds: float
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report, whether it is good, and whether digests were checked."""
+        digests = self.report.deep and self.has_digests
+        return {"ok": self.report.ok, "digests": digests, **asdict(self.report)}
+
+    def __str__(self) -> str:
+        return _text(self.report, has_digests=self.has_digests, seconds=self.seconds)
+
+
+def _check(path: str, *, deep: bool) -> _Check:
     started = time.monotonic()
     try:
-        report, has_digests = _verify(open_path(arguments.path, lock=True), deep=arguments.deep)
+        report, has_digests = _verify(open_path(path, lock=True), deep=deep)
     except IntegrityError as error:
-        report, has_digests = (
-            unreadable_report(absolute_path(arguments.path), error, deep=arguments.deep),
-            False,
-        )
+        report, has_digests = unreadable_report(absolute_path(path), error, deep=deep), False
+    return _Check(report, has_digests, time.monotonic() - started)
+
+
+def _run_records(arguments: Namespace) -> list[StepRecord]:
+    """Return the steps of a run that this library wrote, if the path is a run's folder."""
+    root = "" if is_url(arguments.path) else absolute_path(arguments.path)
+    if not os.path.isdir(root):
+        return []
+    steps = scan(LocalStorage(root), arguments.prefix).steps
+    return [record for record in steps if record.is_unified]
+
+
+def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
+    """Verify all steps of a run; return 1 if one of them is damaged or incomplete."""
+    checks = []
+    for record in records:
+        try:
+            check = _check(record.path, deep=arguments.deep)
+        except CheckpointError as error:  # an unfinished save, which is no checkpoint
+            report = VerifyReport(record.path, (str(error),), 0, 0, arguments.deep)
+            check = _Check(report, has_digests=False, seconds=0.0)
+        checks.append(check)
+        if not arguments.json:
+            print(check, flush=True)
+    damaged = sum(not check.report.ok for check in checks)
+    root = os.path.dirname(records[0].path)
     if arguments.json:
-        digests = arguments.deep and has_digests
-        print(json.dumps({"ok": report.ok, "digests": digests, **asdict(report)}, indent=2))
+        results = [check.as_json() for check in checks]
+        print(json.dumps({"ok": not damaged, "path": root, "checkpoints": results}, indent=2))
     else:
-        print(_text(report, has_digests=has_digests, seconds=time.monotonic() - started))
-    return 0 if report.ok else 1
+        print(f"{root}: {count_text(len(checks), 'checkpoint')}, {damaged} damaged")
+    return 1 if damaged else 0
 
 
 def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
     """Return the report, and whether the folder has digests."""
-    with closing(folder), _progress_bar(_total(folder)) as bar:
+    with closing(folder), progress_bar("verify", total=_total(folder)) as bar:
         report = verify_with_replicas(folder, deep=deep, progress=bar.update)
         return report, folder.manifest is not None and folder.manifest.digests is not None
 
 
-def _progress_bar(total: int | None) -> Any:
-    # disable=None: show the bar on terminals only.
-    return tqdm(
-        total=total,
-        desc="verify",
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        leave=False,
-        disable=None,
-    )
-
-
 def _repair(arguments: Namespace) -> int:
     started = time.monotonic()
-    with _progress_bar(None) as bar:
+    with progress_bar("repair") as bar:
         report = repair(arguments.path, arguments.sources, progress=bar.update)
     if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))

@@ -71,10 +71,16 @@ Rule = LatestN | EverySteps | EverySeconds | BestN
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules for full and for model-only checkpoints; without a rule all of a kind are kept."""
+    """The rules for full and for model-only checkpoints; without a rule all of a kind are kept.
+
+    `trash_directory`: where the others are moved instead of being deleted. `counted`: steps that
+    are kept, each in place of one of the latest `n`.
+    """
 
     full: tuple[Rule, ...]
     model_only: tuple[Rule, ...]
+    trash_directory: str | None = None
+    counted: frozenset[int] = frozenset()
 
 
 def retained(
@@ -83,7 +89,7 @@ def retained(
     """Return the steps to keep, each with the reasons as text; all others may be removed.
 
     The latest, the latest full one, the best by a metric of any rule, and `protected` steps are
-    always kept. Steps must be unique.
+    always kept, and so are the counted steps of the rules. Steps must be unique.
     """
     reasons: dict[int, list[str]] = {}
 
@@ -92,15 +98,16 @@ def retained(
             reasons.setdefault(step, []).append(reason)
 
     ordered = sorted(saved, key=lambda record: record.step)
+    in_use = {*protected, *rules.counted}
     retain([record.step for record in ordered[-1:]], "latest")
     retain([record.step for record in ordered if record.full][-1:], "latest full")
-    retain([record.step for record in ordered if record.step in protected], "in use")
+    retain([record.step for record in ordered if record.step in in_use], "in use")
     for kind, kind_rules in ((True, rules.full), (False, rules.model_only)):
         of_kind = [record for record in ordered if record.full == kind]
         if not kind_rules:
             retain([record.step for record in of_kind], "no rule")
         for rule in kind_rules:
-            retain(select_steps(of_kind, rule), rule_text(rule))
+            retain(select_steps(of_kind, rule, counted=rules.counted), rule_text(rule))
     for metric, mode in dict.fromkeys(
         (r.metric, r.mode) for r in (*rules.full, *rules.model_only) if isinstance(r, BestN)
     ):
@@ -111,11 +118,15 @@ def retained(
     return {step: tuple(step_reasons) for step, step_reasons in sorted(reasons.items())}
 
 
-def select_steps(ordered: Sequence[SavedStep], rule: Rule) -> list[int]:
+def select_steps(
+    ordered: Sequence[SavedStep], rule: Rule, *, counted: Collection[int] = ()
+) -> list[int]:
     """Return the steps that one rule keeps, from checkpoints sorted by step."""
     match rule:
         case LatestN(n):
-            return [record.step for record in ordered[-n:]]
+            steps = [record.step for record in ordered]
+            older = sum(step in counted for step in steps[:-n])
+            return steps[-max(n - older, 1) :]
         case EverySteps(steps):
             return [record.step for record in ordered if record.step % steps == 0]
         case EverySeconds(seconds):

@@ -9,6 +9,21 @@ from unified_ckpt.errors import CheckpointError
 
 MAX_SHOWN = 20  # items listed in one message; the others are counted
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def human_size(nbytes: int) -> str:
+    """Format bytes with three digits: `32 MiB`, `13.5 GiB`."""
+    size, unit = float(nbytes), 0
+    while size >= 999.5 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.3g} {_UNITS[unit]}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Format a count with its noun: `1 rank`, `4 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as compact text: `0-3, 8`."""

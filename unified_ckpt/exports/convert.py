@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from unified_ckpt.core.keywords import show_keywords
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.folder.reader import open_path
@@ -24,6 +25,13 @@ from unified_ckpt.engine.rewrite.tensors import tensor_sizes
 from unified_ckpt.engine.rewrite.weights_check import compare_masters
 from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.exports.adapters import (
+    adapter_part_of,
+    open_and_merge,
+    part_as,
+    read_adapter_config,
+    write_adapter_config,
+)
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.exports.side_files import (
     SideFiles,
@@ -32,17 +40,19 @@ from unified_ckpt.exports.side_files import (
     main_dtype,
     side_files,
 )
+from unified_ckpt.format.encoded_tensors import Compression
+from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import gather_topology
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent, is_url
 from unified_ckpt.runtime.storage.write_calls import BULK
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 from unified_ckpt.sources.files.json import CONFIG, config_path, read_config
+from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART
 from unified_ckpt.sources.open import open_on_all_ranks
 from unified_ckpt.sources.orbax.maxtext import UNKNOWN_MODEL, is_maxtext
-from unified_ckpt.views.model import with_model, without_model
+from unified_ckpt.views.model import part_as_model, with_model, without_model
 from unified_ckpt.views.select import SelectedSource
 
 if TYPE_CHECKING:
@@ -53,11 +63,12 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 _LOG = logging.getLogger("unified_ckpt")
-_WITHOUT_MANIFEST = ("huggingface", "maxtext")  # tensors, indexes and side files only
-_EXPORTED = ("torch", "dcp", "paddle")
+_WITHOUT_MANIFEST = ("huggingface", "maxtext", "peft")  # tensors, indexes and side files only
+_EXPORTED = ("torch", "dcp", "paddle", "orbax")
 FORMATS = ("unified", *_WITHOUT_MANIFEST, *_EXPORTED)
 
 
+@show_keywords(ConvertOptions, **dict(ConvertOptions()))
 def convert(
     src: Path | Sequence[Path],
     dst: Path,
@@ -95,6 +106,8 @@ def convert(
         topology = gather_topology(comm, operation, timeout_seconds=timeout)
         opening = OpenRequest(source_names, paths, topology, timeout, ReadPolicy())
         source = open_on_all_ranks(comm, opening, convert_options.source, resources)
+        if convert_options.adapter is not None:
+            source = open_and_merge(comm, source, convert_options.adapter, opening, resources)
         request, files = _convert_request(convert_options, paths), SideFiles()
         request = replace(request, progress=progress or request.progress)
         try:
@@ -142,20 +155,27 @@ def _check_options(options: ConvertOptions, target_path: str) -> None:
     """FormatError for options that do not go together."""
     if options.to not in FORMATS:
         raise FormatError(f"to: got {options.to!r}, expected one of {', '.join(FORMATS)}")
-    if options.to != "unified" and options.compression != "none":
+    by_format = {"unified": get_args(Compression), "paddle": ("none", "O1", "O2")}
+    known = by_format.get(options.to, ("none",))
+    if options.compression not in known:
         raise FormatError(
-            f"compression: got {options.compression!r} for {options.to!r}, expected 'none'; only "
-            "unified checkpoints are compressed"
+            f"compression: got {options.compression!r} for {options.to!r}, expected one of "
+            f"{', '.join(known)}"
         )
     if options.to == "torch" and not target_path.endswith((".pt", ".pth", ".bin")):
         raise FormatError(
             f"{target_path}: got this name for a torch.save file, expected one that ends in .pt, "
             ".pth or .bin"
         )
-    if options.to == "huggingface" and options.parts is not None and MODEL not in options.parts:
+    parts = options.parts or ()
+    if options.to == "huggingface" and len(parts) > 1:
         raise FormatError(
-            f"parts: got {', '.join(options.parts)}, expected the model among them; huggingface "
-            "has only the model"
+            f"parts: got {', '.join(parts)}, expected one of them; huggingface has one model"
+        )
+    if options.adapter is not None and (options.parts is not None or options.to == "peft"):
+        raise FormatError(
+            "adapter: got it with parts or a target of PEFT, expected it alone; a merged model has "
+            "no other parts"
         )
 
 
@@ -182,6 +202,8 @@ def _prepare(
         )
     _check_maxtext_names(source, options, main_path)
     files = side_files(main_path, source.format, weights_only=request.without_manifest)
+    if options.to == "peft":
+        return _prepare_adapter(request, source, options, main_path, files)
     if options.to not in ("unified", "huggingface"):
         check_modules(main_path, options.to)
     specs = source.specs(MODEL, source.names(MODEL)) if MODEL in source.parts else {}
@@ -195,6 +217,26 @@ def _prepare(
     return replace(request, attach=attach), source, files
 
 
+def _prepare_adapter(
+    request: ConvertRequest,
+    source: Source,
+    options: ConvertOptions,
+    main_path: str,
+    files: SideFiles,
+) -> tuple[ConvertRequest, Source, SideFiles]:
+    """Return one adapter as PEFT has it: in one file, with its configuration."""
+    part = adapter_part_of(source, options.parts)
+    adapter_config = read_adapter_config(main_path, source, part)
+    copied = tuple(name for name in files.copied if name.startswith(("tokenizer", "README")))
+
+    def attach(folder: str) -> None:
+        copy_side_files(folder, source=main_path, copied=copied, config=None, dtype=None)
+        write_adapter_config(folder, adapter_config)
+
+    request = replace(request, attach=attach, max_file_bytes=1 << 62)
+    return request, part_as(source, part, ADAPTER_PART), SideFiles(copied, files.left_out)
+
+
 def _verify_first(source: Source, options: ConvertOptions, paths: Sequence[str]) -> None:
     """Verify a source whose tensors are cast, changed or exported.
 
@@ -205,6 +247,7 @@ def _verify_first(source: Source, options: ConvertOptions, paths: Sequence[str])
     exported = options.to not in ("unified", "huggingface")
     changed = (
         options.model_dtype is not None
+        or options.adapter is not None
         or source_options.rename is not None
         or source_options.layers is not None
         or source_options.conversion_fn is not None
@@ -241,7 +284,7 @@ def _check_maxtext_names(source: Source, options: ConvertOptions, path: str) -> 
         if source.format == "orbax" and options.source.names == "auto" and MODEL in source.parts
         else ()
     )
-    if is_maxtext(names) and options.to != "maxtext":
+    if is_maxtext(names) and options.to not in ("maxtext", "orbax"):
         raise FormatError(f"{path}: {UNKNOWN_MODEL}")
 
 
@@ -289,6 +332,7 @@ def _export(
         options.fsync,
         options.max_file_bytes,
         _config(options, main_path),
+        options.compression if options.compression in ("O1", "O2") else None,
         lambda nbytes: request.progress(nbytes, total),
     )
     export(source, options.to, target_path, args)
@@ -316,7 +360,9 @@ def _config(options: ConvertOptions, main_path: str) -> str | None:
 def _select_parts(source: Source, options: ConvertOptions, main_path: str) -> Source:
     """Return the source as it is to be written."""
     parts: Collection[str] | None = options.parts
-    if parts is None and options.to == "huggingface":
+    if options.to == "huggingface":
+        if parts is not None and MODEL not in parts:
+            source = part_as_model(source, *parts)
         parts = (MODEL,)
     if source.metadata().paddable_dims:
         raise FormatError(
@@ -325,13 +371,16 @@ def _select_parts(source: Source, options: ConvertOptions, main_path: str) -> So
         )
     if options.to == "unified" and parts is not None:
         source, parts = without_model(source, parts)
+    if options.to == "orbax" and parts is None and options.model_dtype is not None:
+        parts = [part for part in source.parts if part != MASTER]  # the model is what was asked for
     if parts is not None or options.model_dtype is not None:
         dtype = options.model_dtype
         model_dtype = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
         source = SelectedSource(source, parts=parts, model_dtype=model_dtype)
-    if options.to != "maxtext":
-        return source
     config = _config(options, main_path)
+    own_names = config is None or options.source.names == "own"
+    if options.to not in ("maxtext", "orbax") or (options.to == "orbax" and own_names):
+        return source
     if config is None:
         raise FormatError(
             "MaxText's names and shapes depend on the model's config.json; give --config, or put "

@@ -1,4 +1,5 @@
-"""Writes a source as a `torch.save` file, a torch.distributed.checkpoint folder, or for PaddleNLP.
+"""Writes a source as a `torch.save` file, a torch.distributed.checkpoint folder, or for PaddleNLP
+or Orbax.
 
 One process writes, in bounded memory: bytes are copied in chunks.
 
@@ -29,13 +30,14 @@ from unified_ckpt.engine.folder.transaction import rename_if_free
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_chunks
 from unified_ckpt.errors import FormatError, IntegrityError, StorageError
 from unified_ckpt.exports.dcp import StateEntry, write_entries
+from unified_ckpt.exports.orbax import write_orbax
 from unified_ckpt.exports.paddle import write_paddle
+from unified_ckpt.exports.paddle_quantize import QuantStage
 from unified_ckpt.exports.torch_archive import StreamedTensor, write_archive
-from unified_ckpt.format.names import staging_name
+from unified_ckpt.format.names import MODEL, OPTIMIZER, staging_name
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.pytorch.state_dict import open_torch_file
@@ -50,12 +52,14 @@ class ExportArgs:
     """How to write.
 
     `config` is the path of the model's config.json, for formats whose names depend on it.
+    `quant_stage`: PaddleNLP's form of quantized moments.
     `progress` is called with the number of bytes written.
     """
 
     fsync: bool = True
     max_file_bytes: int = 5_000_000_000
     config: str | None = None
+    quant_stage: QuantStage | None = None
     progress: Progress = lambda _: None
 
 
@@ -95,8 +99,13 @@ def write_dcp(source: Source, path: str, args: ExportArgs) -> None:
 EXPORTS: Mapping[str, Callable[[Source, str, ExportArgs], None]] = {
     "torch": write_torch,
     "dcp": write_dcp,
+    "orbax": lambda source, path, args: write_orbax(source, path, args.progress),
     "paddle": lambda source, path, args: write_paddle(
-        source, path, SourceOptions(config=args.config), max_file_bytes=args.max_file_bytes
+        source,
+        path,
+        SourceOptions(config=args.config),
+        max_file_bytes=args.max_file_bytes,
+        quant_stage=args.quant_stage,
     ),
 }
 

@@ -18,7 +18,7 @@ from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
 from unified_ckpt.sources.orbax.arrays import chunk_boxes
 from unified_ckpt.sources.orbax.maxtext_names import TensorLink, parse_sizes, tensor_links

@@ -14,7 +14,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +26,14 @@ from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.diff import diff_sources
 from unified_ckpt.engine.source.protocol import Source, read_box
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
+from unified_ckpt.exports.paddle_quantize import QuantizedTensor, QuantStage
+from unified_ckpt.exports.paddle_tensors import OutputTensor, Unit, file_units, readable_moments
 from unified_ckpt.format import names
 from unified_ckpt.format.header import encode_header, file_order
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import (
     TORCH_DTYPES,
     as_bytes,
@@ -58,25 +59,19 @@ _DTYPES = {"BF16": BFLOAT16_AS_UINT16, "F16": "F16", "F32": "F32"}
 _PADDLE_STATES = {torch_state: paddle_state for paddle_state, torch_state in STATE_NAMES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _OutputTensor:
-    """A tensor to write: a stored one, possibly transposed, or the number `power`."""
-
-    name: str
-    spec: TensorSpec  # in PaddleNLP's orientation
-    stored: Key | None = None
-    transposed: bool = False
-    power: float = 0.0
-
-
 def write_paddle(
-    source: Source, folder: str, options: SourceOptions, *, max_file_bytes: int
+    source: Source,
+    folder: str,
+    options: SourceOptions,
+    *,
+    max_file_bytes: int,
+    quant_stage: QuantStage | None = None,
 ) -> None:
     """Write model, master weights and optimizer to a new folder, which the caller syncs.
 
-    `options.config` is the model's config.json, or a folder that has one. FormatError for what
-    PaddleNLP's format cannot hold: nothing is written then. IntegrityError if what was written
-    differs from the source.
+    `options.config` is the model's config.json, or a folder that has one. `quant_stage`: quantizes
+    moments like PaddleNLP's option of this name. FormatError for what PaddleNLP's format cannot
+    hold. IntegrityError if what was written differs from the source.
     """
     config = read_optional_config(options.config) if options.config else None
     if config is None:
@@ -90,14 +85,17 @@ def write_paddle(
     os.mkdir(folder)
     with LocalStorage(folder, write_policy=BULK) as storage:
         for stem, outputs in outputs_by_stem.items():
-            weight_map = _write_files(source, storage, stem, outputs, max_file_bytes=max_file_bytes)
-            index = _index(stem, outputs, weight_map, masters=MASTER in stems)
+            stage = quant_stage if stem == OPTIMIZER else None
+            units = file_units(source, outputs, stage)
+            weight_map = _write_files(source, storage, stem, units, max_file_bytes=max_file_bytes)
+            index = _index(stem, outputs, weight_map, masters=MASTER in stems, stage=stage)
             _write_json(storage, names.index_name(stem), index)
         _write_json(storage, "config.json", _config(config, source, adapter=stems[MODEL] == PEFT))
         extra = source.metadata().extra
         if isinstance(extra, dict) and isinstance(extra.get("trainer_state"), dict):
             _write_json(storage, "trainer_state.json", extra["trainer_state"])
-    _verify(source, folder, stems, model)
+    quantized = outputs_by_stem.get(OPTIMIZER, []) if quant_stage else []
+    _verify(source, folder, stems, model, quantized, quant_stage)
 
 
 def _file_stems(source: Source) -> dict[str, str]:
@@ -123,7 +121,7 @@ def _file_stems(source: Source) -> dict[str, str]:
 # ---- planning
 
 
-def _plan_part(source: Source, part: str, model: ModelConfig) -> list[_OutputTensor]:
+def _plan_part(source: Source, part: str, model: ModelConfig) -> list[OutputTensor]:
     """Return the tensors of a part in natural order, tied ones under all their names.
 
     FormatError listing tensors that have no place.
@@ -137,7 +135,7 @@ def _plan_part(source: Source, part: str, model: ModelConfig) -> list[_OutputTen
         for group in metadata.groups
         for name in group["names"]
     }
-    outputs: list[_OutputTensor] = []
+    outputs: list[OutputTensor] = []
     problems = (
         [
             f"{name}: has non-tensor state {', '.join(states)}"
@@ -169,7 +167,7 @@ def _plan_part(source: Source, part: str, model: ModelConfig) -> list[_OutputTen
 
 def _weight_tensor(
     name: str, suffix: str, stored: Key, spec: TensorSpec, model: ModelConfig
-) -> _OutputTensor:
+) -> OutputTensor:
     dtypes = _DTYPES if stored[0] == MODEL else ("F32",)
     new_name = paddle_name(name, model)
     transposed = is_transposed(new_name, spec.shape, layer_kind(new_name), tied=model.tied)
@@ -177,14 +175,14 @@ def _weight_tensor(
     check_shape(new_name, shape, model)
     if spec.dtype not in dtypes:
         raise FormatError(f"got dtype {spec.dtype}, expected {', '.join(dtypes)}")
-    return _OutputTensor(
+    return OutputTensor(
         new_name + suffix, TensorSpec(_DTYPES[spec.dtype], shape), stored, transposed
     )
 
 
 def _state_tensors(
     source: Source, name: str, stored: str, spec: TensorSpec, betas: object, model: ModelConfig
-) -> list[_OutputTensor]:
+) -> list[OutputTensor]:
     """One state of a parameter; the step count becomes powers of the betas."""
     owner, _, state = name.rpartition("/")
     if state in _PADDLE_STATES:
@@ -211,7 +209,7 @@ def _state_tensors(
     )
     steps = int(step_tensor[0])
     return [
-        _OutputTensor(
+        OutputTensor(
             f"{paddle_name(owner, model)}/{power}",
             TensorSpec("F32", (1,)),
             power=beta_power(beta, steps),
@@ -233,17 +231,19 @@ def _write_files(
     source: Source,
     storage: LocalStorage,
     stem: str,
-    outputs: Sequence[_OutputTensor],
+    units: Sequence[Unit],
     *,
     max_file_bytes: int,
 ) -> dict[str, str]:
     """Write the numbered files of a part; return their weight map."""
     weight_map: dict[str, str] = {}
-    ranges = split_files([output.spec.nbytes for output in outputs], max_file_bytes=max_file_bytes)
+    sizes = [sum(tensor.spec.nbytes for tensor in tensors) for _, tensors in units]
+    ranges = split_files(sizes, max_file_bytes=max_file_bytes)
     for number, positions in enumerate(ranges, 1):
         # numbered even if there is one file, as in PaddleNLP
         file = f"{stem}-{number:05d}-of-{len(ranges):05d}.safetensors"
-        file_outputs = {outputs[position].name: outputs[position] for position in positions}
+        file_units = [units[position] for position in positions]
+        file_outputs = {tensor.name: tensor for _, tensors in file_units for tensor in tensors}
         items = file_order(
             (name, output.spec.dtype, output.spec.shape) for name, output in file_outputs.items()
         )
@@ -255,12 +255,15 @@ def _write_files(
                 storage.write_at(file, offset, [chunk])
                 offset += len(chunk)
         storage.close()
-        weight_map |= dict.fromkeys(file_outputs, file)
+        weight_map |= dict.fromkeys((name for names, _ in file_units for name in names), file)
     return weight_map
 
 
-def _chunks(source: Source, output: _OutputTensor) -> Iterator[memoryview]:
+def _chunks(source: Source, output: OutputTensor | QuantizedTensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes in Paddle's orientation, in chunks."""
+    if isinstance(output, QuantizedTensor):
+        yield from output.chunks()
+        return
     if output.stored is None:
         yield as_bytes(torch.tensor([output.power], dtype=torch.float32, device="cpu"))
         return
@@ -273,14 +276,21 @@ def _chunks(source: Source, output: _OutputTensor) -> Iterator[memoryview]:
 
 
 def _index(
-    stem: str, outputs: Sequence[_OutputTensor], weight_map: Mapping[str, str], *, masters: bool
+    stem: str,
+    outputs: Sequence[OutputTensor],
+    weight_map: Mapping[str, str],
+    *,
+    masters: bool,
+    stage: QuantStage | None,
 ) -> dict[str, Any]:
+    """The index; like PaddleNLP's, it has names and sizes from before moments are quantized."""
     index = {
         "metadata": {"total_size": sum(output.spec.nbytes for output in outputs)},
         "weight_map": dict(weight_map),
     }
     if stem == OPTIMIZER:
-        return {**index, "master_weights": masters}
+        quantized = {"ckpt_quant_stage": stage, "quant_ckpt_resume_times": 0} if stage else {}
+        return {**index, **quantized, "master_weights": masters}
     return {**index, "type": "lora"} if stem == PEFT else index
 
 
@@ -304,16 +314,28 @@ def _write_json(storage: LocalStorage, file: str, value: Mapping[str, Any]) -> N
     storage.put(file, json.dumps(value, indent=4).encode(), fsync=False)
 
 
-def _verify(source: Source, written: str, stems: Mapping[str, str], model: ModelConfig) -> None:
-    """Read everything back and compare it with the source. IntegrityError for differences."""
+def _verify(
+    source: Source,
+    written: str,
+    stems: Mapping[str, str],
+    model: ModelConfig,
+    states: Sequence[OutputTensor],
+    stage: QuantStage | None,
+) -> None:
+    """Read everything back and compare it with the source. IntegrityError for differences.
+
+    `states`: optimizer state in which moments may be quantized. These must be what PaddleNLP reads.
+    """
     same_names = all(paddle_name(name, model) == name for name in source.names(MODEL))
     written_source = open_paddle(written, SourceOptions(names="own" if same_names else "auto"))
     report = diff_sources(source, written_source, parts=list(stems))
+    quantized = readable_moments(source, written_source, states, stage) if stage else set()
     written_source.close()
-    if report.differences:
+    differences = [d for d in report.differences if (d.part, d.name) not in quantized]
+    if differences:
         problems = [
             f"{difference.part}:{difference.name}: {difference.elements or 'all'} elements"
-            for difference in report.differences
+            for difference in differences
         ]
         raise IntegrityError(
             format_list(f"{written}: what was written differs from the source", problems)

@@ -26,6 +26,14 @@ Floats = NDArray[np.float32]
 # master weights beside the bfloat16 model
 
 
+def fitting_models(master: Bits32) -> Bits16:
+    """Return the model bits beside which 16 bits give each master back: masters rounded half up.
+
+    Both are bits: float32, and bfloat16 of the same shape.
+    """
+    return ((master + np.uint32(_HALF)) >> np.uint32(16)).astype(np.uint16)
+
+
 def encode_masters(master: Bits32, model: Bits16) -> tuple[NDArray[np.int16], NDArray[np.intp]]:
     """Return masters as their difference to the model, and the indices of exceptions.
 
@@ -34,10 +42,8 @@ def encode_masters(master: Bits32, model: Bits16) -> tuple[NDArray[np.int16], ND
     Exceptions are flat indices where they do not: half of the ties in rounding, NaNs that lost
     their payload, and masters whose rounded value the model does not hold.
     """
-    low = master.astype(np.uint16)
-    rounded = (master >> np.uint32(16)).astype(np.uint16)
-    rounded += low >> np.uint16(15)
-    return low.view(np.int16), np.flatnonzero(rounded != model)
+    exceptions = np.flatnonzero(fitting_models(master) != model)
+    return master.astype(np.uint16).view(np.int16), exceptions
 
 
 def decode_masters(encoded: NDArray[np.int16], model: Bits16) -> Bits32:
@@ -48,6 +54,22 @@ def decode_masters(encoded: NDArray[np.int16], model: Bits16) -> Bits32:
 
 
 # moments in blocks along the last dimension
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """The least number of codes that fill whole bytes, and an integer that holds them."""
+
+    codes: int
+    nbytes: int
+    dtype: np.dtype[np.unsignedinteger]
+
+
+_WORDS = {
+    4: _Word(2, 1, np.dtype("<u1")),
+    5: _Word(8, 5, np.dtype("<u8")),
+    6: _Word(4, 3, np.dtype("<u4")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +143,12 @@ def _pack(codes: Codes, bits: int) -> Codes:
     """Pack codes, least significant bit first; each row fills its last byte."""
     if bits == 8:
         return codes
-    count, size = codes.shape
-    words = np.zeros((count, -(-size // 8)), np.uint64)  # eight codes in `bits` bytes
-    for i in range(min(8, size)):
-        column = codes[:, i::8].astype(np.uint64)
-        words[:, : column.shape[1]] |= column << np.uint64(bits * i)
-    as_bytes = words.astype("<u8").view(np.uint8).reshape(count, -1, 8)[..., :bits]
+    (count, size), word = codes.shape, _WORDS[bits]
+    words = np.zeros((count, -(-size // word.codes)), word.dtype)
+    for i in range(min(word.codes, size)):
+        column = codes[:, i :: word.codes].astype(word.dtype)
+        words[:, : column.shape[1]] |= column << word.dtype.type(bits * i)
+    as_bytes = words.view(np.uint8).reshape(count, -1, word.dtype.itemsize)[..., : word.nbytes]
     return as_bytes.reshape(count, -1)[:, : -(-size * bits // 8)]
 
 
@@ -134,15 +156,15 @@ def _unpack(packed: Codes, bits: int, size: int) -> Codes:
     """Unpack `size` codes of each row."""
     if bits == 8:
         return packed
-    count = len(packed)
-    as_bytes = np.zeros((count, -(-size // 8), 8), np.uint8)
-    padded = np.zeros((count, as_bytes.shape[1] * bits), np.uint8)
+    count, word = len(packed), _WORDS[bits]
+    padded = np.zeros((count, -(-size // word.codes) * word.nbytes), np.uint8)
     padded[:, : packed.shape[1]] = packed
-    as_bytes[..., :bits] = padded.reshape(count, -1, bits)
-    words = as_bytes.view("<u8")[..., 0]
-    codes = np.empty((count, words.shape[1], 8), np.uint8)
-    for i in range(8):
-        codes[..., i] = words >> np.uint64(bits * i) & np.uint64(2**bits - 1)
+    as_bytes = np.zeros((padded.size // word.nbytes, word.dtype.itemsize), np.uint8)
+    as_bytes[:, : word.nbytes] = padded.reshape(-1, word.nbytes)
+    words = as_bytes.view(word.dtype)[:, 0]
+    codes = np.empty((len(words), word.codes), np.uint8)
+    for i in range(word.codes):
+        codes[:, i] = words >> word.dtype.type(bits * i) & word.dtype.type(2**bits - 1)
     return codes.reshape(count, -1)[:, :size]
 
 
@@ -152,38 +174,43 @@ def _unpack(packed: Codes, bits: int, size: int) -> Codes:
 def _quantize_signed(blocks: Floats, bits: int) -> tuple[Codes, Bits16]:
     steps = 2 ** (bits - 1) - 1
     magnitudes = np.abs(blocks)
-    scales = _round_bits(magnitudes.max(1).view(np.int32))
-    codes = _signed_codes(magnitudes, scales, steps)
+    largest = magnitudes.max(1)
+    scales = _round_bits(largest.view(np.int32))
+    codes = _signed_codes(magnitudes, largest, scales, steps)
     tiny = np.flatnonzero(scales < _TINY_SCALE)
     if len(tiny):
         # Several codes decode to one number there: take the code that is encoded from it again.
         decoded = _signed_values(codes[tiny], _widen(scales[tiny, None]), steps)
-        codes[tiny] = _signed_codes(decoded, scales[tiny], steps)
-    codes = np.where(np.signbit(blocks), -codes, codes)
-    return (codes + np.int16(steps + 1)).astype(np.uint8), scales.astype(np.uint16)[:, None]
+        codes[tiny] = _signed_codes(decoded, decoded.max(1), scales[tiny], steps)
+    np.copysign(codes, blocks, out=codes)
+    codes += np.float32(steps + 1)
+    return codes.astype(np.uint8), scales.astype(np.uint16)[:, None]
 
 
-def _signed_codes(magnitudes: Floats, scales: NDArray[np.int32], steps: int) -> NDArray[np.int16]:
+def _signed_codes(
+    magnitudes: Floats, largest: Floats, scales: NDArray[np.int32], steps: int
+) -> Floats:
+    """Return whole numbers up to `steps`. `largest`: of each block."""
     divisors = _widen(scales)[:, None]
-    relative = magnitudes / np.where(divisors > 0, divisors, np.float32(1))
+    relative: Floats = np.divide(magnitudes, np.where(divisors > 0, divisors, np.float32(1)))
     np.sqrt(relative, out=relative)
     relative *= np.float32(steps)
     np.minimum(np.rint(relative, out=relative), np.float32(steps), out=relative)
     # The scale is rounded. With the last code for the largest, it is the same when encoded again.
-    largest = (magnitudes == magnitudes.max(1, keepdims=True)) & (divisors > 0)
-    np.copyto(relative, np.float32(steps), where=largest)
-    return relative.astype(np.int16)
+    last_codes = np.where(divisors > 0, np.float32(steps), np.float32(0))
+    np.copyto(relative, last_codes, where=magnitudes == largest[:, None])
+    return relative
 
 
-def _signed_values(codes: NDArray[np.int16], scales: Floats, steps: int) -> Floats:
-    relative = codes.astype(np.float32) / np.float32(steps)
+def _signed_values(codes: Floats, scales: Floats, steps: int) -> Floats:
+    relative = codes / np.float32(steps)
     values: Floats = relative * np.abs(relative) * scales
     return values
 
 
 def _dequantize_signed(codes: Codes, scales: Bits16, bits: int) -> Floats:
     steps = 2 ** (bits - 1) - 1
-    every_code = np.arange(-steps - 1, steps + 1, dtype=np.int16)
+    every_code = np.arange(-steps - 1, steps + 1, dtype=np.float32)
     values: Floats = np.take(_signed_values(every_code, np.ones(1, np.float32), steps), codes)
     values *= _widen(scales)
     return values
@@ -208,12 +235,15 @@ def _quantize_positive(blocks: Floats, bits: int) -> tuple[Codes, Bits16]:
     codes = (numbers - (low << 16)[:, None]).astype(np.float32)
     codes *= factors[:, None]
     np.rint(codes, out=codes)
-    np.clip(codes, 0, steps[:, None], out=codes)
+    np.maximum(codes, np.float32(0), out=codes)
+    np.minimum(codes, steps[:, None], out=codes)
     # Both bounds are rounded; with these codes they stay what they are when encoded again.
-    codes[numbers == smallest[:, None]] = 0
-    np.copyto(codes, steps[:, None], where=(numbers == largest[:, None]) & (width > 0)[:, None])
-    codes += first[:, None]
-    codes[numbers <= 0] = 0
+    np.copyto(codes, np.float32(0), where=numbers == smallest[:, None])
+    last_codes = np.where(width > 0, steps, np.float32(0))
+    np.copyto(codes, last_codes[:, None], where=numbers == largest[:, None])
+    if has_zeros.any():
+        codes += first[:, None]
+        np.copyto(codes, np.float32(0), where=numbers <= 0)
     # The sign of the lower scale says that the block has zeros.
     scales = np.stack([low | has_zeros.astype(np.int32) << 15, high], 1)
     return codes.astype(np.uint8), scales.astype(np.uint16)
@@ -224,9 +254,15 @@ def _dequantize_positive(codes: Codes, scales: Bits16, bits: int) -> Floats:
     first = bounds[:, :1] >> 15
     low = (bounds[:, :1] & 0x7FFF) << 16
     width = (bounds[:, 1:] << 16) - low
-    numbers = (codes - first) * (width / (2**bits - 1 - first))
-    values: Floats = (np.rint(numbers).astype(np.int32) + low).view(np.float32)
-    values[codes < first] = 0
+    numbers = codes.astype(np.float64)
+    if first.any():
+        numbers -= first
+    numbers *= width / (2**bits - 1 - first)
+    np.rint(numbers, out=numbers)
+    numbers += low
+    values: Floats = numbers.astype(np.int32).view(np.float32)
+    if first.any():
+        np.copyto(values, np.float32(0), where=codes < first)
     return values
 
 

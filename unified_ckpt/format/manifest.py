@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from math import prod
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,6 +22,7 @@ from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import digests
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.manifest_fields import (
+    MAX_RANKS,
     Crc,
     FileName,
     PartName,
@@ -222,15 +224,76 @@ class ConvertedFrom(_Record):
     notes: list[str] = []
 
 
+class RankSet(_Record):
+    """Ranks in row-major order: `first` + i * stride + j * stride …, for each (size, stride) of
+    `grid`, outermost first. None if the grid is empty.
+    """
+
+    first: Rank
+    grid: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
+
+    @model_validator(mode="after")
+    def _check_grid(self) -> RankSet:
+        if min((size for size, _ in self.grid), default=1) < 1 or (
+            prod(size for size, _ in self.grid) > MAX_RANKS
+        ):
+            raise ValueError(f"expected 1 to {MAX_RANKS} ranks")
+        return self
+
+    def ranks(self) -> list[int]:
+        """Return the ranks."""
+        ranks = [self.first] if self.grid else []
+        for size, stride in self.grid:
+            ranks = [rank + i * stride for rank in ranks for i in range(size)]
+        return ranks
+
+
+class ShardDimRecord(_Record):
+    """One split of a tensor dim over `size` coordinates of the mesh dim `name`.
+
+    The coordinate of mesh position p is p // `stride` % `size`. `sections` are split separately.
+    `chunk_length`: elements per coordinate, if ranks pad their shards.
+    """
+
+    dim: Size
+    size: Ranks
+    stride: Annotated[int, Field(ge=1)]
+    sections: Annotated[int, Field(ge=1)] | list[Size] = 1
+    chunk_length: Size = 0
+    name: str = ""
+
+
+class ShardingRule(_Record):
+    """How ranks held some tensors: split by `dims`, outermost first; whole without any.
+
+    `mesh_ranks`: the ranks by mesh position; empty if the position is the rank.
+    """
+
+    holders: RankSet
+    mesh_ranks: RankSet
+    dims: list[ShardDimRecord]
+
+
+class ShardingRecords(_Record):
+    """How the ranks of the save held its tensors.
+
+    `parts`: for the stored tensors of a part in the order of their names, runs of
+    [index of the rule, number of tensors].
+    """
+
+    rules: list[ShardingRule]
+    parts: dict[str, list[Annotated[list[Size], Field(min_length=2, max_length=2)]]]
+
+
 class Manifest(_Record):
     """The commit record of a checkpoint; `docs/format.md` defines each field.
 
     `created`: ISO 8601 in UTC. `seconds`: from call to commit. `metrics`: passed by the caller;
-    retention ranks by them. `mesh`: informative, never needed to load. `omitted_parts`: parts of
-    the saved state that were left out on purpose. `modules`: tree of the modules' own extra state,
-    by name. `extra`: tree of the caller's extra state. `objects`: places in `extra` and
-    `rank_extra` that hold an object's state. `attached`: files in the folder at the commit that the
-    engine did not write.
+    retention ranks by them. `mesh`, `shardings`: informative, never needed to load.
+    `omitted_parts`: parts of the saved state that were left out on purpose. `modules`: tree of the
+    modules' own extra state, by name. `extra`: tree of the caller's extra state. `objects`: places
+    in `extra` and `rank_extra` that hold an object's state. `attached`: files in the folder at the
+    commit that the engine did not write.
     """
 
     format_version: str = FORMAT_VERSION
@@ -242,6 +305,7 @@ class Manifest(_Record):
     metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
     mesh: dict[str, Any] = {}
+    shardings: ShardingRecords | None = None
     parts: dict[PartName, Part]
     omitted_parts: list[str] = []
     digests: DigestFile | None = None

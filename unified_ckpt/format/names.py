@@ -9,6 +9,11 @@ import re
 
 from unified_ckpt.errors import FormatError
 
+MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"  # parts
+# In a checkpoint that omits the model: the model's tensors that have no master.
+WITHOUT_MASTERS = "model_without_masters"
+WEIGHTS = (MODEL, MASTER, WITHOUT_MASTERS)
+
 MANIFEST = "unified_checkpoint.json"
 DIGESTS = "digests.safetensors"
 EXTRA = "extra.safetensors"

@@ -1,1 +1,1 @@
-"""Adapters for trainers. Each maps a trainer's own calls to saves and loads; none adds rules."""
+"""Adapters for trainers and loggers. Each maps another library's calls; none adds rules."""

@@ -16,30 +16,39 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.api import Checkpointer, Path
+from unified_ckpt.core.keywords import check_argument_names, show_keywords
 from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
-from unified_ckpt.engine.save.request import SaveArguments, StateArguments, check_argument_names
+from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager.events.run_events import CommitHook, RunEvents
 from unified_ckpt.manager.restore.targets import (
     RestorePoint,
     RestoreRequest,
+    load_arguments,
     recoverable_errors,
     required_parts,
     resolve_paths,
-    weight_parts,
 )
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import with_existing_rule
 from unified_ckpt.manager.rules.metrics import Metrics
 from unified_ckpt.manager.run_steps import RunSteps
-from unified_ckpt.manager.save_scheduler import SaveJob, SaveScheduler
+from unified_ckpt.manager.save_scheduler import SaveJob, SaveScheduler, StepState
 from unified_ckpt.manager.steps.scan import StepRecord, step_name
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
-from unified_ckpt.manager.tiers.tiers import SaveTarget, TieredStorage
-from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
+from unified_ckpt.manager.tiers.tiers import TieredStorage
+from unified_ckpt.options import (
+    LoadOptions,
+    ManagerOptions,
+    RunOptions,
+    SaveOptions,
+    combine_options,
+    with_root,
+)
 from unified_ckpt.runtime.storage.storage import writable_path
 
 if TYPE_CHECKING:
@@ -52,26 +61,28 @@ class CheckpointManager:
     """Checkpoints as `<prefix><step>` folders under a local root. A context manager that owns
     signal handlers and a `Checkpointer`.
 
-    `options`: when to save and what to keep. `save_options` and `load_options`: how. An
-    existing complete step stays unless `restore` loaded an earlier one; `save_options` may set
-    another `if_exists`. `group` and `node` are those of `Checkpointer`.
+    `options`: when to save and what to keep, or all options of a run and its root. `save_options`
+    and `load_options`: how. An existing complete step stays unless `restore` loaded an earlier one;
+    `save_options` may set another `if_exists`. `group` and `node` are those of `Checkpointer`.
     """
 
     def __init__(
         self,
-        root: Path,
+        root: Path | None = None,
+        options: ManagerOptions | RunOptions | None = None,
         *,
-        options: ManagerOptions | None = None,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         group: dist.ProcessGroup | None = None,
         node: str | None = None,
     ) -> None:
-        self.root = os.path.realpath(writable_path(os.fspath(root)))
-        self.options = resolve_paths(options or ManagerOptions())
-        self._load_options = load_options or LoadOptions()
-        self._save_options = save_options or SaveOptions()
+        root = None if root is None else os.fspath(root)
+        run = with_root(combine_options(options, save=save_options, load=load_options), root)
+        self.root = os.path.realpath(writable_path(run.root or ""))
+        self.options = resolve_paths(run.manager, root=self.root)
+        self._load_options, self._save_options = run.load, run.save
         self._checkpointer = Checkpointer(self.root, group=group, node=node)
+        self._events = RunEvents(self.root, self._checkpointer._get_comm)
         self._tiers: TieredStorage | None = None
         if self.options.enabled and self.options.local_directory is not None:
             timeout, checkpointer = self._save_options.timeout_seconds, self._checkpointer
@@ -79,13 +90,19 @@ class CheckpointManager:
             self._tiers = TieredStorage(
                 self.root,
                 self.options,
-                ranks=checkpointer._get_comm,
                 topology=topology,
+                events=self._events,
                 timeout_seconds=timeout,
             )
-        self._steps = RunSteps(self.root, self.options, self._checkpointer, self._tiers)
+        self._steps = RunSteps(
+            self.root, self.options, self._checkpointer, self._tiers, self._events
+        )
         self._scheduler = SaveScheduler(
-            self._checkpointer, self.options, tiers=self._tiers, on_commit=self._on_commit
+            self._checkpointer,
+            self.options,
+            tiers=self._tiers,
+            events=self._events,
+            on_commit=self._steps.on_commit,
         )
         self._last_reasons: tuple[int, tuple[str, ...]] | None = None
         self._stop_signals = StopSignals(self.options)
@@ -109,10 +126,21 @@ class CheckpointManager:
         except Exception as failure:  # raise the original error
             _LOG.warning("%s: the save in flight failed: %s", self.root, failure)
 
+    def on_commit(self, hook: CommitHook) -> CommitHook:
+        """Call `hook(report)` on rank 0 after every commit, in the thread of the save. Returns
+        `hook`.
+
+        The report's `blocked_seconds` include retries and the wait for an earlier save. An error of
+        the hook is logged.
+        """
+        self._events.hooks.append(hook)
+        return hook
+
     def should_save(self, step: int) -> bool:
         """Whether `save` would save at this step. The same on every rank; never waits."""
         return bool(self._save_reasons(step))
 
+    @show_keywords(StateArguments)
     def save(
         self,
         step: int,
@@ -130,17 +158,28 @@ class CheckpointManager:
         failed saves in a row.
         """
         check_argument_names(arguments, StateArguments, function="CheckpointManager.save")
-        reasons = self._save_reasons(step)
+        state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
+        return self._save_state(state, force=force)
+
+    def _save_state(
+        self, state: StepState, *, force: bool, is_last: bool = False
+    ) -> SaveReport | PendingSave | None:
+        """Do what `save` does. `is_last`: no later save follows, as in `finish`."""
+        reasons = () if state.path is not None else self._save_reasons(state.step)
         if not self.options.enabled or not (reasons or force):
             self._warn_no_trigger()
             return None
-        job = self._save_job(
-            step, metrics, arguments, for_root=force or reasons != (when.LOCAL_INTERVAL,)
-        )
-        if self.options.asynchronous and not self.should_stop:
+        job = self._save_job(state, for_root=force or reasons != (when.LOCAL_INTERVAL,))
+        is_last = is_last or self.should_stop
+        if self.options.asynchronous and not is_last:
             return self._scheduler.save_async(job, retried=reasons == ("retry",))
-        return self._scheduler.save_sync(job, is_last=self.should_stop)
+        return self._scheduler.save_sync(job, is_last=is_last)
 
+    def _is_due(self, step: int) -> bool:
+        """Whether `save` would save at this step, and no save of it has begun."""
+        return self.should_save(step) and self._scheduler.last_begun != step
+
+    @show_keywords(StateArguments)
     def finish(
         self,
         step: int,
@@ -155,9 +194,8 @@ class CheckpointManager:
         if not (self.options.enabled and self.options.on_completion):
             self.wait()
             return None
-        report = self._scheduler.save_sync(
-            self._save_job(step, metrics, arguments, for_root=True), is_last=True
-        )
+        state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
+        report = self._scheduler.save_sync(self._save_job(state, for_root=True), is_last=True)
         self._flush()
         return report
 
@@ -173,11 +211,10 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """True on every rank from the step agreed after SIGTERM, SIGINT or `request_stop`. The
-        `save` of that step saves.
-        """
+        """True on every rank from the step agreed after a signal or `request_stop`, a saved one."""
         return self._stop_signals.stopped
 
+    @show_keywords(LoadArguments, strict=True)
     def restore(
         self,
         step: int | None = None,
@@ -192,7 +229,7 @@ class CheckpointManager:
         the parts is accepted if none has all. Without a valid step: the latest step that another
         engine wrote under the root, then `load_parameters_path` (everything but the optimizer;
         master weights follow the model; the report has no step and no extra), then
-        `load_full_state_path`, else None: start fresh.
+        `load_full_state_path`, then `load_adapters_path`, else None: start fresh.
 
         Incomplete steps are skipped with a warning and stay. Raises IncompleteError if steps exist,
         none can be used and no path is set; `allow_fresh` logs a warning and returns None instead.
@@ -339,55 +376,31 @@ class CheckpointManager:
             self._last_reasons = (step, reasons)
         return self._last_reasons[1]
 
-    def _save_job(
-        self,
-        step: int,
-        metrics: Mapping[str, float] | None,
-        arguments: StateArguments,
-        *,
-        for_root: bool,
-    ) -> SaveJob:
+    def _save_job(self, state: StepState, *, for_root: bool) -> SaveJob:
         """Build a save, with the arguments that the manager adds."""
         options = with_existing_rule(
-            arguments.get("options") or self._save_options,
-            step,
+            state.options or self._save_options,
+            state.step,
             later=self._steps.later,
             damaged=self._steps.damaged.values(),
         )
-        stored_metrics = self._metrics.storable(
-            metrics, step=step, rank=self._checkpointer._get_comm().rank
-        )
-        save_arguments: SaveArguments = {**arguments, "step": step, "metrics": stored_metrics}
-        name = step_name(step, self.options.step_prefix)
-        return SaveJob(step, name, save_arguments, options, for_root)
+        rank = self._checkpointer._get_comm().rank
+        metrics = self._metrics.storable(state.metrics, step=state.step, rank=rank)
+        name = step_name(state.step, self.options.step_prefix)
+        return SaveJob(state, name, metrics, options, for_root)
 
     def _load(self, point: RestorePoint, targets: LoadArguments) -> LoadReport:
         options = targets.get("options") or self._load_options
-        if point.kind == "parameters":
-            # with the optimizer, for its master weights
-            parts = weight_parts(point.path, targets, options)
-            arguments: LoadArguments = {
-                **targets,
-                "extra": None,
-                "rank_extra": None,
-                "options": options.model_copy(update={"parts": parts}),
-            }
-            report = self._checkpointer.load(point.path, **arguments)
-            return replace(report, step=None, extra=None, rank_extra=None)
-        arguments = {**targets, "options": options}
+        arguments = load_arguments(point, targets, options, self.options)
         report = self._checkpointer.load(point.path, **arguments)
+        self._events.loaded(point.path, report, source=point.kind)
+        if point.kind == "parameters" and self.options.load_adapters_path is not None:
+            self._load(RestorePoint("adapters", self.options.load_adapters_path), targets)
+        if point.kind in ("parameters", "adapters"):
+            return replace(report, step=None, extra=None, rank_extra=None)
         self._steps.mark_restored(point)
         if point.kind == "foreign" and report.step is None:
             return replace(report, step=point.step)  # known only from the folder name
         if point.kind == "unified" and point.step is not None:
             self._scheduler.mark_restored(point.step, in_root=point.in_root)
         return report
-
-    def _on_commit(self, job: SaveJob, target: SaveTarget) -> None:
-        """Apply retention and schedule the upload after a commit on all nodes. A failure here does
-        not fail the save.
-        """
-        if self._tiers is not None:
-            self._tiers.on_commit(target, job.step, for_root=job.for_root, options=job.options)
-        else:
-            self._steps.apply_retention(job.step)

@@ -7,16 +7,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.errors import NotFoundError
+from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.restore.select import diagnose, select
 from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
 from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.save_scheduler import SaveJob
 from unified_ckpt.manager.steps.rotate import rotate
+from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
 from unified_ckpt.manager.tiers.cluster_scan import ClusterScan, decode_record
 from unified_ckpt.manager.tiers.tiers import TieredStorage
@@ -40,11 +43,13 @@ class RunSteps:
         options: ManagerOptions,
         checkpointer: Checkpointer,
         tiers: TieredStorage | None,
+        events: RunEvents,
     ) -> None:
         self.root = root
         self._options = options
         self._checkpointer = checkpointer
         self._tiers = tiers
+        self._events = events
         self._local_directory = tiers.local_directory if tiers is not None else root
         self.later: Sequence[int] = ()
         self.damaged: dict[str, int] = {}
@@ -128,18 +133,33 @@ class RunSteps:
             text = "%s is loaded; the run replaces later steps as it saves them: %s"
             _LOG.info(text, point.path, ", ".join(map(str, self.later)))
 
-    def apply_retention(self, step: int) -> None:
+    def on_commit(self, job: SaveJob, target: SaveTarget) -> None:
+        """Apply retention and schedule the upload after a commit on all nodes. A failure here does
+        not fail the save.
+        """
+        counted = job.state.counted
+        if job.state.path is not None:
+            return
+        if self._tiers is None:
+            self.apply_retention(job.step, counted=counted)
+        else:
+            self._tiers.on_commit(
+                target, job.step, for_root=job.for_root, options=job.options, counted=counted
+            )
+
+    def apply_retention(self, step: int, *, counted: Collection[int] = ()) -> None:
         """Remove old checkpoints from the root after the commit of `step`. One rank per root
-        acts.
+        acts. `counted`: steps that stay in place of one of the latest.
         """
         if self._checkpointer._get_topologies().is_folder_leader(self.root):
-            rotate(
+            removed = rotate(
                 LocalStorage(self.root),
                 self._options.step_prefix,
-                when.retention_rules(self._options),
+                when.retention_rules(self._options, counted=counted),
                 last_step=step,
                 excluded=self.damaged,
             )
+            self._events.removed(removed, tier="root")
 
     def _broadcast(
         self,

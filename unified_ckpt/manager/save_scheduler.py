@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from unified_ckpt.api import Checkpointer
+from unified_ckpt.api import Checkpointer, Path
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
-from unified_ckpt.engine.save.request import SaveArguments
+from unified_ckpt.engine.save.request import SaveArguments, StateArguments
+from unified_ckpt.manager.events.run_events import RunEvents, SaveAttempt
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import kept_text
 from unified_ckpt.manager.rules.retry import FailureCount, is_transient
-from unified_ckpt.manager.tiers.tiers import SaveTarget, TieredStorage
+from unified_ckpt.manager.steps.save_target import SaveTarget
+from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import ManagerOptions, SaveOptions
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -28,16 +30,49 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class SaveJob:
-    """One save. `arguments`: of `Checkpointer.save`, without its options. `for_root`: due in the
-    root, not only in the local tier.
+class StepState:
+    """The state of a step, to be saved. `prepare` returns the arguments of a save; it is called at
+    each attempt, on every rank, and raises the same error on all of them.
+
+    `metrics`, `options`: as in `CheckpointManager.save`. `counted`: steps that stay in place of one
+    of the latest. `path`: where a trainer wants it; None for the step's folder. The manager neither
+    counts nor removes checkpoints at such paths, and one step may be saved at several.
     """
 
     step: int
+    prepare: Callable[[], StateArguments]
+    metrics: Mapping[str, float] | None = None
+    options: SaveOptions | None = None
+    counted: Sequence[int] = ()
+    path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """One save. `metrics`: finite numbers. `for_root`: due in the root, not only in the local
+    tier. `called`: when, as a monotonic time.
+    """
+
+    state: StepState
     name: str
-    arguments: SaveArguments
+    metrics: Mapping[str, float]
     options: SaveOptions
     for_root: bool = True
+    called: float = field(default_factory=time.monotonic)
+
+    def attempt(self, target: SaveTarget, number: int) -> SaveAttempt:
+        """Return the attempt that begins now."""
+        waited = time.monotonic() - self.called
+        return SaveAttempt(self.step, target, number, waited, dict(self.metrics))
+
+    @property
+    def step(self) -> int:
+        """The step that is saved."""
+        return self.state.step
+
+    def path_at(self, target: SaveTarget) -> Path:
+        """Return the path for this target."""
+        return ManagedPath(target.path) if self.state.path is None else self.state.path
 
     def arguments_at(self, target: SaveTarget) -> SaveArguments:
         """Return the arguments for this target, with the options.
@@ -47,7 +82,12 @@ class SaveJob:
         options = self.options
         if target.local:
             options = options.model_copy(update={"if_exists": "replace"})
-        return {**self.arguments, "options": options}
+        return {
+            **self.state.prepare(),
+            "step": self.step,
+            "metrics": self.metrics,
+            "options": options,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +95,7 @@ class _InFlight:
     """A save in the background. `retried`: it repeats a failed save."""
 
     job: SaveJob
-    target: SaveTarget
+    attempt: SaveAttempt
     retried: bool
     pending: PendingSave
 
@@ -74,11 +114,13 @@ class SaveScheduler:
         options: ManagerOptions,
         *,
         tiers: TieredStorage | None,
+        events: RunEvents,
         on_commit: Callable[[SaveJob, SaveTarget], object],
     ) -> None:
         self._checkpointer = checkpointer
         self._options = options
         self._tiers = tiers
+        self._events = events
         self._on_commit = on_commit
         self._failures = FailureCount()
         self._in_flight: _InFlight | None = None
@@ -107,19 +149,20 @@ class SaveScheduler:
             return None
         self._mark_begun(job)
 
-        def start(target: SaveTarget) -> SaveReport:
-            return self._checkpointer.save(ManagedPath(target.path), **job.arguments_at(target))
+        def start(attempt: SaveAttempt) -> SaveReport:
+            target = attempt.target
+            return self._checkpointer.save(job.path_at(target), **job.arguments_at(target))
 
         result = self._save_with_fallback(job, start, retried=False, is_last=is_last)
         if result is None:
             return None
-        target, report = result
+        attempt, report = result
         if report.existed:
             self._warn_existing(job, report)
             return None
         self._mark_saved(job)
-        self._on_commit(job, target)
-        if is_last and target.local and self._tiers is not None:
+        self._record_commit(job, attempt, report)
+        if is_last and attempt.target.local and self._tiers is not None:
             self._tiers.flush()
         return report
 
@@ -133,17 +176,18 @@ class SaveScheduler:
         if self._is_saved(job):
             return None
 
-        def after_commit(target: SaveTarget, report: SaveReport) -> None:
+        def after_commit(attempt: SaveAttempt, report: SaveReport) -> None:
             if report.existed:
                 self._warn_existing(job, report)
             else:
-                self._on_commit(job, target)
+                self._record_commit(job, attempt, report)
 
-        def start(target: SaveTarget) -> PendingSave:
+        def start(attempt: SaveAttempt) -> PendingSave:
+            target = attempt.target
             return self._checkpointer.save_async(
-                ManagedPath(target.path),
+                job.path_at(target),
                 lazy=self._options.lazy,
-                after_commit=lambda report: after_commit(target, report),
+                after_commit=lambda report: after_commit(attempt, report),
                 **job.arguments_at(target),
             )
 
@@ -151,9 +195,13 @@ class SaveScheduler:
         result = self._save_with_fallback(job, start, retried=retried, is_last=False)
         if result is None:
             return None
-        target, pending = result
-        self._in_flight = _InFlight(job, target, retried, pending)
+        attempt, pending = result
+        self._in_flight = _InFlight(job, attempt, retried, pending)
         return pending
+
+    def _record_commit(self, job: SaveJob, attempt: SaveAttempt, report: SaveReport) -> None:
+        self._events.save_committed(attempt, report)
+        self._on_commit(job, attempt.target)
 
     def collect(self, *, strict: bool = False, is_last: bool = False) -> None:
         """Wait for the save in flight and count its result.
@@ -176,7 +224,9 @@ class SaveScheduler:
     def _count_failure(
         self, in_flight: _InFlight, error: Exception, *, strict: bool, is_last: bool
     ) -> None:
-        if in_flight.target.local:
+        is_local = in_flight.attempt.target.local
+        self._events.save_failed(in_flight.attempt, error)
+        if is_local:
             self._direct_next = self._direct_next or in_flight.job.for_root
         if is_last:
             self._warn(
@@ -185,10 +235,10 @@ class SaveScheduler:
                 error,
             )
             return
-        required = in_flight.job.for_root or not in_flight.target.local
+        required = in_flight.job.for_root or not is_local
         if (strict and required) or not is_transient(error):
             raise error
-        if in_flight.target.local:
+        if is_local:
             self._warn_local_failure(in_flight.job, error)
         else:
             self._warn_or_raise(error, retried=in_flight.retried, attempts=1)
@@ -207,9 +257,10 @@ class SaveScheduler:
             except TimeoutError:
                 pass
             except Exception:
-                if in_flight.target.local and in_flight.job.for_root:
+                is_local = in_flight.attempt.target.local
+                if is_local and in_flight.job.for_root:
                     return "retry"
-                if not in_flight.target.local:
+                if not is_local:
                     attempts = attempts + 1 if in_flight.retried else 1
             else:
                 attempts = 0
@@ -219,7 +270,11 @@ class SaveScheduler:
         )
 
     def _is_saved(self, job: SaveJob) -> bool:
-        return job.step == self.last_good and (not job.for_root or job.step == self._last_in_root)
+        return (
+            job.state.path is None
+            and job.step == self.last_good
+            and (not job.for_root or job.step == self._last_in_root)
+        )
 
     def _mark_begun(self, job: SaveJob) -> None:
         self.last_begun = job.step
@@ -227,21 +282,29 @@ class SaveScheduler:
             self._last_begun_at = time.monotonic()
 
     def _save_with_fallback(
-        self, job: SaveJob, start: Callable[[SaveTarget], _Result], *, retried: bool, is_last: bool
-    ) -> tuple[SaveTarget, _Result] | None:
-        """Run `start` in the local tier, then in the root. Returns the target and the result, or
+        self,
+        job: SaveJob,
+        start: Callable[[SaveAttempt], _Result],
+        *,
+        retried: bool,
+        is_last: bool,
+    ) -> tuple[SaveAttempt, _Result] | None:
+        """Run `start` in the local tier, then in the root. Returns the attempt and its result, or
         None for a tolerated failure.
         """
+        first_number = 1 + (self._failures.attempts if retried else 0)
         target = SaveTarget(job.name)
-        if self._tiers is not None:
+        if self._tiers is not None and job.state.path is None:
             direct = job.for_root and self._direct_next
             target = self._tiers.select_target(
                 job.name, for_root=job.for_root, direct=direct, is_last=is_last
             )
         if target.local:
+            attempt = job.attempt(target, first_number)
             try:
-                return target, start(target)
+                return attempt, start(attempt)
             except Exception as error:
+                self._events.save_failed(attempt, error)
                 if not is_transient(error):
                     raise
                 self._warn_local_failure(job, error)
@@ -249,19 +312,27 @@ class SaveScheduler:
                 return None
             target = SaveTarget(job.name)
         self._direct_next = self._direct_next and not job.for_root
-        result = self._retry(lambda: start(target), retried=retried, is_last=is_last)
-        return None if result is None else (target, result)
+
+        def start_in_root(attempts: int) -> tuple[SaveAttempt, _Result]:
+            attempt = job.attempt(target, first_number + attempts)
+            try:
+                return attempt, start(attempt)
+            except Exception as error:
+                self._events.save_failed(attempt, error)
+                raise
+
+        return self._retry(start_in_root, retried=retried, is_last=is_last)
 
     def _retry(
-        self, start: Callable[[], _Result], *, retried: bool, is_last: bool
+        self, start: Callable[[int], _Result], *, retried: bool, is_last: bool
     ) -> _Result | None:
         """Return the result of `start`, retried after growing pauses, or None for a tolerated
-        failure.
+        failure. It gets the number of attempts before it.
         """
         attempts = 0
         while True:
             try:
-                return start()
+                return start(attempts)
             except Exception as error:
                 attempts += 1
                 last_attempt = attempts > self._options.retries

@@ -38,8 +38,8 @@ from unified_ckpt.engine.source.protocol import (
 )
 from unified_ckpt.errors import FormatError, NotFoundError, error_prefix
 from unified_ckpt.format.digests import BLOCK_NBYTES
+from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.storage import Buffer
-from unified_ckpt.runtime.torch_state.flatten import MODEL
 from unified_ckpt.views.materialize import in_chunks
 from unified_ckpt.views.shards import ShardAssembler, ShardedTensor
 

@@ -1,20 +1,16 @@
-"""Views that add the model to a source of master weights, or leave it out. Read no bytes."""
+"""Views that make a model of master weights or of another part, or leave it out. Read no bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.rewrite.weights_check import master_names
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.torch_state.flatten import (
-    CASTABLE_DTYPES,
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    WITHOUT_MASTERS,
-)
+from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
+from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.views.derived import DerivedSource, Renamed
 
@@ -36,6 +32,28 @@ def with_model(source: Source) -> Source:
         alias: name for part in model_parts for alias, name in source.aliases(part).items()
     }
     return DerivedSource(source, exprs, aliases=aliases)
+
+
+def part_as_model(source: Source, part: str) -> Source:
+    """Return a model with the values of another part, such as averaged weights.
+
+    What the part lacks, such as buffers, has the model's values. FormatError if it has tensors that
+    the model lacks.
+    """
+    if part not in source.parts or MODEL not in source.parts:
+        raise NotFoundError(
+            f"the source has parts {', '.join(source.parts)}, expected {part} and the model"
+        )
+    names, aliases = source.names(MODEL), source.aliases(MODEL)
+    averaged = {*source.names(part)}
+    raise_if_any(
+        FormatError,
+        f"{part}: expected the model's names; rename these",
+        sorted(averaged - {*names, *aliases}),
+    )
+    tied = {aliases.get(name, name): name for name in averaged}  # the model's name -> the part's
+    exprs = {name: Renamed((part, tied[name]) if name in tied else (MODEL, name)) for name in names}
+    return DerivedSource(source, {MODEL: exprs}, aliases={MODEL: aliases})
 
 
 def without_model(source: Source, parts: Collection[str]) -> tuple[Source, Collection[str]]:

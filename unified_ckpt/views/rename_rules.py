@@ -13,8 +13,8 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.format.renames import Over, Renames, Rule
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.views.derived import DerivedSource, Expr, Renamed
 from unified_ckpt.views.renamed_metadata import renamed_metadata
 from unified_ckpt.views.rule_matches import (

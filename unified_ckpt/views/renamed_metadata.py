@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.names import MODEL
 from unified_ckpt.format.renames import Renames
-from unified_ckpt.runtime.torch_state.flatten import MODEL
 from unified_ckpt.views.rule_matches import (
     Rules,
     only_renames,
@@ -46,29 +46,13 @@ def renamed_metadata(
             for index in range(count)
         ]
 
-    owners: dict[str, int] = {}
-    groups = []
-    for group_index, group in enumerate(metadata.groups):
-        names = list(dict.fromkeys(name for fqn in group["names"] for name in new_names(fqn)))
-        for name in names:
-            owner = metadata.groups[owners.setdefault(name, group_index)]
-            if owner["options"] != group["options"]:
-                raise FormatError(
-                    f"{name}: merges parameters whose hyperparameters differ; put all of them into "
-                    "one param group"
-                )
-        groups.append({**group, "names": [name for name in names if owners[name] == group_index]})
-    scalars: dict[str, Mapping[str, Any]] = {}
-    for fqn, state in metadata.scalars.items():
-        for name in new_names(fqn):
-            if scalars.setdefault(name, state) != state:
-                raise FormatError(
-                    f"{name}: merges parameters whose optimizer state {', '.join(state)} differs; "
-                    "expected equal values"
-                )
     for fqn in metadata.modules:
-        match = rules.match(fqn)
-        if match is not None and not match.rule.drop and not only_renames(match.rule):
+        module_match = rules.match(fqn)
+        if (
+            module_match is not None
+            and not module_match.rule.drop
+            and not only_renames(module_match.rule)
+        ):
             raise FormatError(
                 f"{fqn}: is non-tensor state of a module, and a rule does more than rename it; add "
                 "a rule before it with `drop = true`"
@@ -76,8 +60,41 @@ def renamed_metadata(
     modules = {name: value for fqn, value in metadata.modules.items() for name in new_names(fqn)}
     return replace(
         metadata,
-        groups=groups,
-        scalars=scalars,
+        groups=_renamed_groups(metadata.groups, new_names),
+        scalars=_renamed_scalars(metadata.scalars, new_names),
         modules=modules,
         paddable_dims={**metadata.paddable_dims, **pads},
     )
+
+
+def _renamed_groups(
+    groups: Sequence[Mapping[str, Any]], new_names: Callable[[str], Sequence[str]]
+) -> list[Mapping[str, Any]]:
+    """Rename the parameters of param groups; a merged one belongs to the first of its groups."""
+    owners: dict[str, int] = {}
+    renamed: list[Mapping[str, Any]] = []
+    for index, group in enumerate(groups):
+        names = list(dict.fromkeys(name for fqn in group["names"] for name in new_names(fqn)))
+        for name in names:
+            if groups[owners.setdefault(name, index)]["options"] != group["options"]:
+                raise FormatError(
+                    f"{name}: merges parameters whose hyperparameters differ; put all of them into "
+                    "one param group"
+                )
+        renamed.append({**group, "names": [name for name in names if owners[name] == index]})
+    return renamed
+
+
+def _renamed_scalars(
+    scalars: Mapping[str, Mapping[str, Any]], new_names: Callable[[str], Sequence[str]]
+) -> dict[str, Mapping[str, Any]]:
+    """Rename the parameters of non-tensor optimizer state."""
+    renamed: dict[str, Mapping[str, Any]] = {}
+    for fqn, state in scalars.items():
+        for name in new_names(fqn):
+            if renamed.setdefault(name, state) != state:
+                raise FormatError(
+                    f"{name}: merges parameters whose optimizer state {', '.join(state)} differs; "
+                    "expected equal values"
+                )
+    return renamed

@@ -18,8 +18,8 @@ from unified_ckpt.engine.source.protocol import (
     WrappedSource,
 )
 from unified_ckpt.errors import NotFoundError
+from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.storage.storage import Buffer
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 

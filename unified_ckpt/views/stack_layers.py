@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.names import MASTER, MODEL, WEIGHTS, WITHOUT_MASTERS
 from unified_ckpt.format.renames import Over, Renames, Rule, Target
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, WEIGHTS, WITHOUT_MASTERS
 from unified_ckpt.views.derived import DerivedSource
 from unified_ckpt.views.rename_rules import apply_renames
 
@@ -65,7 +65,7 @@ def unstack_layers(
     """Reverse `stack_layers`.
 
     `lists=None` detects names that end in "layers", "h" or "blocks" and are not followed by a
-    number.
+    number. A source whose layers are all numbered stays as it is.
     """
     names = _parameters(source)
     list_paths = (
@@ -82,7 +82,10 @@ def unstack_layers(
         for list_path in list_paths
         for problem in _uneven_lists(source, names, list_path, dim)
     ]
-    if problems or not list_paths:
+    is_unstacked = lists is None and any(
+        name.rpartition(".")[2] in _LIST_NAMES for name in _numbered_lists(names)
+    )
+    if problems or not (list_paths or is_unstacked):
         names_of_lists = " or ".join(_LIST_NAMES)
         problems = problems or [
             f"no tensor name contains {names_of_lists} before its last component"

@@ -166,7 +166,7 @@ def check_case(
 
 
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_any_mesh_to_any_mesh(
     root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str
 ) -> None:
@@ -175,8 +175,8 @@ def test_any_mesh_to_any_mesh(
 
 @pytest.mark.slow
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
-@settings(max_examples=300)
-def test_any_mesh_to_any_mesh_300_times(
+@settings(max_examples=150)
+def test_any_mesh_to_any_mesh_150_times(
     root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str
 ) -> None:
     check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
@@ -220,7 +220,7 @@ def corner_of(tensor: DrawnTensor, shape: tuple[int, ...]) -> DrawnTensor:
 
 
 @given(grown_cases(), TILES, st.sampled_from(["read", "full", "off"]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_pad_rule_for_larger_tensors(root: Path, case: Case, tile_nbytes: int, verify: str) -> None:
     """Loads the stored corner on any mesh, and verifies what it reads.
 

@@ -429,14 +429,17 @@ REFUSED: list[tuple[Make, dict[str, Any], type[uc.CheckpointError], str]] = [
         uc.IntegrityError,
         r"w: shape \(2, 2\) in master_weights, \(4,\) in model",
     ),
-    *(
-        (
-            as_dcp({"model": W, "../kept/model": W}),
-            {"parts": ("model", "../kept/model"), "to": to},
-            uc.FormatError,
-            r"part name: got '\.\./kept/model', expected",
-        )
-        for to in ("unified", "huggingface")
+    (
+        as_dcp({"model": W, "../kept/model": W}),
+        {"parts": ("model", "../kept/model")},
+        uc.FormatError,
+        r"part name: got '\.\./kept/model', expected",
+    ),
+    (
+        as_unified(model=W, parts={"ema": W}),
+        {"parts": ("model", "ema"), "to": "huggingface"},
+        uc.FormatError,
+        r"parts: got model, ema, expected one of them; huggingface has one model",
     ),
     (
         as_unified(model=W),

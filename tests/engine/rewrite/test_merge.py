@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from itertools import count
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
-from tests.support.node_cases import scattered
+from tests.support.node_cases import FEW, scattered
 from tests.support.refusals import same_error
 from tests.support.reshard_cases import Case, Recorded, Writes, check_folder
 from tests.support.reshard_cases import save_case as save_whole
@@ -176,7 +178,7 @@ def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
             )
 
 
-@given(scattered(max_world=4, max_tensors=3), FILES)
+@given(scattered(**FEW), FILES)
 @settings(max_examples=40, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
 def test_any_ranks_on_any_nodes(tmp_path: Path, drawn: Drawn, max_file_bytes: int) -> None:
     check_drawn(tmp_path, drawn, max_file_bytes)
@@ -687,3 +689,49 @@ def test_error_ends_the_merge_on_all_ranks(
     options: dict[str, Any] = {"storages": lambda _: storage(str(root)), "on_progress": on_progress}
     same_error(merge_all(root, NODES, node_folders(once), **options), uc.StorageError, match)
     assert os.listdir(root) == []
+
+
+_PEAK = """
+import sys
+import unified_ckpt as uc
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+*sources, small, target = sys.argv[1:]
+uc.convert(small, target + "-small")
+before = peak()
+uc.convert(sources, target)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_convert_of_node_folders_has_bounded_memory(tmp_path: Path) -> None:
+    """96 MiB on two nodes, each tensor half on one and half on the other."""
+    shapes = {f"layer.{number}.w": (2048, 2048) for number in range(6)}
+    rules = {name: {"tp": number % 2} for number, name in enumerate(shapes)}
+    layout = uc.Layout(mesh={"tp": 2}, rules=rules, shapes=shapes)
+
+    def act(comm: Comm) -> None:
+        model = {
+            name: torch.full((1024, 2048) if rules[name]["tp"] == 0 else (2048, 1024), 1.0)
+            for name in shapes
+        }
+        with on_node(comm, [0, 1]) as checkpointer:
+            checkpointer.save(folder_of(tmp_path, comm.rank), model=model, layout=layout)
+
+    run_ranks(2, act)
+    uc.save(tmp_path / "small", model={"w": torch.ones(4)})
+    folders = [str(folder_of(tmp_path, node)) for node in (0, 1)]
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, *folders, str(tmp_path / "small"), str(tmp_path / "whole")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) < 32 << 20
+    with uc.open(tmp_path / "whole") as opened:
+        assert opened["model"]["layer.5.w"].shape == (2048, 2048)
+    assert uc.verify(tmp_path / "whole", deep=True).ok

@@ -225,6 +225,57 @@ def test_a_later_save_decides_again_after_many_exceptions(tmp_path: Path) -> Non
     )
 
 
+@given(
+    st.integers(0, 99),
+    st.sampled_from([0.0, 1e-6, 1e-3]),
+    st.sampled_from([0, 1, 40]),
+    st.booleans(),
+)
+@settings(max_examples=12)
+def test_replicas_that_drift_give_no_other_masters(
+    root: Path, seed: int, drift: float, ties: int, background: bool
+) -> None:
+    """The save fails on every rank, or stores masters that some rank has."""
+    first, rng = fitting_arrays(), np.random.default_rng(seed)
+    masters = first["master_weights", W].view(np.float32)
+    drifted = (masters * (1 + drift * rng.normal(size=SHAPE))).astype(np.float32).view(np.uint32)
+    where = rng.integers(0, drifted.size, ties)
+    drifted.reshape(-1)[where] = first["master_weights", W].reshape(-1)[where] & 0xFFFF0000 | 0x8000
+    second = {**first, ("model", W): rounded(drifted), ("master_weights", W): drifted}
+    cases = [case_of(arrays, 3, {}) for arrays in (first, second)]
+
+    def act(comm: Comm) -> list[uc.SaveReport | Exception]:
+        results = list[uc.SaveReport | Exception]()
+        cache, storage = SaveCache(), LocalStorage(name)
+        states = [cases[0].state(comm.rank), cases[min(comm.rank, 1)].state(comm.rank)]
+        for state in (states[0], states[1], states[1]):
+            request = request_of(state, compression="lossless", if_exists="replace")
+            call = save_call(comm, storage, NAME, request, cache)
+            try:
+                results.append(
+                    begin_save(call, lazy=False).finish(None) if background else save(call)
+                )
+            except uc.LayoutError as error:
+                results.append(error)
+        cache.close()
+        return results
+
+    with TemporaryDirectory(dir=root) as name:
+        per_rank = run_ranks(3, act)
+        outcomes = [[str(result) for result in results[1:]] for results in per_rank]
+        with uc.open(Path(name) / NAME) as opened:
+            stored = opened["master_weights"][W][...].view(torch.int32).numpy().view(np.uint32)
+    if isinstance(per_rank[0][1], uc.LayoutError):
+        assert outcomes[0] == outcomes[1]
+        assert "these master weights do not belong to the stored model" in outcomes[0][0]
+        assert f"master_weights:{W}: rank(s) 0 differ from rank(s) 1-2" in outcomes[0][1]
+        assert np.array_equal(stored, first["master_weights", W])
+    else:
+        assert drift < 1e-3
+        either = [arrays["master_weights", W] for arrays in (first, second)]
+        assert ((stored == either[0]) | (stored == either[1])).all()
+
+
 @pytest.mark.parametrize(
     "make",
     [

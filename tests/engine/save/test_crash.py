@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,55 +119,66 @@ def survivors(root: Path, ranks: Ranks, options: uc.SaveOptions) -> set[int]:
 
 
 def crash_cases() -> list[Any]:
-    """Ranks, those that stop, what is at the name, and one in how many operations is the last."""
-    small = [
-        *((ranks, "absent", FaultyStorage) for ranks in (PROCESS, PAIR)),
-        *((PROCESS, "uncommitted", storage) for storage in (FaultyStorage, NoExchange)),
-        *((PAIR, "uncommitted", storage) for storage in (FaultyStorage, NoExchange)),
-        (PROCESS, "committed", FaultyStorage),
+    """Ranks, those that stop, what is at the name, and one in how many operations is the last; None
+    for each operation at which the kind of work changes.
+    """
+    few = [
+        (ranks, range(ranks.world), name, DURABLE)
+        for ranks in (PROCESS, PAIR)
+        for name in ("absent", "uncommitted", "committed")
     ]
-    cases: list[Any] = [(ranks, range(ranks.world), *rest, DURABLE, 1) for ranks, *rest in small]
-    cases += [(PAIR, [dead], "absent", FaultyStorage, DURABLE, 1) for dead in (0, 1)]
-    every = [(PAIR, range(2), "committed", FaultyStorage, DURABLE)]
+    few += [(PAIR, [dead], "absent", DURABLE) for dead in (0, 1)]
+    cases: list[Any] = [(*case, None) for case in few]
+    every: list[Any] = [*few]
     for where in ([2, 3], range(4)):
-        cases.append((SHARED, where, "committed", FaultyStorage, DURABLE, 19))
-        cases.append((EACH, where, "committed", FaultyStorage, TWICE, 39))
-        every.append((SHARED, where, "committed", FaultyStorage, DURABLE))
-        every += [
-            (EACH, where, before, FaultyStorage, DURABLE) for before in ("absent", "committed")
-        ]
-        every.append((EACH, where, "committed", FaultyStorage, TWICE))
-    for case in every:
-        cases.append(pytest.param(*case, 7, marks=pytest.mark.slow))
-        cases.append(pytest.param(*case, 1, marks=pytest.mark.long))
+        cases.append((SHARED, where, "committed", DURABLE, 19))
+        cases.append((EACH, where, "committed", TWICE, 39))
+        every.append((SHARED, where, "committed", DURABLE))
+        every += [(EACH, where, before, DURABLE) for before in ("absent", "committed")]
+        every.append((EACH, where, "committed", TWICE))
+    for ranks, *rest in every:
+        if ranks.world > 2:
+            cases.append(pytest.param(ranks, *rest, 11, marks=pytest.mark.slow))
+        cases.append(pytest.param(ranks, *rest, 1, marks=pytest.mark.long))
     return cases
+
+
+def crash_indexes(operations: Sequence[str], every: int | None) -> list[int]:
+    """Numbers of operations: one in `every`, or the first and the last of each run of one kind."""
+    count, kinds = len(operations), [operation.split(" ")[0] for operation in operations]
+    if every is not None:
+        return sorted({*range(0, count, every), *range(count - 3, count)})
+    kinds = ["write_at" if kind == "resize" else kind for kind in kinds]
+    return [
+        i
+        for i, kind in enumerate(kinds)
+        if not (kinds[i - 1 : i] == [kind] == kinds[i + 1 : i + 2])
+    ]
 
 
 # a serving thread ends with its simulated process
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("ranks", "where", "before", "storage", "options", "every"), crash_cases())
+@pytest.mark.parametrize(("ranks", "where", "before", "options", "every"), crash_cases())
 def test_crash_at_any_operation(
     tmp_path: Path,
     ranks: Ranks,
     where: Collection[int],
     before: str,
-    storage: type[FaultyStorage],
     options: uc.SaveOptions,
-    every: int,
+    every: int | None,
 ) -> None:
     """The old or the new checkpoint is complete, and the next save succeeds."""
     start, fuse, found = tmp_path / "start", FaultPoint(None), set[int]()
     prepare(start, ranks, before, options)
     shutil.copytree(start, tmp_path / "through")
-    through = faulty(where, fuse, storage)
+    through = faulty(where, fuse)
     fine(save(tmp_path / "through", 2, ranks=ranks, storages=through, options=options))
     assert survivors(tmp_path / "through", ranks, options) == {2}
-    count = len(fuse.operations)
-    assert count > 6 * len(where)
-    for fault_index in sorted({*range(0, count, every), *range(count - 3, count)}):
+    assert len(fuse.operations) > 6 * len(where)
+    for fault_index in crash_indexes(fuse.operations, every):
         root, fuse = tmp_path / f"at-{fault_index}", FaultPoint(fault_index)
         shutil.copytree(start, root)
-        stopping = faulty(where, fuse, storage)
+        stopping = faulty(where, fuse)
         outcomes = save(root, 2, ranks=ranks, storages=stopping, options=options)
         assert fuse.triggered
         saved = any(isinstance(outcome, uc.SaveReport) for outcome in outcomes)
@@ -187,7 +198,7 @@ def test_crash_at_any_operation(
             kinds = uc.NotFoundError | uc.IncompleteError | uc.FormatError
             assert all(isinstance(step, kinds) for step in steps), steps
         fine(save(root, 3, ranks=ranks, options=options))
-        assert survivors(root, ranks, options) == {3}
+        assert loads(root, ranks=ranks) == 3
         check_left(root, ranks, before)
         shutil.rmtree(root)
     assert found <= {1, 2} if before == "committed" else found <= {2}
@@ -250,20 +261,29 @@ def test_crash_during_the_cleanup(tmp_path: Path) -> None:
 # a disk that fills up, or fails once
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("before", ["absent", "committed"])
-@pytest.mark.parametrize(
-    ("ranks", "where", "options", "every"),
-    [
-        *((PAIR, where, DURABLE, 1) for where in ([0], [1], [0, 1])),
-        *((SHARED, where, DURABLE, 3) for where in ([0, 1], [2, 3])),
-        (EACH, [0, 1], TWICE, 3),
-        pytest.param(EACH, [2, 3], TWICE, 1, marks=pytest.mark.slow),
+def full_disk_cases() -> list[Any]:
+    """Ranks, those with the full disk, one in how many writes, what is at the name, background."""
+    each = [(EACH, where, options) for where in ([0, 1], [2, 3]) for options in (DURABLE, TWICE)]
+    cases = [
+        *((PAIR, where, DURABLE) for where in ([0], [1], [0, 1])),
+        *((SHARED, where, DURABLE) for where in ([0, 1], [2, 3])),
+        *each,
+    ]
+    return [
+        (PAIR, [0], DURABLE, 1, "absent", True),
+        (PAIR, [1], DURABLE, 1, "committed", False),
+        (SHARED, [2, 3], DURABLE, 3, "committed", True),
+        (EACH, [0, 1], TWICE, 3, "absent", False),
         *(
-            pytest.param(EACH, where, DURABLE, 1, marks=pytest.mark.slow)
-            for where in ([0, 1], [2, 3])
+            pytest.param(*case, 1, before, background, marks=pytest.mark.slow)
+            for case in cases
+            for before, background in (("absent", False), ("committed", True))
         ),
-    ],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where", "options", "every", "before", "background"), full_disk_cases()
 )
 def test_full_disk_at_any_write(
     tmp_path: Path,

@@ -224,7 +224,7 @@ def check_scattered(root: Path, drawn: tuple[Case, list[int], object], copies: i
 
 
 @given(scattered(**FEW), st.integers(2, 4))
-@settings(max_examples=12, derandomize=True, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
+@settings(max_examples=25, derandomize=True, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
 def test_any_ranks_on_any_nodes(
     tmp_path: Path, drawn: tuple[Case, list[int], object], copies: int
 ) -> None:

@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 
 import unified_ckpt as uc
 from tests.support.lightnings import OPTIONS, Net, check_same, fit, samples, trainer
+from unified_ckpt.format.events import EVENTS_NAME
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_from_checkpoint
 
 # Lightning warns about the number of workers, short epochs and folders that are not empty
@@ -37,7 +38,7 @@ EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder))
+    return sorted(name for name in os.listdir(folder) if name != EVENTS_NAME)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_training_and_saves_equal_native_lightning(tmp_path: Path, whole: tuple[
     run, folder = whole
     check_same(run, fit(tmp_path, native=True, checkpoints=EVERY))
     assert names(folder) == names(tmp_path) == [f"step={step}.ckpt" for step in range(1, 9)]
-    for path in folder.iterdir():
+    for path in folder.glob("*.ckpt"):
         assert uc.verify(path, deep=True).ok
     with uc.open(folder / "step=8.ckpt") as source:
         assert source.step == 8
@@ -127,7 +128,7 @@ def test_save_top_k_and_last(tmp_path: Path) -> None:
 def test_link_to_the_last_never_dangles(
     tmp_path: Path, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unified_ckpt.integrations.lightning import strategy
+    from unified_ckpt.integrations.lightning import run as run_file
 
     targets: list[str] = []
 
@@ -136,8 +137,8 @@ def test_link_to_the_last_never_dangles(
         targets.append((tmp_path / "last.ckpt").resolve().name)
         assert (tmp_path / "last.ckpt" / "unified_checkpoint.json").is_file()
 
-    remove_checkpoint = strategy.remove_checkpoint
-    monkeypatch.setattr(strategy, "remove_checkpoint", remove)
+    remove_checkpoint = run_file.remove_checkpoint
+    monkeypatch.setattr(run_file, "remove_checkpoint", remove)
     checkpoints = {"save_last": "link", "save_top_k": top_k, "every_n_train_steps": 2}
     run = fit(tmp_path, checkpoints=checkpoints)
     assert os.readlink(tmp_path / "last.ckpt") == "step=8.ckpt"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, case: str) -> None
     """L#19764, L#18780, L#12285: a resume within an epoch repeated samples."""
     checkpoints, loader, arguments = (CASES | SLOW)[case]
     whole = fit(tmp_path / "whole", checkpoints=checkpoints, net={"loader": loader}, **arguments)
-    saved = sorted(os.listdir(tmp_path / "whole"))
+    saved = sorted(path.name for path in (tmp_path / "whole").glob("*.ckpt"))
     assert len(saved) > 1
     for name in saved:
         resumed = fit(

@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 import unified_ckpt as uc
 from tests.support.trainer_arguments import BEST, state_of
-from tests.support.trainers import Sequences, StopAt, check_same, losses, model, trainer
+from tests.support.trainers import Sequences, StopAt, check_same, entries, losses, model, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 pytestmark = pytest.mark.integration
@@ -72,8 +72,8 @@ def test_checkpoints_equal_those_of_the_native_trainer(
     ours = trainer(tmp_path / "ours", Counter(), **arguments)  # its construction sets the seed
     ours.train()
     check_same(ours, native)
-    names = sorted(os.listdir(tmp_path / "ours"))
-    assert names == sorted(os.listdir(tmp_path / "native"))
+    names = entries(tmp_path / "ours")
+    assert names == entries(tmp_path / "native")
     assert names
     for name in names:
         assert state_of(tmp_path / "ours" / name) == state_of(tmp_path / "native" / name)
@@ -193,7 +193,7 @@ def test_sigterm_saves_and_the_run_resumes(tmp_path: Path) -> None:
     try:
         stopped = jit(Terminated())
         stopped.train()
-        assert os.listdir(tmp_path) == ["checkpoint-2"]
+        assert entries(tmp_path) == ["checkpoint-2"]
         assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
         assert "checkpoint-is-incomplete.txt" not in os.listdir(tmp_path / "checkpoint-2")
         resumed = jit()

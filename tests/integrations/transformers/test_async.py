@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 import unified_ckpt as uc
 from tests.support.adapter_models import lora
 from tests.support.trainer_arguments import BEST, state_of
-from tests.support.trainers import StopAt, check_same, model
+from tests.support.trainers import StopAt, check_same, entries, model
 from tests.support.trainers import trainer as native_trainer
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
@@ -75,7 +75,7 @@ def test_background_checkpoint_has_the_state_of_its_step(
     run.train()
     assert names == [], "step 3 is done, and checkpoint-2 still being written"
     check_same(run, straight)
-    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert entries(tmp_path / "run") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     for step in (2, 4, 6):
         assert uc.verify(tmp_path / "run" / f"checkpoint-{step}", deep=True).ok
         assert state_of(tmp_path / "run" / f"checkpoint-{step}") == state_of(
@@ -107,7 +107,7 @@ def test_files_of_callbacks_are_moved_into_checkpoints(
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"half")
     trainer(tmp_path, Writes()).train()
-    assert sorted(os.listdir(tmp_path)) == [
+    assert entries(tmp_path) == [
         "checkpoint-2",
         "checkpoint-4",
         "checkpoint-4-before-1",
@@ -135,7 +135,7 @@ def test_failed_background_save_raises_at_the_next_save(
         with pytest.raises(uc.CheckpointError, match="no space left"):
             run.train(resume_from_checkpoint=True)
     assert run.state.global_step == 6, "the save of step 4 fails at that of step 6"
-    assert os.listdir(tmp_path) == ["checkpoint-2"], "the last good one stays, and nothing else"
+    assert entries(tmp_path) == ["checkpoint-2"], "the last good one stays, and nothing else"
 
 
 def test_older_checkpoint_stays_until_the_commit(
@@ -152,7 +152,7 @@ def test_older_checkpoint_stays_until_the_commit(
         resume_from_checkpoint=True
     )
     assert names == ["checkpoint-2"]
-    assert os.listdir(tmp_path) == ["checkpoint-6"]
+    assert entries(tmp_path) == ["checkpoint-6"]
 
 
 def test_best_checkpoint_is_awaited_before_loading(
@@ -164,7 +164,7 @@ def test_best_checkpoint_is_awaited_before_loading(
     run = trainer(tmp_path / "run", **arguments)
     run.train()
     check_same(run, straight)
-    assert os.listdir(tmp_path / "run") == os.listdir(tmp_path / "native")
+    assert entries(tmp_path / "run") == entries(tmp_path / "native")
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")

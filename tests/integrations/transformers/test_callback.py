@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
-from tests.support.trainers import StopAt, check_same, trainer
+from tests.support.trainers import StopAt, check_same, entries, trainer
 from tests.support.training_jobs import TRAITS, JobSpec, Net
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
@@ -36,7 +36,7 @@ def test_training_and_saves_equal_the_native_trainer(tmp_path: Path, whole: Trai
     run = trainer(tmp_path)
     run.train()
     check_same(run, whole)
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert entries(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     folder = tmp_path / "checkpoint-6"
     assert {
         "config.json",
@@ -137,7 +137,7 @@ def test_native_checkpoint_is_resumed_by_the_native_trainer(tmp_path: Path, whol
 @pytest.mark.parametrize(("limit", "left"), [(1, [6]), (2, [4, 6])])
 def test_save_total_limit(tmp_path: Path, limit: int, left: list[int]) -> None:
     trainer(tmp_path, save_total_limit=limit).train()
-    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
+    assert entries(tmp_path) == [f"checkpoint-{step}" for step in left]
 
 
 @pytest.mark.integration
@@ -227,7 +227,7 @@ def test_backup_survives_the_removal_of_other_checkpoints(tmp_path: Path) -> Non
     }
     trainer(tmp_path, **limits).train()
     assert os.listdir(tmp_path / "checkpoint-2-before-1") == ["results.json"]
-    assert len(os.listdir(tmp_path)) == 2
+    assert len(entries(tmp_path)) == 2
 
 
 class LossNet(Net):
@@ -295,7 +295,7 @@ def test_trainer_round_trip_is_bitwise_or_refused(
         if refused:
             with pytest.raises(uc.CheckpointError):
                 straight.train()
-            assert os.listdir(Path(folder, "straight")) == []
+            assert entries(Path(folder, "straight")) == []
             return
         straight.train()
         (Path(folder) / "resumed").mkdir()

@@ -34,6 +34,7 @@ def mixed_trainer(out: Path, *callbacks: TrainerCallback) -> MixedTrainer:
         train_dataset=native.train_dataset,
         callbacks=list(callbacks),
         save_options=uc.SaveOptions(fsync=False),
+        log_saves=True,
     )
 
 
@@ -47,6 +48,8 @@ def test_mixin_resumes_like_the_native_trainer(tmp_path: Path) -> None:
     resumed = mixed_trainer(tmp_path / "run")
     resumed.train(resume_from_checkpoint=True)
     check_same(resumed, straight)
+    saves = [entry.get("checkpoint/step") for entry in resumed.state.log_history]
+    assert [step for step in saves if step] == [2, 6]
 
 
 def test_mixin_with_callback_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.support.managers import (
     copy_folder,
     delete_file,
     delete_manifest,
+    folders,
     manager_of,
     save_steps,
     state,
@@ -214,4 +215,4 @@ def test_partly_removed_checkpoint_is_removed_by_next_save(
     monkeypatch.undo()
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:  # the next run
         manager.save(4, **state(4))
-    assert sorted(os.listdir(tmp_path)) == [".unified-ab-checkpoint-9", "checkpoint-4"]
+    assert folders(tmp_path) == ["checkpoint-4", ".unified-ab-checkpoint-9"]

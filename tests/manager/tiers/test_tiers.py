@@ -22,6 +22,7 @@ from tests.support.managers import (
     check_state,
     delete_file,
     flip_last_byte,
+    folders,
     manager_of,
     save_steps,
     state,
@@ -29,6 +30,9 @@ from tests.support.managers import (
     warnings_of,
 )
 from tests.support.manifests import edit_manifest
+from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.manager.steps.save_target import SaveTarget
+from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import local_tier, tiers, upload_queue
 from unified_ckpt.manager.tiers.local_tier import LocalTier
 from unified_ckpt.manager.tiers.run_marker import MARKER, RunMarker, foreign_saves, read
@@ -225,7 +229,7 @@ def test_hanging_copy_is_reported_by_close(tmp_path: Path, root_latch: RootLatch
     while any(thread.name == "unified_ckpt-copy" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert os.listdir(tmp_path / ROOT) == [], "an abandoned copy removes its staging folder"
+    assert folders(tmp_path / ROOT) == [], "an abandoned copy removes its staging folder"
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -463,24 +467,27 @@ def test_copy_ending_during_a_commit_leaves_no_old_step(
     )
     copied, retaining = threading.Event(), threading.Event()
 
-    def rotate_late(*args: Any, **more: Any) -> None:
-        rotate(*args, **more)
+    def rotate_late(*args: Any, **more: Any) -> list[StepRecord]:
+        removed = rotate(*args, **more)
         if threading.current_thread() is not threading.main_thread():
             copied.set()
             assert retaining.wait(60)
+        return removed
 
     def committed_while_it_ends(
-        self: tiers.TieredStorage, place: tiers.SaveTarget, step: int, **more: Any
+        self: tiers.TieredStorage, place: SaveTarget, step: int, **more: Any
     ) -> None:
         if step == 11:
             root_latch.open.set()
             assert copied.wait(60), "step 10 is in the root, and its thread applies local retention"
         on_commit(self, place, step, **more)
 
-    def retain_after_commit(self: LocalTier, *args: Any, last_step: int | None = None) -> None:
+    def retain_after_commit(
+        self: LocalTier, *args: Any, last_step: int | None = None
+    ) -> list[StepRecord]:
         if last_step == 11:
             retaining.set()
-        apply_retention(self, *args, last_step=last_step)
+        return apply_retention(self, *args, last_step=last_step)
 
     monkeypatch.setattr(local_tier, "rotate", rotate_late)
     monkeypatch.setattr(tiers.TieredStorage, "on_commit", committed_while_it_ends)
@@ -502,13 +509,14 @@ def test_copy_ending_during_a_commit_keeps_the_new_step(
         threading.Event(),
     )
 
-    def retain(self: LocalTier, *args: Any, **more: Any) -> None:
-        apply_retention(self, *args, **more)
+    def retain(self: LocalTier, *args: Any, **more: Any) -> list[StepRecord]:
+        removed = apply_retention(self, *args, **more)
         if threading.current_thread() is not threading.main_thread():
             retained.set()
+        return removed
 
     def committed_after_the_copy(
-        self: tiers.TieredStorage, place: tiers.SaveTarget, step: int, **more: Any
+        self: tiers.TieredStorage, place: SaveTarget, step: int, **more: Any
     ) -> None:
         if step == 12:
             root_latch.open.set()
@@ -542,9 +550,8 @@ def test_slow_copy_does_not_remove_the_last_save(
         root_latch.open.clear()
         manager.save(20, **state(20))
         assert root_latch.reached.wait(60)
-        manager._scheduler.save_sync(
-            manager._save_job(30, None, state(30), for_root=True), is_last=True
-        )
+        last = StepState(30, lambda: state(30))
+        manager._scheduler.save_sync(manager._save_job(last, for_root=True), is_last=True)
         assert 30 in steps_in(tmp_path / ROOT)
         root_latch.open.set()
     assert 30 in steps_in(tmp_path / ROOT)
@@ -657,20 +664,6 @@ def test_stale_local_folders_of_this_run_are_removed(tmp_path: Path) -> None:
         assert staging.exists(), "reading changes nothing"
         manager.save(3, **state(3))
     assert not staging.exists()
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_process_exit_without_close_finishes_copies(tmp_path: Path, asynchronous: bool) -> None:
-    program = f"""
-import torch, unified_ckpt as uc
-tier = {{"local_directory": {str(tmp_path / LOCAL)!r}, "local_interval_steps": 1}}
-options = uc.ManagerOptions(interval_steps=1, asynchronous={asynchronous}, **tier)
-manager = uc.CheckpointManager({str(tmp_path / ROOT)!r}, options=options)
-manager.save(1, model={{"w": torch.ones(2_000_000)}})
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, stderr=subprocess.PIPE)
-    assert steps_in(tmp_path / ROOT) == [1]
-    assert uc.verify(tmp_path / ROOT / "checkpoint-1", deep=True).ok
 
 
 def test_full_tmpfs(tmp_path: Path) -> None:

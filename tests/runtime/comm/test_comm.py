@@ -299,14 +299,14 @@ def test_collective_ends_when_its_parent_fails(where: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["agree", "get", "collect"])
-@pytest.mark.parametrize("beats", [200, 60, 0])
+@pytest.mark.parametrize("beats", [100, 40, 0])
 def test_wait_lasts_as_long_as_heartbeats(connected: Connect, way: str, beats: int) -> None:
-    """Rank 1 takes five timeouts, with heartbeats all the time, at first, or never."""
+    """Rank 1 takes three timeouts, with heartbeats all the time, at first, or never."""
     members, over = connected(3), threading.Event()
 
     def act(rank: int) -> object:
-        collective = members[rank].begin_collective("save", timeout_seconds=0.4)
-        for number in range(200 if rank == 1 else 0):
+        collective = members[rank].begin_collective("save", timeout_seconds=0.3)
+        for number in range(100 if rank == 1 else 0):
             if number < beats:
                 collective.heartbeat()
             if over.wait(0.01):
@@ -325,14 +325,14 @@ def test_wait_lasts_as_long_as_heartbeats(connected: Connect, way: str, beats: i
 
     started = time.monotonic()
     results = in_threads(3, act)
-    if beats == 200:
+    if beats == 100:
         expected = {"agree": [None] * 3, "get": [b"7"] * 3, "collect": [[b"7"] * 3, [], []]}
         assert results == expected[way]
         return
     text = {
-        "agree": r"^rank\(s\) 1 did not finish 'written' within 0.4 s$",
-        "get": r"^rank 0 waited 0.4 s for 'id', which no rank set$",
-        "collect": r"^rank\(s\) 1 did not reach 'sizes' within 0.4 s$",
+        "agree": r"^rank\(s\) 1 did not finish 'written' within 0.3 s$",
+        "get": r"^rank 0 waited 0.3 s for 'id', which no rank set$",
+        "collect": r"^rank\(s\) 1 did not reach 'sizes' within 0.3 s$",
     }
     with pytest.raises(RankError, match=text[way]):
         raise results[0]
@@ -457,7 +457,7 @@ def test_rank_that_dies_at_any_store_call_is_named(last: bool) -> None:
             for _ in range(2):
                 if (rank == 2) == last:
                     time.sleep(0.03)
-                collective = members[rank].begin_collective("save", cached=True, timeout_seconds=2)
+                collective = members[rank].begin_collective("save", cached=True, timeout_seconds=1)
                 for step in ("planned", "written"):
                     if (rank == 2) == last:
                         time.sleep(0.03)

@@ -1,13 +1,7 @@
 from __future__ import annotations
 
-import ast
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,47 +15,6 @@ from unified_ckpt.runtime.torch_state.placements import (
     ShardingResolver,
     describe_meshes,
 )
-
-ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "tests" / "support" / "placement_script.py"
-
-
-def cases() -> list[str]:
-    """The functions marked `case` in the script, which cannot be imported here."""
-    tree = ast.parse(SCRIPT.read_text())
-    return [
-        f.name
-        for f in tree.body
-        if isinstance(f, ast.FunctionDef)
-        and any(ast.unparse(d) == "case" for d in f.decorator_list)
-    ]
-
-
-@pytest.fixture(scope="module")
-def resolved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
-    """Failures that four real processes report, by case."""
-    folder = tmp_path_factory.mktemp("placing")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, folder],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
-    return {
-        name: [text for rank_results in by_rank for text in rank_results[name]]
-        for name in by_rank[0]
-    }
-
-
-@pytest.mark.parametrize("name", cases())
-def test_resolve_matches_layouts_and_meshes(resolved: Mapping[str, list[str]], name: str) -> None:
-    assert resolved[name] == []
-
 
 # plain tensors, as a Layout declares them
 

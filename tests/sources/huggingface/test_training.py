@@ -240,8 +240,8 @@ def test_target_optimizer_gives_order_without_config(
     assert main(["inspect", str(folder)]) == 0
     output = capsys.readouterr().out
     assert "model  21 tensors" in output
-    assert "is by position, and its parameter names are unknown" in output
-    assert main(["inspect", "--json", str(folder)]) == 0
+    assert "optimizer state is stored by position; --config PATH names its parameters" in output
+    assert main(["inspect", "--json", "--config", str(folder), str(folder)]) == 0
     assert "config.json" in json.loads(capsys.readouterr().out)["unreadable"]["optimizer"]
     with pytest.raises(
         uc.FormatError,

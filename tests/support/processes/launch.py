@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.processes import warm
@@ -24,29 +25,52 @@ def environment() -> dict[str, str]:
     }
 
 
-def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float) -> str:
-    """Run a script of this folder in `world` processes and return its output. Raise with the full
-    output if it fails or takes too long.
-    """
-    rank = warm.python(PROGRAMS / script, environment())
-    command = [
+def _command(world: int, script: Path) -> list[str]:
+    """The command of `world` processes that run a script under torchrun."""
+    return [
         *warm.module("torch.distributed.run", environment()),
         "--standalone",
         "--nproc-per-node",
         str(world),
         "--no-python",
+        *warm.python(script, environment()),
     ]
+
+
+def _launch(
+    world: int, script: str, *arguments: object, timeout_seconds: float
+) -> subprocess.Popen[str]:
     # each worker dumps its stacks and ends itself a little before we lose patience: see
     # `worker.start`
     limit = {"WORKER_TIMEOUT_SECONDS": str(timeout_seconds - 10)}
-    child = subprocess.Popen(
-        [*command, *rank, *map(str, arguments)],
+    return subprocess.Popen(
+        [*_command(world, PROGRAMS / script), *map(str, arguments)],
         env=environment() | limit,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     )
+
+
+@contextlib.contextmanager
+def start_torchrun(
+    world: int, script: str, *arguments: object, timeout_seconds: float = 120
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a script of this folder in `world` processes; the launcher is killed at the end."""
+    child = _launch(world, script, *arguments, timeout_seconds=timeout_seconds)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate(timeout=30)
+
+
+def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float) -> str:
+    """Run a script of this folder in `world` processes and return its output. Raise with the full
+    output if it fails or takes too long.
+    """
+    child = _launch(world, script, *arguments, timeout_seconds=timeout_seconds)
     try:
         output, _ = child.communicate(timeout=timeout_seconds)
     except BaseException as error:
@@ -67,11 +91,13 @@ def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float
 
 
 def run_example(script: str, world: int, *arguments: object, cwd: Path | None = None) -> str:
-    """Run a script of the documentation as its reader would; one process runs without torchrun."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    """Run a script of the documentation; one process runs without torchrun. The tests of the
+    documentation run each one in new interpreters too.
+    """
     path = PROGRAMS.parents[2] / "docs" / "examples" / script
+    command = _command(world, path) if world > 1 else warm.python(path, environment())
     ended = subprocess.run(
-        [sys.executable, *(launch if world > 1 else []), str(path), *map(str, arguments)],
+        [*command, *map(str, arguments)],
         check=False,
         cwd=cwd,
         env=environment(),

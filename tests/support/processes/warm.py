@@ -22,6 +22,9 @@ IMPORTS = {  # what is imported for a script that imports something of a package
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "torch.distributed.checkpoint",
+        "torch._dynamo",  # which DTensor imports at its first operation
+        "unified_ckpt.api",
+        "unified_ckpt.manager.manager",
     ],
     "accelerate": ["accelerate"],
     "peft": ["peft"],
@@ -50,6 +53,11 @@ def python(script: Path, env: Mapping[str, str]) -> list[str]:
         ),
         str(script),
     ]
+
+
+def program(source: str, env: Mapping[str, str]) -> list[str]:
+    """Command in place of `[sys.executable, "-c", source]`, for a program that imports torch."""
+    return [*_client(["torch"], env), "-c", source]
 
 
 def module(name: str, env: Mapping[str, str]) -> list[str]:

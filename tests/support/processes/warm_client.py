@@ -1,5 +1,5 @@
 """Stands in for a process of a warm server (see `warm.py`): `warm_client.py SOCKET SCRIPT
-ARGUMENTS`, or `-m MODULE` for a script.
+ARGUMENTS`, or `-m MODULE` or `-c PROGRAM` for a script.
 
 It passes on its arguments and the signals it receives, and exits as that process does. It imports
 next to nothing.

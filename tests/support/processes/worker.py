@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -16,13 +15,9 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def started(*, at_once: bool = False) -> Iterator[tuple[int, int]]:
+def started() -> Iterator[tuple[int, int]]:
     """(rank, world) inside a gloo group where there is more than one rank; stacks are dumped if it
     hangs.
-
-    `at_once`: the process then ends without the interpreter's own end: of many groups some thread
-    of gloo's may still hold a tensor, and its release aborts a process whose interpreter is gone
-    ("terminate called without an active exception", pytorch/pytorch#179291).
     """
     faulthandler.enable()
     faulthandler.dump_traceback_later(
@@ -43,7 +38,3 @@ def started(*, at_once: bool = False) -> Iterator[tuple[int, int]]:
         dist.barrier()
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
-    if at_once:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)

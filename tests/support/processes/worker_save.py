@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     root = parser.parse_args().root
-    with started(at_once=True) as (rank, world):
+    with started() as (rank, world):
         wrong: list[str] = []
         for row in ROWS:
             for kind, save_kind in (("formula", save_formula), ("trained", save_trained)):

@@ -100,7 +100,8 @@ def best(root: Path, layout: str) -> None:
     best_trainer.train()
     folder = Path(best_trainer.state.best_model_checkpoint)
     assert folder.name == "checkpoint-2", "the loss falls, and the highest is called the best"
-    assert sorted(os.listdir(folder.parent)) == ["checkpoint-2", "checkpoint-6"]
+    steps = sorted(path.name for path in folder.parent.glob("checkpoint-*"))
+    assert steps == ["checkpoint-2", "checkpoint-6"]
     check_equal(
         weights(best_trainer.model),
         {name: tensor for name, tensor in stored(folder).items() if "/" not in name},

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.support.processes import worker_ddp, worker_round_trip
+from tests.support.processes import worker_ddp, worker_estimate, worker_round_trip
 from tests.support.processes.worker import started
 
 with started() as (rank, _):
-    for name, case in (("ddp", worker_ddp.main), ("round_trip", worker_round_trip.main)):
+    for name, case in (
+        ("ddp", worker_ddp.main),
+        ("estimate", worker_estimate.main),
+        ("round_trip", worker_round_trip.main),
+    ):
         folder = Path(sys.argv[1]) / name
         if rank == 0:
             folder.mkdir()

@@ -18,23 +18,30 @@ from unified_ckpt.format.encoded_tensors import (
     choose_encodings,
 )
 from unified_ckpt.format.exceptions import MIN_RATIO, is_too_many
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 from unified_ckpt.runtime.torch_state.unfit import count_unfit_moments, unfit_masters
 
 
 def agree_on_encodings(
-    collective: Collective, tensors: Sequence[LocalTensor], compression: Compression
+    collective: Collective,
+    tensors: Sequence[LocalTensor],
+    compression: Compression,
+    *,
+    reads_values: bool = True,
 ) -> dict[Key, str]:
-    """Collective, inside a step. Return the encodings of this rank's tensors, by name."""
+    """Collective, inside a step. Return the encodings of this rank's tensors, by name.
+
+    Without `reads_values`, no element counts as an exception.
+    """
     if compression == "none":
         return {}
     by_key = {tensor.decl.key: tensor for tensor in tensors}
     specs = {key: tensor.decl.spec for key, tensor in by_key.items()}
     chosen = choose_encodings(specs, compression)
     counts = {
-        key: _count_exceptions(by_key, key, encoding, rank=collective.rank)
+        key: _count_exceptions(by_key, key, encoding, rank=collective.rank) if reads_values else 0
         for key, encoding in chosen.items()
     }
     report = {
@@ -85,7 +92,7 @@ def _count_exceptions(
     if isinstance(encoding, MomentEncoding):
         return count_unfit_moments(tensor, signed=encoding.blocks.signed)
     unfit = unfit_masters(by_key[MODEL, key[1]], tensor, rank=rank)
-    return None if unfit is None else sum(len(indices) for indices, _ in unfit)
+    return None if unfit is None else sum(len(indices) for indices, *_ in unfit)
 
 
 def _agree_on_suspects(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding
+from unified_ckpt.engine.encode.model_digests import ModelDigests
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format.exceptions import (
@@ -21,8 +22,8 @@ from unified_ckpt.format.exceptions import (
     join_elements,
     parse_exceptions,
 )
+from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 from unified_ckpt.runtime.torch_state.unfit import unfit_masters
 
@@ -33,10 +34,12 @@ ExceptionsByPart = dict[str, dict[str, Elements]]  # part -> name -> elements
 class Exceptions:
     """Elements that encodings cannot hold, by tensor, as this rank found them in any order.
 
-    `total`: the number of all ranks, once they are gathered.
+    `models`: what is known of the model beside encoded masters. `total`: the number of all ranks,
+    once they are gathered.
     """
 
     found: dict[Key, list[Elements]] = field(default_factory=dict)
+    models: ModelDigests = field(default_factory=ModelDigests)
     total: int = 0
 
     def add(self, key: Key, elements: Elements) -> None:
@@ -70,8 +73,9 @@ class Exceptions:
             unfit = unfit_masters(models[fqn], master, rank=rank, share=shares[shared_by])
             if unfit is None:
                 raise AssertionError(f"{fqn}: encoded without its model on this rank")
-            for elements in unfit:
-                self.add(master.decl.key, elements)
+            for found in unfit:
+                self.add(master.decl.key, found[:2])
+                self.models.add_exceptions(master.decl.key, found)
 
     def by_part(self) -> ExceptionsByPart:
         """Return the elements of each tensor, joined."""

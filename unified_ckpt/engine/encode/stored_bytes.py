@@ -69,6 +69,8 @@ def stored_bytes(
             unfit = encoding.exceptions(some)
             indices_of_unfit = first_element + first * length + unfit
             exceptions.add(decl.key, (indices_of_unfit, some.reshape(-1)[unfit]))
+        else:
+            exceptions.models.add_masters(decl.key, first_element + first * length, some)
         for whole, encoded in zip(stored, encoding.encode(some), strict=True):
             whole[first : first + row_count] = encoded
     for index, whole in zip(indices, stored, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.folder.completeness import undecodable_parts
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
@@ -42,6 +43,13 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether no problem was found."""
         return not self.problems
+
+    def __str__(self) -> str:
+        result = "all digests match" if self.deep else "sizes and headers match"
+        if self.problems:
+            result = f"damaged, {count_text(len(self.problems), 'problem')}: {self.problems[0]}"
+        checked = f"{count_text(self.tensors, 'tensor')}, {human_size(self.nbytes)} checked"
+        return "\n  ".join([self.path, result, "; ".join([checked, *self.notes])])
 
 
 def unreadable_report(path: str, error: IntegrityError, *, deep: bool) -> VerifyReport:

@@ -47,14 +47,15 @@ from unified_ckpt.engine.plan.holders import (
 )
 from unified_ckpt.engine.source.stateful import plan_restore
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
+from unified_ckpt.runtime.comm.phases import summarize_phases
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, make_exchange_id
 from unified_ckpt.runtime.gc_pause import gc_paused
-from unified_ckpt.runtime.torch_state.flatten import MASTER, OPTIMIZER
 from unified_ckpt.runtime.torch_state.optimizer_target import match_groups
 
 
@@ -78,7 +79,7 @@ def load(
     """
     started = time.monotonic()
     collective = comm.begin_collective(f"load of {label}", timeout_seconds=timeout_seconds)
-    with collective.propagating_errors():
+    with gc_paused, collective.propagating_errors():
         return _load(collective, label, request, tile_buffers, topology, started)
 
 
@@ -92,7 +93,7 @@ def _load(
 ) -> LoadReport:
     """Run the steps of a load. Nothing is written to the target before the step "read"."""
     rank, world = collective.rank, collective.world
-    with gc_paused, collective.step("match-targets"):
+    with collective.step("match-targets"):
         if isinstance(request, Exception):
             raise request
         metadata, verify = request.metadata, request.options.verify
@@ -121,13 +122,12 @@ def _load(
         match_report.missing += stateful.missing
         group_options = _saved_group_options(request)
         matches = _check_optimizer(request, matches, match_report)
-    by_decl = {match.target.decl: match for match in matches}
-    with gc_paused, collective.step("join-mismatches"):
         mismatches = collect_mismatches(collective, request, match_report, stateful)
     raise_mismatches(request, mismatches)
     if rank == 0:
         warn_mismatches(label, mismatches)
-    with gc_paused, collective.step("plan"):
+    by_decl = {match.target.decl: match for match in matches}
+    with collective.step("plan"):
         stored_by_decl = {decl: tensors[match.stored_key] for decl, match in by_decl.items()}
         group_plans = _plan_reads(collective, request, stored_by_decl, topology)
     verification = request.source.verification
@@ -136,17 +136,17 @@ def _load(
     try:
         with collective.step("read"):
             group_results = _read(collective, group_plans, by_decl, reader, tile_buffers, topology)
-            with gc_paused:
-                verified_nbytes = verify_read(collective, group_results, reader, mode=verify)
+            verified_nbytes = verify_read(collective, group_results, reader, mode=verify)
     except CheckpointError as error:
         failure = type(error)(
             f"{error}; the target holds a mix of old and new bytes and is unusable"
         )
         mark(failure, spread_of(error))
         raise failure from error
-    with gc_paused, collective.step("install"):
+    with collective.step("install"):
         _install(request, group_options)
         stateful.apply(rank=rank, world=world)
+        phases_by_rank = collective.gather_phases()
     verified_nbytes += verification.verified_nbytes - verified_before
     nbytes = sum(result.nbytes for _, result in group_results)
     report = LoadReport(
@@ -169,6 +169,7 @@ def _load(
         ),
         kept=tuple(mismatches.kept),
         unused=tuple(mismatches.unused),
+        phases=summarize_phases(phases_by_rank) if phases_by_rank else None,
     )
     if rank == 0:
         log_report(label, report, resumed=is_resumed(request))
@@ -186,13 +187,12 @@ def _plan_reads(
     Collective.
     """
     decls = list(stored_by_decl)
-    with collective.step("gather-declarations"):
-        table_id, declarations = gather_declarations(collective, decls)
-        if declarations is not None:
-            if topology.spans_nodes:
-                redundancy = read_redundancy(declarations, topology.nodes)
-                collective.put_json("redundancy", redundancy)
-            send_groups_by_node(collective, declarations, topology.nodes)
+    table_id, declarations = gather_declarations(collective, decls)
+    if declarations is not None:
+        if topology.spans_nodes:
+            redundancy = read_redundancy(declarations, topology.nodes)
+            collective.put_json("redundancy", redundancy)
+        send_groups_by_node(collective, declarations, topology.nodes)
     if topology.spans_nodes:
         request.policy.redundancy = collective.get_json("redundancy")
     group_plans = []

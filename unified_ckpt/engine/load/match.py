@@ -5,7 +5,7 @@ Reads no tensor data.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -14,13 +14,7 @@ from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.dtypes import ITEM_BITS
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.runtime.torch_state.flatten import (
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    WEIGHTS,
-    WITHOUT_MASTERS,
-)
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WEIGHTS, WITHOUT_MASTERS
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 PaddableDims = Mapping[Key, Sequence[int]]  # see `SourceMetadata`
@@ -77,65 +71,81 @@ def match_targets(
     match_report = MatchReport()
     names = TensorNames(source, aliases)
     candidates = [_candidates(target.decl, source, names) for target in targets]
-    names_by_part: dict[str, set[str]] = {}
-    for part, name in chain.from_iterable(candidates):
-        names_by_part.setdefault(part, set()).add(name)
-    specs = {
-        (part, name): spec
-        for part in names_by_part
-        for name, spec in source.specs(part, names_by_part[part]).items()
-    }
+    specs = _specs_of(source, chain.from_iterable(candidates))
     for target, keys in zip(targets, candidates, strict=True):
         decl = target.decl
         match_report.used.update(map(":".join, keys))
         if not keys:
             match_report.missing.append(f"{decl.part}:{decl.fqn}")
             continue
-        part, name = _select_key(decl, keys, specs)
-        spec = specs[part, name]
-        if decl.part == MODEL:
-            masters = (
-                (name, ITEM_BITS[specs[source_part, name].dtype])
-                for source_part, name in keys
-                if source_part == MASTER
+        stored_key = part, name = _select_key(decl, keys, specs)
+        spec = specs[stored_key]
+        _note_masters(match_report, decl, keys, stored_key, specs)
+        if problem := _mismatch(decl, part, spec, paddable_dims.get(stored_key, ()), cast=cast):
+            match_report.wrong.append(f"{decl.part}:{decl.fqn}: {problem}")
+            continue
+        match_report.sources.setdefault(decl.part, set()).add(part)
+        if tied_names := [tied for tied_part, tied in keys if tied_part == part and tied != name]:
+            match_report.tied[decl.key] = tied_names
+        if spec.shape != decl.spec.shape:
+            match_report.padded[decl.key] = (
+                f"{decl.part}:{decl.fqn} {spec.shape} -> {decl.spec.shape}"
             )
-            match_report.masters.update(
-                name for name, item_bits in masters if item_bits > ITEM_BITS[decl.spec.dtype]
-            )
-        if part == MASTER and ITEM_BITS[decl.spec.dtype] >= ITEM_BITS[spec.dtype]:
-            match_report.masters_read.add(name)
-        if spec.shape != decl.spec.shape and not _shape_fits(
-            spec.shape, decl.spec.shape, paddable_dims.get((part, name), ())
-        ):
-            match_report.wrong.append(
-                f"{decl.part}:{decl.fqn}: checkpoint has shape {spec.shape}, target has "
-                f"{decl.spec.shape}{_padding_hint(decl, spec)}"
-            )
-        # A part that is read in place of one that the checkpoint lacks is always cast.
-        elif spec.dtype != decl.spec.dtype and not cast and decl.part == part:
-            match_report.wrong.append(
-                f"{decl.part}:{decl.fqn}: checkpoint has dtype {spec.dtype}, target has "
-                f"{decl.spec.dtype}; pass LoadOptions(cast=True) to cast"
-            )
-        else:
-            match_report.sources.setdefault(decl.part, set()).add(part)
-            declared_part = decl.part if part == decl.part else f"{decl.part}@{part}"
-            tied_names = [
-                tied_name
-                for source_part, tied_name in keys
-                if source_part == part and tied_name != name
-            ]
-            if tied_names:
-                match_report.tied[decl.key] = tied_names
-            region = _stored_region(target, declared_part, spec, rank)
-            matches.append(Match(decl.key, region, (part, name)))
-            if spec.shape != decl.spec.shape:
-                match_report.padded[decl.key] = (
-                    f"{decl.part}:{decl.fqn} {spec.shape} -> {decl.spec.shape}"
-                )
+        declared_part = decl.part if part == decl.part else f"{decl.part}@{part}"
+        region = _stored_region(target, declared_part, spec, rank)
+        matches.append(Match(decl.key, region, stored_key))
     if match_report.padded:
         match_report.wrong += _unpadded_state(targets, match_report.padded)
     return matches, match_report
+
+
+def _specs_of(source: Source, keys: Iterable[Key]) -> dict[Key, TensorSpec]:
+    """Return dtype and shape of stored tensors, asked for once per part."""
+    names_by_part: dict[str, set[str]] = {}
+    for part, name in keys:
+        names_by_part.setdefault(part, set()).add(name)
+    return {
+        (part, name): spec
+        for part, names in names_by_part.items()
+        for name, spec in source.specs(part, names).items()
+    }
+
+
+def _note_masters(
+    match_report: MatchReport,
+    decl: TensorDecl,
+    keys: Sequence[Key],
+    stored_key: Key,
+    specs: Mapping[Key, TensorSpec],
+) -> None:
+    """Record master weights more precise than the target, and whether the target takes them."""
+    if decl.part == MODEL:
+        match_report.masters.update(
+            name
+            for part, name in keys
+            if part == MASTER and ITEM_BITS[specs[part, name].dtype] > ITEM_BITS[decl.spec.dtype]
+        )
+    part, name = stored_key
+    if part == MASTER and ITEM_BITS[decl.spec.dtype] >= ITEM_BITS[specs[stored_key].dtype]:
+        match_report.masters_read.add(name)
+
+
+def _mismatch(
+    decl: TensorDecl, part: str, spec: TensorSpec, pad_dims: Collection[int], *, cast: bool
+) -> str:
+    """Return why a stored tensor of `part` cannot be read into a target, or ""."""
+    if spec.shape != decl.spec.shape and not _shape_fits(spec.shape, decl.spec.shape, pad_dims):
+        return (
+            f"checkpoint has shape {spec.shape}, target has {decl.spec.shape}"
+            f"{_padding_hint(decl, spec)}"
+        )
+    # A part that is read in place of one that the checkpoint lacks is always cast.
+    if spec.dtype != decl.spec.dtype and not cast and decl.part == part:
+        return (
+            f"checkpoint has dtype {spec.dtype}, target has {decl.spec.dtype}; pass "
+            "LoadOptions(cast=True) to cast"
+        )
+    return ""
 
 
 def _padding_hint(decl: TensorDecl, stored_spec: TensorSpec) -> str:
@@ -204,14 +214,12 @@ def _stored_region(target: LocalTensor, part: str, spec: TensorSpec, rank: int) 
     return LocalTensor(replace(stored_decl, sharding=sharding), local)
 
 
-def _candidates(
-    decl: TensorDecl, source: Source, tensor_names: TensorNames
-) -> list[tuple[str, str]]:
+def _candidates(decl: TensorDecl, source: Source, tensor_names: TensorNames) -> list[Key]:
     """Return the stored tensors that could fill a target: own part first, then own name first."""
     fqn, slash, state_name = (
         decl.fqn.rpartition("/") if decl.part == OPTIMIZER else (decl.fqn, "", "")
     )
-    keys: dict[tuple[str, str], None] = {}
+    keys: dict[Key, None] = {}
     for part in (decl.part, *_SUBSTITUTES.get(decl.part, ())):
         stored_names = source.names(part)
         keys.update(
@@ -239,7 +247,7 @@ class TensorNames:
     def __init__(self, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> None:
         self._source, self._aliases = source, aliases
         # By target part and stored part.
-        self._alias_maps: dict[tuple[str, str], tuple[dict[str, str], dict[str, list[str]]]] = {}
+        self._alias_maps: dict[Key, tuple[dict[str, str], dict[str, list[str]]]] = {}
 
     def __call__(self, fqn: str, target_part: str, stored_part: str) -> list[str]:
         """Return the names that `fqn` of a target part may have in a stored part, best first."""
@@ -356,8 +364,6 @@ def parameters_without_state(
     ]
 
 
-def _select_key(
-    decl: TensorDecl, keys: Sequence[tuple[str, str]], specs: Mapping[tuple[str, str], TensorSpec]
-) -> tuple[str, str]:
+def _select_key(decl: TensorDecl, keys: Sequence[Key], specs: Mapping[Key, TensorSpec]) -> Key:
     """Return the candidate with the target's dtype, else the first one."""
     return next((key for key in keys if specs[key].dtype == decl.spec.dtype), keys[0])

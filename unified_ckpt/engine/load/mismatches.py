@@ -13,9 +13,9 @@ from unified_ckpt.engine.load.same_on_all_ranks import check_same_on_all_ranks, 
 from unified_ckpt.engine.plan.holders import check_layout_rules, gather_distinct_json
 from unified_ckpt.engine.source.stateful import StatefulRestore
 from unified_ckpt.errors import MismatchError
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WEIGHTS
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.error_spread import Spread, mark
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER, WEIGHTS
 
 _LOG = logging.getLogger("unified_ckpt")
 

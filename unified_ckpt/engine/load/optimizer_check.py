@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.engine.load.match import TensorNames
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
-from unified_ckpt.runtime.torch_state.flatten import OPTIMIZER
+from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.torch_state.optimizer_rules import (
     MASTER_KEYS,
     STEP,

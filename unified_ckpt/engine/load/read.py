@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,7 +19,6 @@ from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, PartnerBuffer, PeerWait, TileBuffer
 from unified_ckpt.runtime.exchange.whole_tensors import WholeTensors, tiles_by_number
-from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.torch_state.tensors import (
     SCALAR_BOXES,
@@ -117,6 +116,20 @@ class GroupReader:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _PendingRead:
+    """A read of bytes of an extent, from byte `start` of the tensor into `view`.
+
+    `scratch`: the buffer behind `view`, if bytes cannot be read into the target.
+    """
+
+    future: Future[None]
+    extent: Extent
+    start: int
+    view: memoryview
+    scratch: torch.Tensor | None
+
+
 def read_extents(group_reader: GroupReader, *, local_world: int) -> None:
     """Read the extents that only this rank needs.
 
@@ -124,35 +137,10 @@ def read_extents(group_reader: GroupReader, *, local_world: int) -> None:
     the previous one is digested. `local_world`: the number of ranks on this node.
     """
     plan, destinations = group_reader.plan, group_reader.destinations
-    extents = sorted(
-        plan.read_plan.rank_io.extents,
-        key=lambda e: (
-            plan.tensors[e.decl_index].location.file,
-            plan.tensors[e.decl_index].location.start + e.start,
-        ),
-    )
-    # Ranks begin at different extents, so they rarely read one file at once.
-    rotation = len(extents) * plan.holders.index(group_reader.rank) // len(plan.holders)
-    pending: list[tuple[Future[None], Extent, int, memoryview, torch.Tensor | None]] = []
+    pending: deque[_PendingRead] = deque()
     buffers: list[torch.Tensor] = []  # for targets that bytes cannot be read into
-
-    def finish_oldest() -> None:
-        future, extent, start, view, scratch = pending.pop(0)
-        future.result()
-        if group_reader.verifies(extent.decl_index):
-            group_reader.result.block_crcs.extend(
-                (extent.decl_index, block_crc)
-                for block_crc in digests.block_crcs(view, start=start)
-            )
-        if scratch is not None:
-            _copy_to_target(
-                destinations[extent.decl_index], extent.local_offset + start - extent.start, scratch
-            )
-        if start + len(view) == extent.stop:
-            destinations.mark_filled(extent.decl_index)
-
     with IOThread(ranks=local_world) as io_thread:
-        for extent in extents[rotation:] + extents[:rotation]:
+        for extent in _rotated_extents(plan, group_reader.rank):
             target, tensor = destinations[extent.decl_index], plan.tensors[extent.decl_index]
             group_reader.result.nbytes += extent.stop - extent.start
             if target.is_stored_bytes and tensor.in_file and tensor.block_crcs is None:
@@ -163,25 +151,52 @@ def read_extents(group_reader: GroupReader, *, local_world: int) -> None:
                 destinations.mark_filled(extent.decl_index)
                 continue
             for start, stop in chunks(extent.start, extent.stop):
-                local = extent.local_offset + start - extent.start
-                scratch = (
-                    None
-                    if target.is_stored_bytes
-                    else _next_buffer(buffers, io_thread.queue_depth)[: stop - start]
-                )
-                view = (
-                    as_bytes(target.local)[local : local + stop - start]
-                    if scratch is None
-                    else as_bytes(scratch)
-                )
-                pending_read = io_thread.submit(
+                scratch = None
+                if target.is_stored_bytes:
+                    local = extent.local_offset + start - extent.start
+                    view = as_bytes(target.local)[local : local + stop - start]
+                else:
+                    scratch = _next_buffer(buffers, io_thread.queue_depth)[: stop - start]
+                    view = as_bytes(scratch)
+                future = io_thread.submit(
                     partial(group_reader.tensor_reader.read_into, tensor, start, view)
                 )
-                pending.append((pending_read, extent, start, view, scratch))
+                pending.append(_PendingRead(future, extent, start, view, scratch))
                 if len(pending) > io_thread.queue_depth:
-                    finish_oldest()
+                    _finish_read(group_reader, pending.popleft())
         while pending:
-            finish_oldest()
+            _finish_read(group_reader, pending.popleft())
+
+
+def _rotated_extents(plan: GroupReadPlan, rank: int) -> Sequence[Extent]:
+    """Return this rank's extents in file order, from another start on each rank.
+
+    So ranks rarely read one file at once.
+    """
+
+    def position(extent: Extent) -> tuple[str, int]:
+        location = plan.tensors[extent.decl_index].location
+        return location.file, location.start + extent.start
+
+    extents = sorted(plan.read_plan.rank_io.extents, key=position)
+    first = len(extents) * plan.holders.index(rank) // len(plan.holders)
+    return extents[first:] + extents[:first]
+
+
+def _finish_read(group_reader: GroupReader, read: _PendingRead) -> None:
+    """Wait for a read, digest what it read, and copy that to the target."""
+    read.future.result()
+    extent, result = read.extent, group_reader.result
+    if group_reader.verifies(extent.decl_index):
+        result.block_crcs += [
+            (extent.decl_index, block_crc)
+            for block_crc in digests.block_crcs(read.view, start=read.start)
+        ]
+    if read.scratch is not None:
+        local = extent.local_offset + read.start - extent.start
+        _copy_to_target(group_reader.destinations[extent.decl_index], local, read.scratch)
+    if read.start + len(read.view) == extent.stop:
+        group_reader.destinations.mark_filled(extent.decl_index)
 
 
 def _next_buffer(buffers: list[torch.Tensor], queue_depth: int) -> torch.Tensor:
@@ -241,9 +256,7 @@ def read_tiles(
 def _read_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> None:
     """Read the ranges of a tile into `memory`."""
     plan, view = group_reader.plan, as_bytes(memory)
-    with gc_paused:
-        runs = list(_contiguous_runs(tile.ranges, plan.tensors))
-    for run in runs:
+    for run in _contiguous_runs(tile.ranges, plan.tensors):
         first, last = run[0], run[-1]
         tensor = plan.tensors[first.decl_index]
         for start, stop in chunks(first.tile_offset, last.tile_offset + last.stop - last.start):
@@ -251,18 +264,17 @@ def _read_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> N
                 tensor, first.start + start - first.tile_offset, view[start:stop]
             )
         group_reader.result.nbytes += last.tile_offset + last.stop - last.start - first.tile_offset
-        with gc_paused:
-            for tile_range in run:
-                if group_reader.verifies(tile_range.decl_index):
-                    range_bytes = view[
-                        tile_range.tile_offset : tile_range.tile_offset
-                        + tile_range.stop
-                        - tile_range.start
-                    ]
-                    group_reader.result.block_crcs += [
-                        (tile_range.decl_index, block_crc)
-                        for block_crc in digests.block_crcs(range_bytes, start=tile_range.start)
-                    ]
+        for tile_range in run:
+            if group_reader.verifies(tile_range.decl_index):
+                range_bytes = view[
+                    tile_range.tile_offset : tile_range.tile_offset
+                    + tile_range.stop
+                    - tile_range.start
+                ]
+                group_reader.result.block_crcs += [
+                    (tile_range.decl_index, block_crc)
+                    for block_crc in digests.block_crcs(range_bytes, start=tile_range.start)
+                ]
 
 
 def _contiguous_runs(

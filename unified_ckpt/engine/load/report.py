@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.load.mismatches import Mismatches
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.phases import PhaseReport
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -18,6 +20,7 @@ _LOG = logging.getLogger("unified_ckpt")
 class LoadReport:
     """What a load did. Tensors are named "part:fqn"; byte counts are of this rank.
 
+    `bytes_read`: of tensors as in memory; files hold fewer bytes of encoded ones.
     `missing`, `unexpected`: names that only the target or only the checkpoint has; `wrong`: one
     sentence for each mismatch of shape, dtype or state. All three are empty when strict.
     `rank_extra`: this rank's entry, or None if the checkpoint was saved by another world size.
@@ -25,7 +28,7 @@ class LoadReport:
     `notes`: further remarks, one sentence each.
     `kept`: paths in `rank_extra` of objects left unchanged because their state belongs to other
     ranks. `unused`: stored parts and object states ("extra:scheduler") that no rank loaded.
-    `kept` and `unused` are the same on every rank.
+    `kept` and `unused` are the same on every rank. `phases`: the steps of all ranks, on rank 0.
     """
 
     step: int | None
@@ -41,6 +44,17 @@ class LoadReport:
     notes: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    phases: PhaseReport | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        step = "a checkpoint without a step" if self.step is None else f"step {self.step}"
+        read = f"{human_size(self.bytes_read)} read, {human_size(self.verified_bytes)} verified"
+        counts = {"missing": self.missing, "unexpected": self.unexpected, "different": self.wrong}
+        remarks = [f"{len(names)} {kind}" for kind, names in counts.items() if names]
+        remarks += [f"unused: {', '.join(self.unused)}"] if self.unused else []
+        result = "; ".join([*remarks, *self.notes]) or "everything matches"
+        loaded = f"loaded {step} in {self.seconds:.2f} s"
+        return "\n  ".join([loaded, f"{read}: {', '.join(self.sources)}", result])
 
 
 def load_notes(

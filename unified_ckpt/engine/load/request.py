@@ -20,16 +20,10 @@ from unified_ckpt.engine.source.protocol import (
     SourceMetadata,
 )
 from unified_ckpt.errors import LayoutError
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.torch_state.flatten import (
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    FlatState,
-    flatten_state,
-    resolve_like_params,
-)
+from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, resolve_like_params
 from unified_ckpt.runtime.torch_state.growth import init_grown_state
 from unified_ckpt.runtime.torch_state.modules import ModelArgument
 from unified_ckpt.runtime.torch_state.optimizer_target import (
@@ -45,11 +39,15 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     has_masters,
     master_key,
 )
-from unified_ckpt.runtime.torch_state.placements import check_not_expanded, make_resolver
+from unified_ckpt.runtime.torch_state.placements import (
+    ShardingResolver,
+    check_not_expanded,
+    make_resolver,
+)
 
 
 class LoadArguments(TypedDict, total=False):
-    """The keyword arguments of every load; `Checkpointer.load` documents them."""
+    """The keyword arguments of every load; `uc.load` documents them."""
 
     model: ModelArgument | None
     optimizer: OptimizerArgument | None
@@ -121,57 +119,27 @@ def load_request(
         extra_parts=arguments.get("parts"),
         model_dtype=None,
     )
-    names, optimizer_target = state.param_names(), None
+    optimizer_target = None
     metadata = SourceMetadata() if source.indexed else source.metadata()
-    if master_weights is None:
-        optimizers_with_masters = [
-            candidate
-            for candidate in optimizers
-            if has_masters(candidate) or _creates_masters(candidate, names, metadata)
-        ]
-    else:
-        _check_masters(optimizers, optimizers_with_masters, master_weights, names, metadata)
-    target_parts = {
-        *state.requested_parts,
-        *([OPTIMIZER] if optimizers else []),
-        *([MASTER] if optimizers_with_masters else []),
-    }
-    parts_to_read = _parts_to_read(target_parts, options.parts)
-    if master_weights is None and OPTIMIZER not in parts_to_read:
-        optimizers_with_masters = [opt for opt in optimizers_with_masters if has_masters(opt)]
-    if (
-        master_weights is None
-        and optimizers_with_masters
-        and parts_to_read & {MODEL, OPTIMIZER, *state.extra_parts}
-    ):
-        parts_to_read.add(MASTER)  # else the next step overwrites the model from old masters
-    optimizers = optimizers if OPTIMIZER in parts_to_read else []
+    optimizers, optimizers_with_masters, parts_to_read = _select_optimizers(
+        optimizers, optimizers_with_masters, master_weights, state, metadata, options.parts
+    )
     if source.indexed is not None:
         source = _with_parameter_names(
             source.indexed, optimizers, state, by_name=OPTIMIZER in parts_to_read
         )
         metadata = source.metadata()
-    optimizers_with_masters = optimizers_with_masters if MASTER in parts_to_read else []
     if optimizers or optimizers_with_masters:
         if model is None and not arguments.get("parts"):
             raise LayoutError(
                 "optimizer: its parameters have no names without their model; pass `model` too"
             )
-        param_refs = state.param_refs()
         optimizer_target = _optimizer_target(
             optimizers, optimizers_with_masters, source, metadata, state
         )
-        if optimizers:
-            state.requested_parts.add(OPTIMIZER)
-            state.tensors += resolve_like_params(
-                resolver, OPTIMIZER, optimizer_target.tensors, param_refs
-            )
-        if optimizers_with_masters:
-            state.requested_parts.add(MASTER)
-            masters = collect_masters(optimizers_with_masters, names) | {
-                fqn: tensor for fqn, (_, tensor) in optimizer_target.masters.items()
-            }
-            state.tensors += resolve_like_params(resolver, MASTER, masters, param_refs)
+        _add_optimizer_tensors(
+            resolver, state, optimizer_target, optimizers, optimizers_with_masters
+        )
     state.tensors = [tensor for tensor in state.tensors if tensor.decl.part in parts_to_read]
     for tensor in state.tensors:
         if not tensor.local.is_contiguous():
@@ -190,6 +158,71 @@ def load_request(
         extra=arguments.get("extra"),
         rank_extra=arguments.get("rank_extra"),
     )
+
+
+def _select_optimizers(
+    optimizers: list[Optimizer],
+    optimizers_with_masters: list[Optimizer],
+    master_weights: OptimizerArgument | None,
+    state: FlatState,
+    metadata: SourceMetadata,
+    selected_parts: Sequence[str] | None,
+) -> tuple[list[Optimizer], list[Optimizer], set[str]]:
+    """Return the optimizers whose state is read, those whose masters are, and the parts to read.
+
+    Without `master_weights`, masters are those of `optimizers`: existing ones, and those that an
+    optimizer would create at its next step.
+    """
+    names = state.param_names()
+    if master_weights is None:
+        optimizers_with_masters = [
+            candidate
+            for candidate in optimizers
+            if has_masters(candidate) or _creates_masters(candidate, names, metadata)
+        ]
+    else:
+        _check_masters(optimizers, optimizers_with_masters, master_weights, names, metadata)
+    target_parts = {
+        *state.requested_parts,
+        *([OPTIMIZER] if optimizers else []),
+        *([MASTER] if optimizers_with_masters else []),
+    }
+    parts_to_read = _parts_to_read(target_parts, selected_parts)
+    if master_weights is None and OPTIMIZER not in parts_to_read:
+        optimizers_with_masters = [opt for opt in optimizers_with_masters if has_masters(opt)]
+    if (
+        master_weights is None
+        and optimizers_with_masters
+        and parts_to_read & {MODEL, OPTIMIZER, *state.extra_parts}
+    ):
+        parts_to_read.add(MASTER)  # else the next step overwrites the model from old masters
+    return (
+        optimizers if OPTIMIZER in parts_to_read else [],
+        optimizers_with_masters if MASTER in parts_to_read else [],
+        parts_to_read,
+    )
+
+
+def _add_optimizer_tensors(
+    resolver: ShardingResolver,
+    state: FlatState,
+    optimizer_target: OptimizerTarget,
+    optimizers: list[Optimizer],
+    optimizers_with_masters: list[Optimizer],
+) -> None:
+    """Add optimizer state and masters to the targets in `state`, sharded like their parameters."""
+    param_refs = state.param_refs()
+    if optimizers:
+        state.requested_parts.add(OPTIMIZER)
+        state.tensors += resolve_like_params(
+            resolver, OPTIMIZER, optimizer_target.tensors, param_refs
+        )
+    if optimizers_with_masters:
+        state.requested_parts.add(MASTER)
+        masters = collect_masters(optimizers_with_masters, state.param_names()) | {
+            fqn: tensor for fqn, (_, tensor) in optimizer_target.masters.items()
+        }
+        state.tensors += resolve_like_params(resolver, MASTER, masters, param_refs)
 
 
 def _check_masters(

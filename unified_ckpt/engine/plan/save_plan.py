@@ -31,11 +31,12 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
     send_groups,
 )
+from unified_ckpt.engine.plan.sharding_records import encode_shardings
 from unified_ckpt.engine.plan.stored_tensors import StoredTensors, list_stored
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.digest_file import encode_digest_header
 from unified_ckpt.format.encoded_tensors import encoding_named, encoding_records
-from unified_ckpt.format.manifest import EncodingRecord, FileRecord, NamedFile
+from unified_ckpt.format.manifest import EncodingRecord, FileRecord, NamedFile, ShardingRecords
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -61,9 +62,8 @@ class FileLayout:
 class GroupPlan:
     """The plan of one holder group for one member.
 
-    `stored` is what its files store of `decls`. `file_by_decl` maps the index of a tensor in the
-    group to the index of its file. `digest_start` is the first byte of the group's section in the
-    digest file.
+    `stored` is what its files store of `decls`. `file_by_decl` maps indices of tensors to those of
+    files. `digest_start` is the first byte of the group's section in the digest file.
     """
 
     index: int
@@ -101,17 +101,20 @@ class StagedTensors:
 class GlobalPlan:
     """The plan of the whole save, on rank 0.
 
-    `encoded` are the declarations of all encoded tensors, and `encoded_nbytes` the bytes that files
-    store of them. `digest_nbytes` are the bytes of each group in the order of the digest file.
-    `reporters` are the ranks that report non-tensor state.
+    `decls_by_group` are all declarations, `encoded` those of encoded tensors, and `encoded_nbytes`
+    the bytes that files store of these. `digest_nbytes` are the bytes of each group in the order of
+    the digest file. `reporters` are the ranks that report non-tensor state. `shardings`: as in the
+    manifest.
     """
 
     tensors: StagedTensors
+    decls_by_group: Sequence[Sequence[TensorDecl]]
     encoded: Sequence[TensorDecl]
     encoded_nbytes: int
     digest_header: bytes
     digest_nbytes: Sequence[int]
     reporters: Sequence[int]
+    shardings: ShardingRecords | None
 
     @property
     def nbytes(self) -> int:
@@ -175,16 +178,15 @@ def make_plan(
     """
     decls = [tensor.decl for tensor in tensors]
     all_files, digest_header = list[GroupFiles](), b""
-    with collective.step("gather-declarations"):
-        check_layout_rules(collective, layout, matched_rules)
-        table_id, declarations = gather_declarations(collective, decls)
-        if declarations is not None:
-            holder_groups = checked_groups(declarations)
-            all_files, digest_header = list_group_files(
-                holder_groups, declarations, max_file_bytes=max_file_bytes
-            )
-            group_infos = [files.group_info for files in all_files]
-            send_groups(collective, declarations, holder_groups, group_infos)
+    check_layout_rules(collective, layout, matched_rules)
+    table_id, declarations = gather_declarations(collective, decls)
+    if declarations is not None:
+        holder_groups = checked_groups(declarations)
+        all_files, digest_header = list_group_files(
+            holder_groups, declarations, max_file_bytes=max_file_bytes
+        )
+        group_infos = [files.group_info for files in all_files]
+        send_groups(collective, declarations, holder_groups, group_infos)
     memberships, is_reporter = read_memberships(collective, table_id, decls)
     groups = [
         plan_group(membership, rank=collective.rank, max_file_bytes=max_file_bytes)
@@ -380,11 +382,18 @@ def build_global_plan(
     )
     return GlobalPlan(
         tensors,
+        [files.group.decls for files in all_files],
         tuple(encoded),
         sum(encoded.values()),
         digest_header,
         sections,
         sorted(reporters),
+        encode_shardings(
+            (decl.part, files.stored.tensors[index].fqn, decl.sharding, files.holders)
+            for files in all_files
+            for decl_index, decl in enumerate(files.group.decls)
+            for index in files.stored.of(decl_index)
+        ),
     )
 
 

@@ -28,7 +28,7 @@ from itertools import chain
 from typing import TypeVar
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import MAX_SHOWN, format_ranks
+from unified_ckpt.core.text import MAX_SHOWN, count_text, format_ranks, human_size
 from unified_ckpt.engine.folder.stored_files import check_size, read_file
 from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.repair.copies import (
@@ -85,6 +85,14 @@ class RepairReport:
     def ok(self) -> bool:
         """Whether nothing is wrong any more."""
         return not self.problems
+
+    def __str__(self) -> str:
+        result = "repaired" if self.repaired else "nothing to repair"
+        if self.problems:
+            result = f"damaged, {count_text(len(self.problems), 'problem')}: {self.problems[0]}"
+        found = f"{count_text(len(self.damage), 'problem')} found"
+        written = f"{count_text(len(self.repaired), 'file')}, {human_size(self.nbytes)} written"
+        return "\n  ".join([self.path, result, f"{found}; {written}"])
 
 
 def repair(

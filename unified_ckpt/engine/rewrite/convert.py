@@ -22,7 +22,7 @@ from functools import partial
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import count_text, format_list, human_size
 from unified_ckpt.engine.folder.finalize import finalize_checkpoint, finalize_files, manifest_fields
 from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
@@ -41,13 +41,12 @@ from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageE
 from unified_ckpt.format import digests
 from unified_ckpt.format.encoded_tensors import Compression, choose_encodings
 from unified_ckpt.format.manifest import ConvertedFrom
-from unified_ckpt.format.names import check_part_name
+from unified_ckpt.format.names import WITHOUT_MASTERS, check_part_name
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.flatten import WITHOUT_MASTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +97,13 @@ class ConvertReport:
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     existed: bool = False
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        verb = "was there already and stays" if self.existed else "written"
+        tensors = count_text(sum(self.tensors.values()), "tensor")
+        size = f"{tensors}, {human_size(sum(self.nbytes.values()))} in {self.seconds:.2f} s"
+        return f"{self.path}\n  {verb}, from {self.format}{step}\n  {size}"
 
 
 def convert_source(

@@ -17,7 +17,7 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import Source, read_chunks
 from unified_ckpt.errors import IntegrityError
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
+from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 MISMATCH = "master weights, cast to the model's dtype, differ from the model; nothing was written"

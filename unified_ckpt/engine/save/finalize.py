@@ -60,6 +60,7 @@ def finalize(
         "step": request.step,
         "metrics": dict(request.metrics),
         "mesh": dict(request.mesh),
+        "shardings": global_plan.shardings if commit_group.is_single else None,
         "omitted_parts": list(request.omitted_parts.parts),
         "node_group": _node_group_record(planned),
     }

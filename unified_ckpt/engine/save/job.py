@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from unified_ckpt.core.text import format_list, human_size
 from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
+from unified_ckpt.engine.encode.model_digests import masters_of_other_models
 from unified_ckpt.engine.folder.if_exists import resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.caller_extra import write_rank_extra
@@ -18,8 +20,9 @@ from unified_ckpt.engine.save.node_replicas import replicate
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.engine.save.write import sync_files, write_digests, write_tensors
-from unified_ckpt.errors import StorageError
+from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.format.manifest import DigestFile, Manifest, RankExtraFile
+from unified_ckpt.runtime.comm.phases import PhaseReport, summarize_phases
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -29,10 +32,14 @@ class SaveReport:
     """The result of a save.
 
     `nbytes` counts the tensor bytes of the folder at `path`. `seconds` is the time from call to
-    commit on this rank. `existed` means that nothing was saved because a checkpoint was kept, see
+    commit on this rank, and `blocked_seconds` the part of it in which the caller had to wait: all
+    of it for `save`. `existed` means that nothing was saved because a checkpoint was kept, see
     `SaveOptions.if_exists`; `step` and `id` are then those of that checkpoint.
     With `SaveOptions.compression`, `encoded_nbytes` counts the bytes of encoded tensors among
     `nbytes`, and `exceptions` their elements that are stored beside them.
+
+    Only rank 0 has `parts`, the tensor bytes of each part, and `phases`, the steps of the ranks
+    that share its folder.
     """
 
     path: str
@@ -43,6 +50,22 @@ class SaveReport:
     existed: bool = False
     encoded_nbytes: int = 0
     exceptions: int = 0
+    blocked_seconds: float = 0.0
+    parts: Mapping[str, int] = field(default_factory=dict, hash=False)
+    phases: PhaseReport | None = field(default=None, hash=False, repr=False)
+
+    def __str__(self) -> str:
+        step = "without a step" if self.step is None else f"of step {self.step}"
+        verb = "was there already and stays" if self.existed else "committed"
+        size = f"{human_size(self.nbytes)} in {self.seconds:.2f} s"
+        if self.encoded_nbytes:
+            size += f", {human_size(self.encoded_nbytes)} of it compressed"
+        return f"{self.path}\n  save {self.id} {step} {verb}\n  {size}"
+
+    @property
+    def background_seconds(self) -> float:
+        """The part of `seconds` in which the caller could go on."""
+        return max(self.seconds - self.blocked_seconds, 0.0)
 
 
 def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveReport:
@@ -60,22 +83,33 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
         )
         if existing is not None:
             seconds = time.monotonic() - call.started
-            return SaveReport(call.path, existing["step"], existing["id"], 0, seconds, existed=True)
+            return SaveReport(
+                call.path,
+                existing["step"],
+                existing["id"],
+                0,
+                seconds,
+                existed=True,
+                blocked_seconds=seconds,
+            )
         with call.connections.transport.receiving(
             transaction.save_id, transaction.storage, transaction.folder
         ):
-            _fill_and_publish(planned, transaction, snapshot)
+            phases = _fill_and_publish(planned, transaction, snapshot)
     seconds, nbytes = time.monotonic() - call.started, planned.plan.nbytes
-    if planned.collective.rank == 0:
+    if phases is not None:
         gigabytes = nbytes / 1e9
+        slowest, write_seconds = phases.slowest("write")
         _LOG.info(
-            "saved %s: %.3f GB in %.2f s, %.2f GB/s; %s",
+            "saved %s: %.3f GB in %.2f s, %.2f GB/s; rank %d wrote longest: %.2f s",
             call.path,
             gigabytes,
             seconds,
             gigabytes / max(seconds, 1e-9),
-            call.cache.slowest_rank_text,
+            slowest,
+            write_seconds,
         )
+    global_plan = planned.plan.global_plan
     return SaveReport(
         call.path,
         planned.request.step,
@@ -84,6 +118,9 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
         seconds,
         encoded_nbytes=planned.plan.encoded_nbytes,
         exceptions=planned.exceptions.total,
+        blocked_seconds=seconds,
+        parts=dict(global_plan.tensors.nbytes) if global_plan is not None else {},
+        phases=phases,
     )
 
 
@@ -118,8 +155,8 @@ def _existing_checkpoint(planned: PlannedSave) -> Manifest | None:
 
 def _fill_and_publish(
     planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None
-) -> None:
-    """Collective. Write all files of the folder and publish it."""
+) -> PhaseReport | None:
+    """Collective. Write all files of the folder and publish it. Returns the phases on rank 0."""
     call, collective, plan = planned.call, planned.collective, planned.plan
     fsync = planned.request.options.fsync
     with collective.step("check-visible"):
@@ -133,16 +170,8 @@ def _fill_and_publish(
     with collective.step("sync"):
         if fsync:
             sync_files(planned, transaction.folder)
-        seconds_by_rank = collective.collect(
-            "seconds",
-            f"{time.monotonic() - call.started:.3f}".encode(),
-            dst=0,
-            ranks=range(collective.world),
-        )
-        if seconds_by_rank:
-            seconds, rank = max((float(text), rank) for rank, text in enumerate(seconds_by_rank))
-            call.cache.slowest_rank_text = f"rank {rank} was slowest: {seconds:.2f} s"
     with collective.step("finalize"):
+        phases_by_rank = collective.gather_phases()
         if plan.global_plan is not None:
             finalize(
                 planned,
@@ -155,6 +184,10 @@ def _fill_and_publish(
     if call.cache.copy_plan is not None:
         replicate(planned.commit_group, transaction, call.cache.copy_plan)
     _publish(planned.commit_group, transaction)
+    if not phases_by_rank:
+        return None
+    phases_by_rank[collective.ranks[0]] = collective.clock.phases()
+    return summarize_phases(phases_by_rank)
 
 
 def _publish(commit_group: CommitGroup, transaction: Transaction) -> None:
@@ -176,14 +209,31 @@ def _write_files(
     Returns, on rank 0, the non-tensor states of all reporters, the records of both files, and the
     exceptions of all ranks.
     """
-    collective, plan = planned.collective, planned.plan
+    call, collective, plan = planned.call, planned.collective, planned.plan
     file_writer = planned.file_writer(transaction)
     if snapshot is None:
         planned.exceptions.add_masters(plan.groups, planned.tensors_by_group, rank=collective.rank)
     crcs_by_group = write_tensors(planned, file_writer, snapshot)
     digest_file = write_digests(
-        collective, file_writer, plan.groups, crcs_by_group, plan.global_plan
+        collective,
+        file_writer,
+        plan.groups,
+        crcs_by_group,
+        plan.global_plan,
+        encoded=planned.is_encoded,
     )
+    if planned.is_encoded and plan.global_plan is not None:
+        names = masters_of_other_models(collective, plan.global_plan.decls_by_group)
+        if names:
+            call.cache.plan = None  # the next save compares replicas again
+            raise LayoutError(
+                format_list(
+                    f"{call.path}: replicas hold different bytes: these master weights do not "
+                    'belong to the stored model; pass check_replicas="always", which names the '
+                    'ranks, or compression="none"',
+                    names,
+                )
+            )
     rank_extra = write_rank_extra(collective, file_writer, planned.caller_extra.rank_extra)
     local_state = planned.non_tensor_state
     if local_state is None:
@@ -199,6 +249,6 @@ def _write_files(
             collective, planned.exceptions, {decl.key: decl.spec.shape for decl in encoded}
         )
         if has_too_many(exceptions, encoded):
-            planned.call.cache.plan = None  # the next save decides again what it encodes
+            call.cache.plan = None  # the next save decides again what it encodes
     file_writer.flush()
     return states, digest_file, rank_extra, exceptions

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.save import BackgroundSave
+from unified_ckpt.engine.save.planned_save import Staging
+from unified_ckpt.engine.save.save import BackgroundSave, BlockedTime
 from unified_ckpt.errors import CheckpointError, LayoutError
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -27,7 +29,7 @@ class PendingSave:
     ) -> None:
         """Call `start` next; it is separate so that the owner holds this object before it."""
         self._after_commit, self._on_end = after_commit, on_end
-        self._copied, self._ended = threading.Event(), threading.Event()
+        self._staging, self._ended = Staging(), threading.Event()
         self._finisher_lock = threading.Lock()  # its holder finishes the save
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -40,30 +42,44 @@ class PendingSave:
     ) -> None:
         """Start the thread. Without `lazy_optimizers`, copies the remaining tensors first.
 
-        Otherwise the thread copies them, and the next step of each optimizer waits for it. An error
-        before the thread runs ends the save on every rank and is raised.
+        Otherwise the thread copies them, and the next step of each optimizer waits for it. Waits if
+        tensors that may change earlier are not copied but written. An error before the thread runs
+        ends the save on every rank and is raised.
         """
+        lazy, self._staging = bool(lazy_optimizers), background_save.staging
         try:
-            if not lazy_optimizers:
+            if not lazy:
                 background_save.copy()
-                self._copied.set()
-            self._hooks = [block_step(optimizer, self._copied) for optimizer in lazy_optimizers]
+            self._hooks = [
+                block_step(optimizer, self._staging, background_save.blocked)
+                for optimizer in lazy_optimizers
+            ]
             # Not a daemon: the interpreter must not exit in the middle of a save.
             self._thread = threading.Thread(
-                target=self._run, args=(background_save,), name="unified_ckpt-save", daemon=False
+                target=self._run,
+                args=(background_save, background_save.copy if lazy else None),
+                name="unified_ckpt-save",
+                daemon=False,
             )
+            background_save.blocked.add(background_save.started)
             self._thread.start()
         except BaseException as error:
-            self._reported = self._run(background_save, error)
+            self._reported = self._run(background_save, None, error)
             raise
+        if background_save.holds_caller:
+            self._staging.wait()
 
     def staged(self) -> bool:
-        """Return whether all tensors are copied, so that they may change."""
-        return self._copied.is_set()
+        """Return whether all tensors are copied or written, so that they may change."""
+        return self._staging.is_set()
 
     def done(self) -> bool:
         """Return whether the save has ended, with or without an error; ranks may differ briefly."""
         return self._ended.is_set()
+
+    def failed(self) -> bool:
+        """Return whether the save has ended with an error."""
+        return self._ended.is_set() and self._error is not None
 
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """Wait for the end and return the report.
@@ -100,8 +116,13 @@ class PendingSave:
                 "save_async: `after_commit` or `attach` waits for its own save; wait after them"
             )
 
-    def _run(self, background_save: BackgroundSave, failure: BaseException | None = None) -> bool:
-        """Finish the save; False if another call does.
+    def _run(
+        self,
+        background_save: BackgroundSave,
+        copy: Callable[[], None] | None,
+        failure: BaseException | None = None,
+    ) -> bool:
+        """Finish the save, after `copy`; False if another call does.
 
         Only this frame owns `background_save`, so that a kept PendingSave keeps no snapshot.
         """
@@ -110,16 +131,15 @@ class PendingSave:
         try:
             if failure is not None:
                 background_save.fail(failure)
-            elif not self._copied.is_set():
-                background_save.copy()
-                self._copied.set()
+            elif copy is not None:
+                copy()
             self._report = background_save.finish(self._after_commit)
         except BaseException as error:  # raised by `result`
             self._error = error
             if not threading.main_thread().is_alive():  # nobody can call `result` any more
                 _LOG.error("a background save failed while the process exited: %s", error)
         finally:
-            self._copied.set()
+            self._staging.end()
             try:
                 if self._on_end is not None:
                     self._on_end()
@@ -131,24 +151,27 @@ class PendingSave:
 class _StepBlock:
     """A step pre-hook that waits for a copy; it keeps nothing else alive."""
 
-    def __init__(self, copied: threading.Event) -> None:
-        self.copied = copied
+    def __init__(self, staging: Staging, blocked: BlockedTime) -> None:
+        self.staging, self._blocked = staging, blocked
 
     def __call__(self, *_: object) -> None:
-        self.copied.wait()
+        if not self.staging.is_set():
+            started = time.monotonic()
+            self.staging.wait()
+            self._blocked.add(started)
 
 
-def block_step(optimizer: Optimizer, copied: threading.Event) -> RemovableHandle:
-    """Make the optimizer's next step wait for `copied`, before its other step pre-hooks run.
+def block_step(optimizer: Optimizer, staging: Staging, blocked: BlockedTime) -> RemovableHandle:
+    """Make the optimizer's next step wait for `staging`, before its other step pre-hooks run.
 
-    Must not be called during a step, which iterates over the hooks. Also removes the hooks of
-    earlier copies that are done.
+    The time that it waits is added to `blocked`. Must not be called during a step, which iterates
+    over the hooks. Also removes the hooks of earlier copies that are done.
     """
     hooks = optimizer._optimizer_step_pre_hooks
     for hook_id, hook in list(hooks.items()):
-        if isinstance(hook, _StepBlock) and hook.copied.is_set():
+        if isinstance(hook, _StepBlock) and hook.staging.is_set():
             del hooks[hook_id]
-    handle = optimizer.register_step_pre_hook(_StepBlock(copied))
+    handle = optimizer.register_step_pre_hook(_StepBlock(staging, blocked))
     # Other hooks may change parameters (weight decay, clipping), so they go behind this one.
     for hook_id in [other_id for other_id in hooks if other_id != handle.id]:
         hooks[hook_id] = hooks.pop(hook_id)

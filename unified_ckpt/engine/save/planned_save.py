@@ -1,7 +1,8 @@
-"""The values of one save: the call, the planned save, and the cache for the next one."""
+"""The values of one save: the call, the planned save, its staging, the cache for the next one."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,42 @@ from unified_ckpt.engine.save.node_replicas import CopyPlan
 from unified_ckpt.engine.save.probe_topology import Connections
 from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
 from unified_ckpt.engine.save.snapshot import SnapshotMemory
+from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_writer import FileWriter
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.flatten import OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
+
+
+class Staging:
+    """Whether the tensors of a save may change again: all are copied or written, or it failed."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self.ended_at: float | None = None  # of the monotonic clock
+
+    def end(self) -> None:
+        """Let the caller go on."""
+        if not self._ended.is_set():
+            self.ended_at = time.monotonic()
+            self._ended.set()
+
+    def is_set(self) -> bool:
+        """Return whether it has ended."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Wait for the end. An interrupt is raised then: the tensors must not change before."""
+        interrupt: BaseException | None = None
+        while not self._ended.is_set():
+            try:
+                self._ended.wait()
+            except BaseException as error:
+                interrupt = interrupt or error
+        if interrupt is not None:
+            raise interrupt
 
 
 @dataclass(slots=True)
@@ -33,8 +63,7 @@ class SaveCache:
     """Plans and buffers that one save leaves for the next save of the same ranks.
 
     `omitted_parts` and `encodings`, the names of encodings by tensor, belong to `plan`. Only node
-    groups have `local_shardings` and a `copy_plan`. `slowest_rank_text` is a phrase for the log of
-    rank 0.
+    groups have `local_shardings` and a `copy_plan`.
     """
 
     tile_buffers: TileBuffers = field(default_factory=TileBuffers)
@@ -48,7 +77,6 @@ class SaveCache:
     local_shardings: LocalShardings | None = None
     global_totals: GlobalTotals = field(default_factory=dict)
     copy_plan: CopyPlan | None = None
-    slowest_rank_text: str = ""
 
     def reset_for(self, connections: Connections) -> None:
         """Drop plan and tile buffers of other connections, whose exchange ids start again."""
@@ -95,7 +123,7 @@ class PlannedSave:
     group of the plan.
     `non_tensor_state` is None until it is encoded.
     `entries_before` are those of the replaced folder, on the rank that publishes. `exceptions` are
-    collected while tensors are copied and written.
+    collected while tensors are copied and written. `staging` is that of a background save.
     """
 
     call: SaveCall
@@ -108,6 +136,7 @@ class PlannedSave:
     non_tensor_state: bytes | None = None
     entries_before: frozenset[str] = frozenset()
     exceptions: Exceptions = field(default_factory=Exceptions)
+    staging: Staging = field(default_factory=Staging)
 
     @property
     def is_encoded(self) -> bool:

@@ -13,17 +13,10 @@ from typing import Any, TypedDict
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.torch_state.flatten import (
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    WITHOUT_MASTERS,
-    FlatState,
-    flatten_state,
-    stored_without_master,
-)
+from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, stored_without_master
 from unified_ckpt.runtime.torch_state.masters import MasterComparison, compare_masters
 from unified_ckpt.runtime.torch_state.modules import ModelArgument
 from unified_ckpt.runtime.torch_state.optimizers import OptimizerArgument
@@ -46,23 +39,19 @@ class StateArguments(TypedDict, total=False):
 
 
 class SaveArguments(StateArguments, total=False):
-    """The keyword arguments of every save; `Checkpointer.save` documents them."""
+    """The keyword arguments of every save; `uc.save` documents them."""
 
     step: int | None
     metrics: Mapping[str, float] | None
 
 
-def check_argument_names(
-    arguments: Mapping[str, object], valid: type[Any], *, function: str
-) -> None:
-    """TypeError for a keyword that the TypedDict `valid` lacks, as Python raises it."""
-    unknown = sorted(arguments.keys() - valid.__optional_keys__)
-    if unknown:
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+def save_request(
+    comm: Comm, arguments: SaveArguments, options: SaveOptions, *, reads_values: bool = True
+) -> SaveRequest:
+    """Flatten the state to save. FormatError or LayoutError for arguments that cannot be saved.
 
-
-def save_request(comm: Comm, arguments: SaveArguments, options: SaveOptions) -> SaveRequest:
-    """Flatten the state to save. FormatError or LayoutError for arguments that cannot be saved."""
+    Without `reads_values`, a tensor of an omitted model is taken to be its rounded master.
+    """
     step, layout = arguments.get("step"), arguments.get("layout")
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         raise FormatError(f"step: got {step!r}, expected an int of 0 or more")
@@ -99,7 +88,12 @@ def save_request(comm: Comm, arguments: SaveArguments, options: SaveOptions) -> 
         options=options,
     )
     if request.omitted_model_tensors:
-        return replace(request, master_check=compare_masters(state, rank=comm.rank))
+        masters = {tensor.decl.fqn for tensor in state.tensors if tensor.decl.part == MASTER}
+        names = {tensor.decl.fqn for tensor in request.omitted_model_tensors}
+        check = MasterComparison(rounded=frozenset(masters & names))
+        if reads_values:
+            check = compare_masters(state, rank=comm.rank)
+        return replace(request, master_check=check)
     return request
 
 

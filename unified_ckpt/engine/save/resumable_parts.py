@@ -12,8 +12,8 @@ from typing import Any
 from unified_ckpt.engine.plan.holders import gather_distinct_json
 from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 
 
 def agree_on_parts(collective: Collective, request: SaveRequest) -> OmittedParts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -68,6 +69,7 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
                     planned.plan.groups,
                     planned.tensors_by_group,
                     call.cache.snapshot_memory,
+                    host_nbytes=planned.request.options.host_bytes,
                 )
                 planned = replace(planned, non_tensor_state=planned.encode_non_tensor_state())
                 deferrable = (
@@ -84,17 +86,41 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
         else:
             collective.finish()
         raise
-    return BackgroundSave(planned, snapshot, deferred_keys)
+    return BackgroundSave(planned, snapshot, deferred_keys, lazy=lazy)
+
+
+class BlockedTime:
+    """The seconds that a background save has taken from the training thread."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add(self, started: float) -> None:
+        """Add the time since `started`, a monotonic time."""
+        self.seconds += time.monotonic() - started
 
 
 class BackgroundSave:
-    """A planned save with a snapshot in part: call `copy`, then `finish`, on any thread."""
+    """A planned save with a snapshot in part: call `copy`, then `finish`, on any thread.
+
+    The tensors may change once `staging` has ended. `holds_caller`: the caller waits for it, since
+    tensors that are not copied may change before an optimizer steps. `blocked`: what the save takes
+    from the training thread apart from that, which the owner adds up.
+    """
 
     def __init__(
-        self, planned: PlannedSave, snapshot: Snapshot, deferred_keys: Collection[Key]
+        self,
+        planned: PlannedSave,
+        snapshot: Snapshot,
+        deferred_keys: Collection[Key],
+        *,
+        lazy: bool,
     ) -> None:
         self._planned, self._snapshot, self._deferred_keys = planned, snapshot, deferred_keys
         self._events = record_events(snapshot)
+        self.holds_caller = not lazy or not snapshot.uncopied_keys() <= set(deferred_keys)
+        self.staging, self.blocked = planned.staging, BlockedTime()
+        self.started = planned.call.started
         self._error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -108,6 +134,12 @@ class BackgroundSave:
             _copy(self._planned, self._snapshot, self._deferred_keys)
         except Exception as error:
             self.fail(error)
+        if self._error is not None or self._snapshot.last_uncopied_group < 0:
+            self.staging.end()
+
+    def _blocked_seconds(self) -> float:
+        held_until = self.staging.ended_at if self.holds_caller else None
+        return max(self.blocked.seconds, (held_until or self.started) - self.started)
 
     def finish(self, after_commit: Callable[[SaveReport], object] | None) -> SaveReport:
         """Collective. Write and publish the checkpoint, then call `after_commit`.
@@ -122,7 +154,9 @@ class BackgroundSave:
                     if self._error is not None:
                         raise self._error
                     planned.call.comm.delete_stale_keys()
+                wait_events(self._events)  # this thread may read tensors that are not copied
                 report = write_and_commit(planned, self._snapshot)
+                report = replace(report, blocked_seconds=self._blocked_seconds())
                 with commit_group.collective.step("after-commit"):
                     if after_commit is not None:
                         after_commit(report)

@@ -4,19 +4,19 @@ A snapshot could hold wrong bytes if the next one overwrote it before it is writ
 caller changed a tensor during the copy. A rank therefore enters a save only after its last one has
 ended, and tensors are copied before the call returns (or before the optimizer's next step). Tiles
 are exchanged later, from the copies instead of the tensors.
+
+With a limit for the memory, the tensors that are written first are not copied. They are written
+while the caller waits; see `Staging`.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 
-from unified_ckpt.core.intervals import Interval, merge_adjacent
 from unified_ckpt.core.planning.exchange import Extent, TileRange
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
@@ -25,6 +25,7 @@ from unified_ckpt.engine.encode.stored_bytes import extent_chunks, stored_bytes
 from unified_ckpt.engine.plan.chunks import BlockCrcs, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.engine.save.extents import file_position, write_stored
+from unified_ckpt.engine.save.tiles import SlabCopy, slab_copies
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
@@ -32,7 +33,6 @@ from unified_ckpt.runtime.comm.topology import free_memory_nbytes
 from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
 from unified_ckpt.runtime.torch_state.tensors import (
     SCALAR_BOXES,
-    TORCH_DTYPES,
     LocalTensor,
     as_bytes,
     as_contiguous,
@@ -72,46 +72,18 @@ class SnapshotMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class SlabCopy:
-    """A copy of those slabs of one local tensor that go to tiles, in the stored dtype.
-
-    `spans` are the copied slabs, ascending and disjoint. They lie one after the other from byte
-    `offset` of the snapshot's memory, as `shape`: [slabs, *local shape from `outer_ndim`].
-    """
-
-    outer_ndim: int
-    spans: Sequence[Interval]
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copy."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def data(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the copy in the snapshot's memory: [slabs, *local shape from `outer_ndim`]."""
-        stored = memory[self.offset : self.offset + self.nbytes]
-        return stored.view(self.dtype).view(self.shape)
-
-    def slab_index(self, slab: int) -> int:
-        """Return the index in `data` of a slab of the tensor."""
-        index = bisect_right(self.spans, (slab, 1 << 62)) - 1
-        return sum(stop - first for first, stop in self.spans[:index]) + slab - self.spans[index][0]
-
-
-@dataclass(frozen=True, slots=True)
 class GroupCopy:
     """Where the copies of one group are.
 
-    `extent_offsets` are bytes of the snapshot's memory, one per extent. `slabs` are by index in the
-    group. `plan` counts slabs as a rank would whose tensors are the copies.
+    `extent_offsets` are bytes of the snapshot's memory, by index of the extent. `slabs` are by
+    index in the group. `plan` counts slabs as a rank would whose tensors are the copies.
+    `uncopied`: tensors that are written from the caller's memory, by index in the group.
     """
 
-    extent_offsets: Sequence[int]
+    extent_offsets: Mapping[int, int]
     slabs: Mapping[int, SlabCopy]
     plan: GroupPlan
+    uncopied: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +95,36 @@ class Snapshot:
     tensors_by_group: Sequence[Sequence[LocalTensor]]
     memory: torch.Tensor
     copies: Sequence[GroupCopy]
+    host_nbytes: int | None
+
+    @property
+    def last_uncopied_group(self) -> int:
+        """The index of the last group with tensors that are not copied; -1 if all are."""
+        return max(
+            (index for index, group_copy in enumerate(self.copies) if group_copy.uncopied),
+            default=-1,
+        )
+
+    def uncopied_keys(self) -> set[Key]:
+        """Return the tensors that are written from the caller's memory."""
+        return {
+            group.decls[decl_index].key
+            for group, group_copy in zip(self.groups, self.copies, strict=True)
+            for decl_index in group_copy.uncopied
+        }
 
     def extents(self, group_index: int) -> Iterator[tuple[Extent, torch.Tensor]]:
-        """Return each extent of a group with its memory."""
+        """Return each copied extent of a group with its memory."""
         extents = self.groups[group_index].rank_io.extents
-        offsets = self.copies[group_index].extent_offsets
-        for extent, offset in zip(extents, offsets, strict=True):
+        for index, offset in self.copies[group_index].extent_offsets.items():
+            extent = extents[index]
             yield extent, self.memory[offset : offset + extent.stop - extent.start]
+
+    def uncopied_extents(self, group_index: int) -> GroupPlan:
+        """Return the plan of a group with those extents only that are not copied."""
+        group, uncopied = self.groups[group_index], self.copies[group_index].uncopied
+        extents = tuple(item for item in group.rank_io.extents if item.decl_index in uncopied)
+        return replace(group, rank_io=replace(group.rank_io, extents=extents))
 
 
 def prepare_snapshot(
@@ -137,60 +132,96 @@ def prepare_snapshot(
     groups: Sequence[GroupPlan],
     tensors_by_group: Sequence[Sequence[LocalTensor]],
     snapshot_memory: SnapshotMemory,
+    *,
+    host_nbytes: int | None,
 ) -> Snapshot:
     """Allocate a snapshot without copying. StorageError if the memory does not suffice.
 
-    The memory must be unused: the last snapshot of this rank is written.
+    The memory must be unused: the last snapshot of this rank is written. `host_nbytes` limits it;
+    what is written first is then not copied.
     """
     last_snapshot, rank = snapshot_memory.last_snapshot, collective.rank
-    if last_snapshot is not None and last_snapshot.groups is groups:
+    if (
+        last_snapshot is not None
+        and last_snapshot.groups is groups
+        and last_snapshot.host_nbytes == host_nbytes
+    ):
         return replace(last_snapshot, tensors_by_group=tensors_by_group)
     snapshot_memory.last_snapshot = None
+    slabs_by_group = [
+        slab_copies(group, tensors, rank=rank)
+        for group, tensors in zip(groups, tensors_by_group, strict=True)
+    ]
+    uncopied = _select_uncopied(groups, slabs_by_group, host_nbytes)
     total, copies = 0, list[GroupCopy]()
-    for group, tensors in zip(groups, tensors_by_group, strict=True):
-        group_copy, total = _allocate_group(group, tensors, total, rank=rank)
+    for group, slabs, group_uncopied in zip(groups, slabs_by_group, uncopied, strict=True):
+        group_copy, total = _allocate_group(group, slabs, group_uncopied, total, rank=rank)
         copies.append(group_copy)
     pinned = any(
         tensor.local.device.type == "cuda" for tensors in tensors_by_group for tensor in tensors
     )
     _check_memory(total - snapshot_memory.nbytes)
     memory = snapshot_memory.reserve(total, pinned=pinned)
-    snapshot = Snapshot(rank, groups, tensors_by_group, memory, copies)
+    snapshot = Snapshot(rank, groups, tensors_by_group, memory, copies, host_nbytes)
     snapshot_memory.last_snapshot = replace(snapshot, tensors_by_group=())
     return snapshot
 
 
+def _select_uncopied(
+    groups: Sequence[GroupPlan],
+    slabs_by_group: Sequence[Mapping[int, SlabCopy]],
+    host_nbytes: int | None,
+) -> list[frozenset[int]]:
+    """Return the tensors of each group for which the memory does not suffice.
+
+    The last tensors get the memory: the caller waits until the others are written.
+    """
+    uncopied: list[frozenset[int]] = [frozenset()] * len(groups)
+    free_nbytes = host_nbytes
+    for group_index in reversed(range(len(groups) if free_nbytes is not None else 0)):
+        sizes: dict[int, int] = {}
+        for extent in groups[group_index].rank_io.extents:
+            nbytes = _align_up(extent.stop - extent.start)
+            sizes[extent.decl_index] = sizes.get(extent.decl_index, 0) + nbytes
+        for decl_index, slab_copy in slabs_by_group[group_index].items():
+            sizes[decl_index] = sizes.get(decl_index, 0) + _align_up(slab_copy.nbytes)
+        left = set()
+        for decl_index in sorted(sizes, reverse=True):
+            if sizes[decl_index] <= (free_nbytes or 0):
+                free_nbytes = (free_nbytes or 0) - sizes[decl_index]
+            else:
+                left.add(decl_index)
+        uncopied[group_index] = frozenset(left)
+    return uncopied
+
+
 def _allocate_group(
-    group: GroupPlan, tensors: Sequence[LocalTensor], total: int, *, rank: int
+    group: GroupPlan,
+    slabs: Mapping[int, SlabCopy],
+    uncopied: frozenset[int],
+    total: int,
+    *,
+    rank: int,
 ) -> tuple[GroupCopy, int]:
     """Place what this rank copies of a group from byte `total` on; also return the next free byte.
 
     These are its extents, and the slabs that it gives to tiles.
     """
-    extent_offsets = []
-    for extent in group.rank_io.extents:
-        extent_offsets.append(total)
-        total += _align_up(extent.stop - extent.start)
-    spans_by_decl: dict[tuple[int, int], list[Interval]] = {}  # by index and outer_ndim
-    for tile_range in (
-        tile_range for tile in group.rank_io.member_tiles for tile_range in tile.ranges
-    ):
-        if rank in tile_range.members:
-            first, count = tile_range.first_local_slab, tile_range.slab_count
-            decl_key = tile_range.decl_index, tile_range.outer_ndim
-            spans_by_decl.setdefault(decl_key, []).append((first, first + count))
-    slabs: dict[int, SlabCopy] = {}
-    for (decl_index, outer_ndim), spans in sorted(spans_by_decl.items()):
-        merged, tensor = merge_adjacent(sorted(spans)), tensors[decl_index]
-        shape = sum(stop - first for first, stop in merged), *tensor.local.shape[outer_ndim:]
-        dtype = TORCH_DTYPES[tensor.decl.spec.dtype]
-        slabs[decl_index] = SlabCopy(outer_ndim, merged, total, shape, dtype)
-        total += _align_up(slabs[decl_index].nbytes)
+    extent_offsets: dict[int, int] = {}
+    for index, extent in enumerate(group.rank_io.extents):
+        if extent.decl_index not in uncopied:
+            extent_offsets[index] = total
+            total += _align_up(extent.stop - extent.start)
+    placed: dict[int, SlabCopy] = {}
+    for decl_index, slab_copy in slabs.items():
+        if decl_index not in uncopied:
+            placed[decl_index] = replace(slab_copy, offset=total)
+            total += _align_up(slab_copy.nbytes)
 
     def renumber(tile_range: TileRange) -> TileRange:
-        if rank not in tile_range.members:
+        if rank not in tile_range.members or tile_range.decl_index in uncopied:
             return tile_range
-        slab_index = slabs[tile_range.decl_index].slab_index(tile_range.first_local_slab)
+        slab_index = placed[tile_range.decl_index].slab_index(tile_range.first_local_slab)
         return replace(tile_range, first_local_slab=slab_index)
 
     tiles = (
@@ -198,7 +229,8 @@ def _allocate_group(
         for tile in group.rank_io.member_tiles
     )
     rank_io = replace(group.rank_io, member_tiles=tuple(tiles))
-    return GroupCopy(extent_offsets, slabs, replace(group, rank_io=rank_io)), total
+    plan = replace(group, rank_io=rank_io)
+    return GroupCopy(extent_offsets, placed, plan, uncopied), total
 
 
 def _align_up(nbytes: int) -> int:
@@ -273,12 +305,14 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
 def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
     """Return the copies as local tensors, with slabs as `GroupCopy.plan` counts them.
 
-    A tensor that gives no slab to a tile is empty.
+    A tensor that is not copied is the caller's. One that gives no slab to a tile is empty.
     """
     group, slabs = snapshot.groups[group_index], snapshot.copies[group_index].slabs
     tensors = []
     for decl_index, decl in enumerate(group.decls):
-        if decl_index in slabs:
+        if decl_index in snapshot.copies[group_index].uncopied:
+            tensors.append(snapshot.tensors_by_group[group_index][decl_index])
+        elif decl_index in slabs:
             data, outer_ndim = slabs[decl_index].data(snapshot.memory), slabs[decl_index].outer_ndim
             shape = data.shape[1:]
             if outer_ndim:  # slabs are counted over `outer_ndim` dims

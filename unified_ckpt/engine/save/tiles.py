@@ -1,12 +1,18 @@
-"""Exchanges the tiles of one group in a save: members fill them, and I/O ranks write them."""
+"""Exchanges the tiles of one group in a save: members fill them, and I/O ranks write them.
+
+A member that goes on training fills them from copies of its slabs.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
+from unified_ckpt.core.intervals import Interval, merge_adjacent
 from unified_ckpt.core.planning.exchange import Tile
 from unified_ckpt.core.sharding.boxes import full_box, runs
 from unified_ckpt.core.sharding.dtypes import itemsize
@@ -25,6 +31,7 @@ from unified_ckpt.runtime.exchange.shared_memory import (
 )
 from unified_ckpt.runtime.exchange.whole_tensors import WholeTensors, tiles_by_number
 from unified_ckpt.runtime.torch_state.tensors import (
+    TORCH_DTYPES,
     LocalTensor,
     as_bytes,
     as_contiguous,
@@ -192,3 +199,54 @@ def _joined(pieces: list[tuple[str, int, memoryview]]) -> list[ContiguousWrite]:
             writes.append((file, offset, [piece]))
         end = file, offset + len(piece)
     return writes
+
+
+@dataclass(frozen=True, slots=True)
+class SlabCopy:
+    """A copy of those slabs of one local tensor that go to tiles, in the stored dtype.
+
+    `spans` are the copied slabs, ascending and disjoint. They lie one after the other from byte
+    `offset` of the snapshot's memory, as `shape`: [slabs, *local shape from `outer_ndim`].
+    """
+
+    outer_ndim: int
+    spans: Sequence[Interval]
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def data(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the copy in the snapshot's memory: [slabs, *local shape from `outer_ndim`]."""
+        stored = memory[self.offset : self.offset + self.nbytes]
+        return stored.view(self.dtype).view(self.shape)
+
+    def slab_index(self, slab: int) -> int:
+        """Return the index in `data` of a slab of the tensor."""
+        index = bisect_right(self.spans, (slab, 1 << 62)) - 1
+        return sum(stop - first for first, stop in self.spans[:index]) + slab - self.spans[index][0]
+
+
+def slab_copies(
+    group: GroupPlan, tensors: Sequence[LocalTensor], *, rank: int
+) -> dict[int, SlabCopy]:
+    """Return what this rank gives to tiles, by index in the group, all at byte 0."""
+    spans_by_decl: dict[tuple[int, int], list[Interval]] = {}  # by index and outer_ndim
+    for tile_range in (
+        tile_range for tile in group.rank_io.member_tiles for tile_range in tile.ranges
+    ):
+        if rank in tile_range.members:
+            first, count = tile_range.first_local_slab, tile_range.slab_count
+            decl_key = tile_range.decl_index, tile_range.outer_ndim
+            spans_by_decl.setdefault(decl_key, []).append((first, first + count))
+    slabs: dict[int, SlabCopy] = {}
+    for (decl_index, outer_ndim), spans in sorted(spans_by_decl.items()):
+        merged, tensor = merge_adjacent(sorted(spans)), tensors[decl_index]
+        shape = sum(stop - first for first, stop in merged), *tensor.local.shape[outer_ndim:]
+        dtype = TORCH_DTYPES[tensor.decl.spec.dtype]
+        slabs[decl_index] = SlabCopy(outer_ndim, merged, 0, shape, dtype)
+    return slabs

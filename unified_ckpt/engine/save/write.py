@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from unified_ckpt.engine.encode.model_digests import pack_model_digests
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
 from unified_ckpt.engine.save.extents import write_extents, write_headers
@@ -75,8 +76,12 @@ def write_tensors(
                 if snapshot is None:
                     crcs += write_extents(group, tensors, writer, exceptions, rank=rank)
                 else:
+                    uncopied = snapshot.uncopied_extents(index)
+                    crcs += write_extents(uncopied, tensors, writer, exceptions, rank=rank)
+                    if index == snapshot.last_uncopied_group:
+                        planned.staging.end()
                     crcs += write_snapshot(snapshot, index, writer, exceptions)
-                crcs_by_group.append(crcs)
+                crcs_by_group.append(crcs + exceptions.models.records(group))
             writer.drain()
             connections.transport.flush_tiles(wait)
         return crcs_by_group
@@ -90,10 +95,13 @@ def write_digests(
     groups: Sequence[GroupPlan],
     crcs_by_group: Sequence[BlockCrcs],
     global_plan: GlobalPlan | None,
+    *,
+    encoded: bool,
 ) -> DigestFile | None:
     """Collective. Combine the CRCs of each group on its leader, which writes its section.
 
-    Returns the record of the digest file on rank 0.
+    Returns the record of the digest file on rank 0. If some tensors are `encoded`, leaders send
+    it digests of models, too.
     """
     for group, local_crcs in zip(groups, crcs_by_group, strict=True):
         if group.leader != collective.rank:
@@ -109,10 +117,15 @@ def write_digests(
                 f"digests/{group.index}", b".", dst=group.leader, ranks=group.holders
             )
             remote_crcs = [crc for body in collected for crc in digests.deserialize(body[1:])]
-            section = _combine_blocks(group, [*local_crcs, *remote_crcs])
+            crcs_by_tensor = group_by_tensor([*local_crcs, *remote_crcs])
+            blocks = _combine_blocks(group, crcs_by_tensor)
+            section = b"".join(struct.pack(f"<{len(numbers)}Q", *numbers) for numbers in blocks)
             file_writer.write_at(names.DIGESTS, group.digest_start, [memoryview(section)])
             summary = [digests.crc(section), len(section)]
             collective.put_json(f"section/{group.index}", summary)
+            if encoded:
+                models = pack_model_digests(group, crcs_by_tensor, blocks)
+                collective.put(f"models/{group.index}", models)
     if global_plan is None:
         return None
     header = global_plan.digest_header
@@ -123,13 +136,14 @@ def write_digests(
     return digest_file_record([(digests.crc(header), len(header)), *sections])
 
 
-def _combine_blocks(group: GroupPlan, block_crcs: BlockCrcs) -> bytes:
-    """Return the digests of all blocks of the group's stored tensors, tensor by tensor.
+def _combine_blocks(
+    group: GroupPlan, crcs_by_tensor: Mapping[int, Sequence[digests.BlockCrc]]
+) -> list[list[int]]:
+    """Return the digests of all blocks of each stored tensor of the group.
 
     IntegrityError if a byte was digested twice or never.
     """
-    crcs_by_tensor = group_by_tensor(block_crcs)
-    blocks: list[int] = []
+    blocks = list[list[int]]()
     for index, tensor in enumerate(group.stored.tensors):
         complete, partial = digests.combine_blocks(
             crcs_by_tensor.get(index, ()), nbytes=tensor.spec.nbytes
@@ -141,8 +155,8 @@ def _combine_blocks(group: GroupPlan, block_crcs: BlockCrcs) -> bytes:
                 f"{part}:{tensor.fqn}: {count - len(complete)} of {count} blocks "
                 "were not written whole; this is a bug"
             )
-        blocks.extend(complete[block] for block in range(count))
-    return struct.pack(f"<{len(blocks)}Q", *blocks)
+        blocks.append([complete[block] for block in range(count)])
+    return blocks
 
 
 def sync_files(planned: PlannedSave, folder: str) -> None:

@@ -212,11 +212,20 @@ class IndexedOptimizerSource(WrappedSource):
 
     `base`: the Source without its optimizer. `with_order`: returns the complete Source for an
     optimizer in this order, or in the stored order for None; FormatError if that is ambiguous.
+    `by_index`: returns the complete Source with the parameters named 0, 1, ..., which needs no
+    order; None if the names are known.
     """
 
-    def __init__(self, base: Source, with_order: Callable[[Order | None], Source]) -> None:
+    def __init__(
+        self,
+        base: Source,
+        with_order: Callable[[Order | None], Source],
+        *,
+        by_index: Callable[[], Source] | None = None,
+    ) -> None:
         super().__init__(base)
         self.without_optimizer, self.with_order = base, with_order
+        self.by_index = by_index
 
     @property
     def indexed(self) -> IndexedOptimizerSource:

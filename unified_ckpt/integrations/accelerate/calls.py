@@ -181,6 +181,9 @@ def attach(
     ) -> None:
         if _is_native(accelerator, input_dir):
             native_load(input_dir, load_kwargs, **kwargs)
+            folders.advance_iteration(
+                accelerator, None if input_dir is None else os.path.expanduser(input_dir)
+            )
             return
         load_state(accelerator, input_dir, strict=strict, options=load_options)
 

@@ -115,17 +115,17 @@ def check_path(path: str) -> None:
     check_unified(path, label=path, prefix=PREFIX)
 
 
-def advance_iteration(accelerator: Any, path: str) -> None:
-    """Set the next automatic number after all existing ones, usable or not, so that no name is used
-    twice.
+def advance_iteration(accelerator: Any, path: str | None) -> None:
+    """Set the next automatic number after all existing ones, usable or not and whoever wrote them,
+    so that no name is used twice. `path`: what was loaded, None for the latest of the project.
     """
     root = project_root(accelerator)
-    if root is None or os.path.dirname(os.path.abspath(path)) != root:
+    if root is None or (path is not None and os.path.dirname(os.path.abspath(path)) != root):
         return
     numbers = [
         int(name.removeprefix(PREFIX)) for name in os.listdir(root) if is_step_name(name, PREFIX)
     ]
-    accelerator.project_configuration.iteration = max(numbers) + 1
+    accelerator.project_configuration.iteration = max(numbers, default=-1) + 1
 
 
 def rotate_project(accelerator: Any, path: str, number: int) -> None:

@@ -29,11 +29,20 @@ except ImportError:
         ) from error
 
 from unified_ckpt.api import open as open_source
-from unified_ckpt.errors import CheckpointError
+from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.integrations.lightning.paths import check_path
+from unified_ckpt.integrations.lightning.run import options_of_run
 from unified_ckpt.integrations.lightning.state_dicts import LazyStateDict
 from unified_ckpt.integrations.lightning.strategy import PatchedStrategy
-from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.manager.events.run_events import CommitHook
+from unified_ckpt.manager.manager import CheckpointManager
+from unified_ckpt.options import (
+    LoadOptions,
+    ManagerOptions,
+    RunOptions,
+    SaveOptions,
+    combine_options,
+)
 
 __all__ = ["UnifiedCheckpointCallback", "load_from_checkpoint"]
 
@@ -45,15 +54,48 @@ class UnifiedCheckpointCallback(Callback):
     `lightning` and `pytorch_lightning`. Any number of processes and any mesh may resume.
     Checkpoints of stock Lightning are resumed by stock Lightning.
 
-    Raises LayoutError, by name, for other strategies.
+    `manager_options`: what a `CheckpointManager` adds to `fit`: retries, background saves, and a
+    stop of all ranks after one saved batch after a signal. Lightning's callbacks decide when to
+    save and what to keep. Or all options of a run, as `from_paddle` and `from_maxtext` give them,
+    without a root. `async_save` is the same setting as `ManagerOptions.asynchronous`.
+
+    Raises CheckpointError for manager options that contradict Lightning, and LayoutError, by name,
+    for other strategies.
     """
 
     def __init__(
-        self, *, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None
+        self,
+        *,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        manager_options: ManagerOptions | RunOptions | None = None,
+        async_save: bool | None = None,
     ) -> None:
-        self._save_options = save_options or SaveOptions()
-        self._load_options = load_options or LoadOptions()
+        run = combine_options(manager_options, save=save_options, load=load_options)
+        if run.root is not None:
+            raise FormatError(f"root: got {run.root}, expected none; ModelCheckpoint has dirpath")
+        self._save_options, self._load_options = run.save, run.load
+        manager = None if manager_options is None else run.manager
+        self._run_options = options_of_run(manager, async_save=async_save)
+        self._hooks: list[CommitHook] = []
         self._patched: PatchedStrategy | None = None
+
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        """The manager of the current run, else of the last one; it is closed after the run.
+
+        `checkpoints.should_stop`: the run was stopped before its end.
+        """
+        if self._patched is None:
+            raise CheckpointError("UnifiedCheckpointCallback: got no run; call trainer.fit first")
+        return self._patched.run.checkpoints
+
+    def on_commit(self, hook: CommitHook) -> CommitHook:
+        """Call `hook(report)` on rank 0 after every commit of the runs that begin from now on, as
+        `CheckpointManager.on_commit` does. Returns `hook`.
+        """
+        self._hooks.append(hook)
+        return hook
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Patch the strategy of the Trainer, once."""
@@ -63,13 +105,43 @@ class UnifiedCheckpointCallback(Callback):
                 raise CheckpointError(
                     "UnifiedCheckpointCallback: got two in this Trainer, expected one; remove one"
                 )
-            self._patched = PatchedStrategy(trainer, self._save_options, self._load_options)
+            self._patched = PatchedStrategy(
+                trainer, self._save_options, self._load_options, self._run_options
+            )
+            self._patched.hooks = self._hooks
         self._patched.begin(stage)
 
+    def on_sanity_check_start(self, *_: Any) -> None:
+        """Take the signals from Lightning."""
+        self._attached().run.take_signals()
+
+    def on_train_start(self, *_: Any) -> None:
+        """Take the signals from Lightning."""
+        self._attached().run.take_signals()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """End a run that was stopped and saved, as Lightning does after SIGTERM."""
+        if self._attached().run.stopped:
+            raise SystemExit(0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Save if the run is to stop."""
+        self._attached().run.after_batch()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """End the run without the other ranks."""
+        if self._patched is not None:
+            self._patched.close(exception)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Release buffers after a run."""
+        """Wait for the save in flight, and release buffers after a run."""
         if self._patched is not None:
             self._patched.close()
+
+    def _attached(self) -> PatchedStrategy:
+        if self._patched is None:
+            raise AssertionError("hooks are called after setup")
+        return self._patched
 
 
 def load_from_checkpoint(

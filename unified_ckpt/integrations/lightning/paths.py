@@ -4,12 +4,10 @@ be removed.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from unified_ckpt.engine.folder.backup import backup_name
 from unified_ckpt.engine.folder.manifest import read_manifest_at
@@ -128,17 +126,15 @@ def latest_requeue(path: str) -> str:
     return os.path.join(folder, complete[-1])
 
 
-@contextlib.contextmanager
-def renamed_link(path: str) -> Iterator[None]:
-    """Rename a link at `path` for the time of a save; remove it after the commit. One rank calls
-    it.
+def rename_link(path: str) -> str:
+    """Rename a link at `path` for the time of a save, and return its new name, "" if there is no
+    link.
 
     The temporary name starts like the old one, so that `ckpt_path="last"` still finds it.
     """
     folder, name = os.path.split(path)
     if LocalStorage(folder).kind(name) != "link":
-        yield
-        return
+        return ""
     stem, suffix = os.path.splitext(path)
     backup = next(
         candidate
@@ -146,16 +142,20 @@ def renamed_link(path: str) -> Iterator[None]:
         if not os.path.lexists(candidate := f"{stem}-before-{i}{suffix}")
     )
     os.rename(path, backup)
+    return backup
+
+
+def end_rename(path: str, backup: str, *, saved: bool) -> None:
+    """Remove a renamed link after the commit of `path`, or give it its name again."""
+    if not backup:
+        return
     try:
-        yield
-    except BaseException:
-        if not os.path.lexists(path):
+        if saved:
+            os.unlink(backup)
+        elif not os.path.lexists(path):
             os.rename(backup, path)
-        raise
-    try:
-        os.unlink(backup)
     except OSError as error:
-        _LOG.warning("%s, a link to the previous checkpoint, cannot be removed: %s", backup, error)
+        _LOG.warning("%s, a link to the previous checkpoint, stays: %s", backup, error)
 
 
 def replace_link(target: str, path: str) -> None:
@@ -227,15 +227,3 @@ def _retarget_links(folder: str, removed: str, target: str) -> None:
         link_path = os.path.join(folder, entry)
         if os.path.islink(link_path) and os.path.realpath(link_path) == os.path.realpath(removed):
             replace_link(target, link_path)
-
-
-def patch_links(callback: Any) -> None:
-    """Make the links of ModelCheckpoint(save_last="link") atomic."""
-
-    def make_link(trainer: Any, filepath: str, linkpath: str) -> None:
-        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            replace_link(filepath, linkpath)
-        trainer.strategy.barrier()
-
-    if hasattr(callback, "_link_checkpoint"):
-        callback._link_checkpoint = make_link

@@ -15,8 +15,7 @@ from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError, MismatchError
-from unified_ckpt.format.names import check_part_name
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS, check_part_name
 from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, flatten_optimizer
 from unified_ckpt.views.model import with_model

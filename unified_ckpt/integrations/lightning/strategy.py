@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.errors import (
@@ -22,14 +20,13 @@ from unified_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
+from unified_ckpt.format.names import MODEL, OPTIMIZER, WEIGHTS
 from unified_ckpt.integrations.lightning.paths import (
     check_path,
     latest_requeue,
-    patch_links,
-    remove_checkpoint,
-    renamed_link,
 )
 from unified_ckpt.integrations.lightning.position import PositionTracker
+from unified_ckpt.integrations.lightning.run import LightningRun
 from unified_ckpt.integrations.lightning.state_dicts import (
     LazyStateDict,
     apply_edits,
@@ -37,9 +34,10 @@ from unified_ckpt.integrations.lightning.state_dicts import (
     model_part,
     optimizer_part,
 )
-from unified_ckpt.options import LoadOptions, SaveOptions, with_default_if_exists
+from unified_ckpt.manager.events.run_events import CommitHook
+from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import is_url
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER, WEIGHTS
 
 _LOG = logging.getLogger("unified_ckpt")
 _SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
@@ -52,16 +50,23 @@ _REMEDIES = {
 class PatchedStrategy:
     """Replaces the checkpoint methods of a strategy with its own methods of the same names."""
 
-    def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        save_options: SaveOptions,
+        load_options: LoadOptions,
+        run_options: ManagerOptions,
+    ) -> None:
         self.trainer, self.strategy, self._load_options = trainer, trainer.strategy, load_options
         _check_supported(self.strategy)
         # As in Lightning, which rewrites last.ckpt. The older one stays until the commit.
         self._save_options = with_default_if_exists(save_options, if_exists="replace")
-        self._checkpointer = Checkpointer()
+        self._run_options = run_options
+        self.hooks: list[CommitHook] = []  # of the runs that begin from now on
+        self._run: LightningRun | None = None
         self._position = PositionTracker(trainer)
         self._path = ""  # unified folder to resume from, or ""
         self._saved_optimizers: list[str] | None = None  # optimizer classes in that folder
-        self._last_committed = ""  # last commit of this run
         self._offered_state: dict[str, Any] = {}  # the state dict before hooks edit it
         self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
@@ -76,24 +81,42 @@ class PatchedStrategy:
             self._originals[name] = getattr(self.strategy, name)
             setattr(self.strategy, name, getattr(self, name))
 
+    @property
+    def run(self) -> LightningRun:
+        """The current run, else the last one."""
+        if self._run is None:
+            self._run = self._open_run(self._run_options)
+        return self._run
+
+    def _open_run(self, options: ManagerOptions) -> LightningRun:
+        run = LightningRun(self.trainer, options, self._load_options)
+        for hook in self.hooks:
+            run.checkpoints.on_commit(hook)
+        return run
+
     def begin(self, stage: str) -> None:
         """Prepare a run. Raises StorageError if checkpoints cannot be written to the directory."""
         # Lightning would reuse the checkpoint of a failed resume
         self.trainer._checkpoint_connector._loaded_checkpoint = {}
+        if stage == "fit":
+            self._position.reset()
+            for callback in self.trainer.checkpoint_callbacks:
+                directory = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
+                if is_url(directory):
+                    raise StorageError(
+                        f"{directory}: got a URL, expected a mounted folder; set a local dirpath"
+                    )
+        options = self._run_options
         if stage != "fit":
-            return
-        self._position.reset()
-        for callback in self.trainer.checkpoint_callbacks:
-            directory = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
-            if is_url(directory):
-                raise StorageError(
-                    f"{directory}: got a URL, expected a mounted folder; set a local dirpath"
-                )
-            patch_links(callback)
+            options = options.model_copy(update={"on_preemption": False})
+        self._run = self._open_run(options)
+        if stage == "fit":
+            self._run.patch_links()
 
-    def close(self) -> None:
-        """Release buffers."""
-        self._checkpointer.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run. `error`: it ends the run on this rank."""
+        if self._run is not None:
+            self._run.close(error)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's own state dict: nothing is gathered or copied."""
@@ -148,33 +171,32 @@ class PatchedStrategy:
             "optimizers": optimizer_classes if has_optimizer else None,
             "replicas": self._position.num_replicas(),
         }
-        with renamed_link(path) if rank == 0 else contextlib.nullcontext():
-            try:
-                self._checkpointer.save(
-                    ManagedPath(path) if path.endswith(self._checkpoint_suffixes()) else path,
-                    model=model,
-                    optimizer=optimizer,
-                    parts=parts or None,
-                    extra=extra,
-                    rank_extra=self._position.state_dict() if has_optimizer else None,
-                    step=trainer.global_step,
-                    metrics=_finite_metrics(trainer.callback_metrics),
-                    options=self._save_options,
-                )
-            except FormatError as error:
-                if "hyper_parameters" in str(error):
-                    error.add_note("exclude arguments with save_hyperparameters(ignore=[...])")
-                raise
-        self._last_committed, self._offered_state = path, {}
+        rank_extra = self._position.state_dict() if has_optimizer else None
+        managed = ManagedPath(path) if path.endswith(self._checkpoint_suffixes()) else path
+        state = StepState(
+            trainer.global_step,
+            lambda: {
+                "model": model,
+                "optimizer": optimizer,
+                "parts": parts or None,
+                "extra": extra,
+                "rank_extra": rank_extra,
+            },
+            _finite_metrics(trainer.callback_metrics),
+            self._save_options,
+            path=managed,
+        )
+        try:
+            self.run.save(state, path)
+        except FormatError as error:
+            if "hyper_parameters" in str(error):
+                error.add_note("exclude arguments with save_hyperparameters(ignore=[...])")
+            raise
+        self._offered_state = {}
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint that Lightning drops. All ranks call it."""
-        if self.trainer.local_rank == 0:
-            remove_checkpoint(
-                _absolute(filepath),
-                last_committed=self._last_committed,
-                is_global_zero=self.trainer.is_global_zero,
-            )
+        self.run.remove(_absolute(filepath))
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -226,7 +248,9 @@ class PatchedStrategy:
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
             target, strict = apply_edits(target, state_dict, strict=strict), False
         options = self._load_options.model_copy(update={"parts": (MODEL,)})
-        report = self._checkpointer.load(self._path, model=target, strict=strict, options=options)
+        report = self.run.checkpoints._checkpointer.load(
+            self._path, model=target, strict=strict, options=options
+        )
         missing = report.missing if isinstance(target, dict) else ()
         if report.wrong or missing:  # strict concerns only names
             raise MismatchError(
@@ -254,7 +278,7 @@ class PatchedStrategy:
             )
         if optimizers:
             options = self._load_options.model_copy(update={"parts": (OPTIMIZER,)})
-            self._checkpointer.load(
+            self.run.checkpoints._checkpointer.load(
                 self._path,
                 model=self.strategy.lightning_module,
                 optimizer=optimizers,

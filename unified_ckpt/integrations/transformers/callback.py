@@ -26,7 +26,16 @@ except ImportError as error:
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.integrations.transformers.hub_names import open_hub_names, open_model_names
 from unified_ckpt.integrations.transformers.trainer import PatchedTrainer
-from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.manager.events.run_events import CommitHook
+from unified_ckpt.manager.manager import CheckpointManager
+from unified_ckpt.options import (
+    LoadOptions,
+    ManagerOptions,
+    RunOptions,
+    SaveOptions,
+    combine_options,
+    with_root,
+)
 
 __all__ = [
     "UnifiedCheckpointCallback",
@@ -53,12 +62,22 @@ class UnifiedCheckpointCallback(TrainerCallback):
     accepts a model that is sharded at load only with `save_only_model=True`; False here saves the
     optimizer all the same.
 
-    `async_save`: training continues once the bytes are copied; a thread writes and commits. A save
-    waits for the one before it, `train` for the last one. Errors are raised by the next save, or at
-    the end.
+    `manager_options`: what a `CheckpointManager` adds to the run: retries, a local directory, more
+    rules of what to keep, and a stop of all ranks at one saved step after a signal. The Trainer's
+    arguments decide when to save and how many to keep. Without it the first error ends training.
+    Or all options of a run, as `from_paddle` and `from_maxtext` give them.
 
-    Raises LayoutError for adapters on a model sharded at load, FSDP1, pipeline stages, DeepSpeed
-    and DataParallel.
+    `async_save`: training continues once the bytes are copied; a thread writes and commits. A save
+    waits for the one before it, and the last save for its commit. It is the same setting as
+    `ManagerOptions.asynchronous`.
+
+    `log_saves`: the next entry of the Trainer's log about training also has `checkpoint/step`,
+    `checkpoint/bytes`, and the seconds of the last save, blocked and in the background. Off by
+    default: times differ between equal runs, and `trainer_state.json` holds the log.
+
+    Raises CheckpointError, when it is attached, for manager options that contradict the Trainer's
+    arguments. Raises LayoutError for adapters on a model sharded at load, FSDP1, pipeline stages,
+    DeepSpeed and DataParallel.
     """
 
     def __init__(
@@ -66,14 +85,32 @@ class UnifiedCheckpointCallback(TrainerCallback):
         *,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
+        manager_options: ManagerOptions | RunOptions | None = None,
         save_only_model: bool | None = None,
-        async_save: bool = False,
+        async_save: bool | None = None,
+        log_saves: bool = False,
     ) -> None:
-        self._async_save = async_save
-        self._save_options = save_options or SaveOptions()
-        self._load_options = load_options or LoadOptions()
+        self._async_save, self._log_saves = async_save, log_saves
+        self._run = combine_options(manager_options, save=save_options, load=load_options)
+        self._has_manager_options = manager_options is not None
         self._save_only_model = save_only_model
+        self._hooks: list[CommitHook] = []
         self._patched: PatchedTrainer | None = None
+
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        """The manager of the current run, else of the last one; it is closed after the run.
+
+        `checkpoints.should_stop`: the run was stopped before its end.
+        """
+        return self._attached().checkpoints
+
+    def on_commit(self, hook: CommitHook) -> CommitHook:
+        """Call `hook(report)` on rank 0 after every commit of the runs that begin from now on, as
+        `CheckpointManager.on_commit` does. Returns `hook`.
+        """
+        self._hooks.append(hook)
+        return hook
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
         """Attach to the Trainer under construction."""
@@ -83,10 +120,14 @@ class UnifiedCheckpointCallback(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Check that the callback has a Trainer."""
+        self._attached()
+
+    def _attached(self) -> PatchedTrainer:
         if self._patched is None:
             raise CheckpointError(
                 "UnifiedCheckpointCallback: got no Trainer; call callback.attach(trainer)"
             )
+        return self._patched
 
     def attach(self, trainer: Trainer) -> None:
         """Attach the callback to a Trainer. Calling it again does nothing. Raises CheckpointError
@@ -99,13 +140,18 @@ class UnifiedCheckpointCallback(TrainerCallback):
                     "or is a UnifiedCheckpointMixin; use one"
                 )
             only_model, async_save = self._save_only_model, self._async_save
+            run = with_root(self._run, str(trainer.args.output_dir))
             self._patched = PatchedTrainer(
                 trainer,
-                self._save_options,
-                self._load_options,
+                run.save,
+                run.load,
+                run.manager if self._has_manager_options else None,
                 save_only_model=only_model,
                 async_save=async_save,
             )
+            self._patched.hooks = self._hooks
+            if self._log_saves:
+                self._patched.log_saves()
 
 
 class UnifiedCheckpointMixin:
@@ -129,8 +175,10 @@ class UnifiedCheckpointMixin:
         *args: Any,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
+        manager_options: ManagerOptions | RunOptions | None = None,
         save_only_model: bool | None = None,
-        async_save: bool = False,
+        async_save: bool | None = None,
+        log_saves: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -142,8 +190,10 @@ class UnifiedCheckpointMixin:
         UnifiedCheckpointCallback(
             save_options=save_options,
             load_options=load_options,
+            manager_options=manager_options,
             save_only_model=save_only_model,
             async_save=async_save,
+            log_saves=log_saves,
         ).attach(self)
 
 

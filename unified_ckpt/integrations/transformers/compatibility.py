@@ -16,11 +16,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import FormatError, LayoutError, MismatchError
+from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
-from unified_ckpt.runtime.torch_state.flatten import OPTIMIZER
 from unified_ckpt.sources.files.json import read_config
 
 _LOG = logging.getLogger("unified_ckpt")

@@ -24,7 +24,7 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.source.protocol import IndexedOptimizerSource, Order, Source
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.torch_state.flatten import WEIGHTS
+from unified_ckpt.format.names import WEIGHTS
 from unified_ckpt.sources.pytorch.parameter_order import meta_model
 from unified_ckpt.views.derived import ElementRange, RangesTensor, derive
 

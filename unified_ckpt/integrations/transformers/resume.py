@@ -10,13 +10,12 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from unified_ckpt.api import Checkpointer
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import IncompleteError
 from unified_ckpt.format.names import is_backup
 from unified_ckpt.integrations.checkpoint_folders import check_unified
-from unified_ckpt.manager.steps.scan import foreign_steps, has_unified_files, scan
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.manager.manager import CheckpointManager
+from unified_ckpt.manager.steps.scan import Scan, foreign_steps, has_unified_files
 from unified_ckpt.sources.detect.names import TRAINER_STATE
 from unified_ckpt.sources.step_names import list_steps, read_step
 
@@ -35,21 +34,19 @@ def sorted_steps(*paths: Any, **options: Any) -> list[str]:
     ]
 
 
-def latest_checkpoint(
-    checkpointer: Checkpointer, run: str, *, timeout_seconds: float
-) -> str | bool:
-    """Return the latest complete checkpoint of the run, unified or the Trainer's own, the same on
-    every rank; True if there is none.
+def latest_checkpoint(manager: CheckpointManager, *, timeout_seconds: float) -> str | bool:
+    """Return the latest complete checkpoint of the run in both tiers, unified or the Trainer's own,
+    the same on every rank; True if there is none.
 
     Raises IncompleteError if some exist and none is complete: the stock Trainer would load what is
     left, without optimizer.
     """
-    comm = checkpointer._get_comm()
+    run, comm = manager.root, manager._checkpointer._get_comm()
     collective = comm.begin_collective(f"resume in {run}", timeout_seconds=timeout_seconds)
     with collective.step("latest"):
         if collective.rank == 0:
-            name, skipped = _select_latest(os.path.abspath(run))
-            if skipped and not name:
+            path, skipped = _select_latest(run, manager._steps.scan())
+            if skipped and not path:
                 text = format_list(
                     f"{run}: none of its checkpoints can be resumed",
                     [f"{entry}: {problem}" for entry, problem in skipped.items()],
@@ -58,22 +55,20 @@ def latest_checkpoint(
                     f"{text}\nRepair one, or start fresh with resume_from_checkpoint=False"
                 )
             for entry, problem in skipped.items():
-                _LOG.warning("%s/%s is skipped: %s", run, entry, problem)
-            collective.put("latest", f".{name}".encode())
-    name = collective.get("latest").decode()[1:]
-    return os.path.join(run, name) if name else True
+                _LOG.warning("%s is skipped: %s", os.path.join(run, entry), problem)
+            collective.put("latest", f".{path}".encode())
+    return collective.get("latest").decode()[1:] or True
 
 
-def _select_latest(run: str) -> tuple[str, dict[str, str]]:
-    """Return the name of the latest complete checkpoint, "" for none, and name -> problem of those
-    skipped.
+def _select_latest(run: str, scanned: Scan) -> tuple[str, dict[str, str]]:
+    """Return the path of the latest complete checkpoint, "" for none, and name -> problem of those
+    skipped. Of two copies of a step, the later in the scan is better.
     """
-    scanned = scan(LocalStorage(run), PREFIX)
     native = {entry.path: entry for entry in foreign_steps(scanned, list_steps(run, prefix=PREFIX))}
     skipped: dict[str, str] = {}
-    for record in sorted(
-        scanned.steps, key=lambda record: int(record.name.removeprefix(PREFIX)), reverse=True
-    ):
+    latest_first = list(reversed(scanned.steps))
+    latest_first.sort(key=lambda record: int(record.name.removeprefix(PREFIX)), reverse=True)
+    for record in latest_first:
         if record.path in native:
             problem = read_step(native[record.path]).problem
         elif record.status == "complete" or record.is_unified or record.unreadable:
@@ -83,8 +78,9 @@ def _select_latest(run: str) -> tuple[str, dict[str, str]]:
         if not problem and not os.path.isfile(os.path.join(record.path, TRAINER_STATE)):
             problem = f"it has no {TRAINER_STATE}"
         if not problem:
-            return record.name, skipped
-        skipped[record.name] = problem
+            return record.path, skipped
+        is_in_root = os.path.dirname(record.path) == run
+        skipped[record.name if is_in_root else record.path] = problem
     return "", skipped
 
 

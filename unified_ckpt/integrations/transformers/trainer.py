@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import trainer as hf_trainer
 
-from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
-from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
-from unified_ckpt.integrations.checkpoint_folders import is_unified, keep_latest
+from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.transformers.adapters import (
     adapter_parts,
     has_adapters,
-    link_adapters,
     parameter_names,
     with_single_file,
-    write_configs,
 )
+from unified_ckpt.integrations.transformers.arguments import options_of_run, step_metrics
 from unified_ckpt.integrations.transformers.compatibility import (
     can_load,
     check_has_optimizer,
@@ -40,51 +36,58 @@ from unified_ckpt.integrations.transformers.compatibility import (
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.integrations.transformers.position import PositionTracker
 from unified_ckpt.integrations.transformers.resume import (
-    PREFIX,
     check_path,
     latest_checkpoint,
     sorted_steps,
 )
+from unified_ckpt.integrations.transformers.save_log import SaveLog
 from unified_ckpt.integrations.transformers.scheduler import regroup_state
-from unified_ckpt.manager.steps.scan import scan
-from unified_ckpt.options import LoadOptions, SaveOptions, with_default_if_exists
-from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
+from unified_ckpt.integrations.transformers.small_files import SmallFiles, patched
+from unified_ckpt.manager.events.run_events import CommitHook
+from unified_ckpt.manager.manager import CheckpointManager
+from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
+from unified_ckpt.runtime.storage.storage import writable_path
 from unified_ckpt.runtime.torch_state.optimizers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
-# folder of the Trainer's small files until they are attached
-_SMALL_FILES_PREFIX = ".trainer-files-"
-
 
 class PatchedTrainer:
-    """Replaces the checkpoint methods of a Trainer with its own methods of the same names."""
+    """Replaces the checkpoint methods of a Trainer with its own methods of the same names.
+
+    Each call of `train` is a run with a manager, through which every save goes.
+    """
 
     def __init__(
         self,
         trainer: Any,
         save_options: SaveOptions,
         load_options: LoadOptions,
+        run_options: ManagerOptions | None,
         *,
         save_only_model: bool | None,
-        async_save: bool,
+        async_save: bool | None,
     ) -> None:
-        check_supported(trainer, async_save)
+        self.trainer, self._load_options = trainer, load_options
+        self._options, self._async_save = run_options, async_save
+        self._check()
         warn_overrides(type(trainer))
         writable_path(trainer.args.output_dir)
-        self.trainer, self._load_options, self._async_save = trainer, load_options, async_save
         self._save_only_model = save_only_model
-        self._small_files: str | None = None  # folder of the save in flight
         # As in the stock Trainer: a run that went back saves its steps again.
         self._save_options = with_default_if_exists(save_options, if_exists="replace")
-        self._checkpointer = Checkpointer()
-        # arguments of a rotation that waits for a push
-        self._deferred_rotation: tuple[str, int, int | None] | None = None
+        self._manager: CheckpointManager | None = None  # of the current or last run
+        self._stopped_at: int | None = None  # step at which the manager ended the current run
+        self._pushed_step: int | None = None  # of the last upload
         self._report: LoadReport | None = None  # of the last load of optimizer state
         self._position = PositionTracker(trainer)
+        self.hooks: list[CommitHook] = []  # of the runs that begin from now on
+        self._save_log: SaveLog | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
             "train",
             "_finalize_training",
+            "_maybe_log_save_evaluate",
             "_save_checkpoint",
             "_save_optimizer_and_scheduler",
             "_save_scaler",
@@ -97,125 +100,126 @@ class PatchedTrainer:
         ):
             self._originals[name] = getattr(trainer, name)
             setattr(trainer, name, getattr(self, name))
+        self._small_files = SmallFiles(
+            trainer, self._originals["_save_checkpoint"], model_dtype=save_options.model_dtype
+        )
+
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        """The manager of the current run, else of the last one."""
+        if self._manager is None:
+            self._manager = self._open_run(None)
+        return self._manager
+
+    def log_saves(self) -> None:
+        """Add the numbers of each save to the Trainer's log, from the next run on."""
+        self._save_log = SaveLog(self.trainer)
+
+    def _check(self) -> ManagerOptions:
+        """Return the options of the manager. Raises LayoutError or CheckpointError for what cannot
+        be saved.
+        """
+        options = options_of_run(self.trainer.args, self._options, async_save=self._async_save)
+        check_supported(self.trainer, options.asynchronous)
+        return options
+
+    def _open_run(self, trial: Any) -> CheckpointManager:
+        manager = CheckpointManager(
+            self.trainer._get_output_dir(trial=trial),
+            options=self._check(),
+            save_options=self._save_options,
+            load_options=self._load_options,
+        )
+        for hook in self.hooks:
+            manager.on_commit(hook)
+        if self._save_log is not None:
+            self._save_log.follow(manager)
+        return manager
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Any,
+        grad_norm: Any,
+        model: torch.nn.Module,
+        trial: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Run the Trainer's own method after a step or an epoch. Then save if the manager asks for
+        it, and stop at the agreed step.
+        """
+        trainer, step = self.trainer, self.trainer.state.global_step
+        self.checkpoints.should_save(step)  # all ranks now know whether this is the step to stop at
+        stopping, ended = self.checkpoints.should_stop, float(trainer.state.epoch or 0).is_integer()
+        after_loop = self._stopped_at == step
+        if after_loop and not ended:
+            return  # the loop was left within an epoch, which the resumed run ends
+        self._originals["_maybe_log_save_evaluate"](
+            tr_loss, grad_norm, model, trial, *args, **kwargs
+        )
+        # The end of an epoch has its own evaluation, which belongs to the state.
+        if self.checkpoints._is_due(step) and (after_loop or not (stopping and ended)):
+            self._save(model, trial, force=False)
+        if stopping:
+            self._stopped_at, trainer.control.should_training_stop = step, True
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Write the Trainer's small files to a folder of their own, then the whole checkpoint."""
+        """Replace the Trainer's method: save as its arguments ask for."""
+        self._save(model, trial, force=True)
+
+    def _save(self, model: torch.nn.Module, trial: Any, *, force: bool) -> None:
+        """Save the Trainer's small files and the state. `force`: the Trainer asks for it, not only
+        the manager.
+        """
         trainer, state = self.trainer, self.trainer.state
-        check_supported(trainer, self._async_save)
-        self.wait()
-        run_folder = trainer._get_output_dir(trial=trial)
-        path = os.path.join(run_folder, f"{PREFIX}{state.global_step}")
-        self._small_files = os.path.join(run_folder, f"{_SMALL_FILES_PREFIX}{state.global_step}")
-        best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
-        if state.best_global_step and os.path.isdir(best_path):
-            state.best_model_checkpoint = best_path
-        small_folder = os.path.join(self._small_files, f"{PREFIX}{state.global_step}")
-        try:
-            self._save_small_files(model, trial)
-            if best_path == path:  # the Trainer set the path of its small files
-                state.best_model_checkpoint = best_path
-                if trainer.args.should_save:
-                    state.save_to_json(os.path.join(small_folder, hf_trainer.TRAINER_STATE_NAME))
-            arguments = self._save_arguments(small_folder)
-            steps = (state.global_step, state.best_global_step)
-            if self._async_save:
-                self._checkpointer.save_async(
-                    ManagedPath(path),
-                    **arguments,
-                    after_commit=lambda _: self._rotate(run_folder, *steps),
-                )
-                return
-            self._checkpointer.save(ManagedPath(path), **arguments)
-        except BaseException:
-            self._remove_small_files()
-            raise
-        self._remove_small_files()
-        if trainer.args.push_to_hub:
-            trainer._push_from_checkpoint(path)
-        self._rotate(run_folder, *steps)
+        step_state = StepState(
+            state.global_step,
+            lambda: self._save_arguments(model, trial),
+            step_metrics(state),
+            self._state_options(),
+            counted=self._steps_in_use(),
+        )
+        ends = state.global_step >= state.max_steps or trainer.control.should_training_stop
+        report = self.checkpoints._save_state(step_state, force=force, is_last=ends)
+        if trainer.args.push_to_hub and isinstance(report, SaveReport):
+            self._pushed_step = state.global_step
+            trainer._push_from_checkpoint(report.path)
 
-    def _save_small_files(self, model: torch.nn.Module, trial: Any) -> None:
-        """Run the Trainer's own save so that it writes only small files, to a folder of their own,
-        and pushes nothing.
-        """
-        folder, trainer = self._small_files, self.trainer
-        patches = {
-            "_get_output_dir": lambda **_: folder,
-            "_push_from_checkpoint": lambda _: None,
-            "save_model": self._save_configs,
-        }
-        with contextlib.ExitStack() as stack:
-            for name, value in patches.items():
-                stack.enter_context(_patched(trainer, name, value))
-            self._originals["_save_checkpoint"](model, trial)
+    def _steps_in_use(self) -> list[int]:
+        """Return the best step, and the one that is being uploaded."""
+        push, best = (
+            getattr(self.trainer, "push_in_progress", None),
+            self.trainer.state.best_global_step,
+        )
+        pushed = self._pushed_step if push is not None and not push.is_done() else None
+        return sorted({step for step in (best, pushed) if step})
 
-    def _save_arguments(self, small_folder: str) -> dict[str, Any]:
-        """Return the arguments of a save, except the path. `small_folder`: the folder of the small
-        files.
-        """
-        trainer = self.trainer
+    def _state_options(self) -> SaveOptions:
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return with_single_file(self._save_options) if has_adapters(model) else self._save_options
+
+    def _save_arguments(self, model: torch.nn.Module, trial: Any) -> StateArguments:
+        """Write the small files and return the arguments of a save. Collective."""
+        trainer, manager = self.trainer, self.checkpoints
+        collective = manager._checkpointer._get_comm().begin_collective(
+            "trainer files", timeout_seconds=self._save_options.timeout_seconds
+        )
+        attach = self._small_files.write(collective, model, trial)
         only_model = (
             trainer.args.save_only_model if self._save_only_model is None else self._save_only_model
         )
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        options = self._save_options
-        wrapped = model
-        if has_adapters(model):
-            options = with_single_file(options)
-        elif isinstance(trainer.model_wrapped, DistributedDataParallel):
+        wrapped = trainer.accelerator.unwrap_model(trainer.model)
+        if not has_adapters(wrapped) and isinstance(trainer.model_wrapped, DistributedDataParallel):
             wrapped = trainer.model_wrapped  # DDP knows which rank's buffers count
+        weights = _model_arguments(wrapped)
         return {
-            **_model_arguments(wrapped),
+            "model": weights.get("model"),
+            "parts": weights.get("parts"),
             "optimizer": None if only_model else trainer.optimizer,
-            "step": trainer.state.global_step,
             "extra": None if only_model else self._collect_extra(),
             "rank_extra": None if only_model else RandomStates().state_dict(),
-            "attach": lambda folder: _attach(model, small_folder, folder),
-            "options": options,
+            "attach": attach,
         }
-
-    def wait(self) -> None:
-        """Block until no save is in flight. Raises its error."""
-        try:
-            self._checkpointer.wait()
-        finally:
-            self._remove_small_files()
-
-    def _remove_small_files(self) -> None:
-        folder, self._small_files = self._small_files, None
-        if folder is not None and self.trainer.args.should_save:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _save_configs(self, output_dir: str, _internal_call: bool = False) -> None:
-        """Replace `save_model` within a checkpoint: write what it writes, except the weights."""
-        trainer = self.trainer
-        if not trainer.args.should_save:
-            return
-        os.makedirs(output_dir, exist_ok=True)
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        if has_adapters(model):
-            write_configs(model, output_dir)
-        elif hasattr(model, "config"):  # as in save_pretrained
-            model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        configs: list[Any] = [
-            getattr(model, "config", None),
-            getattr(model, "generation_config", None),
-        ]
-        model_dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
-        dtype = self._save_options.model_dtype or model_dtype
-        for config in configs if not has_adapters(model) else ():
-            if hasattr(config, "save_pretrained"):
-                # from_pretrained uses this dtype, so it must be that of the stored weights.
-                with (
-                    _patched(config, "dtype", dtype)
-                    if dtype and hasattr(config, "dtype")
-                    else contextlib.nullcontext()
-                ):
-                    config.save_pretrained(output_dir)
-        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(output_dir)
-        torch.save(trainer.args, os.path.join(output_dir, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Do nothing: the checkpoint holds it."""
@@ -237,62 +241,52 @@ class PatchedTrainer:
             "data": self._position.state(),
         }
 
-    def _rotate(self, run_folder: str, saved_step: int, best_step: int | None) -> None:
-        """Keep `save_total_limit` checkpoints, the latest and the best among them."""
-        args, pushed = self.trainer.args, getattr(self.trainer, "push_in_progress", None)
-        if not args.should_save or args.save_total_limit is None:
-            return
-        self._deferred_rotation = None
-        if pushed is not None and not pushed.is_done():
-            # never remove a checkpoint during its upload
-            self._deferred_rotation = (run_folder, saved_step, best_step)
-            return
-        limit = max(args.save_total_limit, 1)
-        steps = [
-            record.step
-            for record in scan(LocalStorage(run_folder), PREFIX).complete
-            if record.step is not None
-        ]
-        latest = sorted(steps)[-limit:]
-        best_is_older = best_step in steps and best_step not in latest
-        keep_latest(
-            run_folder,
-            PREFIX,
-            limit - best_is_older,
-            protected={saved_step, *([best_step] if best_step else [])},
-        )
-
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Train, from the latest committed step if `resume_from_checkpoint` is True."""
-        check_supported(self.trainer, self._async_save)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = latest_checkpoint(
-                self._checkpointer,
-                self.trainer.args.output_dir,
-                timeout_seconds=self._load_options.timeout_seconds,
-            )
-        elif isinstance(resume_from_checkpoint, str):
-            check_path(resume_from_checkpoint)
-        checkpoint = (
-            resume_from_checkpoint
-            if isinstance(resume_from_checkpoint, str) and is_unified(resume_from_checkpoint)
-            else None
-        )
-        if checkpoint is not None:
-            check_has_optimizer(checkpoint)
-        self._position.resume_from(checkpoint)
-        result = self._originals["train"](resume_from_checkpoint, *args, **kwargs)
-        self.wait()
-        if self._deferred_rotation is not None:
-            self._rotate(*self._deferred_rotation)
-        return result
+        self._manager, self._stopped_at = self._open_run(trial), None
+        try:
+            with self._manager:
+                if resume_from_checkpoint is True:
+                    resume_from_checkpoint = latest_checkpoint(
+                        self._manager, timeout_seconds=self._load_options.timeout_seconds
+                    )
+                elif isinstance(resume_from_checkpoint, str):
+                    check_path(resume_from_checkpoint)
+                checkpoint = (
+                    resume_from_checkpoint
+                    if isinstance(resume_from_checkpoint, str)
+                    and is_unified(resume_from_checkpoint)
+                    else None
+                )
+                if checkpoint is not None:
+                    check_has_optimizer(checkpoint)
+                self._position.resume_from(checkpoint)
+                result = self._originals["train"](resume_from_checkpoint, trial, *args, **kwargs)
+                if self.trainer.args.push_to_hub:  # what was uploaded may go now
+                    self._manager._steps.apply_retention(
+                        self.trainer.state.global_step, counted=self._steps_in_use()
+                    )
+                return result
+        finally:
+            self._small_files.remove()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's own method, which removes all but the best checkpoint."""
-        self.wait()
-        with _patched(hf_trainer, "sort_checkpoints", sorted_steps):
+        """Run the Trainer's own method, which loads the best model and may remove all others. A run
+        that was stopped keeps its model and its last checkpoint.
+        """
+        state = self.trainer.state
+        self.checkpoints.wait()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patched(hf_trainer, "sort_checkpoints", sorted_steps))
+            if self.checkpoints.should_stop and state.global_step < state.max_steps:
+                for name, value in (("load_best_model_at_end", False), ("save_total_limit", None)):
+                    stack.enter_context(patched(self.trainer.args, name, value))
             return self._originals["_finalize_training"](*args, **kwargs)
 
     def _load_from_checkpoint(
@@ -307,7 +301,9 @@ class PatchedTrainer:
             check_has_optimizer(resume_from_checkpoint)
         if needs_hub_names(resume_from_checkpoint, unwrapped):
             with open_model_names(resume_from_checkpoint, model=unwrapped) as source:
-                self._checkpointer.load(source, model=unwrapped, options=self._load_options)
+                self.checkpoints._checkpointer.load(
+                    source, model=unwrapped, options=self._load_options
+                )
         elif loadable:
             self._load_model(resume_from_checkpoint)
         else:
@@ -323,7 +319,9 @@ class PatchedTrainer:
     def _load_model(self, path: str) -> None:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         try:
-            self._checkpointer.load(path, **_model_arguments(model), options=self._load_options)
+            self.checkpoints._checkpointer.load(
+                path, **_model_arguments(model), options=self._load_options
+            )
         except MismatchError as error:
             raise explain_model_mismatch(error, path, model) from error
 
@@ -337,7 +335,7 @@ class PatchedTrainer:
         check_optimizer(checkpoint, optimizer)
         # the model is loaded; it provides names
         options = self._load_options.model_copy(update={"parts": ("optimizer",)})
-        self._report = self._checkpointer.load(
+        self._report = self.checkpoints._checkpointer.load(
             checkpoint, **weights, optimizer=optimizer, options=options
         )
         saved = (self._report.extra or {}).get("scheduler")
@@ -376,20 +374,3 @@ class PatchedTrainer:
 def _model_arguments(model: torch.nn.Module) -> dict[str, Any]:
     """Return the model arguments of a save or load: only the adapters, if the model has any."""
     return {"parts": adapter_parts(model)} if has_adapters(model) else {"model": model}
-
-
-def _attach(model: torch.nn.Module, small_folder: str, folder: str) -> None:
-    shutil.copytree(small_folder, folder, dirs_exist_ok=True)
-    if has_adapters(model):
-        link_adapters(model, folder)
-
-
-@contextlib.contextmanager
-def _patched(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of one object temporarily."""
-    previous = vars(owner).get(name, sys)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if previous is sys else setattr(owner, name, previous)

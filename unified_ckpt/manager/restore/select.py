@@ -162,6 +162,8 @@ def _point_of_options(options: ManagerOptions, damaged: Mapping[str, int]) -> Re
         return RestorePoint("parameters", options.load_parameters_path, damaged=damaged)
     if options.load_full_state_path:
         return RestorePoint("full", options.load_full_state_path, damaged=damaged)
+    if options.load_adapters_path:
+        return RestorePoint("adapters", options.load_adapters_path, damaged=damaged)
     return RestorePoint("none", damaged=damaged)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,8 +16,10 @@ from unified_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from unified_ckpt.options import LoadOptions, ManagerOptions
+from unified_ckpt.manager.steps.remove import check_trash_directory
+from unified_ckpt.options import LoadOptions, ManagerOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import absolute_path, writable_path
+from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART
 
 # Errors after which an older step is tried. The headers of a unified step were checked before, so
 # its FormatError is the caller's mistake.
@@ -29,14 +32,14 @@ _WEIGHTS = frozenset({"model", "master_weights"})  # interchangeable
 class RestorePoint:
     """What a restore loads.
 
-    `kind`: a step of this run, a step of another engine under the root, weights only, a whole
-    state, or nothing. `later_steps`: complete steps of this run after it. `damaged`: save id ->
-    step of unusable steps in the root. `local`: `path` is a name in the local directory of each
-    node. `in_root`: that save is in the root. `name`: of another engine's step, relative to the
-    root.
+    `kind`: a step of this run, a step of another engine under the root, weights only, adapters
+    only, a whole state, or nothing. `later_steps`: complete steps of this run after it. `damaged`:
+    save id -> step of unusable steps in the root. `local`: `path` is a name in the local directory
+    of each node. `in_root`: that save is in the root. `name`: of another engine's step, relative to
+    the root.
     """
 
-    kind: Literal["unified", "foreign", "parameters", "full", "none"]
+    kind: Literal["unified", "foreign", "parameters", "adapters", "full", "none"]
     path: str = ""
     step: int | None = None
     later_steps: Sequence[int] = ()
@@ -79,18 +82,47 @@ class RestoreRequest:
     options: LoadOptions
 
 
-def weight_parts(path: str, targets: LoadArguments, options: LoadOptions) -> tuple[str, ...]:
-    """Return the parts that `load_parameters_path` fills: all but the optimizer. Raises LayoutError
-    if no target is one of them.
+def load_arguments(
+    point: RestorePoint, targets: LoadArguments, options: LoadOptions, start: ManagerOptions
+) -> LoadArguments:
+    """Return the arguments of the load. `start` says how to read a path that it names."""
+    if start.load_source is not None and point.kind in ("parameters", "full"):
+        options = options.model_copy(update={"source": start.load_source})
+    if point.kind not in ("parameters", "adapters"):
+        return {**targets, "options": options}
+    if point.kind == "adapters":
+        options = options.model_copy(update={"source": SourceOptions()})
+    parts = _starting_parts(point, targets, options, start)
+    options = options.model_copy(update={"parts": parts})
+    return {**targets, "extra": None, "rank_extra": None, "options": options}
+
+
+def _starting_parts(
+    point: RestorePoint, targets: LoadArguments, options: LoadOptions, start: ManagerOptions
+) -> tuple[str, ...]:
+    """Return the parts that a path fills: adapters, or all but them and the optimizer. The latter
+    is a target still, for its master weights. Raises LayoutError if no target is one of them.
     """
-    requested = [
-        part for part in ("model", "master_weights") if targets.get(part) is not None
-    ] + list(targets.get("parts") or ())
-    selected = tuple(part for part in requested if options.parts is None or part in options.parts)
+    from_adapters = point.kind == "adapters"
+    weights = [
+        part
+        for part in ("model", "master_weights")
+        if targets.get(part) is not None and not from_adapters
+    ]
+    others = [
+        part
+        for part in targets.get("parts") or ()
+        if part.startswith(ADAPTER_PART) == from_adapters
+        or (not from_adapters and not start.load_adapters_path)
+    ]
+    selected = tuple(
+        part for part in (*weights, *others) if options.parts is None or part in options.parts
+    )
     if not selected:
+        expected = f"a part {ADAPTER_PART}" if from_adapters else "one of them; pass `model`"
         raise LayoutError(
-            f"load_parameters_path {path}: got no model and no parts to fill, "
-            "expected one of them; pass `model`"
+            f"load_{point.kind}_path {point.path}: got no model and no parts to fill, "
+            f"expected {expected}"
         )
     return selected
 
@@ -113,18 +145,19 @@ def missing_text(missing: Sequence[str]) -> str:
     )
 
 
-def resolve_paths(options: ManagerOptions) -> ManagerOptions:
+def resolve_paths(options: ManagerOptions, *, root: str) -> ManagerOptions:
     """Return the options with absolute paths, so that a later `chdir` has no effect. Raises
-    StorageError if the local tier is a URL.
+    StorageError if the local tier or the trash folder is a URL, or if a rename cannot move folders
+    to the latter.
     """
-    load_paths = {
+    paths = {
         name: absolute_path(path)
-        for name in ("load_parameters_path", "load_full_state_path")
+        for name in ("load_parameters_path", "load_full_state_path", "load_adapters_path")
         if (path := getattr(options, name))
     }
-    local = (
-        {}
-        if options.local_directory is None
-        else {"local_directory": writable_path(options.local_directory)}
-    )
-    return options.model_copy(update={**load_paths, **local})
+    if options.local_directory is not None:
+        paths["local_directory"] = writable_path(options.local_directory)
+    if options.trash_directory is not None:
+        paths["trash_directory"] = writable_path(os.path.join(root, options.trash_directory))
+        check_trash_directory(root, paths["trash_directory"])
+    return options.model_copy(update=paths)

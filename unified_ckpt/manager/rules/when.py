@@ -4,6 +4,8 @@ last save.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rule, Rules
 from unified_ckpt.options import ManagerOptions
 
@@ -86,8 +88,8 @@ def backoff_seconds(options: ManagerOptions, attempt: int) -> float:
     return options.retry_seconds * 2.0 ** (attempt - 1)
 
 
-def retention_rules(options: ManagerOptions) -> Rules:
-    """Return the retention rules that the options name."""
+def retention_rules(options: ManagerOptions, *, counted: Collection[int] = ()) -> Rules:
+    """Return the retention rules of the root. `counted`: as in `Rules`."""
     common: list[Rule] = []
     if options.keep_every_seconds is not None:
         common.append(EverySeconds(options.keep_every_seconds))
@@ -99,7 +101,10 @@ def retention_rules(options: ManagerOptions) -> Rules:
         options.keep_every_steps_model_only or options.keep_every_steps,
     )
     return Rules(
-        tuple(_with_best(options, full + common)), tuple(_with_best(options, model_only + common))
+        tuple(_with_best(options, full + common)),
+        tuple(_with_best(options, model_only + common)),
+        options.trash_directory,
+        frozenset(counted),
     )
 
 

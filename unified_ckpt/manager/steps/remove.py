@@ -1,4 +1,5 @@
-"""Removes checkpoints that nobody reads. A crash at any moment leaves a whole checkpoint or none.
+"""Removes checkpoints that nobody reads, or moves them to a trash folder. A crash at any moment
+leaves a whole checkpoint or none.
 
 A reader holds a shared `flock` on the manifest; removal takes an exclusive one without waiting. The
 folder is first renamed to a hidden name, atomically and durably; then its files are deleted, the
@@ -7,27 +8,35 @@ manifest first. On a file system without locks, none are taken.
 
 from __future__ import annotations
 
+import os
 import secrets
 
 from unified_ckpt.engine.folder.backup import delete_checkpoint as clear_folder
 from unified_ckpt.engine.folder.manifest import read_manifest
-from unified_ckpt.errors import CheckpointError, NotFoundError
+from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps.scan import StepRecord, read_step_record
+from unified_ckpt.runtime.storage.directory import existing_folder
 from unified_ckpt.runtime.storage.locks import exclusive_lock
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.storage import LocalStorage, ensure_parent
 
 
-def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
+def remove(
+    storage: LocalStorage, name: str, *, save_id: str, trash_directory: str | None = None
+) -> bool:
     """Remove the checkpoint `name` if it is this save. Returns False, with nothing changed, if it
     is being read or is another save.
 
-    Raises StorageError if it cannot be removed completely; what remains is not a checkpoint.
+    `trash_directory`: the absolute path of a folder to which it is moved instead. Raises
+    StorageError if it cannot be removed completely; what remains is not a checkpoint.
     """
     with exclusive_lock(storage.path(name)) as exclusive:
         manifest = read_manifest(storage, name) if exclusive else None
         if manifest is None or manifest.save_id != save_id:
             return False
+        if trash_directory is not None:
+            _move(storage, name, save_id, trash_directory)
+            return True
         trash = names.trash_name(name, save_id)
         if storage.kind(trash) is not None:  # left by an interrupted removal
             storage.remove_folder(trash)
@@ -64,13 +73,41 @@ def remove_broken(storage: LocalStorage, expected: StepRecord, prefix: str) -> b
     return True
 
 
+def _move(storage: LocalStorage, name: str, save_id: str, directory: str) -> None:
+    """Move a checkpoint to another folder of its file system, under a name that is free there."""
+    parent, _ = ensure_parent(os.path.join(directory, name))
+    target = os.path.join(parent, name)
+    if os.path.lexists(target):
+        target = f"{target}-{save_id}"
+    storage.rename(name, target)
+    storage.sync_folder(parent)
+    storage.sync_folder("")
+
+
+def check_trash_directory(root: str, directory: str) -> None:
+    """Raise StorageError unless a rename can move folders from `root` to `directory`, which need
+    not exist yet.
+    """
+    if os.path.realpath(directory) == os.path.realpath(root):
+        raise StorageError(f"trash_directory: got {directory}, the root; expected another folder")
+    devices = [os.stat(existing_folder(path)).st_dev for path in (root, directory)]
+    if len(set(devices)) > 1:
+        raise StorageError(
+            f"trash_directory: got {directory}, expected a folder on the file system of {root}; "
+            "checkpoints are renamed, not copied"
+        )
+
+
 def remove_folder(storage: LocalStorage, name: str) -> None:
     """Remove a folder that holds no checkpoint, or a copy of one that is elsewhere."""
     clear_folder(storage, name, fsync=True)
 
 
-def remove_all(storage: LocalStorage, save_ids: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Remove checkpoints, name -> save id, and what earlier removals left behind.
+def remove_all(
+    storage: LocalStorage, save_ids: dict[str, str], *, trash_directory: str | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Remove checkpoints, name -> save id, and what earlier removals left behind. With
+    `trash_directory`, move the checkpoints there.
 
     Returns the removed names, and name -> reason of those that remain.
     """
@@ -86,7 +123,7 @@ def remove_all(storage: LocalStorage, save_ids: dict[str, str]) -> tuple[list[st
     for name, save_id in save_ids.items():
         trash = names.trash_name(name, save_id)
         try:
-            if remove(storage, name, save_id=save_id):
+            if remove(storage, name, save_id=save_id, trash_directory=trash_directory):
                 removed.append(name)
             else:
                 remaining[name] = "it is being read, or was replaced meanwhile"

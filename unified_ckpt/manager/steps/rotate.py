@@ -69,14 +69,15 @@ def rotate(
     last_step: int | None = None,
     protected: Collection[int] = (),
     excluded: Collection[str] = (),
-) -> None:
-    """Remove what the rules do not keep, after a save. A failure is logged, not raised.
+) -> list[StepRecord]:
+    """Remove what the rules do not keep, after a save, and return it. A failure is logged, not
+    raised.
 
     `last_step`: the step just saved. `protected`: steps that stay. `excluded`: save ids that the
     rules ignore. What cannot be removed is logged, and retried after the next save.
     """
     if not rules.full and not rules.model_only:
-        return
+        return []
     try:
         to_remove = removable(
             scan(storage, prefix),
@@ -86,12 +87,16 @@ def rotate(
             excluded=excluded,
         )
         removed, remaining = remove_all(
-            storage, {record.name: record.save_id or "" for record in to_remove}
+            storage,
+            {record.name: record.save_id or "" for record in to_remove},
+            trash_directory=rules.trash_directory,
         )
     except (CheckpointError, OSError) as error:
         _LOG.warning("%s: cannot remove old checkpoints yet: %s", storage.root, error)
-        return
+        return []
     if removed:
-        _LOG.info("removed from %s by the retention rules: %s", storage.root, ", ".join(removed))
+        done = f"moved to {rules.trash_directory}" if rules.trash_directory else "removed"
+        _LOG.info("%s: %s by the retention rules: %s", storage.root, done, ", ".join(removed))
     for name, reason in remaining.items():
         _LOG.warning("%s cannot be removed yet: %s", storage.path(name), reason)
+    return [record for record in to_remove if record.name in removed]

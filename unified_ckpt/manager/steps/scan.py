@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 
@@ -43,10 +43,10 @@ class StepRecord:
     path: str
     status: Literal["complete", "incomplete", "misnamed"]
     problem: str
-    is_unified: bool
-    step: int | None
-    nbytes: int
-    files: int
+    is_unified: bool = False
+    step: int | None = None
+    nbytes: int = 0
+    files: int = 0
     created: str | None = None
     seconds: float | None = None
     parts: tuple[str, ...] = ()
@@ -208,67 +208,43 @@ def step_name(step: int, prefix: str) -> str:
 
 def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
     """Inspect one folder: its manifest and the sizes of its files."""
+    path = storage.path(name)
     try:
-        with os.scandir(storage.path(name)) as entries:
+        with os.scandir(path) as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
     except OSError as error:
-        return StepRecord(
-            name,
-            storage.path(name),
-            "incomplete",
-            f"it cannot be read: {error.strerror}",
-            False,
-            None,
-            0,
-            0,
-            unreadable=True,
-        )
+        problem = f"it cannot be read: {error.strerror}"
+        return StepRecord(name, path, "incomplete", problem, unreadable=True)
     replica_sizes = file_sizes(storage.path(f"{name}/{names.REPLICAS}"))
-    nbytes = sum(sizes.values()) + sum(replica_sizes.values())
-    files = len(sizes) + len(replica_sizes)
-    is_unified = has_unified_files(sizes)
-    body: bytes | None = None
+    unusable = StepRecord(
+        name,
+        path,
+        "incomplete",
+        f"it has no {names.MANIFEST}",
+        is_unified=has_unified_files(sizes),
+        nbytes=sum(sizes.values()) + sum(replica_sizes.values()),
+        files=len(sizes) + len(replica_sizes),
+    )
+    if names.MANIFEST not in sizes:
+        return unusable
+    body = b""
     try:
-        body = storage.read(f"{name}/{names.MANIFEST}") if names.MANIFEST in sizes else None
-        manifest = parse_manifest(body, file=names.MANIFEST) if body is not None else None
+        body = storage.read(f"{name}/{names.MANIFEST}")
+        manifest = parse_manifest(body, file=names.MANIFEST)
     except CheckpointError as error:
-        unreadable = isinstance(error, StorageError) or (body is not None and has_valid_crc(body))
-        return StepRecord(
-            name,
-            storage.path(name),
-            "incomplete",
-            str(error),
-            is_unified,
-            None,
-            nbytes,
-            files,
-            unreadable=unreadable,
-        )
-    if manifest is None:
-        return StepRecord(
-            name,
-            storage.path(name),
-            "incomplete",
-            f"it has no {names.MANIFEST}",
-            is_unified,
-            None,
-            nbytes,
-            files,
-        )
+        unreadable = isinstance(error, StorageError) or has_valid_crc(body)
+        return replace(unusable, problem=str(error), unreadable=unreadable)
     parts, problem = present_parts(manifest, sizes)
     status: Literal["complete", "incomplete", "misnamed"] = "incomplete" if problem else "complete"
     if not problem and (manifest.step is None or name != step_name(manifest.step, prefix)):
         claim = "no step" if manifest.step is None else f"step {manifest.step}"
         status, problem = "misnamed", f"its manifest has {claim}; rename the folder accordingly"
-    return StepRecord(
-        name=name,
-        path=storage.path(name),
+    return replace(
+        unusable,
         status=status,
         problem=problem,
         is_unified=True,
         step=manifest.step,
-        nbytes=nbytes,
-        files=files,
         created=manifest.created,
         seconds=manifest.seconds,
         parts=parts,
@@ -284,9 +260,7 @@ def _link_record(storage: LocalStorage, name: str) -> StepRecord:
         f"it is a link to {os.path.realpath(storage.path(name))}, not a folder; "
         "move the target here, or load it by its path"
     )
-    return StepRecord(
-        name, storage.path(name), "incomplete", problem, False, None, 0, 0, unreadable=True
-    )
+    return StepRecord(name, storage.path(name), "incomplete", problem, unreadable=True)
 
 
 def file_sizes(folder: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Turns SIGTERM and SIGINT into a flag that training polls. Saves nothing and stops nothing."""
+"""Turns SIGTERM, SIGINT and SIGUSR1 into a flag that training polls. Saves and stops nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import FrameType
 from typing import Any
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class SignalFlag:
-    """While active, SIGTERM and the first SIGINT only set a flag. Does nothing outside the main
-    thread, where Python forbids handlers.
+    """While active, SIGTERM, the first SIGINT, and SIGUSR1 if nothing handles it, only set a flag.
+    Does nothing outside the main thread, where Python forbids handlers.
 
     A previous SIGTERM handler is called too. A second SIGINT goes to the previous handler, so
     Ctrl-C twice still ends a program. `stop` restores the previous handlers. It cannot do so in
@@ -33,8 +33,16 @@ class SignalFlag:
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in _SIGNALS:
-            if signum not in self._previous:
+            current = _active(signal.getsignal(signum), signum)
+            has_use = signum == signal.SIGUSR1 and current != signal.SIG_DFL
+            if signum not in self._previous and not has_use:
                 self._previous[signum] = signal.signal(signum, self._handle)
+
+    def retake(self) -> None:
+        """Handle the signals again, in place of a handler that was installed since."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in self._previous:
+                signal.signal(signum, self._handle)
 
     def defer(self) -> None:
         """Stop polling: a signal that would only set the flag is kept, and `stop` raises it
@@ -62,13 +70,7 @@ class SignalFlag:
 
     def _previous_action(self, signum: int) -> _Handler:
         """Return the previous handler that is still active."""
-        previous = self._previous.get(signum)
-        owner = getattr(previous, "__self__", None)
-        return (
-            owner._previous_action(signum)
-            if isinstance(owner, SignalFlag) and owner._stopped
-            else previous
-        )
+        return _active(self._previous.get(signum), signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         previous = self._previous_action(signum)
@@ -96,3 +98,11 @@ class SignalFlag:
         elif previous != signal.SIG_IGN and signal.getsignal(signum) == self._handle:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
+
+
+def _active(handler: _Handler, signum: int) -> _Handler:
+    """Return the handler, or the one before it if it is of a stopped flag."""
+    owner = getattr(handler, "__self__", None)
+    if isinstance(owner, SignalFlag) and owner._stopped:
+        return owner._previous_action(signum)
+    return handler

@@ -33,6 +33,15 @@ class StopSignals:
         if self.watching:
             self._signals.start()
 
+    @property
+    def received(self) -> str | None:
+        """The first signal that this rank received, by name."""
+        return self._signals.received
+
+    def retake(self) -> None:
+        """Take the signals back from a trainer that has installed handlers of its own."""
+        self._signals.retake()
+
     def defer(self) -> None:
         """End polling. A signal that arrives before `close` is raised again by `close`."""
         self._signals.defer()
@@ -60,7 +69,7 @@ class StopSignals:
                 self._clock_consensus.notify(reason)
             reasons += [self._clock_consensus.poll(step)]
         if self._stop_consensus is not None and not self.stopped:
-            reason = self.requested or self._signals.received
+            reason = self.requested or self.received
             if reason is not None:
                 self._stop_consensus.notify(reason)
             if self._stop_consensus.poll(step) is not None:

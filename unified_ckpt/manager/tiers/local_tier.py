@@ -14,7 +14,7 @@ from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.steps.remove import remove_folder
 from unified_ckpt.manager.steps.rotate import rotate
-from unified_ckpt.manager.steps.scan import scan
+from unified_ckpt.manager.steps.scan import StepRecord, scan
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.manager.tiers.run_marker import RunMarker
 from unified_ckpt.options import ManagerOptions
@@ -93,16 +93,16 @@ class LocalTier:
 
     def apply_retention(
         self, required: Callable[[], Collection[int]], *, last_step: int | None = None
-    ) -> None:
-        """Remove old checkpoints, except the `required` steps and saves of other runs. `last_step`:
-        the step just saved, None after an upload.
+    ) -> list[StepRecord]:
+        """Remove and return old checkpoints, except the `required` steps and saves of other runs.
+        `last_step`: the step just saved, None after an upload.
 
         `required` is called under the lock, so the later of a commit and an upload sees what both
         changed.
         """
         with self._lock:
             self._last_step = self._last_step if last_step is None else last_step
-            rotate(
+            removed = rotate(
                 LocalStorage(self.directory),
                 self._options.step_prefix,
                 when.local_retention_rules(self._options),
@@ -111,6 +111,7 @@ class LocalTier:
                 excluded=self.marker.foreign_saves if self.marker else (),
             )
         self._write_marker()
+        return removed
 
     def _write_marker(self) -> None:
         """Write the marker unless the directory has it; somebody may have emptied it."""

@@ -52,7 +52,7 @@ class UploadJob:
     """A local checkpoint to be written to the root.
 
     `if_exists` applies to another save of this name in the root. `number` counts the saves that
-    were due, from 1.
+    were due, from 1. `counted`: steps that stay in place of one of the latest.
     """
 
     step: int
@@ -61,6 +61,7 @@ class UploadJob:
     fsync: bool
     max_file_bytes: int
     number: int
+    counted: Sequence[int] = ()
 
 
 class MergeQueue:

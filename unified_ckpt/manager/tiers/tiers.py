@@ -11,14 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import CheckpointError, FormatError
+from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.steps.rotate import rotate
+from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import Scan, scan
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.manager.tiers.local_tier import LocalTier
@@ -26,20 +27,11 @@ from unified_ckpt.manager.tiers.merge_queue import MergeQueue, UploadJob
 from unified_ckpt.manager.tiers.upload_queue import SOURCE_DAMAGED, UploadQueue
 from unified_ckpt.options import ManagerOptions, SaveOptions
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class SaveTarget:
-    """Where a save goes on this node. `path` is relative to the root unless absolute."""
-
-    path: str
-    local: bool = False
 
 
 class TieredStorage:
@@ -54,8 +46,8 @@ class TieredStorage:
         root: str,
         options: ManagerOptions,
         *,
-        ranks: Callable[[], Comm],
         topology: Callable[[], Topology],
+        events: RunEvents,
         timeout_seconds: float,
     ) -> None:
         self.root, self.local_directory = root, os.path.realpath(options.local_directory or "")
@@ -65,7 +57,7 @@ class TieredStorage:
                 "expected another folder; choose one on a local disk"
             )
         self._options = options
-        self._ranks = ranks
+        self._events, self._ranks = events, events.ranks
         self._topology = topology
         self._timeout_seconds = timeout_seconds
         self._local = LocalTier(root, self.local_directory, options)
@@ -191,7 +183,7 @@ class TieredStorage:
             and not any(outcome["error"] for outcome in reply["outcomes"])
         ):
             self._record_root_saves(frozenset(reply["root_saves"]))
-            self._local.apply_retention(tuple)
+            self._apply_local_retention(tuple)
         self._count_outcomes(reply["outcomes"], strict=True)
 
     def _exchange(
@@ -250,13 +242,19 @@ class TieredStorage:
             raise failure
 
     def on_commit(
-        self, target: SaveTarget, step: int, *, for_root: bool, options: SaveOptions
+        self,
+        target: SaveTarget,
+        step: int,
+        *,
+        for_root: bool,
+        options: SaveOptions,
+        counted: Sequence[int] = (),
     ) -> None:
         """Schedule the upload and apply retention after a commit. Called on every rank; a failure
-        is logged.
+        is logged. `counted`: steps that stay in place of one of the latest.
         """
         try:
-            self._after_commit(target, step, for_root=for_root, options=options)
+            self._after_commit(target, step, for_root=for_root, options=options, counted=counted)
         except (CheckpointError, OSError) as error:
             _LOG.warning(
                 "%s: step %d is saved; cannot remove old checkpoints yet: %s",
@@ -266,11 +264,17 @@ class TieredStorage:
             )
 
     def _after_commit(
-        self, target: SaveTarget, step: int, *, for_root: bool, options: SaveOptions
+        self,
+        target: SaveTarget,
+        step: int,
+        *,
+        for_root: bool,
+        options: SaveOptions,
+        counted: Sequence[int],
     ) -> None:
         if not target.local:
             if self._ranks().rank == 0:
-                self._apply_root_retention(step)
+                self._apply_root_retention(step, counted)
             return
         if self._ranks().rank not in self._leaders:
             return
@@ -286,16 +290,23 @@ class TieredStorage:
                     options.fsync,
                     options.max_file_bytes,
                     self._scheduled,
+                    counted,
                 )
             )
         if self._merge_queue is None:
-            self._local.apply_retention(self._upload_queue.pending_steps, last_step=step)
+            self._apply_local_retention(self._upload_queue.pending_steps, last_step=step)
             return
         pending, root_saves = self._merge_queue.broadcast_state(
             self._upload_queue.pending_steps(), self._local.root_saves
         )
         self._record_root_saves(root_saves)
-        self._local.apply_retention(lambda: pending, last_step=step)
+        self._apply_local_retention(lambda: pending, last_step=step)
+
+    def _apply_local_retention(
+        self, required: Callable[[], Collection[int]], *, last_step: int | None = None
+    ) -> None:
+        removed = self._local.apply_retention(required, last_step=last_step)
+        self._events.removed(removed, tier="local")
 
     def _record_root_saves(self, saves: frozenset[str]) -> None:
         """Record what rank 0 knows of the root, on the other leaders.
@@ -309,24 +320,25 @@ class TieredStorage:
         if error is not None:  # it may have been committed all the same
             self._local.record_root_saves(self._root_save_ids() | self._local.root_saves)
             return
-        self._apply_root_retention(job.step)
+        self._apply_root_retention(job.step, job.counted)
         if self._merge_queue is None:  # several nodes remove local ones at the next commit
             self._upload_queue.release()
-            self._local.apply_retention(self._upload_queue.pending_steps)
+            self._apply_local_retention(self._upload_queue.pending_steps)
 
-    def _apply_root_retention(self, step: int) -> None:
+    def _apply_root_retention(self, step: int, counted: Sequence[int]) -> None:
         """Remove old checkpoints from the root after the commit of `step`. The local marker learns
         of a new save there before an old one goes.
         """
         self._local.record_root_saves(self._root_save_ids() | self._local.root_saves)
-        rotate(
+        removed = rotate(
             LocalStorage(self.root),
             self._options.step_prefix,
-            when.retention_rules(self._options),
+            when.retention_rules(self._options, counted=counted),
             last_step=step,
             protected=self._upload_queue.pending_steps(),
             excluded=self.bad_saves,
         )
+        self._events.removed(removed, tier="root")
         self._local.record_root_saves(self._root_save_ids())
 
     def _root_save_ids(self) -> frozenset[str]:

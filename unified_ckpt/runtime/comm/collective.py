@@ -18,6 +18,7 @@ from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.error_spread import Spread, mark, spread_of
 from unified_ckpt.runtime.comm.key_store import KeyStore
+from unified_ckpt.runtime.comm.phases import Phase, PhaseClock
 
 _SECONDARY_WAIT_SECONDS = 10.0  # for the rank that failed first to share its error
 _STOP_SECONDS = 10.0  # for other ranks to stop writing before a failed save is deleted
@@ -49,9 +50,10 @@ class Collective:
         self.ranks = ranks  # global ranks, which errors name
         self.all_cached = self.any_busy = False
         self._parent = parent
+        self.clock = PhaseClock()
         self._last_heartbeat = time.monotonic()
         self._in_background = self.in_progress = False
-        self.keys: list[str] = []  # set by this rank, with the prefix
+        self.keys: dict[str, None] = {}  # set by this rank, with the prefix
         self._store, self._prefix = store, f"{number}/"
 
     def move_to_background(self) -> None:
@@ -158,6 +160,10 @@ class Collective:
             )
             # The rank that should have set it waits for another one, or is named by its receiver.
             raise mark(error, Spread.SECONDARY)
+        return self.read(key)
+
+    def read(self, key: str) -> bytes:
+        """Return the value of a key that is known to be set."""
         return self._store.get(self._prefix + key)
 
     def add(self, key: str, amount: int = 1) -> int:
@@ -172,7 +178,7 @@ class Collective:
         """Return the store's name of a key that this rank sets, and record it for deletion."""
         if " " in key:
             raise AssertionError(f"store key {key!r}: has a space, which separates stored keys")
-        self.keys.append(self._prefix + key)
+        self.keys[self._prefix + key] = None
         return self._prefix + key
 
     def broadcast(self, key: str, value: bytes | None) -> bytes:
@@ -222,9 +228,22 @@ class Collective:
         values = self.collect_json(key, value, dst=0, ranks=range(self.world))
         return list(self.broadcast_json(f"{key}-all", values))
 
+    def gather_phases(self) -> dict[int, tuple[Phase, ...]]:
+        """Return the phases of all ranks so far on rank 0, an empty dict elsewhere.
+
+        Costs one key per rank, of some 200 bytes.
+        """
+        phases = [[phase.name, phase.start, phase.seconds] for phase in self.clock.phases()]
+        gathered = self.collect_json("phases", phases, dst=0, ranks=range(self.world))
+        return {
+            self.ranks[index]: tuple(Phase(*fields) for fields in phases)
+            for index, phases in enumerate(gathered)
+        }
+
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Run one step: end once all ranks have finished it, or raise the first error on all."""
+        self.clock.begin(name)
         try:
             yield
         except BaseException as error:
@@ -232,7 +251,9 @@ class Collective:
                 raise
             self.finish_step(name, error)
             raise
+        self.clock.end()
         self.finish_step(name)
+        self.clock.resume()
 
     @contextmanager
     def propagating_errors(self) -> Iterator[None]:
@@ -294,7 +315,7 @@ class Collective:
                 self.set_once(
                     "failed", encode_error(timeout_error, rank=self.ranks[self.rank], world=1)
                 )
-        if self.get(f"done/{step}") != b"ok":
+        if self.read(f"done/{step}") != b"ok":
             self.wait(["failed"])
             raise self.failure()
 

@@ -60,7 +60,6 @@ class Comm:
         `parent`: a collective of more ranks that this one belongs to. Raise its error if it fails
         meanwhile, or RankError naming the ranks that did not arrive in time.
         """
-        parent = parent or self._parent
         # A rank that leaves a collective before the others must get a new number here.
         self._number = max(self._key_store.add("collectives", 0), self._number + 1)
         collective = Collective(
@@ -69,8 +68,11 @@ class Comm:
             rank=self.rank,
             ranks=self.ranks,
             timeout_seconds=timeout_seconds,
-            parent=parent,
+            parent=parent or self._parent,
         )
+        if parent is not None:  # the same rank is in both: one clock for what it does
+            collective.clock = parent.clock
+        parent = parent or self._parent
         self._stale_keys.add(collective)
         if cached:
             collective.add("cached")
@@ -99,11 +101,12 @@ class Comm:
                 f"late: {call.description}: rank(s) {missing} did not arrive within "
                 f"{timeout_seconds:g} s; expected the same call on all {self.world} ranks",
             )
-        outcome = collective.get("arrivals-closed").decode()
+        outcome = collective.read("arrivals-closed").decode()
         if outcome.startswith(("late: ", "differ: ")):
             raise RankError(outcome.partition(": ")[2])
         collective.all_cached = outcome.startswith("cached")
         collective.any_busy = outcome.endswith(" busy")
+        collective.clock.mark_arrived()
         if delete_stale:
             self.delete_stale_keys()
         return collective

@@ -73,3 +73,10 @@ class Directory:
         if self._fd is not None:
             return name or "."
         return os.path.join(self._root, name) if name else self._root
+
+
+def existing_folder(path: str) -> str:
+    """Return a folder, or its nearest parent that exists. `path` is absolute."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path

@@ -12,7 +12,7 @@ from torch import nn
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import spec_of
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.format.names import check_part_name
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS, check_part_name
 from unified_ckpt.runtime.torch_state.modules import FlatModel, ModelArgument, flatten_model
 from unified_ckpt.runtime.torch_state.optimizers import (
     FlatOptimizer,
@@ -30,10 +30,6 @@ from unified_ckpt.runtime.torch_state.tensors import (
     dtype_name,
 )
 
-MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"
-# In a checkpoint that omits the model: the model's tensors that have no master.
-WITHOUT_MASTERS = "model_without_masters"
-WEIGHTS = (MODEL, MASTER, WITHOUT_MASTERS)
 # Other dtypes, such as quantized weights, are never cast.
 CASTABLE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from unified_ckpt.core.sharding.boxes import Box, intersect, relative_to, shift
-from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES, MASTER, MODEL, FlatState
+from unified_ckpt.format.names import MASTER, MODEL
+from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES, FlatState
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_int_bits
 
 _CHUNK_ELEMENTS = 1 << 20  # compared at a time: bounds the memory of the cast

@@ -14,12 +14,14 @@ from torch.nn.parameter import is_lazy
 
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.torch_state.tensors import check_tensors, memory_key
+from unified_ckpt.runtime.torch_state.wrapper_names import (
+    EXTRA_STATE,
+    is_extra_state,
+    strip_wrappers,
+)
 
 ModelArgument = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor]
-# Of torch.compile and of activation checkpointing.
-_WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _FLAT_PARAM = "_flat_param"  # FSDP1
-_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ def _flatten_module(flat: FlatModel, names_by_memory: dict[object, str], module:
             )
     for name, inner in module.named_modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
-            raw = f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE
+            raw = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
             flat.extra_owners[clean_name(raw, wrapper_prefixes)] = inner
     flat.skipped_ddp_buffers |= {
         clean_name(raw, wrapper_prefixes) for raw in _skipped_ddp_buffers(module)
@@ -118,18 +120,6 @@ def clean_name(raw: str, wrapper_prefixes: Sequence[str]) -> str:
         if raw.startswith(prefix):
             raw = prefix.removesuffix("module.") + raw[len(prefix) :]
     return strip_wrappers(raw)
-
-
-def is_extra_state(name: str) -> bool:
-    """Return whether a state dict key is that of extra state, whose value may be a tensor."""
-    return name.rpartition(".")[2] == _EXTRA_STATE
-
-
-def strip_wrappers(name: str) -> str:
-    """Return a name without what torch.compile and activation checkpointing insert."""
-    for wrapper in _WRAPPER_NAMES:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _add(

@@ -38,6 +38,7 @@ _TORCH: dict[str, tuple[str, str]] = {
     "SGD": ("", "momentum_buffer"),
     "SparseAdam": ("step exp_avg exp_avg_sq", ""),
 }
+_OTHER_SHAPES = ("Adafactor", "LBFGS", "SparseAdam")  # their states are no scalars, or not alike
 _BY_OPTION = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
@@ -99,6 +100,24 @@ def state_rule(
         return None
     enabled = (name for option, name in _BY_OPTION.get(owner, {}).items() if options.get(option))
     return _torch_rule(owner, frozenset(enabled))
+
+
+def created_state(
+    optimizer: Optimizer, param: torch.Tensor, options: Mapping[str, Any]
+) -> dict[str, torch.dtype] | None:
+    """Return the names and dtypes of the state that a first step creates for a parameter.
+
+    `SCALAR_STATES` have one element, and others the parameter's shape. None if the class is unknown
+    or its states have other shapes.
+    """
+    rule, owner = state_rule(optimizer, param, options), _step_owner(type(optimizer).step)
+    if rule is None or owner is None or owner in _OTHER_SHAPES:
+        return None
+    names = rule.required | ({"momentum_buffer"} if options.get("momentum") else set())
+    # As torch chooses the dtype of its scalars.
+    is_double = torch.get_default_dtype() == torch.float64
+    scalar_dtype = torch.float64 if is_double else torch.float32
+    return {name: rule.dtype(name, param) or scalar_dtype for name in names}
 
 
 @cache

@@ -19,8 +19,8 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.errors import FormatError, IntegrityError
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 from unified_ckpt.sources.deepspeed.layout import FlatRange
 from unified_ckpt.sources.deepspeed.optimizer_files import FP32

@@ -27,9 +27,9 @@ from unified_ckpt.errors import (
     NotFoundError,
     error_prefix,
 )
+from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer
-from unified_ckpt.runtime.torch_state.flatten import MODEL
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, zero3_layout, zero12_layout
 from unified_ckpt.sources.deepspeed.model import (
     MODEL_FILE,

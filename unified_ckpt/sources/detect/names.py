@@ -35,6 +35,7 @@ _ACCELERATE_FILES = {
     "optimizer_0",
 }
 _DEEPSPEED_FILES = {"zero_to_fp32.py", "latest"}  # the Trainer keeps these next to its own files
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pdparams")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _UNIFIED_FILES = {names.MANIFEST, names.DIGESTS, names.SAVE_ID_FILE}
 
@@ -131,6 +132,24 @@ def _is_trainer(listing: PathListing) -> bool:
     return has_state and listing.entries.isdisjoint(_DEEPSPEED_FILES)
 
 
+def _holds_adapters(listing: PathListing) -> bool:
+    """Return whether this has no weights of its own and a folder for each adapter.
+
+    Steps of a training run, whose folders may hold adapters too, do not count.
+    """
+    if listing.is_file or any(entry.endswith(_WEIGHT_SUFFIXES) for entry in listing.entries):
+        return False
+    folders = [
+        os.path.join(listing.path, entry)
+        for entry in listing.entries
+        if os.path.isfile(os.path.join(listing.path, entry, ADAPTER_CONFIG))
+    ]
+    training_files = (TRAINER_STATE, names.MANIFEST)
+    return bool(folders) and not any(
+        os.path.exists(os.path.join(folder, file)) for folder in folders for file in training_files
+    )
+
+
 def _is_accelerate(listing: PathListing) -> bool:
     return bool(listing.entries & _ACCELERATE_FILES) or any(
         map(_RANK_FILE.fullmatch, listing.entries)
@@ -160,7 +179,7 @@ FORMATS = (
         "peft",
         "PEFT adapters",
         "huggingface.adapters:open_adapters",
-        lambda listing: ADAPTER_CONFIG in listing.entries,
+        lambda listing: ADAPTER_CONFIG in listing.entries or _holds_adapters(listing),
     ),
     Format(
         "huggingface-shards",

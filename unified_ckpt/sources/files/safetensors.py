@@ -19,10 +19,10 @@ from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format import header, index, names
 from unified_ckpt.format.json_text import parse_json
+from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.runtime.torch_state.flatten import MODEL
-from unified_ckpt.runtime.torch_state.modules import strip_wrappers
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
+from unified_ckpt.runtime.torch_state.wrapper_names import strip_wrappers
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 

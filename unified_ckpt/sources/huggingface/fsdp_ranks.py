@@ -6,8 +6,6 @@ DTensors and meshes and creates no process group.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,39 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
-from unified_ckpt.runtime.torch_state.modules import is_extra_state
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.placements import sharding_of
+from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.pytorch.optimizer_scalars import merge_scalars
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 RankStates = Sequence[Mapping[str, Any]]  # by rank
-
-
-def rank_files(root: str, stem: str) -> list[str]:
-    """Return the paths of `<stem>_rank<r>.bin` for ranks 0, 1, ...; [] if there are none.
-
-    IncompleteError names a missing rank in between.
-    """
-    names = {
-        int(match[1]): name
-        for name in os.listdir(root)
-        if (match := re.fullmatch(rf"{stem}_rank(\d+)\.bin", name))
-    }
-    raise_if_any(
-        IncompleteError,
-        f"{root}: files are missing",
-        [
-            f"{stem}_rank{rank}.bin"
-            for rank in range(max(names, default=-1) + 1)
-            if rank not in names
-        ],
-    )
-    return [os.path.join(root, names[rank]) for rank in sorted(names)]
 
 
 def load_rank_states(files: Sequence[str]) -> list[Mapping[str, Any]]:

@@ -19,8 +19,8 @@ from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.json_text import parse_json
+from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MODEL
 from unified_ckpt.sources.detect.names import HF_SHARD
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.files.safetensors import TensorFile, open_tensor_file

@@ -22,18 +22,12 @@ from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.folder.backup import JIT_MARKER
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.safetensors import open_model_files, whole_tensors
 from unified_ckpt.sources.huggingface.adapters import adapter_tensors
-from unified_ckpt.sources.huggingface.fsdp_ranks import (
-    extra_states_from_rank,
-    model_from_ranks,
-    optimizer_from_ranks,
-    rank_files,
-)
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.pytorch.optimizer_groups import parse_groups
 from unified_ckpt.sources.pytorch.optimizer_names import ForeignCheckpoint, with_optimizer_names
@@ -152,8 +146,13 @@ def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> Pa
             if source_part == MODEL
         }
         return ParsedStateDict(tensors, {}, dict(source.metadata().modules), {})
-    rank_paths = rank_files(root, fsdp_name)
+    rank_paths = _rank_files(root, fsdp_name)
     if rank_paths:
+        from unified_ckpt.sources.huggingface.fsdp_ranks import (  # imports DTensor
+            extra_states_from_rank,
+            model_from_ranks,
+        )
+
         return ParsedStateDict(
             model_from_ranks(rank_paths, part), {}, extra_states_from_rank(rank_paths[0]), {}
         )
@@ -167,6 +166,28 @@ def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> Pa
     if not index and entries & {BIN, BIN_INDEX}:
         return read_bins(root)
     return ParsedStateDict({}, {}, {}, {})
+
+
+def _rank_files(root: str, stem: str) -> list[str]:
+    """Return the paths of `<stem>_rank<r>.bin` for ranks 0, 1, ...; [] if there are none.
+
+    IncompleteError names a missing rank in between.
+    """
+    names = {
+        int(match[1]): name
+        for name in os.listdir(root)
+        if (match := re.fullmatch(rf"{stem}_rank(\d+)\.bin", name))
+    }
+    raise_if_any(
+        IncompleteError,
+        f"{root}: files are missing",
+        [
+            f"{stem}_rank{rank}.bin"
+            for rank in range(max(names, default=-1) + 1)
+            if rank not in names
+        ],
+    )
+    return [os.path.join(root, names[rank]) for rank in sorted(names)]
 
 
 def _open_complete_dcp(root: str) -> ShardedSource:
@@ -200,7 +221,9 @@ def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignChec
                 source.metadata(),
                 prefix=_optimizer_prefix(checkpoint, index),
             )
-        elif rank_paths := rank_files(root, folder):
+        elif rank_paths := _rank_files(root, folder):
+            from unified_ckpt.sources.huggingface.fsdp_ranks import optimizer_from_ranks
+
             _add_optimizer(
                 rank_paths[0],
                 checkpoint,

@@ -20,8 +20,8 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, error_prefix
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.megatron.files import (

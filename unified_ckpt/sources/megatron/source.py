@@ -18,8 +18,8 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.megatron.dist import open_dist, step_shard
 from unified_ckpt.sources.megatron.files import (

@@ -29,8 +29,8 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.detect.names import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.parsing import read_text

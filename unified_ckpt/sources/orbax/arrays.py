@@ -82,7 +82,7 @@ def open_arrays(
     Raises FormatError for a damaged array and for a dtype that safetensors lacks, IncompleteError
     naming missing or truncated files and arrays.
     """
-    tensorstore = _tensorstore()
+    tensorstore = import_tensorstore()
     check_regular_files(root)
     raise_if_any(
         FormatError,
@@ -136,7 +136,8 @@ def open_arrays(
     return arrays
 
 
-def _tensorstore() -> Any:
+def import_tensorstore() -> Any:
+    """Return the module. CheckpointError if it is not installed."""
     try:
         import tensorstore
     except ImportError as error:

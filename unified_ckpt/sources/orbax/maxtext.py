@@ -17,7 +17,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.sources.files.json import read_config
 from unified_ckpt.sources.orbax.arrays import StoredArray, chunk_boxes
 from unified_ckpt.sources.orbax.maxtext_names import (

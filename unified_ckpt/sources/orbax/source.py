@@ -18,8 +18,8 @@ from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, error_prefix
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.files.json import read_json
 from unified_ckpt.sources.orbax.arrays import StoredArray, chunk_boxes, open_arrays
 from unified_ckpt.sources.orbax.folders import OrbaxStep, read_tree, resolve_step

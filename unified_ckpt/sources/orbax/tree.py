@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 
 Path = tuple[str, ...]
 _PARAMS_KEYS = ("params", "model")  # keys of a train state, likeliest first

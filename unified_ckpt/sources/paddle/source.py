@@ -22,8 +22,8 @@ from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.format import names
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.detect.paddle import PEFT, is_legacy, part_file
 from unified_ckpt.sources.files.json import config_path, read_config, read_json_object
 from unified_ckpt.sources.paddle.files import open_indexed, open_tensors

@@ -17,7 +17,7 @@ from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.paddle.beta_powers import AdamBetas, Betas, infer_betas, infer_steps
 from unified_ckpt.sources.paddle.names import (
     ModelConfig,

@@ -21,10 +21,10 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
-from unified_ckpt.runtime.torch_state.modules import is_extra_state
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.pytorch.dcp_metadata import Entry, KeyPath, read_entries
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile

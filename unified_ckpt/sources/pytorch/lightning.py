@@ -13,8 +13,8 @@ from typing import Any
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.sources.restricted_pickle.placeholders import NAMESPACE_CLASSES, to_plain

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from unified_ckpt.engine.source.protocol import (
     SourceMetadata,
 )
 from unified_ckpt.errors import CheckpointError, FormatError
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.pytorch.optimizer_groups import SavedGroup, unreadable_reason
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras, whole_tensor
 
@@ -102,6 +103,9 @@ def with_optimizer_names(
             target=target,
             stored_orders=orders,
         )
+        return named(order)
+
+    def named(order: Order) -> Source:
         state = _name_state(paths, checkpoint.indexed_groups, order)
         return _source(
             checkpoint,
@@ -109,7 +113,19 @@ def with_optimizer_names(
             replace(checkpoint.metadata, groups=state.groups, scalars=state.scalars),
         )
 
-    return IndexedOptimizerSource(without_optimizer, resolve_names)
+    are_named = all(group.names is not None for group in checkpoint.indexed_groups)
+    by_index = partial(named, _index_order(checkpoint.indexed_groups))
+    return IndexedOptimizerSource(
+        without_optimizer,
+        resolve_names,
+        by_index=None if are_named or options.optimizer_order is not None else by_index,
+    )
+
+
+def _index_order(groups: Sequence[SavedGroup]) -> Order:
+    """Return an order of names 0, 1, ... for parameters of unknown shapes."""
+    numbers = count()
+    return [[(str(next(numbers)), ()) for _ in group.state] for group in groups]
 
 
 def _source(

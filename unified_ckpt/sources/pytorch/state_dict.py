@@ -20,11 +20,11 @@ from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import Order, Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format import index
+from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
-from unified_ckpt.runtime.torch_state.modules import is_extra_state, strip_wrappers
 from unified_ckpt.runtime.torch_state.tensors import memory_key
+from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state, strip_wrappers
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX
 from unified_ckpt.sources.pytorch.optimizer_groups import (
     SavedGroup,

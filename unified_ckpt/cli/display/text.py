@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from unified_ckpt.errors import NotFoundError
+
 _SHOWN_CHARS = 40
 _SHOWN_ITEMS = 4
 
 
-def human_size(nbytes: int) -> str:
-    """Format bytes with three digits: `32 MiB`, `13.5 GiB`."""
-    size, unit = float(nbytes), 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
-
-
-def count_text(number: int, noun: str) -> str:
-    """Format a count with its noun: `1 rank`, `4 ranks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def no_match_error(match: str, path: str) -> NotFoundError:
+    """Return the error for a glob that no tensor matches."""
+    return NotFoundError(
+        f"{path}: no tensor matches {match!r}; `unified-ckpt inspect {path}` shows the names"
+    )
 
 
 def printable(text: str) -> str:

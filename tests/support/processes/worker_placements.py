@@ -1,8 +1,7 @@
-"""Four gloo processes place real DTensors. Each is compared with the slices of the global tensor it
-was cut from.
+"""torchrun script: four processes place real DTensors. Each is compared with the slices of the
+global tensor it was cut from.
 
-Run as a script: `placement_script.py FOLDER`. Rank r writes `FOLDER/r.json`: case -> problems; an
-empty list if there were none.
+Rank r writes `FOLDER/r.json`: case -> problems; an empty list if there were none.
 """
 
 from __future__ import annotations
@@ -12,24 +11,20 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-
-# DTensor imports it at its first operation: import it once, before the fork
-import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.multiprocessing import start_processes
 
+from tests.support.processes.worker import started
 from unified_ckpt.core.sharding.declarations import describe_sharding
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, missing_coordinates
@@ -344,18 +339,6 @@ def mesh_shapes_for_messages(rank: int) -> Problems:
     return [] if placer.mesh_shapes == {"dp tp": (2, 2)} else [str(placer.mesh_shapes)]
 
 
-def run(rank: int, folder: str, port: int) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
-    Path(folder, f"{rank}.json").write_text(json.dumps(dict(results(rank))))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def results(rank: int) -> Iterator[tuple[str, Problems]]:
     for name, act in CASES.items():
         try:
@@ -366,8 +349,11 @@ def results(rank: int) -> Iterator[tuple[str, Problems]]:
         yield name, problems
 
 
+def main() -> None:
+    with started() as (rank, _):
+        warnings.simplefilter("ignore")
+        Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(dict(results(rank))))
+
+
 if __name__ == "__main__":
-    server = dist.TCPStore(
-        "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
-    )
-    start_processes(run, args=(sys.argv[1], server.port), nprocs=WORLD, start_method="fork")
+    main()

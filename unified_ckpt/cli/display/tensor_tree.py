@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from unified_ckpt.cli.text import human_size, printable
+from unified_ckpt.cli.display.text import printable
 from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.core.text import human_size
 
 Index = int | str
 

@@ -1,0 +1,167 @@
+"""Writes docs/reference.md from the signatures and docstrings of the public API.
+
+python docs/build_reference.py
+
+The source is parsed, not imported: no framework has to be installed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference.md"
+COLUMNS = 88
+INTRODUCTION = """\
+# Reference
+
+Every public name, with its signature and docstring. A parameter shown as `= ...` is optional. The
+commands are on [their own page](cli.md). This page is written by `docs/build_reference.py`.
+"""
+SECTIONS = {
+    "Save and load": ["save", "save_async", "load", "open", "Checkpointer", "PendingSave"],
+    "Manage a run": ["CheckpointManager", "from_paddle", "from_maxtext"],
+    "Check, repair, convert": ["verify", "repair", "convert"],
+    "Plan ahead": ["estimate"],
+    "Options": [
+        "SaveOptions",
+        "LoadOptions",
+        "ManagerOptions",
+        "SourceOptions",
+        "ConvertOptions",
+        "RunOptions",
+    ],
+    "Reports": [
+        "SaveReport",
+        "LoadReport",
+        "VerifyReport",
+        "RepairReport",
+        "ConvertReport",
+        "Estimate",
+    ],
+    "State": ["Layout", "Strided", "RandomStates", "ElasticSampler", "LazyTensor"],
+    "Errors": [
+        "CheckpointError",
+        "LayoutError",
+        "FormatError",
+        "OptionError",
+        "IntegrityError",
+        "NotFoundError",
+        "IncompleteError",
+        "MismatchError",
+        "StorageError",
+        "RankError",
+    ],
+}
+MODULES = (
+    "integrations.transformers",
+    "integrations.lightning",
+    "integrations.accelerate",
+    "integrations.loggers",
+)
+RETURNED = {"uc.open": "engine.source.view.SourceView"}  # by a function; they are not exported
+
+
+def reference() -> str:
+    """Return the text of the page."""
+    package = griffe.load(
+        "unified_ckpt",
+        search_paths=[ROOT],
+        extensions=griffe.load_extensions("unpack_typeddict"),
+        allow_inspection=False,
+    )
+    listed = {name for names in SECTIONS.values() for name in names}
+    others = sorted(set(map(str, package.exports or ())) - listed)
+    sections = {**SECTIONS, "Other names": others} if others else SECTIONS
+    lines = [INTRODUCTION]
+    for title, names in sections.items():
+        lines.append(f"## {title}\n")
+        for name in names:
+            lines += describe(f"uc.{name}", package[name].final_target)
+            returned = RETURNED.get(f"uc.{name}")
+            if returned is not None:
+                lines += describe(returned.rpartition(".")[2], package[returned])
+    for module in MODULES:
+        lines.append(f"## unified_ckpt.{module}\n")
+        for name in package[module].exports or ():
+            definition = package[module][name]
+            lines += describe(
+                str(name), definition.final_target if definition.is_alias else definition
+            )
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def describe(name: str, definition: griffe.Object, level: int = 3) -> Iterator[str]:
+    """Yield the lines of a function or class, with the public methods of a class."""
+    yield f"{'#' * level} {name}\n"
+    yield f"```pyi\n{declaration(definition)}\n```\n"
+    if definition.docstring is not None:
+        yield f"{prose(definition.docstring.value)}\n"
+    if isinstance(definition, griffe.Class):
+        for member in definition.members.values():
+            is_shown = isinstance(member, griffe.Function) or "property" in member.labels
+            if is_shown and not member.name.startswith("_"):
+                yield from describe(f"{name}.{member.name}", member, level + 1)
+
+
+def declaration(definition: griffe.Object) -> str:
+    """Return the signature of a function, or a class with its fields."""
+    if isinstance(definition, griffe.Attribute):
+        return f"{definition.name}: {definition.annotation}"
+    if isinstance(definition, griffe.Function):
+        return signature(definition)
+    if not isinstance(definition, griffe.Class):
+        raise TypeError(definition.path)
+    fields = [
+        f"    {field.name}: {field.annotation}" + (f" = {field.value}" if field.value else "")
+        for field in definition.members.values()
+        if isinstance(field, griffe.Attribute)
+        and field.annotation is not None
+        and "property" not in field.labels
+        and not field.name.startswith("_")
+    ]
+    bases = ", ".join(str(base) for base in definition.bases if str(base) != "_Options")
+    head = f"class {definition.name}" + (f"({bases})" if bases else "")
+    if fields:
+        return "\n".join([f"{head}:", *fields])
+    if "__init__" in definition.members:
+        return signature(definition)
+    return head
+
+
+def signature(definition: griffe.Function | griffe.Class) -> str:
+    """Return a signature, one parameter a line if it is long."""
+    text = str(definition.signature())
+    if len(text) <= COLUMNS:
+        return text
+    depth, parts, start = 0, [], text.index("(") + 1
+    first, end = start, start
+    for end, character in enumerate(text[start:], start):
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            break
+        if character == "," and depth == 0:
+            parts.append(text[first : end + 1].strip())
+            first = end + 1
+    parts.append(text[first:end].strip() + ",")
+    return "\n".join([text[:start], *(f"    {part}" for part in parts), text[end:]])
+
+
+def prose(docstring: str) -> str:
+    """Return a docstring in Markdown: lines that start with "`name`:" become items of a list."""
+    lines, indent, previous = [], "", ""
+    for line in docstring.splitlines():
+        starts_sentence = not previous or previous[-1] in ".:"
+        is_item = starts_sentence and re.match(r"(`[\w.]+`(, )?)+:", line)
+        previous = line
+        indent = "  " if is_item or (indent and line) else ""
+        lines.append(f"- {line}" if is_item else f"{indent}{line}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(reference())

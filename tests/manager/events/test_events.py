@@ -1,0 +1,221 @@
+"""The events of a run: what they record, and what happens when they cannot be written."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.managers import manager_of, state, warnings_of
+from unified_ckpt.format.events import (
+    EVENTS_NAME,
+    DeleteEvent,
+    LoadEvent,
+    SaveEvent,
+    SaveFailedEvent,
+    encode_event,
+    parse_events,
+)
+from unified_ckpt.manager.events.file import EventFile, read_events
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.phases import Phase, PhaseClock, summarize_phases
+from unified_ckpt.testing import run_ranks
+
+RANKS = 3
+
+
+def run(root: Path, steps: range, **options: Any) -> list[list[uc.SaveReport]]:
+    """Save steps on three ranks; return what the hook of each rank got."""
+
+    def rank(comm: Comm) -> list[uc.SaveReport]:
+        reports: list[uc.SaveReport] = []
+        with manager_of(comm, root, interval_steps=1, **options) as manager:
+            manager.on_commit(reports.append)
+            manager.restore(**state(0), allow_fresh=True)
+            for step in steps:
+                manager.save(step, **state(step), metrics={"loss": 1 / step})
+        return reports
+
+    return run_ranks(RANKS, rank)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_saves_loads_and_deletions_are_recorded(tmp_path: Path, asynchronous: bool) -> None:
+    options = {"keep_latest": 2, "asynchronous": asynchronous}
+    reports, *others = run(tmp_path, range(1, 4), **options)
+    run(tmp_path, range(4, 5), **options)
+    assert others == [[], []]
+    events = read_events(os.fspath(tmp_path))
+    assert [(type(event), event.step) for event in events] == [
+        (SaveEvent, 1),
+        (SaveEvent, 2),
+        (SaveEvent, 3),
+        (DeleteEvent, 1),
+        (LoadEvent, 3),
+        (SaveEvent, 4),
+        (DeleteEvent, 2),
+    ]
+    for save, report in zip(events[:3], reports, strict=True):
+        assert isinstance(save, SaveEvent)
+        assert save.path == f"checkpoint-{save.step}"
+        assert save.save_id == report.id
+        assert save.parts == {"model": 500, "optimizer": 480}
+        assert save.nbytes == report.nbytes == 980
+        assert save.metrics == {"loss": 1 / (save.step or 1)}
+        assert save.asynchronous is asynchronous
+        assert 0 < save.blocked_seconds <= save.seconds
+        assert (save.blocked_seconds < save.seconds) is asynchronous
+        assert save.phases is not None
+        assert save.phases.world_size == RANKS
+        assert sorted(save.phases.by_rank) == [0, 1, 2]
+        assert {"arrive", "write", "sync"} <= {name for name, _, _ in save.phases.by_rank[2]}
+        assert "publish" in {name for name, _, _ in save.phases.by_rank[0]}
+    load = events[4]
+    assert isinstance(load, LoadEvent)
+    assert (load.path, load.source) == ("checkpoint-3", "unified")
+    assert load.phases is not None
+    assert set(load.phases.by_rank) == {0, 1, 2}
+
+
+def test_retries_are_recorded_and_count_as_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(28, "No space left on device"), OSError(28, "No space left on device")]
+    save = uc.Checkpointer.save
+
+    def fail_twice(*arguments: Any, **more: Any) -> uc.SaveReport:
+        if failures:
+            raise failures.pop()
+        return save(*arguments, **more)
+
+    monkeypatch.setattr(uc.Checkpointer, "save", fail_twice)
+    with manager_of(None, tmp_path, interval_steps=1, retry_seconds=0.05) as manager:
+        manager.save(1, **state(1))
+    first, second, saved = read_events(os.fspath(tmp_path))
+    assert isinstance(first, SaveFailedEvent)
+    assert isinstance(second, SaveFailedEvent)
+    assert isinstance(saved, SaveEvent)
+    assert [first.attempt, second.attempt, saved.attempt] == [1, 2, 3]
+    assert "No space left" in first.error
+    assert saved.seconds >= saved.blocked_seconds > 0.15  # two pauses
+
+
+def test_wait_for_the_earlier_save_counts_as_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = threading.Event()
+
+    def attach(_: str) -> None:
+        time.sleep(0.3)
+        slow.set()
+
+    with manager_of(None, tmp_path, interval_steps=1, asynchronous=True) as manager:
+        manager.save(1, **state(1), attach=attach)
+        manager.save(2, **state(2))
+    first, second = read_events(os.fspath(tmp_path))
+    assert slow.is_set()
+    assert isinstance(first, SaveEvent)
+    assert isinstance(second, SaveEvent)
+    assert first.blocked_seconds < 0.25 < first.seconds
+    assert second.blocked_seconds > 0.2
+
+
+def test_lazy_step_that_waits_counts_as_blocked(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    pending = uc.save_async(tmp_path / "a", model=model, optimizer=optimizer, lazy=True)
+    optimizer.step()
+    report = pending.result()
+    assert 0 < report.blocked_seconds < report.seconds
+    assert report.background_seconds == pytest.approx(report.seconds - report.blocked_seconds)
+
+
+def test_torn_line_is_skipped_and_later_events_are_whole(tmp_path: Path) -> None:
+    event = DeleteEvent(time="2026-01-31T12:00:00+00:00", path="checkpoint-1", step=1)
+    root, file = os.fspath(tmp_path), tmp_path / EVENTS_NAME
+    for length in range(1, len(encode_event(event))):
+        file.write_bytes(encode_event(event) + encode_event(event)[:length])
+        EventFile(root).append(event)
+        whole = length == len(encode_event(event)) - 1  # all but the newline
+        assert read_events(root) == [event] * (3 if whole else 2)
+
+
+def test_unknown_and_hostile_lines_are_skipped() -> None:
+    lines = [
+        b'{"event": "teleport", "time": "2026-01-31T12:00:00+00:00", "path": "x"}\n',
+        b'{"event": "delete", "time": "yesterday", "path": "x"}\n',
+        b'{"event": "delete", "time": "2026-01-31T12:00:00+00:00", "path": "x", "step": -1}\n',
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b'{"event": "delete", "time": "2026-01-31T12:00:00+00:00", "path": "x", "new": 1}\n',
+    ]
+    assert [event.path for event in parse_events(lines)] == ["x"]
+
+
+def test_events_that_cannot_be_written_fail_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / EVENTS_NAME).mkdir()
+    with manager_of(None, tmp_path, interval_steps=1) as manager:
+        manager.save(1, **state(1))
+        manager.save(2, **state(2))
+    assert [text.partition(":")[0] for text in warnings_of(caplog)] == [
+        os.fspath(tmp_path / EVENTS_NAME)
+    ]
+    assert [record.step for record in manager.steps()] == [1, 2]
+
+
+def test_hook_that_fails_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager_of(None, tmp_path, interval_steps=1) as manager:
+
+        @manager.on_commit
+        def fail(report: uc.SaveReport) -> None:
+            raise ValueError(f"no logger for {report.step}")
+
+        assert manager.save(1, **state(1)) is not None
+    assert "on_commit hook failed" in caplog.text
+    assert "no logger for 1" in caplog.text
+
+
+def test_inner_step_interrupts_the_outer_one() -> None:
+    clock = PhaseClock()
+    clock.mark_arrived()
+    clock.begin("outer")
+    time.sleep(0.02)
+    clock.begin("inner")
+    time.sleep(0.03)
+    clock.end()
+    time.sleep(0.02)  # waits for other ranks
+    clock.resume()
+    time.sleep(0.01)
+    clock.end()
+    phases = [phase for phase in clock.phases() if phase.seconds > 0.005]
+    assert [phase.name for phase in phases] == ["outer", "inner", "outer"]
+    for before, after in pairwise(phases):
+        assert before.start + before.seconds <= after.start + 2e-4
+    assert phases[2].start - phases[1].start >= 0.045
+
+
+def test_phases_of_16384_ranks_are_summarized() -> None:
+    """One event stays below 10 kB, at some milliseconds of one rank's time."""
+    names = ["arrive", "check-state", "plan", "create-staging", "check-visible", "write", "sync"]
+    by_rank = {
+        rank: tuple(Phase(name, float(i), 1 + (rank == 9000) * i) for i, name in enumerate(names))
+        for rank in range(16_384)
+    }
+    started = time.process_time()
+    report = summarize_phases(by_rank)
+    seconds = time.process_time() - started
+    assert report.world_size == 16_384
+    assert report.summary["write"].slowest_rank == 9000
+    assert report.summary["write"].median == 1
+    assert {0, 9000} <= set(report.by_rank)
+    assert len(report.by_rank) <= 5
+    assert seconds < 2.0

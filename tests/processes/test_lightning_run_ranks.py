@@ -1,0 +1,50 @@
+"""Lightning with a manager: full disks, signals and killed processes, on 1, 2 and 4 ranks. Each run
+ends with the weights and losses of the run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import unified_ckpt as uc
+from tests.support.processes.launch import torchrun
+from tests.support.processes.run_cases import (
+    FROM_OUTSIDE,
+    check_resumed,
+    check_same,
+    stop_from_outside,
+)
+
+WORKER = "worker_lightning_run.py"
+CASES = ("straight", "full", "term", "int", "usr1")
+
+
+def check_world(root: Path, world: int) -> None:
+    torchrun(world, WORKER, root, *CASES, timeout_seconds=240)
+    for case in CASES:
+        check_same(root, case)
+    names = ["last.ckpt", "step=20.ckpt", "step=24.ckpt"]
+    for case in ("straight", "full"):
+        assert sorted(path.name for path in (root / case / "run").glob("*.ckpt")) == names, case
+        for name in names:
+            assert uc.verify(root / case / "run" / name, deep=True).ok
+        assert os.readlink(root / case / "run" / "last.ckpt") == names[-1]
+    repeated = int((root / "full" / "repeated").read_text())
+    assert 8 < repeated <= 15, "step 8 failed in the background"
+    for case, number in FROM_OUTSIDE.items():
+        stop_from_outside(root, world, WORKER, case, number)
+    check_resumed(root, world, WORKER)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("world", [1, 2])
+def test_lightning_survives_or_resumes_bitwise(tmp_path: Path, world: int) -> None:
+    check_world(tmp_path, world)
+
+
+@pytest.mark.long
+def test_four_ranks_survive_or_resume_bitwise(tmp_path: Path) -> None:
+    check_world(tmp_path, 4)

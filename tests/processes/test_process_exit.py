@@ -1,0 +1,68 @@
+"""A process that ends completes its saves and their copies, whatever ends it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.processes import warm
+from tests.support.processes.launch import environment
+
+SAVE = """
+import sys, time
+import torch
+import unified_ckpt as uc
+from unified_ckpt import api
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+class Slow(LocalStorage):
+    def write_at(self, *args):
+        time.sleep(0.05)
+        super().write_at(*args)
+
+api.LocalStorage = Slow
+net = torch.nn.Linear(600, 600)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with torch.no_grad():
+    net.weight.fill_(3)
+uc.save_async(sys.argv[1], model=net, optimizer=optimizer, lazy={lazy})
+{last}
+"""
+MANAGER = """
+import sys
+import torch
+import unified_ckpt as uc
+
+tier = {{"local_directory": sys.argv[1] + "/local", "local_interval_steps": 1}}
+options = uc.ManagerOptions(interval_steps=1, asynchronous={asynchronous}, **tier)
+manager = uc.CheckpointManager(sys.argv[1] + "/root", options=options)
+manager.save(1, model={{"w": torch.ones(2_000_000)}})
+"""
+
+
+def run(program: str, path: Path, code: int = 0) -> None:
+    command = [*warm.program(program, environment()), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    ("last", "code"), [("", 0), ("raise ValueError('oh')", 1), ("sys.exit(3)", 3)]
+)
+def test_process_exit_completes_the_save(tmp_path: Path, last: str, code: int, lazy: bool) -> None:
+    run(SAVE.format(last=last, lazy=lazy), tmp_path / "c", code)
+    assert uc.verify(tmp_path / "c", deep=True).ok
+    with uc.open(tmp_path / "c") as opened:
+        assert torch.equal(opened["model"]["weight"][...], torch.full((600, 600), 3.0))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_process_exit_without_close_finishes_copies(tmp_path: Path, asynchronous: bool) -> None:
+    run(MANAGER.format(asynchronous=asynchronous), tmp_path)
+    assert [path.name for path in (tmp_path / "root").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert uc.verify(tmp_path / "root" / "checkpoint-1", deep=True).ok

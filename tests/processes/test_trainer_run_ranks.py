@@ -1,0 +1,60 @@
+"""Hugging Face's Trainer with a manager: full disks, signals and killed processes, on 1, 2 and 4
+ranks. Each run ends with the weights and losses of the run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import unified_ckpt as uc
+from tests.support.processes.launch import torchrun
+from tests.support.processes.run_cases import (
+    FROM_OUTSIDE,
+    check_resumed,
+    check_same,
+    stop_from_outside,
+)
+
+WORKER = "worker_trainer_run.py"
+CASES = ("straight", "full", "term", "int", "usr1", "tiers")
+
+
+def check_checkpoints(root: Path, case: str) -> list[int]:
+    """Check every checkpoint of a case and return the steps."""
+    folders = list((root / case / "run").glob("checkpoint-*"))
+    for folder in folders:
+        assert uc.verify(folder, deep=True).ok, folder
+        assert (folder / "trainer_state.json").exists(), folder
+    return sorted(int(folder.name.removeprefix("checkpoint-")) for folder in folders)
+
+
+def check_world(root: Path, world: int) -> None:
+    torchrun(world, WORKER, root, *CASES, timeout_seconds=240)
+    for case in CASES:
+        check_same(root, case)
+    assert check_checkpoints(root, "straight") == [8, 16, 24]
+    first, repeated, last = check_checkpoints(root, "full")
+    assert first == 8, "the second attempt had room"
+    assert 16 < repeated < last == 24, "step 16 failed in the background"
+    for case in ("term", "int", "usr1"):
+        stops = {int((root / case / f"stop-{rank}").read_text()) for rank in range(world)}
+        assert len(stops) == 1, case
+        assert 6 <= stops.pop() <= 16, "within the notice's delay and the margin"
+    for case, number in FROM_OUTSIDE.items():
+        stop_from_outside(root, world, WORKER, case, number)
+        newest = max(int(path.name[11:]) for path in (root / case / "run").glob("checkpoint-*"))
+        assert newest >= 10 or number is None, case
+    check_resumed(root, world, WORKER)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("world", [1, 2])
+def test_trainer_survives_or_resumes_bitwise(tmp_path: Path, world: int) -> None:
+    check_world(tmp_path, world)
+
+
+@pytest.mark.long
+def test_four_ranks_survive_or_resume_bitwise(tmp_path: Path) -> None:
+    check_world(tmp_path, 4)

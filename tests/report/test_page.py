@@ -1,0 +1,219 @@
+"""The page about a run: what it says, and that names from files stay text."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import unified_ckpt as uc
+from tests.support.managers import manager_of, state
+from unified_ckpt.cli.main import main
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
+from unified_ckpt.engine.plan.sharding_records import encode_shardings
+from unified_ckpt.report.contents import layer_of
+from unified_ckpt.report.slices import COLUMNS, PlacedTensor, map_slices
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.testing import run_ranks
+
+pytest.importorskip("vl_convert")
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+class Page(HTMLParser):
+    """The text, tags and charts of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.charts: list[Any] = []
+        self.links: list[str] = []
+        self._in: dict[str, str | None] = {}
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._in = dict(attrs) | {"tag": tag}
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        if self._in.get("type") == "application/json" and data.strip():
+            self.charts.append(json.loads(data))
+        elif self._in.get("tag") not in ("script", "style"):
+            self.text += data
+
+
+def page_of(path: Path, output: Path) -> Page:
+    assert main(["report", os.fspath(path), "-o", os.fspath(output)]) == 0
+    return Page(output)
+
+
+@pytest.fixture(scope="module")
+def run_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of two ranks, one removed, with hostile names and a frozen layer."""
+    root = tmp_path_factory.mktemp("run")
+
+    def rank(comm: Comm) -> None:
+        with manager_of(comm, root, interval_steps=1, keep_latest=2) as manager:
+            manager.restore(**state(0), allow_fresh=True)
+            for step in range(1, 4):
+                model = {
+                    "layers.0.w": torch.ones(64, 64),
+                    "layers.1.w": torch.full((64, 64), float(step)),
+                    HOSTILE: torch.ones(3, dtype=torch.bfloat16),
+                }
+                manager.save(step, model=model, metrics={HOSTILE: float(step)})
+
+    run_ranks(2, rank)
+    return root
+
+
+def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
+    page = page_of(run_root, tmp_path / "page.html")
+    assert "img" not in page.tags
+    assert page.tags.count("script") == 2 + len(page.charts)
+    assert page.links == []
+    assert HOSTILE in page.text
+    for text in ("removed", "kept", "2 of 3", "checkpoint-2 compared with checkpoint-3"):
+        assert text in page.text
+    changes = {value["layer"]: value["changed"] for value in page.charts[-1]["data"]["values"]}
+    assert changes["layers.0"] == 0
+    assert changes["layers.1"] == 1
+    held = [
+        value["copies"]
+        for chart in page.charts
+        if "encoding" in chart
+        for value in chart["data"]["values"]
+        if "copies" in value
+    ]
+    assert len(held) == 2 * COLUMNS
+    assert set(held) == {1.0}
+
+
+def test_page_of_a_checkpoint_without_events(tmp_path: Path) -> None:
+    uc.save(tmp_path / "run" / "a", **state(1))
+    page = page_of(tmp_path / "run" / "a", tmp_path / "page.html")
+    assert "the events of a run are written by the CheckpointManager" in page.text
+    assert len(page.charts) == 2
+
+
+def test_page_of_a_plain_model_folder(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    page = page_of(tmp_path, tmp_path / "page.html")
+    assert "Not recorded: only a save into one folder" in page.text
+    assert len(page.charts) == 1
+
+
+def test_missing_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uc.save(tmp_path / "a", **state(1))
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert main(["report", os.fspath(tmp_path / "a"), "-o", os.fspath(tmp_path / "x")]) == 1
+    assert "pip install unified-ckpt[report]" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.3.mlp.up.weight/exp_avg", "model.layers.3"),
+        ("model.embed.weight", "model.embed"),
+        ("w", "w"),
+        ("h.11", "h.11"),
+    ],
+)
+def test_layer_of_a_tensor(name: str, layer: str) -> None:
+    assert layer_of(name) == layer
+
+
+def test_slices_of_ranks_match_their_elements() -> None:
+    """The oracle counts elements of each rank's boxes, byte by byte."""
+    sharding = Sharding((ShardDim(0, 3, 1), ShardDim(0, 2, 3)))
+    shapes = [(12, 8), (24, 2), (48,)]
+    records = encode_shardings(
+        ("model", f"t{i}", sharding, tuple(range(6))) for i in range(len(shapes))
+    )
+    assert records is not None
+    ranges = [PlacedTensor("model", shape, 96 * 4 * i, 96 * 4, 0) for i, shape in enumerate(shapes)]
+    ranges[2] = PlacedTensor("model", (48,), 96 * 8, 96 * 4, 0)  # of 8 bytes
+    held = np.zeros((6, 96 * 12))
+    for i, shape in enumerate(shapes):
+        itemsize = 96 * 4 // int(np.prod(shape))
+        for rank in range(6):
+            mask = np.zeros(shape)
+            for box, _ in sharding.boxes(rank, shape):
+                index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))
+                mask[index] = 1
+            held[rank, 96 * 4 * i : 96 * 4 * (i + 1)] = np.repeat(mask.reshape(-1), itemsize)
+    slice_map = map_slices(records, ranges, world_size=6)
+    np.testing.assert_allclose(slice_map.copies, held.reshape(6, COLUMNS, -1).mean(2), atol=1e-9)
+    np.testing.assert_allclose(slice_map.nbytes_by_row, held.sum(1))
+
+
+def test_slices_of_16384_ranks_are_summarized() -> None:
+    """FSDP over 1024 x TP over 16 and 3000 tensors of 10 shapes: 64 rows, in seconds."""
+    sharding = Sharding((ShardDim(0, 16, 1), ShardDim(0, 1024, 16)))
+    records = encode_shardings([("model", "w", sharding, tuple(range(16_384)))])
+    assert records is not None
+    ranges = [
+        PlacedTensor("model", (16_384 * (1 + i % 10), 4), 0, 65_536 * (1 + i % 10), 0)
+        for i in range(3000)
+    ]
+    starts = np.cumsum([0] + [tensor.nbytes for tensor in ranges])
+    ranges = [
+        PlacedTensor(t.part, t.shape, int(start), t.nbytes, 0)
+        for t, start in zip(ranges, starts, strict=False)
+    ]
+    started = time.process_time()
+    slice_map = map_slices(records, ranges, world_size=16_384)
+    assert time.process_time() - started < 20
+    assert slice_map.copies.shape == (64, COLUMNS)
+    assert slice_map.rows[1] == "ranks 256–511"
+    np.testing.assert_allclose(slice_map.copies.sum(0), 1, rtol=1e-6)  # each byte once
+    np.testing.assert_allclose(slice_map.nbytes_by_row, starts[-1] / 16_384, rtol=1e-6)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_page_in_a_browser(run_root: Path, tmp_path: Path) -> None:
+    """No script error, all charts drawn, nothing wider than the screen."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    page_of(run_root, tmp_path / "page.html")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            for width in (390, 1280):
+                page = browser.new_page(
+                    viewport={"width": width, "height": 800}, color_scheme=scheme
+                )
+                messages: list[str] = []
+                page.on("pageerror", lambda error, to=messages: to.append(str(error)))
+                page.on("console", lambda message, to=messages: to.append(message.text))
+                page.on("request", lambda request, to=messages: to.append(request.url))
+                address = (tmp_path / "page.html").as_uri()
+                page.goto(address)
+                page.wait_for_function("document.documentElement.dataset.drawn", timeout=60_000)
+                assert messages == [address]  # no error, no warning, no other request
+                assert page.title() == f"{run_root.name} - unified_ckpt"
+                figures = page.locator("figure").count()
+                assert page.locator("figure svg").count() == figures > 5
+                assert page.evaluate("document.documentElement.scrollWidth") == width
+                background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+                assert background == (
+                    "rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 30)"
+                )
+                page.close()
+        browser.close()

@@ -1,0 +1,18 @@
+"""The verb `report`: writes one HTML page about a run or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+
+from unified_ckpt.report.page import write_page
+from unified_ckpt.report.run_data import read_report
+
+
+def run(arguments: Namespace) -> int:
+    """Write the page about `arguments.path` to `arguments.output`; return 0."""
+    write_page(read_report(arguments.path, prefix=arguments.prefix), arguments.output)
+    output = os.path.abspath(arguments.output)
+    print(json.dumps({"page": output}) if arguments.json else output)
+    return 0

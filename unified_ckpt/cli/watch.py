@@ -1,0 +1,41 @@
+"""The verb `watch`: shows the list of a run and what changes in it, until Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+
+from unified_ckpt.cli.arguments import existing_root, usage_error
+from unified_ckpt.cli.display.screen import Screen
+from unified_ckpt.cli.display.step_table import runs_text
+from unified_ckpt.cli.list import list_runs
+
+_CLEAR = "\x1b[H\x1b[2J\x1b[3J"
+
+
+def run(arguments: Namespace) -> int:
+    """Show `arguments.root` every `arguments.interval` seconds; return 0 after Ctrl-C.
+
+    A terminal is redrawn. Elsewhere each line is printed when it first appears.
+    """
+    if (error_text := usage_error(arguments)) is not None:
+        print(f"unified-ckpt watch: {error_text}", file=sys.stderr)
+        return 2
+    root = existing_root(arguments)
+    shown: set[str] = set()
+    try:
+        while True:
+            screen = Screen.of(sys.stdout)
+            text = runs_text(list_runs(root, arguments), screen) or f"{root}: no checkpoints yet"
+            if sys.stdout.isatty():
+                hint = f"every {arguments.interval:g} s; Ctrl-C ends"
+                print(f"{_CLEAR}{text}\n\n{time.strftime('%H:%M:%S')}, {hint}", flush=True)
+            else:
+                lines = [line for line in text.splitlines() if line not in shown]
+                shown.update(lines)
+                if lines:
+                    print("\n".join(lines), flush=True)
+            time.sleep(arguments.interval)
+    except KeyboardInterrupt:
+        return 0

@@ -1,0 +1,1 @@
+"""What a save will write, said before it runs."""

@@ -1,0 +1,217 @@
+"""Says what a save will write before it runs: the planner's files, and the measured disk.
+
+Plans as a save does, from names, shapes and dtypes. Reads no value of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unified_ckpt.core.text import count_text, human_size
+from unified_ckpt.engine.encode.agree import agree_on_encodings, with_encodings
+from unified_ckpt.engine.plan.save_plan import GlobalPlan, make_plan
+from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.engine.save.resumable_parts import agree_on_parts
+from unified_ckpt.format import index, names
+from unified_ckpt.format.encoded_tensors import Compression
+from unified_ckpt.options import ManagerOptions
+from unified_ckpt.runtime.comm.call import Call
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.write_speed import DiskSample, measure_disk
+
+COMPRESSIONS: tuple[Compression, ...] = ("none", "lossless", "O1", "O2")
+_SAMPLE_NBYTES, _MAX_WRITERS = 128 << 20, 32  # of all ranks together
+_DAY = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a save will write, and what it needs.
+
+    `compression`: that of the options. `files`: bytes of each file of tensors, index and digest
+    file in this form; the manifest, `extra` and exceptions come on top. `parts_by_compression`:
+    tensor bytes by part in every form. Forms other than "none" are exact up to exceptions.
+
+    `kept`: checkpoints that stay at once; None if the rules keep ever more. `free_nbytes` of the
+    disk, and `bytes_per_second` that up to 32 ranks together wrote to it and synced: measured, or
+    None without a folder. `interval_seconds`: from one save to the next, or None.
+    """
+
+    compression: Compression
+    files: Mapping[str, int]
+    parts_by_compression: Mapping[Compression, Mapping[str, int]]
+    kept: int | None
+    interval_seconds: float | None = None
+    free_nbytes: int | None = None
+    bytes_per_second: float | None = None
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Tensor bytes by part."""
+        return self.parts_by_compression[self.compression]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a save."""
+        return sum(self.files.values())
+
+    @property
+    def room_nbytes(self) -> int | None:
+        """Bytes of the kept checkpoints and of the one that is being written; None if unlimited."""
+        return None if self.kept is None else (self.kept + 1) * self.nbytes
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a save at the measured speed."""
+        return self.nbytes / self.bytes_per_second if self.bytes_per_second else None
+
+    @property
+    def bytes_per_day(self) -> float | None:
+        """Bytes that are written per day, whatever is kept of them."""
+        return self.nbytes * _DAY / self.interval_seconds if self.interval_seconds else None
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {human_size(nbytes)}" for part, nbytes in self.parts.items())
+        others = ", ".join(
+            f"{form} {human_size(sum(nbytes.values()))}"
+            for form, nbytes in self.parts_by_compression.items()
+            if form != self.compression
+        )
+        first = f"{human_size(self.nbytes)} per save in {count_text(len(self.files), 'file')}"
+        form = "" if self.compression == "none" else f" with compression {self.compression}"
+        return f"{first}{form}: {parts}\n  other compressions: {others}\n  {self._needs()}"
+
+    def _needs(self) -> str:
+        if self.room_nbytes is None:
+            texts = ["room grows with every save: no limit of what to keep"]
+        else:
+            room = human_size(self.room_nbytes)
+            texts = [f"{room} of room for {self.kept} kept and one being written"]
+        if self.free_nbytes is not None:
+            texts[0] += f", {human_size(self.free_nbytes)} free"
+        if self.seconds is not None and self.bytes_per_second is not None:
+            speed = human_size(int(self.bytes_per_second))
+            texts.append(f"{self.seconds:.2f} s at {speed}/s as measured")
+        if self.bytes_per_day is not None:
+            texts.append(f"{human_size(int(self.bytes_per_day))} per day")
+        return "; ".join(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateCall:
+    """One call of an estimate on this rank.
+
+    `request` is the error that this rank met while building one. `folder`: absolute path of the
+    folder to measure, None to measure nothing.
+    """
+
+    request: SaveRequest | Exception
+    folder: str | None
+    manager_options: ManagerOptions | None
+    interval_seconds: float | None
+    timeout_seconds: float
+
+
+def estimate_save(comm: Comm, call: EstimateCall) -> Estimate:
+    """Collective. Plan the save in every compression and measure the disk; equal on all ranks."""
+    request = call.request
+    arguments = None
+    if isinstance(request, SaveRequest):
+        arguments = {"folder": call.folder, **request.options.model_dump(mode="json")}
+    collective = comm.begin_collective(
+        Call("estimate of a save", arguments), timeout_seconds=call.timeout_seconds
+    )
+    with collective.propagating_errors():
+        with collective.step("check-state"):
+            if isinstance(request, Exception):
+                raise request
+            request = request.with_omitted_parts(agree_on_parts(collective, request))
+        with collective.step("measure"):
+            disk = _measure(collective, call.folder)
+    plans = {form: _plan(comm, call, request, form) for form in COMPRESSIONS}
+    chosen = request.options.compression
+    options = call.manager_options
+    return Estimate(
+        compression=chosen,
+        files=plans[chosen]["files"],
+        parts_by_compression={form: plan["parts"] for form, plan in plans.items()},
+        kept=1 if options is None else kept_checkpoints(options),
+        interval_seconds=call.interval_seconds or (options.interval_seconds if options else None),
+        free_nbytes=disk.free_nbytes if disk else None,
+        bytes_per_second=disk.nbytes / max(disk.seconds, 1e-9) if disk else None,
+    )
+
+
+def _measure(collective: Collective, folder: str | None) -> DiskSample | None:
+    """Collective. Return the sum of what some ranks wrote at once, and the longest time."""
+    if folder is None:
+        return None
+    writers, share = sample_shares(collective.world)
+    fields = None
+    if collective.rank in writers:
+        sample = measure_disk(folder, share)
+        fields = [sample.nbytes, sample.seconds, sample.free_nbytes]
+    samples = collective.collect_json("disk", fields, dst=0, ranks=writers)
+    total = None
+    if samples:
+        nbytes, seconds, free_nbytes = zip(*samples, strict=True)
+        total = [sum(nbytes), max(seconds), min(free_nbytes)]
+    return DiskSample(*collective.broadcast_json("disk-total", total))
+
+
+def sample_shares(world: int) -> tuple[range, int]:
+    """Return the ranks that write to measure a disk, and how many bytes each of them writes."""
+    writers = range(0, world, -(-world // _MAX_WRITERS))
+    return writers, _SAMPLE_NBYTES // len(writers)
+
+
+def kept_checkpoints(options: ManagerOptions) -> int | None:
+    """Return how many full checkpoints the rules keep at most; None if there is no limit."""
+    grows = options.keep_every_steps or options.keep_every_seconds or options.trash_directory
+    if grows or (options.keep_latest is None and options.keep_best is None):
+        return None
+    return (options.keep_latest or 1) + (options.keep_best or 0)
+
+
+def _plan(
+    comm: Comm, call: EstimateCall, request: SaveRequest, form: Compression
+) -> dict[str, Any]:
+    """Collective. Return the bytes by file and by part, as one save in this form has them."""
+    tensors = request.stored_tensors()
+    collective = comm.begin_collective(
+        f"estimate with compression {form}", timeout_seconds=call.timeout_seconds
+    )
+    with collective.propagating_errors(), collective.step("plan"):
+        encodings = agree_on_encodings(collective, tensors, form, reads_values=False)
+        plan = make_plan(
+            collective,
+            with_encodings(tensors, encodings),
+            layout=request.layout,
+            matched_rules=request.matched_rules,
+            max_file_bytes=request.options.max_file_bytes,
+            plan_key=(),
+        )
+        sizes = None
+        if plan.global_plan is not None:
+            parts = dict.fromkeys(request.stored_part_names(), 0)
+            parts |= plan.global_plan.tensors.nbytes
+            sizes = {"files": _file_sizes(plan.global_plan), "parts": parts}
+        planned: dict[str, Any] = collective.broadcast_json("sizes", sizes)
+        return planned
+
+
+def _file_sizes(plan: GlobalPlan) -> dict[str, int]:
+    """Return the bytes of all files whose content follows from the plan, by name."""
+    tensors = plan.tensors
+    sizes = {
+        file: record.nbytes
+        for records in tensors.records.values()
+        for file, record in records.items()
+    }
+    for part, weight_map in tensors.weight_maps.items():
+        body = index.encode_index(total_size=tensors.nbytes[part], weight_map=weight_map)
+        sizes[names.index_name(part)] = len(body)
+    return {**sizes, names.DIGESTS: len(plan.digest_header) + sum(plan.digest_nbytes)}

@@ -1,0 +1,112 @@
+"""How the ranks held tensors, as the manifest records it: rules, never lists of slices.
+
+Informative only. No load needs it: it shows people where the bytes of a rank lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Generic, TypeVar
+
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
+from unified_ckpt.format.manifest import RankSet, ShardDimRecord, ShardingRecords, ShardingRule
+
+T = TypeVar("T")
+
+
+def encode_shardings(
+    held: Iterable[tuple[str, str, Sharding, tuple[int, ...]]],
+) -> ShardingRecords | None:
+    """Record (part, stored tensor, sharding, holders) of all tensors; None if ranks are irregular.
+
+    The size grows with the distinct shardings, and with the tensors, but not with the ranks.
+    """
+    shardings, holder_sets = _Distinct[Sharding](), _Distinct[tuple[int, ...]]()
+    rules: dict[tuple[int, int], int] = {}
+    by_part: dict[str, list[tuple[str, int]]] = {}
+    for part, name, sharding, holders in held:
+        key = shardings.number(sharding), holder_sets.number(holders)
+        by_part.setdefault(part, []).append((name, rules.setdefault(key, len(rules))))
+    records = []
+    for sharding_number, holders_number in rules:
+        sharding, holders = shardings.values[sharding_number], holder_sets.values[holders_number]
+        ranks, mesh_ranks = _rank_set(holders), _rank_set(sharding.ranks)
+        if ranks is None or mesh_ranks is None:
+            return None
+        records.append(
+            ShardingRule(holders=ranks, mesh_ranks=mesh_ranks, dims=_encode_dims(sharding))
+        )
+    return ShardingRecords(
+        rules=records,
+        parts={
+            part: [
+                [rule, len(list(run))]
+                for rule, run in groupby(rule for _, rule in sorted(named_rules))
+            ]
+            for part, named_rules in by_part.items()
+        },
+    )
+
+
+class _Distinct(Generic[T]):
+    """Numbers distinct values. Hashes each object once, as it may be long."""
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+        self._numbers: dict[T, int] = {}
+        self._by_id: dict[int, tuple[T, int]] = {}  # with the object, whose id then stays its own
+
+    def number(self, value: T) -> int:
+        """Return the number of a value: its index in `values`."""
+        if id(value) not in self._by_id:
+            number = self._numbers.setdefault(value, len(self.values))
+            if number == len(self.values):
+                self.values.append(value)
+            self._by_id[id(value)] = value, number
+        return self._by_id[id(value)][1]
+
+
+def decode_rule(rule: ShardingRule) -> tuple[Sharding, list[int]]:
+    """Return the sharding of a rule, and the ranks that held the tensors."""
+    dims = tuple(
+        ShardDim(
+            record.dim,
+            record.size,
+            record.stride,
+            record.sections if isinstance(record.sections, int) else tuple(record.sections),
+            record.chunk_length,
+            record.name,
+        )
+        for record in rule.dims
+    )
+    return Sharding(dims, tuple(rule.mesh_ranks.ranks())), rule.holders.ranks()
+
+
+def _encode_dims(sharding: Sharding) -> list[ShardDimRecord]:
+    return [
+        ShardDimRecord(
+            dim=dim.dim,
+            size=dim.size,
+            stride=dim.stride,
+            sections=dim.sections if isinstance(dim.sections, int) else list(dim.sections),
+            chunk_length=dim.chunk_length,
+            name=dim.name,
+        )
+        for dim in sharding.shard_dims
+    ]
+
+
+def _rank_set(ranks: Sequence[int]) -> RankSet | None:
+    """Return ranks in row-major order as a regular grid; None if they are not one."""
+    if not ranks:
+        return RankSet(first=0, grid=[])
+    first, grid, remaining = ranks[0], list[list[int]](), list(ranks)
+    while len(remaining) > 1:
+        step, count = remaining[1] - remaining[0], 2
+        while count < len(remaining) and remaining[count] - remaining[count - 1] == step:
+            count += 1
+        grid.insert(0, [count, step])
+        remaining = remaining[::count]
+    rank_set = RankSet(first=first, grid=grid or [[1, 1]])
+    return rank_set if rank_set.ranks() == list(ranks) else None

@@ -1,0 +1,257 @@
+"""Writes adapters for PEFT, and merges a LoRA adapter into its base model.
+
+How wrong weights could result: an adapter has tensors that are left out, has kinds of updates that
+are not B @ A, or is that of another model. All of these are refused by name before anything is
+written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from math import prod, sqrt
+from typing import Any
+
+import torch
+
+from unified_ckpt.core.sharding.boxes import Box, full_box
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.engine.nodes.discover import OpenRequest
+from unified_ckpt.engine.source.protocol import Source, read_box
+from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.format.names import MODEL
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import absolute_path
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
+from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
+from unified_ckpt.sources.files.json import read_json_object
+from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART
+from unified_ckpt.sources.open import open_on_all_ranks
+from unified_ckpt.sources.orbax.arrays import chunk_boxes
+from unified_ckpt.views.derived import DerivedSource, Renamed
+from unified_ckpt.views.model import with_model
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
+
+_PADDLE_CONFIG = "lora_config.json"
+_PREFIX = "base_model.model."
+_LORA = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
+_READ_NBYTES = 32 << 20
+# Options of an adapter whose update is not scaling * B @ A, unless they have these values.
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (None, False),
+    "fan_in_fan_out": (None, False),
+    "bias": (None, "none"),
+}
+_PADDLE_PLAIN = ("loraga", "lora_use_mixer", "pissa", "use_mora", "trainable_bias")
+
+
+def part_as(source: Source, part: str, new_part: str) -> Source:
+    """Return a source with one part, under another name."""
+    exprs = {new_part: {name: Renamed((part, name)) for name in source.names(part)}}
+    return DerivedSource(source, exprs, aliases={new_part: source.aliases(part)})
+
+
+def adapter_part_of(source: Source, parts: tuple[str, ...] | None) -> str:
+    """Return the part that holds the adapter to use. FormatError if there is none, or several."""
+    found = [
+        part
+        for part in source.parts
+        if part.startswith(ADAPTER_PART) and (parts is None or part in parts)
+    ]
+    if not found and any(map(_LORA.fullmatch, source.names(MODEL))):
+        return MODEL  # PaddleNLP's
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise FormatError(f"got parts {', '.join(source.parts)}, expected an adapter among them")
+    raise FormatError(format_list("got several adapters, expected one; choose a part", found))
+
+
+def read_adapter_config(path: str, source: Source, part: str) -> dict[str, Any]:
+    """Return the PEFT configuration of an adapter. NotFoundError if the folder has none."""
+    by_part = (source.metadata().extra or {}).get("adapters") if source.format == "peft" else None
+    if by_part is not None:
+        return dict(by_part[part])
+    name = part.removeprefix(ADAPTER_PART).removeprefix("_") if part != MODEL else ""
+    for config_path in (
+        os.path.join(path, name, ADAPTER_CONFIG),
+        os.path.join(path, _PADDLE_CONFIG),
+    ):
+        if os.path.isfile(config_path):
+            config = read_json_object(config_path)
+            is_paddle = config_path.endswith(_PADDLE_CONFIG)
+            return _from_paddle(config, source, label=config_path) if is_paddle else config
+    raise NotFoundError(f"{path}: got neither {ADAPTER_CONFIG} nor {_PADDLE_CONFIG} beside {part}")
+
+
+def _from_paddle(config: Mapping[str, Any], source: Source, *, label: str) -> dict[str, Any]:
+    """Return PEFT's form of PaddleNLP's configuration; modules by their full names."""
+    raise_if_any(
+        FormatError,
+        f"{label}: PEFT has no option for",
+        [f"{name}={config[name]!r}" for name in _PADDLE_PLAIN if config.get(name)],
+    )
+    matches = map(_LORA.fullmatch, source.names(MODEL))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.get("base_model_name_or_path"),
+        "r": config["r"],
+        "lora_alpha": config["lora_alpha"],
+        "lora_dropout": config.get("lora_dropout", 0.0),
+        "use_rslora": bool(config.get("rslora")),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": sorted({match["module"] for match in matches if match is not None}),
+        "inference_mode": True,
+    }
+
+
+def write_adapter_config(folder: str, config: Mapping[str, Any]) -> None:
+    """Write `adapter_config.json`."""
+    with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
+        file.write(json.dumps(config, indent=2) + "\n")
+
+
+def open_and_merge(
+    comm: Comm,
+    source: Source | Exception,
+    adapter: str,
+    opening: OpenRequest,
+    resources: ExitStack,
+) -> Source | Exception:
+    """Return the model with the adapter merged, or this rank's error for all to share."""
+    path = absolute_path(adapter)
+    adapter_opening = replace(opening, label=adapter, paths=[path])
+    opened = open_on_all_ranks(comm, adapter_opening, SourceOptions(), resources)
+    if isinstance(source, Exception) or isinstance(opened, Exception):
+        return source if isinstance(source, Exception) else opened
+    try:
+        part = adapter_part_of(opened, None)
+        config = read_adapter_config(path, opened, part)
+        return merge_adapter(with_model(source), opened, part, config)
+    except Exception as error:
+        return error
+
+
+def merge_adapter(base: Source, adapter: Source, part: str, config: Mapping[str, Any]) -> Source:
+    """Return the base model with weights W + scaling * B @ A, in the dtypes of the base.
+
+    Closing it closes the base. FormatError if the adapter does not fit the base, or is not a plain
+    LoRA.
+    """
+    deltas = _updates(adapter, part, config)
+    specs = base.specs(MODEL, base.names(MODEL))
+    raise_if_any(
+        FormatError,
+        "the adapter is not that of this model, which lacks",
+        sorted(name for name in deltas if name not in specs),
+    )
+    a_specs = adapter.specs(part, adapter.names(part))
+    raise_if_any(
+        FormatError,
+        "the adapter is not that of this model; other shapes have",
+        [
+            f"{name}: got {shape}, expected {specs[name].shape}"
+            for name, (a_name, b_name, _) in deltas.items()
+            if (shape := (a_specs[b_name].shape[0], a_specs[a_name].shape[-1])) != specs[name].shape
+        ],
+    )
+    tensors: dict[tuple[str, str], ShardedTensor] = {}
+    for name, spec in specs.items():
+        dtype = TORCH_DTYPES[spec.dtype]
+        load = partial(_read, base, MODEL, name)
+        if name in deltas:
+            load = partial(_merged, base, name, adapter, part, deltas[name])
+        boxes = chunk_boxes(
+            spec.shape,
+            spec.shape,
+            dtype.itemsize,
+            axes=range(len(spec.shape[:1])),
+            nbytes=_READ_NBYTES,
+        )
+        shards = [TensorShard(box, partial(load, box), name, cache=True) for box in boxes]
+        tensors[MODEL, name] = sharded_tensor(dtype, spec.shape, shards)
+    return ShardedSource(
+        "merged",
+        tensors,
+        format=base.format,
+        metadata=base.metadata(),
+        aliases={MODEL: base.aliases(MODEL)},
+    )
+
+
+def _updates(
+    adapter: Source, part: str, config: Mapping[str, Any]
+) -> dict[str, tuple[str, str, float]]:
+    """Return the names of A and B, and the scaling, by the name of the weight."""
+    raise_if_any(
+        FormatError,
+        "the adapter cannot be merged: expected a plain LoRA, got",
+        [
+            f"{name}={config.get(name)!r}"
+            for name, plain in _PLAIN.items()
+            if config.get(name) not in plain
+        ],
+    )
+    matches = {name: _LORA.fullmatch(name) for name in adapter.names(part)}
+    raise_if_any(
+        FormatError,
+        "the adapter cannot be merged: it has more than the pairs of a LoRA",
+        sorted(name for name, match in matches.items() if match is None),
+    )
+    modules = {match["module"] for match in matches.values() if match is not None}
+    updates = {}
+    for module in sorted(modules):
+        a_name, b_name = (f"{_PREFIX}{module}.lora_{kind}.weight" for kind in "AB")
+        if a_name not in matches or b_name not in matches:
+            raise FormatError(f"{module}: got one of lora_A and lora_B, expected both")
+        rank = adapter.specs(part, [a_name])[a_name].shape[0]
+        alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+        scaling = alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank
+        updates[f"{module}.weight"] = (a_name, b_name, scaling)
+    return updates
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """Return the value of the first pattern that matches the module or the end of its name."""
+    return next(
+        (
+            value
+            for pattern, value in patterns.items()
+            if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module)
+        ),
+        default,
+    )
+
+
+def _read(source: Source, part: str, name: str, box: Box) -> torch.Tensor:
+    dtype = TORCH_DTYPES[source.specs(part, [name])[name].dtype]
+    if not prod(box.shape):
+        return torch.empty(box.shape, dtype=dtype)
+    return from_bytes(read_box(source, (part, name), box), dtype, box.shape)
+
+
+def _merged(
+    base: Source,
+    name: str,
+    adapter: Source,
+    part: str,
+    update: tuple[str, str, float],
+    box: Box,
+) -> torch.Tensor:
+    """Return rows of a merged weight; computed in float32 at least."""
+    a_name, b_name, scaling = update
+    weight = _read(base, MODEL, name, box)
+    shape = adapter.specs(part, [a_name])[a_name].shape
+    a = _read(adapter, part, a_name, full_box(shape))
+    b = _read(adapter, part, b_name, Box((box.offsets[0], 0), (box.shape[0], shape[0])))
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(dtype) + (b.to(dtype) @ a.to(dtype)) * scaling).to(weight.dtype)

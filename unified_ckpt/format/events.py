@@ -1,0 +1,109 @@
+"""The events file of a run: one JSON object per line, for saves, loads and deletions.
+
+Checkpoints never depend on it. A reader skips lines that it cannot parse: a crash may have torn the
+last one, and a newer version may write other events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from unified_ckpt.format.manifest_fields import Rank, Ranks, Size, UtcTime
+
+EVENTS_NAME = "unified_events.jsonl"
+
+Seconds = Annotated[float, Field(ge=0)]
+Tier = Literal["root", "local"]
+
+
+class _Record(BaseModel):
+    # Unknown fields come from a newer version.
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class Phases(_Record):
+    """The steps of the ranks of one save or load.
+
+    `summary`: name of the step -> seconds of the fastest, the median and the slowest rank, and that
+    rank. `by_rank`: [step, start, seconds] of each rank; above 64 ranks, of the slowest only.
+    `start` counts from the moment at which all ranks had arrived.
+    """
+
+    world_size: Ranks
+    summary: dict[str, tuple[Seconds, Seconds, Seconds, Rank]] = {}
+    by_rank: dict[Rank, list[tuple[str, float, Seconds]]] = {}
+
+
+class _Event(_Record):
+    """`path`: of the checkpoint, relative to the root unless absolute."""
+
+    time: UtcTime
+    path: str
+    step: Size | None = None
+
+
+class SaveEvent(_Event):
+    """A committed save. `seconds` runs from the call to the commit; training waited during
+    `blocked_seconds` of it, including retries and the wait for an earlier save.
+
+    `attempt`: 1 unless earlier ones failed. `parts`: tensor bytes by part.
+    """
+
+    event: Literal["save"] = "save"
+    save_id: str
+    tier: Tier = "root"
+    asynchronous: bool = False
+    attempt: Annotated[int, Field(ge=1)] = 1
+    nbytes: Size
+    parts: dict[str, Size] = {}
+    seconds: Seconds
+    blocked_seconds: Seconds
+    metrics: dict[str, float] = {}
+    phases: Phases | None = None
+
+
+class SaveFailedEvent(_Event):
+    """A failed attempt to save. Training waited for it during `blocked_seconds`."""
+
+    event: Literal["save_failed"] = "save_failed"
+    tier: Tier = "root"
+    attempt: Annotated[int, Field(ge=1)] = 1
+    error: str
+
+
+class LoadEvent(_Event):
+    """A restore. `bytes_read`: by rank 0. `source`: what was loaded, such as "unified"."""
+
+    event: Literal["load"] = "load"
+    source: str
+    bytes_read: Size
+    seconds: Seconds
+    phases: Phases | None = None
+
+
+class DeleteEvent(_Event):
+    """A checkpoint that the retention rules removed."""
+
+    event: Literal["delete"] = "delete"
+    tier: Tier = "root"
+
+
+Event = SaveEvent | SaveFailedEvent | LoadEvent | DeleteEvent
+_EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+
+
+def encode_event(event: Event) -> bytes:
+    """Return an event as one line."""
+    return event.model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
+    """Yield the events of a file, without lines that are torn or unknown."""
+    for line in lines:
+        try:
+            yield _EVENTS.validate_json(line)
+        except ValidationError:
+            continue

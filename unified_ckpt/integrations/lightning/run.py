@@ -1,0 +1,202 @@
+"""The checkpoints of one call of a Lightning Trainer: saves through a manager, removal and links
+after the commit, and a stop of all ranks after the same batch.
+
+How state could be lost: Lightning removes a checkpoint, or points a link elsewhere, while the newer
+one is still being written, or after its save has failed. Both wait for a commit here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.integrations.lightning.paths import (
+    end_rename,
+    remove_checkpoint,
+    rename_link,
+    replace_link,
+)
+from unified_ckpt.integrations.run_options import Setting, run_options, settings_of_trigger
+from unified_ckpt.manager.manager import CheckpointManager
+from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.options import LoadOptions, ManagerOptions
+
+_WHEN = "ModelCheckpoint, which decides when to save"
+_WHAT = "ModelCheckpoint, which decides what to keep"
+_PATHS = "fit(ckpt_path=...), which decides what to load"
+_TIERS = "Lightning, which looks for checkpoints only in the folders of its callbacks"
+
+
+def options_of_run(options: ManagerOptions | None, *, async_save: bool | None) -> ManagerOptions:
+    """Return the options of the manager of a Trainer's run. Raises CheckpointError if `options`
+    contradicts Lightning.
+    """
+    settings = settings_of_trigger(_WHEN)
+    for text, names in (
+        (_WHAT, ("keep_latest", "keep_every_steps", "keep_every_seconds", "keep_best")),
+        (_WHAT, ("best_metric", "keep_latest_model_only", "keep_every_steps_model_only")),
+        (_WHAT, ("trash_directory",)),
+        (_PATHS, ("load_parameters_path", "load_full_state_path", "load_adapters_path")),
+        (_TIERS, ("local_directory", "local_interval_steps")),
+    ):
+        settings |= {name: Setting(None, text) for name in names}
+    settings["enabled"] = Setting(True, "the callback UnifiedCheckpointCallback")
+    return run_options(options, settings, async_save=async_save)
+
+
+class LightningRun:
+    """One call of `fit`, `validate`, `test` or `predict`, with a manager."""
+
+    def __init__(self, trainer: Any, options: ManagerOptions, load_options: LoadOptions) -> None:
+        self._trainer = trainer
+        self.checkpoints = CheckpointManager(
+            self._folder(), options=options, load_options=load_options
+        )
+        self.stopped = False  # after the last save of a stopped run
+        self._batches = 0  # that ended with an optimizer step: the ranks count them alike
+        self._postponed = False
+        self._last_step = trainer.global_step
+        self._in_flight: tuple[PendingSave, str, str] | None = None  # with path and renamed link
+        self._failed_path = ""  # of the last save, if it failed
+        self._last_committed = ""
+        self._waiting: list[Callable[[], None]] = []  # actions that need a commit
+
+    def _folder(self) -> str:
+        callbacks = self._trainer.checkpoint_callbacks
+        folder = next((c.dirpath for c in callbacks if getattr(c, "dirpath", None)), None)
+        return str(folder or self._trainer.default_root_dir)
+
+    def save(self, state: StepState, path: str) -> None:
+        """Save to a path that Lightning chose. All ranks call it."""
+        self._settle()
+        is_writer = self._trainer.global_rank == 0
+        link = rename_link(path) if is_writer else ""
+        result = None
+        try:
+            result = self.checkpoints._save_state(state, force=True, is_last=self._is_at_end())
+        finally:
+            if isinstance(result, PendingSave):
+                self._in_flight = (result, path, link)
+            else:
+                self._ended(path, link, saved=isinstance(result, SaveReport))
+
+    def _settle(self) -> None:
+        """Wait for the save in flight. Raises its error if the options say so."""
+        if self._in_flight is None:
+            return
+        (pending, path, link), self._in_flight = self._in_flight, None
+        try:
+            self.checkpoints._scheduler.collect()
+        finally:
+            self._ended(path, link, saved=not pending.failed())
+
+    def _ended(self, path: str, link: str, *, saved: bool) -> None:
+        end_rename(path, link, saved=saved)
+        self._failed_path = "" if saved else path
+        if saved:
+            self._last_committed = path
+            actions, self._waiting = self._waiting, []
+            for action in actions:
+                action()
+
+    def _after_commit(self, action: Callable[[], None]) -> None:
+        if self._in_flight is None and not self._failed_path:
+            action()
+        else:
+            self._waiting.append(action)
+
+    def remove(self, path: str) -> None:
+        """Remove a checkpoint that Lightning drops, once the last save is committed."""
+        trainer = self._trainer
+
+        def remove() -> None:
+            if trainer.local_rank == 0:
+                remove_checkpoint(
+                    path,
+                    last_committed=self._last_committed,
+                    is_global_zero=trainer.is_global_zero,
+                )
+
+        self._after_commit(remove)
+
+    def patch_links(self) -> None:
+        """Make the links of ModelCheckpoint(save_last="link") atomic."""
+
+        def link(trainer: Any, filepath: str, linkpath: str) -> None:
+            if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+                self._after_commit(lambda: replace_link(filepath, linkpath))
+            trainer.strategy.barrier()
+
+        for callback in self._trainer.checkpoint_callbacks:
+            if hasattr(callback, "_link_checkpoint"):
+                callback._link_checkpoint = link
+
+    def take_signals(self) -> None:
+        """Handle signals in place of Lightning, which stops each rank elsewhere."""
+        if self.checkpoints.options.on_preemption:
+            self.checkpoints._stop_signals.retake()
+
+    def after_batch(self) -> None:
+        """Save if a stop or a repeated save is due after this batch. All ranks call it."""
+        trainer = self._trainer
+        if trainer.global_step == self._last_step:
+            return  # gradients are accumulated
+        self._last_step, self._batches = trainer.global_step, self._batches + 1
+        due = self.checkpoints.should_save(self._batches) or self._postponed
+        if not due:
+            return
+        if self.checkpoints.should_stop:
+            # A validation belongs to the state of its step: stop after the next batch.
+            loop = trainer.fit_loop.epoch_loop
+            validates = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+            if (validates or loop.batch_progress.is_last_batch) and not self._postponed:
+                self._postponed = True
+                return
+            self._postponed = False
+            self._save_last()
+        elif self._failed_path or self._in_flight is not None:
+            path = self._failed_path or (self._in_flight[1] if self._in_flight else "")
+            trainer.save_checkpoint(path)
+
+    def _save_last(self) -> None:
+        """Save what a stopped run resumes from: for SLURM's requeue, or as the last checkpoint."""
+        trainer = self._trainer
+        environment = trainer._accelerator_connector.cluster_environment
+        if getattr(environment, "auto_requeue", False):
+            connector = trainer._signal_connector
+            connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # saves and requeues
+        elif trainer.checkpoint_callbacks:
+            trainer.save_checkpoint(os.path.join(self._folder(), "last-stopped.ckpt"))
+        else:
+            connector = trainer._checkpoint_connector
+            trainer.save_checkpoint(connector.hpc_save_path(trainer.default_root_dir))
+        self.stopped = True
+
+    def _is_at_end(self) -> bool:
+        """Whether no later save may follow."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        steps, epochs = loop.max_steps or -1, loop.max_epochs or -1
+        in_last_epoch = 0 < epochs <= trainer.current_epoch + 1
+        return bool(
+            0 < steps <= trainer.global_step
+            or (in_last_epoch and loop.epoch_loop.batch_progress.is_last_batch)
+        )
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait for the save in flight and restore signal handlers. `error`: it ends the run on this
+        rank, so nothing is shared with others.
+        """
+        if error is not None and not self.stopped:
+            self.checkpoints.__exit__(type(error), error, error.__traceback__)
+            if self._in_flight is not None:
+                (pending, path, link), self._in_flight = self._in_flight, None
+                self._ended(path, link, saved=pending.done() and not pending.failed())
+            return
+        try:
+            self._settle()
+        finally:
+            self.checkpoints.close()

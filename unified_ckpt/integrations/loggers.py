@@ -1,0 +1,125 @@
+"""Loggers of what a run's saves cost: hooks for `CheckpointManager.on_commit`.
+
+Rank 0 calls a hook in the thread of the save. A logger therefore keeps to what its library allows
+in any thread, and changes nothing that the training loop logs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.errors import CheckpointError
+
+__all__ = ["PrometheusTextLogger", "TensorBoardLogger", "WandbLogger"]
+
+# Name -> the attribute of SaveReport, and what it is.
+_TABLE = {
+    "checkpoint/step": ("step", "Step of the last checkpoint"),
+    "checkpoint/bytes": ("nbytes", "Tensor bytes of the last checkpoint"),
+    "checkpoint/seconds": ("seconds", "From the call of the last save to its commit"),
+    "checkpoint/blocked_seconds": ("blocked_seconds", "Part in which training waited"),
+    "checkpoint/background_seconds": ("background_seconds", "Part in which training went on"),
+}
+_STEP = "checkpoint/step"
+METRICS: Mapping[str, str] = MappingProxyType({name: text for name, (_, text) in _TABLE.items()})
+"""The name of each number, and what it is."""
+
+
+def metrics_of(report: SaveReport) -> dict[str, float]:
+    """Return the numbers of a save by name."""
+    return {name: getattr(report, attribute) for name, (attribute, _) in _TABLE.items()}
+
+
+class TensorBoardLogger:
+    """Writes scalars to TensorBoard, each at the step that was saved.
+
+    `writer`: a `SummaryWriter` of `torch.utils.tensorboard`, which stays yours to close.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def __call__(self, report: SaveReport) -> None:
+        """Log a commit."""
+        for name, value in metrics_of(report).items():
+            if name != _STEP:
+                self._writer.add_scalar(name, value, report.step)
+
+
+class WandbLogger:
+    """Adds the numbers to a run of Weights & Biases, with `checkpoint/step` as their x-axis.
+
+    `run`: what `wandb.init` returned. The numbers join the row that the run logs next, so that the
+    steps of your own `run.log(…, step=…)` stay in order. Of several commits between two rows the
+    last one counts.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        run.define_metric(_STEP, hidden=True)
+        for name in METRICS:
+            if name != _STEP:
+                run.define_metric(name, step_metric=_STEP)
+
+    def __call__(self, report: SaveReport) -> None:
+        """Log a commit."""
+        # A row of its own would take a step, and W&B drops what training then logs at that step.
+        self._run.log(metrics_of(report), commit=False)
+
+
+class PrometheusTextLogger:
+    """Replaces a text file for the textfile collector of Prometheus' node_exporter at each commit.
+
+    `path`: in the collector's directory, ending with `.prom`. `labels`: on every metric; they tell
+    runs on one node apart. Requires the extra `prometheus`.
+
+    The metrics are about the last commit: `checkpoint_step`, `checkpoint_bytes`,
+    `checkpoint_seconds`, `checkpoint_blocked_seconds`, `checkpoint_background_seconds` and
+    `checkpoint_commit_timestamp_seconds`. The counter `checkpoint_commits_total` begins at 0 in
+    each process.
+
+    Raises CheckpointError for another ending, which node_exporter would ignore.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, labels: Mapping[str, str] | None = None
+    ) -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise ImportError(
+                "PrometheusTextLogger: run `pip install unified-ckpt[prometheus]`"
+            ) from error
+        self._path, labels = os.path.abspath(path), labels or {}
+        if not self._path.endswith(".prom"):
+            raise CheckpointError(
+                f"{self._path}: expected a name that ends with .prom; "
+                "node_exporter reads no other files"
+            )
+        self._registry = prometheus_client.CollectorRegistry()
+        self._write = prometheus_client.write_to_textfile
+
+        def metric(kind: Any, name: str, text: str) -> Any:
+            created = kind(name, text, list(labels), registry=self._registry)
+            return created.labels(**labels) if labels else created
+
+        gauge, counter = prometheus_client.Gauge, prometheus_client.Counter
+        self._gauges = {
+            name: metric(gauge, name.replace("/", "_"), text) for name, text in METRICS.items()
+        }
+        self._committed_at = metric(
+            gauge, "checkpoint_commit_timestamp_seconds", "Unix time of the last commit"
+        )
+        self._commits = metric(counter, "checkpoint_commits", "Commits of this process")
+
+    def __call__(self, report: SaveReport) -> None:
+        """Log a commit."""
+        for name, value in metrics_of(report).items():
+            self._gauges[name].set(value)
+        self._committed_at.set_to_current_time()
+        self._commits.inc()
+        self._write(self._path, self._registry)

@@ -1,0 +1,63 @@
+"""Combines ManagerOptions with the settings of a trainer, which decides when to save and how many
+checkpoints to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.options import ManagerOptions
+
+# What a run without ManagerOptions did not ask for: the first error ends it, signals do too.
+_WITHOUT_OPTIONS = ManagerOptions(
+    asynchronous=False, on_preemption=False, retries=0, raise_after=1, retry_seconds=0.0
+)
+# When to save. A trainer asks for each save, so the manager of its run has none of these.
+_TRIGGERS: dict[str, object] = {
+    "interval_steps": None,
+    "interval_seconds": None,
+    "steps": frozenset(),
+    "on_start": False,
+    "continuous": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value that the trainer decides, and the user's words for it."""
+
+    value: object
+    text: str
+
+
+def settings_of_trigger(text: str, **values: object) -> dict[str, Setting]:
+    """Return the settings of a trainer whose `text` decides when to save. `values`: the fields of
+    ManagerOptions that it implies; the others are off.
+    """
+    return {name: Setting(value, text) for name, value in (_TRIGGERS | values).items()}
+
+
+def run_options(
+    options: ManagerOptions | None,
+    settings: Mapping[str, Setting],
+    *,
+    async_save: bool | None = None,
+) -> ManagerOptions:
+    """Return the options of the manager of a trainer's run.
+
+    `settings`: what the trainer decides, by field. `async_save`: the same setting as
+    `asynchronous`. Raises CheckpointError if `options` sets a field to another value.
+    """
+    if async_save is not None:
+        text = f"async_save={async_save}"
+        settings = {**settings, "asynchronous": Setting(async_save, text)}
+    for name in sorted(options.model_fields_set & settings.keys()) if options is not None else ():
+        value, setting = getattr(options, name), settings[name]
+        if value != setting.value:
+            raise CheckpointError(
+                f"ManagerOptions({name}={value!r}) contradicts {setting.text}; remove one of them"
+            )
+    decided = {name: setting.value for name, setting in settings.items()}
+    return (options or _WITHOUT_OPTIONS).model_copy(update={**decided, **_TRIGGERS})

@@ -1,0 +1,162 @@
+"""The Trainer's small files of a checkpoint: config, tokenizer, trainer_state.json, arguments.
+
+The Trainer's own save writes them to a folder of their own. They are attached to the checkpoint
+before its commit. A rank that cannot write them runs the save to its end all the same, because the
+other ranks wait for it there; then the save fails on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import trainer as hf_trainer
+
+from unified_ckpt.errors import StorageError
+from unified_ckpt.integrations.transformers.adapters import (
+    has_adapters,
+    link_adapters,
+    write_configs,
+)
+from unified_ckpt.integrations.transformers.resume import PREFIX
+from unified_ckpt.runtime.comm.collective import Collective
+
+_FOLDER_PREFIX = ".trainer-files-"
+
+
+class SmallFiles:
+    """The files of one save of a Trainer at a time.
+
+    `save`: the Trainer's own `_save_checkpoint`. `model_dtype`: the dtype in which weights are
+    stored, None for the model's.
+    """
+
+    def __init__(self, trainer: Any, save: Callable[..., Any], *, model_dtype: str | None) -> None:
+        self._trainer, self._save, self._model_dtype = trainer, save, model_dtype
+        self._folder: str | None = None
+        self._error: Exception | None = None  # of this rank, of the current attempt
+
+    def write(
+        self, collective: Collective, model: torch.nn.Module, trial: Any
+    ) -> Callable[[str], None]:
+        """Write the files, and return the function that copies them into a checkpoint. Collective.
+
+        Raises StorageError, on all ranks, if one cannot write them.
+        """
+        trainer, state = self._trainer, self._trainer.state
+        self.remove()
+        run_folder = trainer._get_output_dir(trial=trial)
+        name = f"{PREFIX}{state.global_step}"
+        self._folder = os.path.join(run_folder, f"{_FOLDER_PREFIX}{state.global_step}")
+        folder = os.path.join(self._folder, name)
+        best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
+        if state.best_global_step and os.path.isdir(best_path):
+            state.best_model_checkpoint = best_path
+        with collective.step("trainer-files"):
+            try:
+                self._run_save(model, trial)
+                if (
+                    state.best_global_step == state.global_step
+                ):  # it set the path of the small files
+                    state.best_model_checkpoint = best_path
+                    if trainer.args.should_save:
+                        state.save_to_json(os.path.join(folder, hf_trainer.TRAINER_STATE_NAME))
+                if self._error is not None:
+                    raise self._error
+            except Exception as error:
+                if not _is_storage_failure(error):
+                    raise
+                raise StorageError(
+                    f"{folder}: cannot write the Trainer's files: {error}"
+                ) from error
+        unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+        return lambda target: _attach(unwrapped, folder, target)
+
+    def remove(self) -> None:
+        """Remove the files of the last save, which has ended."""
+        folder, self._folder, self._error = self._folder, None, None
+        if folder is not None and self._trainer.args.should_save:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run_save(self, model: torch.nn.Module, trial: Any) -> None:
+        """Run the Trainer's own save so that it writes only small files, to a folder of their own,
+        and pushes nothing.
+        """
+        folder, trainer = self._folder, self._trainer
+        patches = {
+            "_get_output_dir": lambda **_: folder,
+            "_push_from_checkpoint": lambda _: None,
+            "save_model": self._save_configs,
+        }
+        with contextlib.ExitStack() as stack:
+            for name, value in patches.items():
+                stack.enter_context(patched(trainer, name, value))
+            self._save(model, trial)
+
+    def _save_configs(self, output_dir: str, _internal_call: bool = False) -> None:
+        """Replace `save_model` within a checkpoint: write what it writes, except the weights. An
+        error is kept: other ranks wait for this one later in the save.
+        """
+        if self._trainer.args.should_save:
+            try:
+                self._write_configs(output_dir)
+            except Exception as error:
+                self._error = error
+
+    def _write_configs(self, output_dir: str) -> None:
+        trainer = self._trainer
+        os.makedirs(output_dir, exist_ok=True)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if has_adapters(model):
+            write_configs(model, output_dir)
+        elif hasattr(model, "config"):  # as in save_pretrained
+            model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        configs: list[Any] = [
+            getattr(model, "config", None),
+            getattr(model, "generation_config", None),
+        ]
+        dtype = self._model_dtype or str(getattr(model, "dtype", "")).removeprefix("torch.")
+        for config in configs if not has_adapters(model) else ():
+            if hasattr(config, "save_pretrained"):
+                # from_pretrained uses this dtype, so it must be that of the stored weights.
+                with (
+                    patched(config, "dtype", dtype)
+                    if dtype and hasattr(config, "dtype")
+                    else contextlib.nullcontext()
+                ):
+                    config.save_pretrained(output_dir)
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(output_dir)
+        arguments = io.BytesIO()  # torch.save raises no OSError for a full disk
+        torch.save(trainer.args, arguments)
+        with open(os.path.join(output_dir, "training_args.bin"), "wb") as file:
+            file.write(arguments.getvalue())
+
+
+def _is_storage_failure(error: Exception) -> bool:
+    """Whether the storage failed. The tokenizers library raises a bare Exception."""
+    return isinstance(error, OSError) or (type(error) is Exception and "os error" in str(error))
+
+
+def _attach(model: torch.nn.Module, small_folder: str, folder: str) -> None:
+    shutil.copytree(small_folder, folder, dirs_exist_ok=True)
+    if has_adapters(model):
+        link_adapters(model, folder)
+
+
+@contextlib.contextmanager
+def patched(owner: object, name: str, value: object) -> Iterator[None]:
+    """Set an attribute of one object temporarily."""
+    previous = vars(owner).get(name, sys)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if previous is sys else setattr(owner, name, previous)

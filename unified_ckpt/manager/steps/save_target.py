@@ -1,0 +1,13 @@
+"""Where a save goes on this node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTarget:
+    """Where a save goes on this node. `path` is relative to the root unless absolute."""
+
+    path: str
+    local: bool = False

@@ -1,0 +1,335 @@
+"""The charts of the page, as Vega-Lite and Vega specifications with their data.
+
+Nothing of a checkpoint becomes code: names are data of a chart, and expressions are constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unified_ckpt.format.events import Phases
+from unified_ckpt.report.contents import LayerChange, TensorRow
+from unified_ckpt.report.run_data import StepRow
+from unified_ckpt.report.slices import COLUMNS, SliceMap
+
+Spec = dict[str, Any]
+
+_MAX_LEAVES = 1500  # of the treemap; larger checkpoints show layers
+_NAME_CHARS = 120
+
+
+def _chart(values: Sequence[dict[str, Any]], height: int, **spec: Any) -> Spec:
+    return {
+        "width": "container",
+        "height": height,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "data": {"values": list(values)},
+        **spec,
+    }
+
+
+def _field(name: str, kind: str = "quantitative", **more: Any) -> dict[str, Any]:
+    return {"field": name, "type": kind, **more}
+
+
+def save_seconds(rows: Sequence[StepRow]) -> Spec:
+    """Return bars of blocked and background seconds by step."""
+    values = []
+    for row in rows:
+        if row.seconds is not None and row.step is not None:
+            blocked = row.seconds if row.blocked_seconds is None else row.blocked_seconds
+            for kind, seconds in (
+                ("training blocked", blocked),
+                ("in the background", row.seconds - blocked),
+            ):
+                values.append({"step": row.step, "time": kind, "seconds": round(seconds, 4)})
+    return _chart(
+        values,
+        180,
+        mark={"type": "bar"},
+        encoding={
+            "x": _field("step", "ordinal", axis={"labelOverlap": True, "labelAngle": 0}),
+            "y": _field("seconds", title="seconds per save", aggregate="sum"),
+            "color": _field("time", "nominal", title=None, legend={"orient": "top"}),
+            "tooltip": [
+                _field("step"), _field("time", "nominal"), _field("seconds", aggregate="sum"),
+            ],
+        },
+    )  # fmt: skip
+
+
+def metric(rows: Sequence[StepRow], name: str) -> Spec:
+    """Return one metric, or "GB" for the size, by step."""
+    values = [
+        {
+            "step": row.step,
+            "value": (row.nbytes or 0) / 1e9 if name == "GB" else row.metrics[name],
+            "status": row.status if row.status in ("kept", "removed") else "other",
+        }
+        for row in rows
+        if row.step is not None
+        and (row.nbytes is not None if name == "GB" else name in row.metrics)
+    ]
+    return _chart(
+        values,
+        120,
+        mark={"type": "line", "point": {"size": 60, "filled": True}},
+        encoding={
+            "x": _field("step", axis={"tickMinStep": 1}, scale={"zero": False}),
+            "y": _field(
+                "value", title=name[:_NAME_CHARS], scale={"zero": name == "GB"}
+            ),
+            "tooltip": [_field("step"), _field("value"), _field("status", "nominal")],
+        },
+    )  # fmt: skip
+
+
+def timeline(phases: Phases) -> Spec:
+    """Return the steps of each rank over time, as bars."""
+    values = [
+        {
+            "rank": f"rank {rank}",
+            "order": rank,
+            "step": name[:_NAME_CHARS],
+            "start": start,
+            "end": start + seconds,
+            "seconds": seconds,
+        }
+        for rank, steps in phases.by_rank.items()
+        for name, start, seconds in steps
+    ]
+    return _chart(
+        values,
+        max(40, 18 * len(phases.by_rank)),
+        mark={"type": "bar", "height": {"band": 0.8}},
+        encoding={
+            "x": _field("start", title="seconds since all ranks had arrived"),
+            "x2": {"field": "end"},
+            "y": _field("rank", "nominal", title=None, sort={"field": "order"}),
+            "color": _field(
+                "step",
+                "nominal",
+                title=None,
+                sort=None,
+                scale={"scheme": "tableau20"},
+                legend={"orient": "bottom", "columns": 3, "symbolLimit": 30},
+            ),
+            "tooltip": [
+                _field("rank", "nominal"),
+                _field("step", "nominal"),
+                _field("start"),
+                _field("seconds"),
+            ],
+        },
+    )
+
+
+def slices(slice_map: SliceMap) -> Spec:
+    """Return how often the ranks hold each range of bytes."""
+    values = [
+        {
+            "ranks": slice_map.rows[row],
+            "order": row,
+            "column": column,
+            "copies": round(float(slice_map.copies[row, column]), 3),
+        }
+        for row in range(len(slice_map.rows))
+        for column in range(COLUMNS)
+    ]
+    return _chart(
+        values,
+        max(40, min(16, 640 // len(slice_map.rows)) * len(slice_map.rows)),
+        mark={"type": "rect"},
+        encoding={
+            "x": _field(
+                "column",
+                "ordinal",
+                title="bytes of all files, from first to last",
+                axis={"labels": False, "ticks": False},
+            ),
+            "y": _field(
+                "ranks", "nominal", title=None, sort={"field": "order"}, axis={"labelOverlap": True}
+            ),
+            "color": _field(
+                "copies", title="copies", scale={"scheme": "blues"}, legend={"orient": "top"}
+            ),
+            "tooltip": [_field("ranks", "nominal"), _field("copies")],
+        },
+    )
+
+
+def changes(layers: Sequence[LayerChange]) -> Spec:
+    """Return the share of changed bytes by layer and part."""
+    values = [
+        {
+            "layer": change.layer[:_NAME_CHARS],
+            "part": change.part,
+            "changed": change.changed_nbytes / max(change.nbytes, 1),
+            "tensors": change.tensors,
+            "GB": change.nbytes / 1e9,
+        }
+        for change in layers
+    ]
+    return _chart(
+        values,
+        18 * max(len({change.layer for change in layers}), 2),
+        mark={"type": "rect"},
+        encoding={
+            "x": _field("part", "nominal", title=None, axis={"orient": "top", "labelAngle": 0}),
+            "y": _field("layer", "nominal", title=None, sort=None, axis={"labelLimit": 150}),
+            "color": _field(
+                "changed",
+                title="changed",
+                scale={"scheme": "oranges", "domain": [0, 1]},
+                legend={"format": ".0%", "orient": "top"},
+            ),
+            "tooltip": [
+                _field("layer", "nominal"),
+                _field("part", "nominal"),
+                _field("changed", format=".1%"),
+                _field("tensors"),
+                _field("GB"),
+            ],
+        },
+    )
+
+
+def treemap(tensors: Sequence[TensorRow]) -> Spec:
+    """Return the bytes by part, layer and tensor; colours are dtypes. Areas are proportional."""
+    whole = len(tensors) > _MAX_LEAVES
+    leaves: dict[tuple[str, str, str, str], int] = {}
+    for tensor in tensors:
+        leaf = (tensor.part, tensor.layer, "" if whole else tensor.name, tensor.dtype)
+        leaves[leaf] = leaves.get(leaf, 0) + tensor.nbytes
+    nodes: list[dict[str, Any]] = [{"id": 0, "parent": None, "title": "checkpoint"}]
+    ids: dict[tuple[str, ...], int] = {}
+
+    def node(key: tuple[str, ...], parent: int, **fields: Any) -> int:
+        if key not in ids:
+            ids[key] = len(nodes)
+            nodes.append({"id": ids[key], "parent": parent, **fields})
+        return ids[key]
+
+    for (part, layer, name, dtype), nbytes in leaves.items():
+        of_part = node((part,), 0, title=part[:_NAME_CHARS])
+        of_layer = node((part, layer), of_part, title=f"{part}: {layer}"[:_NAME_CHARS])
+        title = f"{part}: {name or layer}"[:_NAME_CHARS]
+        node((part, layer, name, dtype), of_layer, title=title, dtype=dtype, nbytes=nbytes)
+    return {
+        "signals": [
+            {
+                "name": "width",
+                "init": "containerSize()[0]",
+                "on": [{"events": "window:resize", "update": "containerSize()[0]"}],
+            }
+        ],
+        "height": 420,
+        "padding": {"left": 0, "right": 0, "top": 0, "bottom": 0},
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "data": [
+            {
+                "name": "tree",
+                "values": nodes,
+                "transform": [
+                    {"type": "stratify", "key": "id", "parentKey": "parent"},
+                    {
+                        "type": "treemap",
+                        "field": "nbytes",
+                        "sort": {"field": "value", "order": "descending"},
+                        "round": True,
+                        "method": "squarify",
+                        "paddingInner": 1,
+                        "paddingTop": 0,
+                        "size": [{"signal": "width"}, {"signal": "height"}],
+                    },
+                ],
+            },
+            {
+                "name": "parts",
+                "source": "tree",
+                "transform": [{"type": "filter", "expr": "datum.depth === 1"}],
+            },
+            {
+                "name": "layers",
+                "source": "tree",
+                "transform": [
+                    {
+                        "type": "filter",
+                        "expr": "datum.depth === 2 && datum.x1 - datum.x0 > 60 "
+                        "&& datum.y1 - datum.y0 > 16",
+                    }
+                ],
+            },
+            {
+                "name": "leaves",
+                "source": "tree",
+                "transform": [{"type": "filter", "expr": "!datum.children"}],
+            },
+        ],
+        "scales": [
+            {
+                "name": "dtypes",
+                "type": "ordinal",
+                "domain": {"data": "leaves", "field": "dtype", "sort": True},
+                "range": {"scheme": "tableau10"},
+            }
+        ],
+        "legends": [{"fill": "dtypes", "orient": "top", "direction": "horizontal"}],
+        "marks": [_leaves(), _outlines("parts", 3), _layer_names()],
+    }
+
+
+_BOX = {
+    "x": {"field": "x0"},
+    "x2": {"field": "x1"},
+    "y": {"field": "y0"},
+    "y2": {"field": "y1"},
+}
+
+
+def _leaves() -> Spec:
+    nbytes = "format(datum.nbytes, ',') + ' bytes'"
+    tooltip = f"{{name: datum.title, dtype: datum.dtype, size: {nbytes}}}"
+    return {
+        "type": "rect",
+        "from": {"data": "leaves"},
+        "encode": {
+            "update": {
+                **_BOX,
+                "fill": {"scale": "dtypes", "field": "dtype"},
+                "fillOpacity": {"value": 0.85},
+                "tooltip": {"signal": tooltip},
+            },
+            "hover": {"fillOpacity": {"value": 0.5}},
+        },
+    }
+
+
+def _outlines(data: str, width: int) -> Spec:
+    stroke = {"stroke": {"signal": "outline"}, "strokeWidth": {"value": width}}
+    return {
+        "type": "rect",
+        "from": {"data": data},
+        "interactive": False,
+        "encode": {"update": {**_BOX, **stroke}},
+    }
+
+
+def _layer_names() -> Spec:
+    text = {"x": {"field": "x0", "offset": 4}, "y": {"field": "y0", "offset": 4}}
+    return {
+        "type": "text",
+        "from": {"data": "layers"},
+        "interactive": False,
+        "encode": {
+            "update": {
+                **text,
+                "baseline": {"value": "top"},
+                "fill": {"value": "white"},
+                "fontSize": {"value": 11},
+                "text": {"field": "title"},
+                "limit": {"signal": "datum.x1 - datum.x0 - 8"},
+            }
+        },
+    }

@@ -1,0 +1,205 @@
+"""What the page shows: a run or a checkpoint as it lies on disk, with the events of the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.errors import CheckpointError, NotFoundError
+from unified_ckpt.format.events import DeleteEvent, Event, LoadEvent, SaveEvent, SaveFailedEvent
+from unified_ckpt.manager.events.file import read_events
+from unified_ckpt.manager.steps.scan import StepRecord, scan
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.report.contents import (
+    LayerChange,
+    TensorRow,
+    compare_digests,
+    list_tensors,
+    locate_slices,
+    part_borders,
+    stored_source,
+)
+from unified_ckpt.report.slices import SliceMap
+from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path
+from unified_ckpt.sources import open_source
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step of a run: a save, or an attempt that failed. Times are None where not recorded.
+
+    `status`: "kept", "removed" by retention, "failed", or the problem of the folder.
+    """
+
+    step: int | None
+    name: str
+    status: str
+    created: str = ""
+    nbytes: int | None = None
+    seconds: float | None = None
+    blocked_seconds: float | None = None
+    attempt: int = 1
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The checkpoint that the page describes. `slices`: None if the ranks' shardings are unknown.
+
+    `facts`: (label, text), from the manifest.
+    """
+
+    path: str
+    format: str
+    tensors: Sequence[TensorRow]
+    slices: SliceMap | None
+    parts: dict[str, int]
+    facts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changed between two steps, by digest. `layers`: None if one has no digests."""
+
+    before: str
+    after: str
+    layers: Sequence[LayerChange] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """All that the page shows. `is_run`: of a run with several steps, not of one checkpoint."""
+
+    path: str
+    is_run: bool
+    rows: Sequence[StepRow]
+    events: Sequence[Event]
+    contents: Contents | None
+    changes: Changes | None
+
+
+def read_report(path: str, *, prefix: str = "checkpoint-") -> ReportData:
+    """Read what a page about a run or a checkpoint shows. NotFoundError if it is neither."""
+    path = absolute_path(path)
+    records = scan(LocalStorage(path), prefix).steps if os.path.isdir(path) else ()
+    events = read_events(path)
+    if records or events:
+        complete = [record for record in records if record.status == "complete"]
+        contents = _read_contents(complete[-1].path) if complete else None
+        changes = _changes(complete[-2].path, complete[-1].path) if len(complete) > 1 else None
+        return ReportData(path, True, _rows(records, events), events, contents, changes)
+    if not os.path.exists(path):
+        raise NotFoundError(f"{path}: no such file or folder")
+    parent, name = os.path.split(path)
+    events = read_events(parent)
+    own_events = [event for event in events if event.path == name]
+    return ReportData(path, False, (), own_events, _read_contents(path), None)
+
+
+def _read_contents(path: str) -> Contents:
+    source = open_source(path, SourceOptions(names="own"))
+    stored = stored_source(source)
+    with closing(source):
+        if not isinstance(stored, Folder):
+            tensors = list_tensors(source)
+            parts: dict[str, int] = {}
+            for tensor in tensors:
+                parts[tensor.part] = parts.get(tensor.part, 0) + tensor.nbytes
+            return Contents(path, source.format, tensors, None, parts, ())
+        return Contents(
+            path,
+            stored.format,
+            list_tensors(stored),
+            locate_slices(stored),
+            part_borders(stored),
+            _facts(stored),
+        )
+
+
+def _facts(folder: Folder) -> list[tuple[str, str]]:
+    manifest = folder.manifest
+    if manifest is None:
+        return []
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    facts = [
+        ("step", "" if manifest.step is None else str(manifest.step)),
+        ("created", manifest.created),
+        ("ranks", str(manifest.world_size)),
+        ("save id", manifest.save_id),
+        ("omitted parts", ", ".join(manifest.omitted_parts)),
+        ("versions", versions),
+    ]
+    return [(label, text) for label, text in facts if text]
+
+
+def _changes(before: str, after: str) -> Changes:
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(closing(open_path(path, lock=False))) for path in (before, after)
+        )
+        try:
+            layers = compare_digests(first, second)
+        except CheckpointError:  # damaged: `verify` says how
+            layers = None
+    return Changes(os.path.split(before)[1], os.path.split(after)[1], layers)
+
+
+def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRow]:
+    """Return the steps in the order of their events, then those on disk without events."""
+    on_disk = {record.save_id: record for record in records if record.save_id is not None}
+    removed = {event.path for event in events if isinstance(event, DeleteEvent)}
+    rows, seen = [], set()
+    for event in events:
+        if isinstance(event, SaveFailedEvent):
+            rows.append(
+                StepRow(
+                    event.step,
+                    event.path,
+                    f"failed: {event.error}",
+                    event.time,
+                    attempt=event.attempt,
+                )
+            )
+        elif isinstance(event, SaveEvent):
+            record = on_disk.get(event.save_id)
+            status = "removed" if event.path in removed else "not found"
+            if record is not None:
+                seen.add(event.save_id)
+                status = record.problem or "kept"
+            rows.append(
+                StepRow(
+                    event.step,
+                    event.path,
+                    status,
+                    event.time,
+                    event.nbytes,
+                    event.seconds,
+                    event.blocked_seconds,
+                    event.attempt,
+                    event.metrics,
+                )
+            )
+    rows += [
+        StepRow(
+            record.step,
+            record.name,
+            record.problem or "kept",
+            record.created or "",
+            record.nbytes,
+            record.seconds,
+            metrics=dict(record.metrics or {}),
+        )
+        for record in records
+        if record.save_id not in seen
+    ]
+    return sorted(rows, key=lambda row: (row.created, row.step or 0))
+
+
+def last_event(data: ReportData, kind: type[SaveEvent] | type[LoadEvent]) -> Event | None:
+    """Return the latest save or load whose phases are known."""
+    matching = [e for e in data.events if isinstance(e, kind) and e.phases is not None]
+    return matching[-1] if matching else None

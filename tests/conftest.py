@@ -1,14 +1,17 @@
 """Settings for every test: hypothesis without deadlines (machines are shared), with the same cases
-in each run, and the distribution of tests over several processes.
+in each run, the same random numbers, and the distribution of tests over several processes.
 
 `--hypothesis-profile random` draws new cases.
 """
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
@@ -19,6 +22,14 @@ settings.register_profile(  # where only the verdict counts
 )
 settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures, which draw weights too
+def pytest_runtest_setup() -> None:
+    """Each test draws the same numbers in each run, alone or after others."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -93,8 +93,8 @@ class SaveOptions(_Options):
 
     `compression`: how master weights and Adam's moments are stored; the model is stored as it is.
     "lossless" stores float32 masters as 16 bits beside a bfloat16 model, from which every bit
-    comes back. "O1" and "O2" also store float32 moments: in 8 bits each, or in 6 and 4 bits. Has no
-    effect where nodes have folders of their own.
+    comes back. "O1" and "O2" also store float32 moments: in 8 bits each, or in 6 and 4 bits. Where
+    nodes have folders of their own, a warning says that tensors are stored as they are.
 
     `host_bytes`: the limit of host memory in which each rank holds the snapshot of a save in the
     background, beside the buffers of `save`; None for no limit. What does not fit is written before

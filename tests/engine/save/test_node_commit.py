@@ -289,3 +289,20 @@ def test_probe_cannot_be_written(tmp_path: Path) -> None:
     same_error(outcomes, uc.StorageError, "No space left on device")
     assert EACH.left(tmp_path) == {"node-0": [], "node-1": []}
     assert probe_topology_module._PROBE_PREFIX.startswith("."), "trainers ignore hidden names"
+
+
+def test_compression_of_node_folders_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An option without an effect is never silent."""
+    options = QUICK.model_copy(update={"compression": "O1"})
+    for report in save(tmp_path, 1, options=options):
+        assert isinstance(report, uc.SaveReport), report
+        assert report.encoded_nbytes == 0
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "compression='O1' has no effect" in warnings[0].getMessage()
+    caplog.clear()
+    save(tmp_path, 2, options=REPLACE)
+    save(tmp_path, 3, ranks=SHARED, options=options)
+    assert "has no effect" not in caplog.text

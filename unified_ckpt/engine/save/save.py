@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -38,10 +39,13 @@ from unified_ckpt.engine.save.snapshot import (
     record_events,
     wait_events,
 )
+from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.flatten import keys_changed_only_by_step
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
+
+_LOG = logging.getLogger("unified_ckpt")
 
 
 def save(call: SaveCall) -> SaveReport:
@@ -248,9 +252,10 @@ def _plan_save(
         request = request.with_omitted_parts(cache.omitted_parts)
         tensors = request.stored_tensors()
         if not cached:
-            compression = request.options.compression if node_group.count == 1 else "none"
             cache.plan = None
-            cache.encodings = agree_on_encodings(collective, tensors, compression)
+            cache.encodings = agree_on_encodings(
+                collective, tensors, _compression(call, collective, request)
+            )
     commit_group = join_commit_group(collective, node_group)
     with commit_group.sharing_errors_with_groups():
         tensors = with_encodings(tensors, cache.encodings)
@@ -293,6 +298,23 @@ def _plan_save(
             if group_collective is not collective:
                 group_collective.finish()
             raise
+
+
+def _compression(call: SaveCall, collective: Collective, request: SaveRequest) -> Compression:
+    """Return the compression of this save; rank 0 warns if it is not the requested one."""
+    requested = request.options.compression
+    if requested == "none" or call.connections.topology.node_group.count == 1:
+        return requested
+    if collective.rank == 0:
+        _LOG.warning(
+            "%s: compression=%r has no effect where nodes have folders of their own; tensors are "
+            "stored as they are. To compress them, merge the folders with "
+            "`unified-ckpt convert --compression %s FOLDER... TARGET`",
+            call.path,
+            requested,
+            requested,
+        )
+    return "none"
 
 
 def _to_node_local(

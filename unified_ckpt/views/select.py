@@ -98,6 +98,11 @@ class SelectedSource(WrappedSource):
             **dict.fromkeys(casts),
         }
 
+    def keys_with_digests(self, keys: Collection[Key]) -> set[Key]:
+        """Return tensors that are not cast and whose stored bytes have digests."""
+        casts = self._casts(keys)
+        return self._source.keys_with_digests([key for key in keys if key not in casts])
+
     def _output_spec(self, part: str, spec: TensorSpec) -> TensorSpec:
         """The tensor's spec after the cast."""
         if (

@@ -79,10 +79,14 @@ def test_any_number_of_ranks_writes_the_same_bytes(
 
 @pytest.mark.parametrize("form", ["lossless", "O1"])
 def test_there_and_back(form: Compression, plain: Path, tmp_path: Path) -> None:
-    convert(plain, tmp_path / "c", form)
-    convert(tmp_path / "c", tmp_path / "copy", form)
-    convert(tmp_path / "c", tmp_path / "back", "none")
-    convert(tmp_path / "back", tmp_path / "again", form)
+    for source, name, compression in (
+        (plain, "c", form),
+        (tmp_path / "c", "copy", form),
+        (tmp_path / "c", "back", "none"),
+        (tmp_path / "back", "again", form),
+    ):
+        report = convert(source, tmp_path / name, compression)
+        assert report.verified == sum(report.tensors.values()), "digests of all were checked"
     encoded, back = stored_files(tmp_path / "c"), stored_files(tmp_path / "back")
     assert encoded == stored_files(tmp_path / "copy") == stored_files(tmp_path / "again")
     if form == "lossless":
@@ -202,6 +206,8 @@ def test_parts_and_dtypes_are_chosen_before_encoding(plain: Path, tmp_path: Path
     half = stored_files(tmp_path / "half")
     assert half["master_weights.safetensors"] == stored_files(plain)["master_weights.safetensors"]
     assert "master_weights.exceptions.safetensors" not in half
+    some = convert(tmp_path / "c", tmp_path / "some", "none", parts=("model", "optimizer"))
+    assert some.verified == sum(some.tensors.values())
 
 
 def test_copies_repairs_and_replicas_have_the_stored_bytes(plain: Path, tmp_path: Path) -> None:

@@ -138,6 +138,23 @@ class DecodedSource(WrappedSource):
         plain = self._source.block_digests(self._plain(keys))
         return {key: plain.get(key) for key in keys}
 
+    def keys_with_digests(self, keys: Collection[Key]) -> set[Key]:
+        """Return the tensors of which all that is stored has digests."""
+        stored_by_key = {key: self._stored_keys(key) for key in keys}
+        stored = {stored for stored_keys in stored_by_key.values() for stored in stored_keys}
+        with_digests = self._source.keys_with_digests(stored)
+        return {key for key, stored in stored_by_key.items() if with_digests.issuperset(stored)}
+
+    def _stored_keys(self, key: Key) -> list[Key]:
+        """Return the stored tensors that a tensor is decoded from."""
+        part, name = key
+        encoded = self.encoded(key) if self._part_records(part) else None
+        if encoded is None:
+            return [key]
+        encoding, spec = encoded
+        stored_keys = [(part, stored) for stored in encoding.stored_specs(name, spec.shape)]
+        return [*stored_keys, (MODEL_PART, name)] if encoding.needs_model else stored_keys
+
     def check_values(self, parts: Collection[str], *, share: int, shares: int) -> None:
         """Check the exceptions of these parts, and the scales of every `shares`-th tensor."""
         for part in sorted(set(parts).intersection(self._records)):

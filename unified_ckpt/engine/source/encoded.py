@@ -118,6 +118,12 @@ class EncodedSource(WrappedSource):
         plain = self._source.block_digests([key for key in keys if key not in self._origins])
         return {key: plain.get(key) for key in keys}
 
+    def keys_with_digests(self, keys: Collection[Key]) -> set[Key]:
+        """Return the stored tensors whose origin has digests."""
+        origins = {key: self._origins.get(key, (key, 0))[0] for key in keys}
+        with_digests = self._source.keys_with_digests(set(origins.values()))
+        return {key for key, origin in origins.items() if origin in with_digests}
+
     def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
         """Fill `buffer` with a stored tensor's bytes from byte `start`, encoded now."""
         if key not in self._origins:

@@ -163,6 +163,10 @@ class Source(ABC):
         """
         return dict.fromkeys(keys)
 
+    def keys_with_digests(self, keys: Collection[Key]) -> set[Key]:
+        """Return the tensors whose stored bytes all have digests, encoded or not."""
+        return {key for key, crcs in self.block_digests(keys).items() if crcs is not None}
+
     @abstractmethod
     def metadata(self) -> SourceMetadata:
         """Return what is stored besides tensors. IntegrityError or FormatError if it is damaged."""

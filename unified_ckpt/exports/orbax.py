@@ -188,11 +188,11 @@ def _write_arrays(
     specs: Mapping[Path, TensorSpec],
     stores: Mapping[Path, Any],
     progress: Progress,
-) -> dict[tuple[Path, Box], int]:
-    """Write every tensor; return the CRC of each chunk."""
+) -> dict[Path, dict[Box, int]]:
+    """Write every tensor; return the CRC of each chunk, by tensor."""
     import numpy as np
 
-    digests: dict[tuple[Path, Box], int] = {}
+    digests: dict[Path, dict[Box, int]] = {key_path: {} for key_path in keys}
     in_flight: deque[tuple[Any, int]] = deque()
     nbytes = 0
     for key_path, key in keys.items():
@@ -201,7 +201,7 @@ def _write_arrays(
             if not prod(box.shape):
                 continue
             body = read_box(source, key, box)
-            digests[key_path, box] = crc32(body)
+            digests[key_path][box] = crc32(body)
             values = np.frombuffer(body, dtype=store.dtype.numpy_dtype).reshape(box.shape)
             in_flight.append((store[box.slices].write(values), len(body)))
             nbytes += len(body)
@@ -261,24 +261,24 @@ def _check_written(
     path: str,
     keys: Mapping[Path, Key],
     specs: Mapping[Path, TensorSpec],
-    digests: Mapping[tuple[Path, Box], int],
+    digests: Mapping[Path, Mapping[Box, int]],
 ) -> None:
     """IntegrityError unless every tensor is read back as it was written."""
     problems = []
     with closing(open_orbax(path, SourceOptions(names="own"))) as opened:
+        written = {part: opened.specs(part, opened.names(part)) for part in opened.parts}
         for key_path, (part, name) in keys.items():
             read_key = (MODEL if part == MASTER else part), name
-            if read_key[0] not in opened.parts or name not in opened.names(read_key[0]):
+            spec = written.get(read_key[0], {}).get(name)
+            if spec is None:
                 problems.append(f"{part}:{name}: is missing")
-            elif _spec(opened, read_key) != specs[key_path]:
-                problems.append(
-                    f"{part}:{name}: got {_spec(opened, read_key)}, expected {specs[key_path]}"
-                )
+            elif spec != specs[key_path]:
+                problems.append(f"{part}:{name}: got {spec}, expected {specs[key_path]}")
             else:
                 problems += [
                     f"{part}:{name}: box {box.offsets} has other bytes"
-                    for (box_path, box), digest in digests.items()
-                    if box_path == key_path and crc32(read_box(opened, read_key, box)) != digest
+                    for box, digest in digests[key_path].items()
+                    if crc32(read_box(opened, read_key, box)) != digest
                 ]
     raise_if_any(
         IntegrityError, "the tensors written differ from the source; this is a bug", problems

@@ -66,7 +66,7 @@ class SaveEvent(_Event):
 
 
 class SaveFailedEvent(_Event):
-    """A failed attempt to save. Training waited for it during `blocked_seconds`."""
+    """A failed attempt to save."""
 
     event: Literal["save_failed"] = "save_failed"
     tier: Tier = "root"

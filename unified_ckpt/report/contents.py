@@ -84,18 +84,6 @@ def locate_slices(folder: Folder) -> SliceMap | None:
     return map_slices(records, tensors, world_size=manifest.world_size)
 
 
-def part_borders(folder: Folder) -> dict[str, int]:
-    """Return the bytes of each part, in the order of `locate_slices`."""
-    return {
-        part: sum(
-            entry.stop - entry.start
-            for file in folder.tensors_by_file(part)
-            for entry in folder.header(file).values()
-        )
-        for part in folder.parts
-    }
-
-
 def compare_digests(before: Folder, after: Folder) -> list[LayerChange] | None:
     """Return what changed from one checkpoint to another, by part and layer, from the digests of
     1 MiB blocks. None if one of them has no digests.

@@ -186,7 +186,7 @@ def _add_timeline(
 ) -> None:
     page.add(f"<h2>{title}</h2>")
     event = last_event(data, kind)
-    if not isinstance(event, SaveEvent | LoadEvent) or event.phases is None:
+    if event is None or event.phases is None:
         page.absent("Not recorded: the events of a run are written by the CheckpointManager.")
         return
     phases = event.phases

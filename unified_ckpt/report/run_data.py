@@ -20,7 +20,6 @@ from unified_ckpt.report.contents import (
     compare_digests,
     list_tensors,
     locate_slices,
-    part_borders,
     stored_source,
 )
 from unified_ckpt.report.slices import SliceMap
@@ -57,8 +56,15 @@ class Contents:
     format: str
     tensors: Sequence[TensorRow]
     slices: SliceMap | None
-    parts: dict[str, int]
     facts: Sequence[tuple[str, str]]
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part, in the order of the files."""
+        parts: dict[str, int] = {}
+        for tensor in self.tensors:
+            parts[tensor.part] = parts.get(tensor.part, 0) + tensor.nbytes
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +111,9 @@ def _read_contents(path: str) -> Contents:
     stored = stored_source(source)
     with closing(source):
         if not isinstance(stored, Folder):
-            tensors = list_tensors(source)
-            parts: dict[str, int] = {}
-            for tensor in tensors:
-                parts[tensor.part] = parts.get(tensor.part, 0) + tensor.nbytes
-            return Contents(path, source.format, tensors, None, parts, ())
+            return Contents(path, source.format, list_tensors(source), None, ())
         return Contents(
-            path,
-            stored.format,
-            list_tensors(stored),
-            locate_slices(stored),
-            part_borders(stored),
-            _facts(stored),
+            path, stored.format, list_tensors(stored), locate_slices(stored), _facts(stored)
         )
 
 
@@ -199,7 +196,9 @@ def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRo
     return sorted(rows, key=lambda row: (row.created, row.step or 0))
 
 
-def last_event(data: ReportData, kind: type[SaveEvent] | type[LoadEvent]) -> Event | None:
+def last_event(
+    data: ReportData, kind: type[SaveEvent] | type[LoadEvent]
+) -> SaveEvent | LoadEvent | None:
     """Return the latest save or load whose phases are known."""
-    matching = [e for e in data.events if isinstance(e, kind) and e.phases is not None]
-    return matching[-1] if matching else None
+    timed = (e for e in reversed(data.events) if isinstance(e, kind) and e.phases is not None)
+    return next(timed, None)

@@ -49,14 +49,14 @@ class SaveAttempt:
 class RunEvents:
     """The events of one manager. Only rank 0 writes the file and calls the hooks."""
 
-    def __init__(self, root: str, ranks: Callable[[], Comm]) -> None:
-        self._root, self.ranks = root, ranks
+    def __init__(self, root: str, get_comm: Callable[[], Comm]) -> None:
+        self._root, self.get_comm = root, get_comm
         self._file = EventFile(root)
         self.hooks: list[CommitHook] = []
 
     def save_committed(self, attempt: SaveAttempt, report: SaveReport) -> None:
         """Record a committed save and call the hooks. An error of a hook is logged."""
-        if self.ranks().rank != 0:
+        if self.get_comm().rank != 0:
             return
         waited = attempt.waited_seconds
         report = replace(
@@ -88,7 +88,7 @@ class RunEvents:
 
     def save_failed(self, attempt: SaveAttempt, error: BaseException) -> None:
         """Record a failed attempt to save."""
-        if self.ranks().rank == 0:
+        if self.get_comm().rank == 0:
             event = SaveFailedEvent(
                 time=_now(),
                 path=self._relative(attempt.target.path),
@@ -101,7 +101,7 @@ class RunEvents:
 
     def loaded(self, path: str, report: LoadReport, *, source: str) -> None:
         """Record a restore. `source`: what was loaded, such as "unified"."""
-        if self.ranks().rank == 0:
+        if self.get_comm().rank == 0:
             event = LoadEvent(
                 time=_now(),
                 path=self._relative(path),
@@ -115,7 +115,7 @@ class RunEvents:
 
     def removed(self, records: Iterable[StepRecord], *, tier: Tier) -> None:
         """Record checkpoints that the retention rules removed."""
-        if self.ranks().rank == 0:
+        if self.get_comm().rank == 0:
             for record in records:
                 path = self._relative(record.path)
                 self._file.append(DeleteEvent(time=_now(), path=path, step=record.step, tier=tier))

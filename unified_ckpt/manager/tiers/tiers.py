@@ -57,7 +57,7 @@ class TieredStorage:
                 "expected another folder; choose one on a local disk"
             )
         self._options = options
-        self._events, self._ranks = events, events.ranks
+        self._events, self._get_comm = events, events.get_comm
         self._topology = topology
         self._timeout_seconds = timeout_seconds
         self._local = LocalTier(root, self.local_directory, options)
@@ -128,10 +128,10 @@ class TieredStorage:
         if (
             self._merge_queue is None
             and len(self._leaders) > 1
-            and self._ranks().rank in self._leaders
+            and self._get_comm().rank in self._leaders
         ):
             self._merge_queue = self._upload_queue.merge_queue = MergeQueue(
-                self._ranks(),
+                self._get_comm(),
                 self._leaders,
                 self._token,
                 source=self.local_directory,
@@ -192,7 +192,7 @@ class TieredStorage:
         """Run `leader_action` on all leaders. Returns rank 0's result on every rank, with the
         upload results not yet reported.
         """
-        collective = self._ranks().begin_collective(
+        collective = self._get_comm().begin_collective(
             operation, timeout_seconds=self._timeout_seconds
         )
         with collective.step("exchange"):
@@ -225,7 +225,7 @@ class TieredStorage:
                 strict or (self._failures_in_a_row >= self._options.raise_after and not is_last)
             ):
                 failure = failure or decode_error(outcome["error"])
-            elif outcome["error"] and self._ranks().rank == 0:
+            elif outcome["error"] and self._get_comm().rank == 0:
                 text = (
                     "the copy of step %d to %s failed, training continues; "
                     "failure %d of %d in a row: %s"
@@ -273,15 +273,15 @@ class TieredStorage:
         counted: Sequence[int],
     ) -> None:
         if not target.local:
-            if self._ranks().rank == 0:
+            if self._get_comm().rank == 0:
                 self._apply_root_retention(step, counted)
             return
-        if self._ranks().rank not in self._leaders:
+        if self._get_comm().rank not in self._leaders:
             return
         self._scheduled += for_root
         if for_root and self._merge_queue is not None:
             self._merge_queue.schedule(self._scheduled)
-        if for_root and self._ranks().rank == 0:
+        if for_root and self._get_comm().rank == 0:
             self._upload_queue.submit(
                 UploadJob(
                     step,
@@ -313,7 +313,7 @@ class TieredStorage:
 
         Rank 0 itself may know later saves by now; it knows none if it cannot use its directory.
         """
-        if saves and self._ranks().rank != 0:
+        if saves and self._get_comm().rank != 0:
             self._local.record_root_saves(saves)
 
     def _after_upload(self, job: UploadJob, error: Exception | None) -> None:

@@ -173,7 +173,7 @@ class Checkpointer:
         return not collective.any_busy
 
     def wait(self) -> None:
-        """Wait until no save is in flight. Raises its error if no call has raised it yet."""
+        """Wait for the save in flight, if any. Raises its error unless another call has."""
         pending = self._pending
         if pending is not None:
             pending.wait()  # an interrupted wait leaves the save in flight, with its buffers

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 
 class CheckpointError(Exception):
-    """Any failure of a save, a load or a check; catch it to catch them all."""
+    """Base class of the errors of saves, loads and checks."""
 
 
 class LayoutError(CheckpointError):

@@ -145,7 +145,8 @@ _VERBS = {
                 "--to",
                 default="unified",
                 metavar="FORMAT",
-                help="unified (default), huggingface (model only), maxtext, torch, dcp, paddle",
+                help="unified (default), huggingface (model only), maxtext, peft, torch, dcp, "
+                "paddle, orbax",
             ),
             _PART,
             _DTYPE,

@@ -118,7 +118,7 @@ def from_maxtext(
     load: LoadOptions | None = None,
     **more_flags: object,
 ) -> RunOptions:
-    """Translate MaxText's checkpoint flags, on top of the given options.
+    """Translate MaxText's checkpoint flags. They override the given options.
 
     Values may be text, as on a command line. Relative paths start from the working directory.
     `source_checkpoint_layout`, `checkpoint_conversion_fn` and `force_unroll` become the `source` of
@@ -300,7 +300,7 @@ def from_paddle(
     load: LoadOptions | None = None,
     **arguments: Unpack[PaddleArguments],
 ) -> RunOptions:
-    """Translate PaddleNLP's training arguments for Unified Checkpoint, on top of the given options.
+    """Translate PaddleNLP's arguments for Unified Checkpoint. They override the given options.
 
     `config` or `unified_checkpoint_config`: flags separated by spaces or commas.
     `ckpt_quant_stage`: "O0", "O1" or "O2", as `SaveOptions(compression=...)`. `output_dir`: the

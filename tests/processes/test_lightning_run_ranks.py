@@ -10,22 +10,14 @@ from pathlib import Path
 import pytest
 
 import unified_ckpt as uc
-from tests.support.processes.launch import torchrun
-from tests.support.processes.run_cases import (
-    FROM_OUTSIDE,
-    check_resumed,
-    check_same,
-    stop_from_outside,
-)
+from tests.support.processes.run_cases import check_runs
 
 WORKER = "worker_lightning_run.py"
 CASES = ("straight", "full", "term", "int", "usr1")
 
 
 def check_world(root: Path, world: int) -> None:
-    torchrun(world, WORKER, root, *CASES, timeout_seconds=240)
-    for case in CASES:
-        check_same(root, case)
+    check_runs(root, world, WORKER, CASES)
     names = ["last.ckpt", "step=20.ckpt", "step=24.ckpt"]
     for case in ("straight", "full"):
         assert sorted(path.name for path in (root / case / "run").glob("*.ckpt")) == names, case
@@ -34,9 +26,6 @@ def check_world(root: Path, world: int) -> None:
         assert os.readlink(root / case / "run" / "last.ckpt") == names[-1]
     repeated = int((root / "full" / "repeated").read_text())
     assert 8 < repeated <= 15, "step 8 failed in the background"
-    for case, number in FROM_OUTSIDE.items():
-        stop_from_outside(root, world, WORKER, case, number)
-    check_resumed(root, world, WORKER)
 
 
 @pytest.mark.integration

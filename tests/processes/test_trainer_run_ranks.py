@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 import unified_ckpt as uc
-from tests.support.processes.launch import torchrun
-from tests.support.processes.run_cases import (
-    FROM_OUTSIDE,
-    check_resumed,
-    check_same,
-    stop_from_outside,
-)
+from tests.support.processes.run_cases import check_runs
 
 WORKER = "worker_trainer_run.py"
 CASES = ("straight", "full", "term", "int", "usr1", "tiers")
@@ -31,22 +25,11 @@ def check_checkpoints(root: Path, case: str) -> list[int]:
 
 
 def check_world(root: Path, world: int) -> None:
-    torchrun(world, WORKER, root, *CASES, timeout_seconds=240)
-    for case in CASES:
-        check_same(root, case)
+    check_runs(root, world, WORKER, CASES)
     assert check_checkpoints(root, "straight") == [8, 16, 24]
     first, repeated, last = check_checkpoints(root, "full")
     assert first == 8, "the second attempt had room"
     assert 16 < repeated < last == 24, "step 16 failed in the background"
-    for case in ("term", "int", "usr1"):
-        stops = {int((root / case / f"stop-{rank}").read_text()) for rank in range(world)}
-        assert len(stops) == 1, case
-        assert 6 <= stops.pop() <= 16, "within the notice's delay and the margin"
-    for case, number in FROM_OUTSIDE.items():
-        stop_from_outside(root, world, WORKER, case, number)
-        newest = max(int(path.name[11:]) for path in (root / case / "run").glob("checkpoint-*"))
-        assert newest >= 10 or number is None, case
-    check_resumed(root, world, WORKER)
 
 
 @pytest.mark.integration

@@ -50,6 +50,7 @@ def _launch(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,  # so that a test can signal its process group, as a terminal does
     )
 
 

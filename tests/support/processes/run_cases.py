@@ -1,18 +1,139 @@
-"""Runs of a trainer to which something happens, compared with the run that nothing happened to."""
+"""Runs of a trainer to which something happens, compared with the run that nothing happened to.
+
+A worker defines how its trainer trains, and calls `run_cases`. A test calls `check_runs`. A row of
+the table is a worker; a column is a case here, or one of the worker's own.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import unified_ckpt as uc
 from tests.support.processes.launch import start_torchrun, torchrun
 
+STEPS, SIGNAL_STEP, OUTSIDE_STEP = 24, 6, 10
+SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1}
 # what happens from outside: a signal to the launcher, or None to kill the last rank
 FROM_OUTSIDE = {"launcher-term": signal.SIGTERM, "launcher-int": signal.SIGINT, "killed": None}
+
+AfterStep = Callable[[int], object]
+# Called as train(root, after_step, resume=…). Returns the manager, and the weights and losses of a
+# run that has ended.
+Train = Callable[..., tuple[uc.CheckpointManager, tuple[dict[str, Any], list[float]] | None]]
+
+
+# in the workers
+
+
+def run_cases(train: Train, others: Mapping[str, Callable[[Path], object]]) -> None:
+    """Run the cases of the command line, `WORKER ROOT CASE…`, each in a folder of its name.
+
+    `folder/case` runs a case in the folder of another. `others`: the worker's own cases.
+    """
+    faulthandler.dump_traceback_later(float(os.environ["WORKER_TIMEOUT_SECONDS"]), exit=True)
+    root = Path(sys.argv[1])
+    for case in sys.argv[2:]:
+        folder, _, name = case.rpartition("/")
+        place = root / (folder or name)
+        place.mkdir(exist_ok=True)
+        if name in others:
+            others[name](place)
+        elif name in SIGNALS:
+            stop_and_resume(train, place, SIGNALS[name], rank=int(os.environ["WORLD_SIZE"]) - 1)
+        else:
+            run(train, place, await_outside(place) if name == "slow" else nothing, name == "resume")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # else gloo may abort the exit
+
+
+def nothing(step: int) -> None:
+    """Happens after each step of a run that is left alone."""
+
+
+def run(
+    train: Train, root: Path, after_step: AfterStep, resume: bool = False, **settings: Any
+) -> None:
+    """Train, and write what the test compares: the end of the run, or the step it stopped at."""
+    last = 0
+
+    def count(step: int) -> None:
+        nonlocal last
+        last = step
+        after_step(step)
+
+    manager, end = train(root, count, resume=resume, **settings)
+    assert manager.should_stop == (end is None)
+    if end is None:
+        assert max(uc.open(folder).step or 0 for folder in complete(root)) == last
+        (root / f"stop-{os.environ['RANK']}").write_text(str(last))
+    elif os.environ["RANK"] == "0":
+        torch.save(end, root / "ended.pt")
+
+
+def complete(root: Path) -> list[Path]:
+    return [path.parent for path in (root / "run").glob("[!.]*/unified_checkpoint.json")]
+
+
+def stop_and_resume(train: Train, root: Path, number: int, *, rank: int, **settings: Any) -> None:
+    """Train until a signal to one rank stops all, and resume."""
+
+    def send(step: int) -> None:
+        if step == SIGNAL_STEP and int(os.environ["RANK"]) == rank:
+            os.kill(os.getpid(), number)
+        if step >= SIGNAL_STEP:
+            time.sleep(0.03)  # the notice is polled by the clock
+
+    run(train, root, send, **settings)
+    assert not (root / "ended.pt").exists()
+    run(train, root, nothing, resume=True, **settings)
+
+
+def await_outside(root: Path) -> AfterStep:
+    """Wait at a step until a checkpoint is complete and the test has acted."""
+    rank = os.environ["RANK"]
+
+    def wait(step: int) -> None:
+        if step == OUTSIDE_STEP:
+            (root / f"pid-{rank}").write_text(str(os.getpid()))
+            while not complete(root):
+                time.sleep(0.02)
+            (root / f"begun-{rank}").touch()
+            while not (root / "acted").exists():
+                time.sleep(0.02)
+        if step >= OUTSIDE_STEP:
+            time.sleep(0.25)  # until the launcher has passed on its signal
+
+    return wait
+
+
+# in the tests
+
+
+def check_runs(root: Path, world: int, worker: str, cases: Sequence[str]) -> None:
+    """Run a worker's cases, and those from outside, on `world` ranks. Check that each run ends as
+    the run that nothing happened to, and that all ranks stop after the same step.
+    """
+    torchrun(world, worker, root, *cases, timeout_seconds=240)
+    for case, number in FROM_OUTSIDE.items():
+        act_from_outside(root, world, worker, case, number)
+    torchrun(world, worker, root, *(f"{case}/resume" for case in FROM_OUTSIDE), timeout_seconds=240)
+    for case in (*cases, *FROM_OUTSIDE):
+        check_same(root, case)
+        first = OUTSIDE_STEP if case in FROM_OUTSIDE else SIGNAL_STEP
+        stops = [int(path.read_text()) for path in (root / case).glob("stop-*")]
+        if case in SIGNALS or FROM_OUTSIDE.get(case):
+            assert len(stops) == world, case
+            assert len({*stops}) == 1, case
+            assert first <= stops[0] <= first + 10, "within the notice's delay and the margin"
 
 
 def check_same(root: Path, case: str) -> None:
@@ -23,25 +144,22 @@ def check_same(root: Path, case: str) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items()), case
 
 
-def stop_from_outside(root: Path, world: int, worker: str, case: str, number: int | None) -> None:
-    """Start a run, and send a signal to the launcher after some steps, or kill the last rank."""
+def act_from_outside(root: Path, world: int, worker: str, case: str, number: int | None) -> None:
+    """Start a run, and signal the launcher after some steps, or kill the last rank.
+
+    Ctrl-C reaches the terminal's process group: the launcher, whose ranks have groups of their own.
+    """
     with start_torchrun(world, worker, root, f"{case}/slow") as launcher:
-        deadline = time.monotonic() + 60
         while not all((root / case / f"begun-{rank}").exists() for rank in range(world)):
             assert launcher.poll() is None, "ended before the signal"
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        if number is not None:
-            launcher.send_signal(number)
-        else:
+            time.sleep(0.02)  # each worker's own limit ends this
+        if number is None:
             pid = int((root / case / f"pid-{world - 1}").read_text())
             os.kill(pid, signal.SIGKILL)
-        launcher.communicate(timeout=60)
+        elif number == signal.SIGINT:
+            os.killpg(launcher.pid, number)
+        else:
+            launcher.send_signal(number)
+        (root / case / "acted").touch()
+        launcher.communicate(timeout=120)
     assert not (root / case / "ended.pt").exists()
-
-
-def check_resumed(root: Path, world: int, worker: str) -> None:
-    """Resume what was stopped from outside, and check it."""
-    torchrun(world, worker, root, *(f"{case}/resume" for case in FROM_OUTSIDE), timeout_seconds=120)
-    for case in FROM_OUTSIDE:
-        check_same(root, case)

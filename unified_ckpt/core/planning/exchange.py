@@ -17,7 +17,8 @@ from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER, itemsize
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 
-TILE_NBYTES = 16 << 20  # of each of a tile buffer's two tiles: large writes, little memory
+# Of each of a tile buffer's two tiles. Between read and copy, they stay in the CPU cache.
+TILE_NBYTES = 4 << 20
 _ALIGN = 4096
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.core.planning.load_plan import plan_reads
-from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.engine.load.match import (
     Match,
     MatchReport,
@@ -20,6 +21,7 @@ from unified_ckpt.engine.load.match import (
     parameters_without_state,
 )
 from unified_ckpt.engine.load.mismatches import (
+    Mismatches,
     collect_mismatches,
     is_resumed,
     raise_mismatches,
@@ -45,7 +47,7 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
     send_groups_by_node,
 )
-from unified_ckpt.engine.source.stateful import plan_restore
+from unified_ckpt.engine.source.stateful import StatefulRestore, plan_restore
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
@@ -56,6 +58,7 @@ from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, make_exchange_id
 from unified_ckpt.runtime.gc_pause import gc_paused
+from unified_ckpt.runtime.storage.storage import Reader
 from unified_ckpt.runtime.torch_state.optimizer_target import match_groups
 
 
@@ -96,47 +99,24 @@ def _load(
     with collective.step("match-targets"):
         if isinstance(request, Exception):
             raise request
-        metadata, verify = request.metadata, request.options.verify
-        matches, match_report = match_targets(
-            request.state.tensors,
-            request.source,
-            aliases=request.state.aliases,
-            cast=request.options.cast,
-            paddable_dims=metadata.paddable_dims,
-            rank=rank,
-        )
-        matches = _check_tied(request, matches, match_report, rank=rank)
-        if request.optimizer is not None and request.optimizer.loads_state:
-            match_report.missing += parameters_without_state(
-                set(request.optimizer.param_names()),
-                request.source,
-                metadata,
-                request.state.aliases,
-            )
-        sizes = {match.stored_key: match.target.decl.spec.nbytes for match in matches}
-        request.source.check_values({part for part, _ in sizes}, share=rank, shares=world)
-        tensors, storage = locate_tensors(request.source, sizes, verify=verify != "off")
-        stateful = plan_restore(
-            request.extra, request.rank_extra, request.source, metadata, rank=rank, world=world
-        )
-        match_report.missing += stateful.missing
-        group_options = _saved_group_options(request)
-        matches = _check_optimizer(request, matches, match_report)
-        mismatches = collect_mismatches(collective, request, match_report, stateful)
+        matched = _match(collective, request)
+    mismatches = matched.mismatches
     raise_mismatches(request, mismatches)
     if rank == 0:
         warn_mismatches(label, mismatches)
-    by_decl = {match.target.decl: match for match in matches}
+    by_decl = {match.target.decl: match for match in matched.matches}
     with collective.step("plan"):
-        stored_by_decl = {decl: tensors[match.stored_key] for decl, match in by_decl.items()}
+        stored_by_decl = {decl: matched.tensors[m.stored_key] for decl, m in by_decl.items()}
         group_plans = _plan_reads(collective, request, stored_by_decl, topology)
     verification = request.source.verification
     verified_before = verification.verified_nbytes
-    reader = TensorReader(request.source, storage, collective.heartbeat)
+    reader = TensorReader(request.source, matched.storage, collective.heartbeat)
     try:
         with collective.step("read"):
             group_results = _read(collective, group_plans, by_decl, reader, tile_buffers, topology)
-            verified_nbytes = verify_read(collective, group_results, reader, mode=verify)
+            verified_nbytes = verify_read(
+                collective, group_results, reader, mode=request.options.verify
+            )
     except CheckpointError as error:
         failure = type(error)(
             f"{error}; the target holds a mix of old and new bytes and is unusable"
@@ -144,29 +124,30 @@ def _load(
         mark(failure, spread_of(error))
         raise failure from error
     with collective.step("install"):
-        _install(request, group_options)
-        stateful.apply(rank=rank, world=world)
+        _install(request, matched.group_options)
+        matched.stateful.apply(rank=rank, world=world)
         phases_by_rank = collective.gather_phases()
     verified_nbytes += verification.verified_nbytes - verified_before
     nbytes = sum(result.nbytes for _, result in group_results)
+    notes = (
+        *verification.damage,
+        *load_notes(request, mismatches, nbytes, collective),
+        *matched.report.notes,
+    )
     report = LoadReport(
-        step=metadata.step,
-        extra=metadata.extra,
-        rank_extra=stateful.rank_extra,
+        step=request.metadata.step,
+        extra=request.metadata.extra,
+        rank_extra=matched.stateful.rank_extra,
         missing=tuple(mismatches.missing),
         unexpected=tuple(mismatches.unexpected),
         wrong=tuple(mismatches.wrong),
         bytes_read=nbytes,
         verified_bytes=verified_nbytes,
         sources={
-            part: tuple(sorted(parts)) for part, parts in sorted(match_report.sources.items())
+            part: tuple(sorted(parts)) for part, parts in sorted(matched.report.sources.items())
         },
         seconds=time.monotonic() - started,
-        notes=(
-            *verification.damage,
-            *load_notes(request, mismatches, nbytes, collective),
-            *match_report.notes,
-        ),
+        notes=notes,
         kept=tuple(mismatches.kept),
         unused=tuple(mismatches.unused),
         phases=summarize_phases(phases_by_rank) if phases_by_rank else None,
@@ -174,6 +155,55 @@ def _load(
     if rank == 0:
         log_report(label, report, resumed=is_resumed(request))
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """What this rank will read, and the mismatches of all ranks.
+
+    `tensors`: those to read, by stored key. `group_options`: of `_saved_group_options`.
+    """
+
+    matches: Sequence[Match]
+    report: MatchReport
+    tensors: Mapping[Key, LocatedTensor]
+    storage: Reader | None
+    stateful: StatefulRestore
+    group_options: Sequence[Mapping[str, Any]] | None
+    mismatches: Mismatches
+
+
+def _match(collective: Collective, request: LoadRequest) -> _Matched:
+    """Find the stored tensor of each target, and collect the mismatches of all ranks.
+
+    Collective, inside a step.
+    """
+    rank, world, metadata = collective.rank, collective.world, request.metadata
+    matches, report = match_targets(
+        request.state.tensors,
+        request.source,
+        aliases=request.state.aliases,
+        cast=request.options.cast,
+        paddable_dims=metadata.paddable_dims,
+        rank=rank,
+    )
+    matches = _check_tied(request, matches, report, rank=rank)
+    if request.optimizer is not None and request.optimizer.loads_state:
+        report.missing += parameters_without_state(
+            set(request.optimizer.param_names()), request.source, metadata, request.state.aliases
+        )
+    sizes = {match.stored_key: match.target.decl.spec.nbytes for match in matches}
+    request.source.check_values({part for part, _ in sizes}, share=rank, shares=world)
+    verify = request.options.verify != "off"
+    tensors, storage = locate_tensors(request.source, sizes, verify=verify)
+    stateful = plan_restore(
+        request.extra, request.rank_extra, request.source, metadata, rank=rank, world=world
+    )
+    report.missing += stateful.missing
+    group_options = _saved_group_options(request)
+    matches = _check_optimizer(request, matches, report)
+    mismatches = collect_mismatches(collective, request, report, stateful)
+    return _Matched(matches, report, tensors, storage, stateful, group_options, mismatches)
 
 
 def _plan_reads(

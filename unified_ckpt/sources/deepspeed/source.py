@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 
@@ -77,27 +79,7 @@ def _open(root: str, folder: str) -> ShardedSource:
         sorted(name for name in entries if _UNSUPPORTED.fullmatch(name)),
     )
     model = read_model_file(_model_path(folder, entries))
-    extras, world_size = SourceExtras(), model.world_size
-    parameters: Mapping[str, TrainedParameter] = {}
-    param_groups: ParamGroups = ()
-    extra = dict(model.extra)
-    if UNIVERSAL_FOLDER in entries:
-        parameters, param_groups = read_universal_parameters(
-            os.path.join(folder, UNIVERSAL_FOLDER), model
-        )
-    elif model.flat_groups:
-        rank0_file, paths = _list_optimizer_files(folder, entries)
-        layout = _flat_layout(model, rank0_file)
-        optimizer_files = OptimizerFiles(rank0_file, paths, layout)
-        parameters = {
-            name: _trained_parameter(model, rank0_file, layout, optimizer_files, name)
-            for group in model.flat_groups
-            for name in group
-        }
-        param_groups, world_size = rank0_file.param_groups, rank0_file.world_size
-        extras = SourceExtras(close=optimizer_files.close)
-        if rank0_file.loss_scaler is not None:
-            extra["loss_scaler"] = rank0_file.loss_scaler
+    state = _read_training_state(model, folder, entries)
     tensors, reclaimer = dict[Key, ShardedTensor](), PageReclaimer()
     # The Trainer writes Hugging Face's weights there; under stage 3 no other file has the weights.
     hf_weights = {
@@ -105,7 +87,7 @@ def _open(root: str, folder: str) -> ShardedSource:
         for file in (open_model_files(root) if model.is_partitioned and root != folder else ())
         for name in file.entries
     }
-    for name, parameter in parameters.items():
+    for name, parameter in state.parameters.items():
         weights, weights_path = _model_weights(model, hf_weights, name, parameter.shape)
         tensors |= parameter_tensors(
             name,
@@ -115,17 +97,17 @@ def _open(root: str, folder: str) -> ShardedSource:
             weights_path=weights_path,
             reclaimer=reclaimer,
         )
-    tensors |= _untrained_tensors(model, parameters, world_size)
+    tensors |= _untrained_tensors(model, state.parameters, state.world_size)
     metadata = SourceMetadata(
         step=model.step,
-        extra=extra or None,
+        extra=state.extra or None,
         modules=model.extra_states,
         groups=[
             {
                 "names": [name for index in indices for name in model.flat_groups[index]],
                 "options": options,
             }
-            for options, indices in param_groups
+            for options, indices in state.param_groups
         ],
     )
     return ShardedSource(
@@ -134,7 +116,46 @@ def _open(root: str, folder: str) -> ShardedSource:
         format="deepspeed",
         metadata=metadata,
         aliases={MODEL: model.aliases},
-        extras=extras,
+        extras=state.extras,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingState:
+    """What a step holds beside its model. `parameters`: by name, those with optimizer state."""
+
+    parameters: Mapping[str, TrainedParameter]
+    param_groups: ParamGroups
+    extra: dict[str, Any]
+    world_size: int
+    extras: SourceExtras = field(default_factory=SourceExtras)
+
+
+def _read_training_state(model: ModelFile, folder: str, entries: frozenset[str]) -> _TrainingState:
+    """Read a universal folder, or else optimizer files, or nothing."""
+    if UNIVERSAL_FOLDER in entries:
+        parameters, param_groups = read_universal_parameters(
+            os.path.join(folder, UNIVERSAL_FOLDER), model
+        )
+        return _TrainingState(parameters, param_groups, dict(model.extra), model.world_size)
+    if not model.flat_groups:
+        return _TrainingState({}, (), dict(model.extra), model.world_size)
+    rank0_file, paths = _list_optimizer_files(folder, entries)
+    layout = _flat_layout(model, rank0_file)
+    optimizer_files = OptimizerFiles(rank0_file, paths, layout)
+    extra = dict(model.extra)
+    if rank0_file.loss_scaler is not None:
+        extra["loss_scaler"] = rank0_file.loss_scaler
+    return _TrainingState(
+        {
+            name: _trained_parameter(model, rank0_file, layout, optimizer_files, name)
+            for group in model.flat_groups
+            for name in group
+        },
+        rank0_file.param_groups,
+        extra,
+        rank0_file.world_size,
+        SourceExtras(close=optimizer_files.close),
     )
 
 

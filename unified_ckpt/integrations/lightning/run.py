@@ -22,7 +22,7 @@ from unified_ckpt.integrations.lightning.paths import (
 )
 from unified_ckpt.integrations.run_options import Setting, run_options, settings_of_trigger
 from unified_ckpt.manager.manager import CheckpointManager
-from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions
 
 _WHEN = "ModelCheckpoint, which decides when to save"
@@ -77,7 +77,7 @@ class LightningRun:
         link = rename_link(path) if is_writer else ""
         result = None
         try:
-            result = self.checkpoints._save_state(state, force=True, is_last=self._is_at_end())
+            result = self.checkpoints.run.save(state, force=True, is_last=self._is_at_end())
         finally:
             if isinstance(result, PendingSave):
                 self._in_flight = (result, path, link)
@@ -90,7 +90,7 @@ class LightningRun:
             return
         (pending, path, link), self._in_flight = self._in_flight, None
         try:
-            self.checkpoints._scheduler.collect()
+            self.checkpoints.run.scheduler.collect()
         finally:
             self._ended(path, link, saved=not pending.failed())
 
@@ -137,8 +137,7 @@ class LightningRun:
 
     def take_signals(self) -> None:
         """Handle signals in place of Lightning, which stops each rank elsewhere."""
-        if self.checkpoints.options.on_preemption:
-            self.checkpoints._stop_signals.retake()
+        self.checkpoints.run.take_signals()
 
     def after_batch(self) -> None:
         """Save if a stop or a repeated save is due after this batch. All ranks call it."""
@@ -191,7 +190,7 @@ class LightningRun:
         rank, so nothing is shared with others.
         """
         if error is not None and not self.stopped:
-            self.checkpoints.__exit__(type(error), error, error.__traceback__)
+            self.checkpoints.run.close(error)
             if self._in_flight is not None:
                 (pending, path, link), self._in_flight = self._in_flight, None
                 self._ended(path, link, saved=pending.done() and not pending.failed())

@@ -35,7 +35,7 @@ from unified_ckpt.integrations.lightning.state_dicts import (
     optimizer_part,
 )
 from unified_ckpt.manager.events.run_events import CommitHook
-from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import is_url
 
@@ -248,7 +248,7 @@ class PatchedStrategy:
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
             target, strict = apply_edits(target, state_dict, strict=strict), False
         options = self._load_options.model_copy(update={"parts": (MODEL,)})
-        report = self.run.checkpoints._checkpointer.load(
+        report = self.run.checkpoints.run.checkpointer.load(
             self._path, model=target, strict=strict, options=options
         )
         missing = report.missing if isinstance(target, dict) else ()
@@ -278,7 +278,7 @@ class PatchedStrategy:
             )
         if optimizers:
             options = self._load_options.model_copy(update={"parts": (OPTIMIZER,)})
-            self.run.checkpoints._checkpointer.load(
+            self.run.checkpoints.run.checkpointer.load(
                 self._path,
                 model=self.strategy.lightning_module,
                 optimizer=optimizers,

@@ -30,6 +30,7 @@ from unified_ckpt.manager.restore.targets import (
     recoverable_errors,
     required_parts,
 )
+from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.manager.steps.scan import StepRecord
@@ -95,7 +96,7 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would save at this step. The same on every rank; never waits."""
-        return self.run.should_save(step)
+        return bool(self.run.save_reasons(step))
 
     @show_keywords(StateArguments)
     def save(
@@ -116,7 +117,7 @@ class CheckpointManager:
         """
         check_argument_names(arguments, StateArguments, function="CheckpointManager.save")
         state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
-        return self.run.save(state, force=force)
+        return self.run.save(state, self.run.save_reasons(step) + when.FORCED * force)
 
     @show_keywords(StateArguments)
     def finish(
@@ -256,7 +257,7 @@ class CheckpointManager:
             self._load(RestorePoint("adapters", self.options.load_adapters_path), targets)
         if point.kind in ("parameters", "adapters"):
             return replace(report, step=None, extra=None, rank_extra=None)
-        self.run.mark_restored(point)
+        self.run.mark_restored(point, step=point.step)
         if point.kind == "foreign" and report.step is None:
             return replace(report, step=point.step)  # known only from the folder name
         return report

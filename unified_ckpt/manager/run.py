@@ -69,6 +69,7 @@ class Run:
             on_commit=self.steps.on_commit,
         )
         self._last_reasons: tuple[int, tuple[str, ...]] | None = None
+        self._begun_at: int | None = None  # last step of the loop whose save began
         self._stop_signals = StopSignals(self.options)
         self._metrics = Metrics(best_metric=self.options.best_metric)
         self._warned = when.saves_automatically(self.options) or not self.options.enabled
@@ -92,29 +93,43 @@ class Run:
         self._stop_signals.requested = "request"
 
     def take_signals(self) -> None:
-        """Take the signals back from a trainer that has installed handlers of its own."""
-        if self._stop_signals.watching:
-            self._stop_signals.retake()
+        """Handle signals, also in place of handlers that a trainer has installed since."""
+        self._stop_signals.take()
 
-    def should_save(self, step: int) -> bool:
-        """Whether `save` would save at this step without `force`. The same on every rank."""
-        return bool(self._save_reasons(step))
+    def release_signals(self) -> None:
+        """Leave signals to their previous handlers until `take_signals`."""
+        self._stop_signals.release()
+
+    def save_reasons(self, step: int) -> tuple[str, ...]:
+        """Return why the options ask for a save after this step of the loop, empty if they do not.
+        The same on every rank. Repeated calls for one step return the same.
+        """
+        if self._last_reasons is None or self._last_reasons[0] != step:
+            is_first = self._last_reasons is None and self._begun_at is None
+            reasons = when.due_reasons(self.options, step, last_step=self._begun_at, first=is_first)
+            if self.options.enabled:
+                reasons += self._stop_signals.save_reasons(
+                    step, self.comm, self.scheduler.clock_reason
+                )
+            self._last_reasons = (step, reasons)
+        return self._last_reasons[1]
 
     def is_due(self, step: int) -> bool:
-        """Whether `should_save`, and no save of this step has begun."""
-        return self.should_save(step) and self.scheduler.last_begun != step
+        """Whether there are reasons to save after this step, and no save has begun since."""
+        return bool(self.save_reasons(step)) and self._begun_at != step
 
     def save(
-        self, state: StepState, *, force: bool, is_last: bool = False
+        self, state: StepState, reasons: tuple[str, ...], *, is_last: bool = False
     ) -> SaveReport | PendingSave | None:
-        """Do what `CheckpointManager.save` does. `is_last`: no later save follows, as in
-        `finish`.
+        """Do what `CheckpointManager.save` does, for `save_reasons` or `when.FORCED`. `is_last`: no
+        later save follows, as in `finish`.
         """
-        reasons = () if state.path is not None else self._save_reasons(state.step)
-        if not self.options.enabled or not (reasons or force):
+        if not self.options.enabled or not reasons:
             self._warn_no_trigger()
             return None
-        job = self._save_job(state, for_root=force or reasons != (when.LOCAL_INTERVAL,))
+        if self._last_reasons is not None:
+            self._begun_at = self._last_reasons[0]
+        job = self._save_job(state, for_root=reasons != (when.LOCAL_INTERVAL,))
         is_last = is_last or self.should_stop
         if self.options.asynchronous and not is_last:
             return self.scheduler.save_async(job, retried=reasons == ("retry",))
@@ -129,10 +144,11 @@ class Run:
         self._flush()
         return report
 
-    def mark_restored(self, point: RestorePoint) -> None:
-        """Record that the run resumed from this step."""
+    def mark_restored(self, point: RestorePoint, *, step: int | None) -> None:
+        """Record that the run resumed from this point, after this step of the loop."""
         self.steps.mark_restored(point)
         if point.kind == "unified" and point.step is not None:
+            self._begun_at = step
             self.scheduler.mark_restored(point.step, in_root=point.in_root)
 
     def wait(self) -> None:
@@ -190,23 +206,6 @@ class Run:
             )
             _LOG.warning(text, self.root)
         self._warned = True
-
-    def _save_reasons(self, step: int) -> tuple[str, ...]:
-        """Return why to save at this step. Repeated calls for one step return the same."""
-        if self._last_reasons is None or self._last_reasons[0] != step:
-            last_begun = self.scheduler.last_begun
-            reasons = when.due_reasons(
-                self.options,
-                step,
-                last_step=last_begun,
-                first=self._last_reasons is None and last_begun is None,
-            )
-            if self.options.enabled:
-                reasons += self._stop_signals.save_reasons(
-                    step, self.comm, self.scheduler.clock_reason
-                )
-            self._last_reasons = (step, reasons)
-        return self._last_reasons[1]
 
     def _save_job(self, state: StepState, *, for_root: bool) -> SaveJob:
         """Build a save, with the arguments that the run adds."""

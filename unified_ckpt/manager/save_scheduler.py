@@ -41,9 +41,8 @@ class _InFlight:
 class SaveScheduler:
     """The saves of a run.
 
-    `last_begun`: the last step whose save began. `last_good`: the last step known to be saved or
-    restored. `on_commit(job, target)` is called on every rank after each commit, in the background
-    for a background save.
+    `last_good`: the last step known to be saved or restored. `on_commit(job, target)` is called on
+    every rank after each commit, in the background for a background save.
     """
 
     def __init__(
@@ -64,13 +63,12 @@ class SaveScheduler:
         self._in_flight: _InFlight | None = None
         self._direct_next = False  # a due local save failed: the next goes to the root
         self._last_begun_at = time.monotonic()
-        self.last_begun: int | None = None
         self.last_good: int | None = None
         self._last_in_root: int | None = None  # last good step in the root, or to be copied there
 
     def mark_restored(self, step: int, *, in_root: bool) -> None:
         """Record the step that the run resumed from. `in_root`: that save is in the root."""
-        self.last_begun = self.last_good = step
+        self.last_good = step
         self._last_in_root = step if in_root else None
         self._last_begun_at = time.monotonic()
 
@@ -215,7 +213,6 @@ class SaveScheduler:
         )
 
     def _mark_begun(self, job: SaveJob) -> None:
-        self.last_begun = job.step
         if job.for_root:
             self._last_begun_at = time.monotonic()
 

@@ -30,6 +30,7 @@ from tests.support.managers import (
     warnings_of,
 )
 from tests.support.manifests import edit_manifest
+from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import StepRecord
@@ -551,7 +552,7 @@ def test_slow_copy_does_not_remove_the_last_save(
         manager.save(20, **state(20))
         assert root_latch.reached.wait(60)
         last = StepState(30, lambda: state(30))
-        manager.run.save(last, force=True, is_last=True)
+        manager.run.save(last, FORCED, is_last=True)
         assert 30 in steps_in(tmp_path / ROOT)
         root_latch.open.set()
     assert 30 in steps_in(tmp_path / ROOT)

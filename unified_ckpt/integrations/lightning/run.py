@@ -22,6 +22,7 @@ from unified_ckpt.integrations.lightning.paths import (
 )
 from unified_ckpt.integrations.run_options import Setting, run_options, settings_of_trigger
 from unified_ckpt.manager.manager import CheckpointManager
+from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions
 
@@ -77,7 +78,7 @@ class LightningRun:
         link = rename_link(path) if is_writer else ""
         result = None
         try:
-            result = self.checkpoints.run.save(state, force=True, is_last=self._is_at_end())
+            result = self.checkpoints.run.save(state, FORCED, is_last=self._is_at_end())
         finally:
             if isinstance(result, PendingSave):
                 self._in_flight = (result, path, link)

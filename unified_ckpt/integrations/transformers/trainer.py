@@ -45,6 +45,7 @@ from unified_ckpt.integrations.transformers.scheduler import regroup_state
 from unified_ckpt.integrations.transformers.small_files import SmallFiles, patched
 from unified_ckpt.manager.events.run_events import CommitHook
 from unified_ckpt.manager.manager import CheckpointManager
+from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import writable_path
@@ -180,7 +181,9 @@ class PatchedTrainer:
             counted=self._steps_in_use(),
         )
         ends = state.global_step >= state.max_steps or trainer.control.should_training_stop
-        report = self.checkpoints.run.save(step_state, force=force, is_last=ends)
+        run = self.checkpoints.run
+        reasons = run.save_reasons(state.global_step) + FORCED * force
+        report = run.save(step_state, reasons, is_last=ends)
         if trainer.args.push_to_hub and isinstance(report, SaveReport):
             self._pushed_step = state.global_step
             trainer._push_from_checkpoint(report.path)

@@ -6,7 +6,6 @@ Every rank creates one manager and calls the same methods in the same order.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,6 @@ from unified_ckpt.manager.restore.targets import (
     RestorePoint,
     RestoreRequest,
     load_arguments,
-    recoverable_errors,
     required_parts,
 )
 from unified_ckpt.manager.rules import when
@@ -167,35 +165,15 @@ class CheckpointManager:
         """
         check_argument_names(targets, LoadArguments, function="CheckpointManager.restore")
         self.wait()
-        load_failures: dict[str, str] = {}
-        last_error: CheckpointError | None = None
-        options = targets.get("options") or self.run.load_options
-        while self.options.enabled:
-            with contextlib.ExitStack() as locks:
-                request = RestoreRequest(
-                    step,
-                    required_parts(targets, options),
-                    targets.get("strict", True),
-                    allow_fresh,
-                    options,
-                )
-                point = self.run.steps.select(
-                    request,
-                    load_failures,
-                    locks,
-                    timeout_seconds=self.run.load_options.timeout_seconds,
-                )
-                if point.kind == "none":
-                    break
-                try:
-                    return self._load(point, targets)
-                except CheckpointError as error:
-                    if not isinstance(error, recoverable_errors(point, step)):
-                        raise
-                    load_failures[point.path], last_error = str(error), error
-        if last_error is not None:
-            raise last_error  # the targets were partly overwritten
-        return None
+        if not self.options.enabled:
+            return None
+        options, strict = (
+            targets.get("options") or self.run.load_options,
+            targets.get("strict", True),
+        )
+        required = required_parts(targets, options)
+        request = RestoreRequest(step, required, strict, allow_fresh, options)
+        return self.run.restore(request, lambda point: self._load(point, targets))
 
     def steps(self) -> list[StepRecord]:
         """Return the complete checkpoints by step, each from its better tier.

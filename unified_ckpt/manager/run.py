@@ -4,17 +4,25 @@ trainer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from unified_ckpt.api import Checkpointer
+from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.events.run_events import RunEvents
-from unified_ckpt.manager.restore.targets import RestorePoint, resolve_paths
+from unified_ckpt.manager.restore.targets import (
+    RestorePoint,
+    RestoreRequest,
+    recoverable_errors,
+    resolve_paths,
+)
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import with_existing_rule
 from unified_ckpt.manager.rules.metrics import Metrics
@@ -143,6 +151,30 @@ class Run:
         report = self.scheduler.save_sync(self._save_job(state, for_root=True), is_last=True)
         self._flush()
         return report
+
+    def restore(
+        self, request: RestoreRequest, load: Callable[[RestorePoint], LoadReport]
+    ) -> LoadReport | None:
+        """Load what a restore selects, or the step before it if a load shows damage. Collective.
+        Returns None if there is nothing to load.
+        """
+        load_failures: dict[str, str] = {}
+        last_error: CheckpointError | None = None
+        timeout = self.load_options.timeout_seconds
+        while True:
+            with contextlib.ExitStack() as locks:
+                point = self.steps.select(request, load_failures, locks, timeout_seconds=timeout)
+                if point.kind == "none":
+                    break
+                try:
+                    return load(point)
+                except CheckpointError as error:
+                    if not isinstance(error, recoverable_errors(point, request.step)):
+                        raise
+                    load_failures[point.path], last_error = str(error), error
+        if last_error is not None:
+            raise last_error  # the targets were partly overwritten
+        return None
 
     def mark_restored(self, point: RestorePoint, *, step: int | None) -> None:
         """Record that the run resumed from this point, after this step of the loop."""

@@ -20,7 +20,15 @@ from unified_ckpt.integrations.lightning.paths import (
     rename_link,
     replace_link,
 )
-from unified_ckpt.integrations.run_options import Setting, run_options, settings_of_trigger
+from unified_ckpt.integrations.run_options import (
+    LOCAL_TIER,
+    RETENTION,
+    START_PATHS,
+    Setting,
+    run_options,
+    settings_of_trigger,
+    settings_without,
+)
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
@@ -36,15 +44,8 @@ def options_of_run(options: ManagerOptions | None, *, async_save: bool | None) -
     """Return the options of the manager of a Trainer's run. Raises CheckpointError if `options`
     contradicts Lightning.
     """
-    settings = settings_of_trigger(_WHEN)
-    for text, names in (
-        (_WHAT, ("keep_latest", "keep_every_steps", "keep_every_seconds", "keep_best")),
-        (_WHAT, ("best_metric", "keep_latest_model_only", "keep_every_steps_model_only")),
-        (_WHAT, ("trash_directory",)),
-        (_PATHS, ("load_parameters_path", "load_full_state_path", "load_adapters_path")),
-        (_TIERS, ("local_directory", "local_interval_steps")),
-    ):
-        settings |= {name: Setting(None, text) for name in names}
+    settings = settings_of_trigger(_WHEN) | settings_without(RETENTION, _WHAT)
+    settings |= settings_without(START_PATHS, _PATHS) | settings_without(LOCAL_TIER, _TIERS)
     settings["enabled"] = Setting(True, "the callback UnifiedCheckpointCallback")
     return run_options(options, settings, async_save=async_save)
 

@@ -13,7 +13,7 @@ import unified_ckpt as uc
 from tests.support.processes.run_cases import check_runs
 
 WORKER = "worker_lightning_run.py"
-CASES = ("straight", "full", "term", "int", "usr1")
+CASES = ("straight", "full", "term", "int", "usr1", "tiers")
 
 
 def check_world(root: Path, world: int) -> None:

@@ -199,7 +199,7 @@ class SaveScheduler:
                 if not is_local:
                     attempts = attempts + 1 if in_flight.retried else 1
             else:
-                attempts = 0
+                attempts = 0 if in_flight.job.for_root else attempts
         elapsed = time.monotonic() - self._last_begun_at
         return when.clock_reason(
             self._options, seconds_since_last=elapsed, in_flight=running, failures=attempts
@@ -288,9 +288,9 @@ class SaveScheduler:
         self._warn("step %d is not saved: %s", job.step, kept_text(report.path, report.id))
 
     def _mark_saved(self, job: SaveJob) -> None:
-        self._failures.clear()
         self.last_good = job.step
         if job.for_root:
+            self._failures.clear()
             self._last_in_root = job.step
 
     def _warn_local_failure(self, job: SaveJob, error: Exception) -> None:

@@ -539,6 +539,18 @@ def test_copy_ending_during_a_commit_keeps_the_new_step(
         assert 12 in steps_in(tmp_path / LOCAL)
 
 
+def test_local_saves_do_not_hide_failures_of_the_root(tmp_path: Path) -> None:
+    """A trainer's own paths are in the root."""
+    (tmp_path / "file").touch()
+    bad = StepState(1, lambda: state(1), path=tmp_path / "file" / "last.ckpt")
+    with tiers_of(None, tmp_path, raise_after=2, retries=0) as manager:
+        assert manager.run.save(bad, FORCED) is None
+        manager.save(2, **state(2))
+        assert steps_in(tmp_path / LOCAL) == [2]
+        with pytest.raises(uc.StorageError, match="file"):
+            manager.run.save(bad, FORCED)
+
+
 @pytest.mark.parametrize("damaged", [True, False])
 def test_slow_copy_does_not_remove_the_last_save(
     tmp_path: Path, root_latch: RootLatch, damaged: bool

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import unified_ckpt as uc
 from tests.support.lightnings import OPTIONS, Net, trainer
-from tests.support.processes.run_cases import STEPS, AfterStep, run, run_cases
+from tests.support.processes.run_cases import STEPS, AfterStep, nothing, run, run_cases
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 
 EVERY = {"every_n_train_steps": 4, "save_top_k": 2, "monitor": "step", "mode": "max"}
@@ -33,12 +33,18 @@ class Events(pl.Callback):
         self._function(trainer.global_step)
 
 
-def train(root: Path, after_step: AfterStep, *, resume: bool = False) -> Any:
+def train(
+    root: Path,
+    after_step: AfterStep,
+    *,
+    resume: bool = False,
+    options: uc.ManagerOptions = RUN_OPTIONS,
+) -> Any:
     torch.manual_seed(0)
     world = int(os.environ["WORLD_SIZE"])
     batch = max(4 // world, 2)  # running statistics need two
     net = Net(batch=batch)
-    ours = UnifiedCheckpointCallback(manager_options=RUN_OPTIONS, save_options=OPTIONS)
+    ours = UnifiedCheckpointCallback(manager_options=options, save_options=OPTIONS)
     distributed = (
         {"strategy": DDPStrategy(process_group_backend="gloo"), "devices": world}
         if world > 1
@@ -74,6 +80,26 @@ def full(root: Path) -> None:
     run(train, root, limit)
 
 
+class CrashError(Exception):
+    """Ends a run on all ranks."""
+
+
+def tiers(root: Path) -> None:
+    """Crash after local saves that are newer than ModelCheckpoint's last one, and resume."""
+    local = {"local_directory": str(root / "local"), "local_interval_steps": 2}
+    options = RUN_OPTIONS.model_copy(update=local)
+
+    def crash(step: int) -> None:
+        if step == 11:
+            raise CrashError
+
+    with contextlib.suppress(CrashError):
+        train(root, crash, options=options)
+    run(train, root, nothing, resume=True, options=options)
+    if os.environ["RANK"] == "0":
+        assert len(torch.load(root / "ended.pt")[1]) == STEPS - 10, "step 10 is in the local tier"
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    run_cases(train, {"full": full})
+    run_cases(train, {"full": full, "tiers": tiers})

@@ -54,10 +54,11 @@ class UnifiedCheckpointCallback(Callback):
     `lightning` and `pytorch_lightning`. Any number of processes and any mesh may resume.
     Checkpoints of stock Lightning are resumed by stock Lightning.
 
-    `manager_options`: what a `CheckpointManager` adds to `fit`: retries, background saves, and a
-    stop of all ranks after one saved batch after a signal. Lightning's callbacks decide when to
-    save and what to keep. Or all options of a run, as `from_paddle` and `from_maxtext` give them,
-    without a root. `async_save` is the same setting as `ManagerOptions.asynchronous`.
+    `manager_options`: what a `CheckpointManager` adds to `fit`: retries, background saves, a local
+    directory on one node, and a stop of all ranks after one saved batch after a signal. Lightning's
+    callbacks decide when to save and what to keep. Or all options of a run, as `from_paddle` and
+    `from_maxtext` give them, without a root. `async_save` is the same setting as
+    `ManagerOptions.asynchronous`.
 
     Raises CheckpointError for manager options that contradict Lightning, and LayoutError, by name,
     for other strategies.

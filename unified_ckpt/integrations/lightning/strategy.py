@@ -34,6 +34,7 @@ from unified_ckpt.integrations.lightning.state_dicts import (
     model_part,
     optimizer_part,
 )
+from unified_ckpt.integrations.run_options import LOCAL_TIER
 from unified_ckpt.manager.events.run_events import CommitHook
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
@@ -108,10 +109,12 @@ class PatchedStrategy:
                     )
         options = self._run_options
         if stage != "fit":
-            options = options.model_copy(update={"on_preemption": False})
+            others = {"on_preemption": False, **dict.fromkeys(LOCAL_TIER)}
+            options = options.model_copy(update=others)
         self._run = self._open_run(options)
         if stage == "fit":
             self._run.patch_links()
+            self._run.warn_fresh_start()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run. `error`: it ends the run on this rank."""
@@ -290,6 +293,7 @@ class PatchedStrategy:
         answer: tuple[str, str, str] = ("", "", "")
         if self.trainer.is_global_zero:
             path = latest_requeue(_absolute(checkpoint_path))
+            path = self.run.newest(path) if self._is_fitting() else path
             try:
                 answer = (path, "unified" if is_url(path) else check_path(path), "")
             except CheckpointError as error:

@@ -44,6 +44,6 @@ def test_trl_survives_or_resumes_bitwise(tmp_path: Path) -> None:
     check_runs(tmp_path, 2, "worker_trl_run.py", ("straight", "term"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_four_ranks_survive_or_resume_bitwise(tmp_path: Path) -> None:
     check_world(tmp_path, 4)

@@ -130,7 +130,9 @@ def local_names(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("damage", ["none", "lost file", "wrong header"])
-def test_resume_is_from_the_newer_tier(tmp_path: Path, damage: str) -> None:
+def test_resume_is_from_the_newer_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
     straight = fit(tmp_path / "straight", checkpoints=LAST, max_epochs=3)
     crashed(tmp_path, 7)
     assert local_names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
@@ -143,6 +145,7 @@ def test_resume_is_from_the_newer_tier(tmp_path: Path, damage: str) -> None:
     resumed = resume(tmp_path)
     assert len(resumed.losses) == 12 - (6 if damage == "none" else 5)
     check_same(resumed, straight)
+    assert "starts fresh" not in caplog.text
 
 
 def test_newer_is_by_time_not_by_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

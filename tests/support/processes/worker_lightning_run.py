@@ -5,18 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 import unified_ckpt as uc
 from tests.support.lightnings import OPTIONS, Net, trainer
-from tests.support.processes.run_cases import STEPS, AfterStep, nothing, run, run_cases
+from tests.support.processes.run_cases import (
+    STEPS,
+    AfterStep,
+    nothing,
+    run,
+    run_cases,
+    stop_and_resume,
+)
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 
 EVERY = {"every_n_train_steps": 4, "save_top_k": 2, "monitor": "step", "mode": "max"}
@@ -39,6 +50,7 @@ def train(
     *,
     resume: bool = False,
     options: uc.ManagerOptions = RUN_OPTIONS,
+    last: str | None = "last",
 ) -> Any:
     torch.manual_seed(0)
     world = int(os.environ["WORLD_SIZE"])
@@ -55,11 +67,12 @@ def train(
         native=True,
         checkpoints={**EVERY, "save_last": "link"},
         callbacks=[ours, Events(after_step)],
+        plugins=[SLURMEnvironment()] if "SLURM_JOB_ID" in os.environ else [],
         max_epochs=STEPS * batch * world // 16,
         **distributed,
     )
     with contextlib.suppress(SystemExit):
-        fitter.fit(net, ckpt_path="last" if resume else None)
+        fitter.fit(net, ckpt_path=last if resume else None)
         return ours.checkpoints, (net.state_dict(), net.losses)
     return ours.checkpoints, None
 
@@ -97,9 +110,26 @@ def tiers(root: Path) -> None:
         train(root, crash, options=options)
     run(train, root, nothing, resume=True, options=options)
     if os.environ["RANK"] == "0":
-        assert len(torch.load(root / "ended.pt")[1]) == STEPS - 10, "step 10 is in the local tier"
+        assert len(torch.load(root / "ended.pt")[1]) < STEPS - 8, "the local tier is newer"
+
+
+def slurm(root: Path) -> None:
+    """As SLURM's job: its signal to one rank stops all, the job is requeued, and resumes alone."""
+    world, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
+    command = root / f"bin-{rank}" / "scontrol"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$@" >> {root}/requeued\n')
+    command.chmod(0o755)
+    task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": world, "SLURM_NTASKS_PER_NODE": world}
+    path = {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}
+    with mock.patch.dict(os.environ, task | job | path):
+        stop_and_resume(partial(train, last=None), root, signal.SIGUSR1, rank=int(world) - 1)
+    if rank == "0":
+        assert (root / "requeued").read_text() == "requeue 7\n"
+        assert (root / "run" / "hpc_ckpt_1.ckpt" / "unified_checkpoint.json").exists()
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    run_cases(train, {"full": full, "tiers": tiers})
+    run_cases(train, {"full": full, "tiers": tiers, "slurm": slurm})

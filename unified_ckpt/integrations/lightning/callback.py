@@ -117,8 +117,9 @@ class UnifiedCheckpointCallback(Callback):
         self._attached().run.take_signals()
 
     def on_train_start(self, *_: Any) -> None:
-        """Take the signals from Lightning."""
+        """Take the signals from Lightning. What the run resumes from is known by now."""
         self._attached().run.take_signals()
+        self._attached().run.warn_fresh_start()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """End a run that was stopped and saved, as Lightning does after SIGTERM."""

@@ -60,16 +60,16 @@ class LightningRun:
 
     def __init__(self, trainer: Any, options: ManagerOptions, load_options: LoadOptions) -> None:
         self._trainer = trainer
+        if options.local_directory is not None and trainer.num_nodes > 1:
+            raise LayoutError(
+                f"local_directory: got {trainer.num_nodes} nodes, expected one; "
+                "leave it out, ModelCheckpoint saves to shared storage"
+            )
         self.checkpoints = CheckpointManager(
             self._folder(), options=options, load_options=load_options
         )
-        self._local_directory = ""
-        if (tiers := self.checkpoints.run.tiers) is not None:
-            self._local_directory = tiers.local_directory
-            if trainer.num_nodes > 1:
-                raise LayoutError(
-                    f"local_directory: got {trainer.num_nodes} nodes, expected one with Lightning"
-                )
+        tiers = self.checkpoints.run.tiers
+        self._local_directory = tiers.local_directory if tiers is not None else ""
         self.stopped = False  # after the last save of a stopped run
         self._batches = 0  # that ended with an optimizer step: the ranks count them alike
         self._postponed = False

@@ -114,7 +114,6 @@ class PatchedStrategy:
         self._run = self._open_run(options)
         if stage == "fit":
             self._run.patch_links()
-            self._run.warn_fresh_start()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run. `error`: it ends the run on this rank."""

@@ -64,7 +64,10 @@ INNER_LAYERS = {
         ["events"],
         ["stopping", "tiers"],
         ["restore"],
-        ["option_aliases.py", "run_steps.py", "save_scheduler.py", "manager.py"],
+        ["save_job.py", "option_aliases.py"],
+        ["run_steps.py", "save_scheduler.py"],
+        ["run.py"],
+        ["manager.py"],
     ],
 }
 LAYER = {place: number for number, places in enumerate(LAYERS) for place in places}

@@ -328,11 +328,13 @@ def hugging_face_names() -> dict[str, Any]:
 
 def accelerate_names() -> dict[str, Any]:
     from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
 
-    accelerator = Accelerator(cpu=True)
+    project = ProjectConfiguration("accelerate-run", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
     model = torch.nn.Linear(4, 4)
     accelerator.prepare(model, trained(model))
-    return {"accelerator": accelerator}
+    return {"accelerator": accelerator, "loader": [torch.ones(4)], "train": lambda _: None}
 
 
 def lightning_names() -> dict[str, Any]:

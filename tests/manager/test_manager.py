@@ -231,7 +231,7 @@ def test_all_ranks_restore_the_same_step(tmp_path: Path) -> None:
     def act(comm: Comm) -> int | None:
         manager = manager_of(comm, tmp_path)
         if comm.rank == 2:
-            manager._steps.root = str(tmp_path / "elsewhere")  # only the scan of rank 0 counts
+            manager.run.steps.root = str(tmp_path / "elsewhere")  # only the scan of rank 0 counts
         with manager:
             report = manager.restore(**state(0))
             return report.step if report is not None else None
@@ -589,8 +589,8 @@ def test_failed_background_save_is_retried_with_current_state(
             if manager.save(step, **state(step), attach=failing) is not None:
                 saved.append(step)
             while (
-                manager._scheduler._in_flight is not None
-                and not manager._scheduler._in_flight.pending.done()
+                manager.run.scheduler._in_flight is not None
+                and not manager.run.scheduler._in_flight.pending.done()
             ):
                 time.sleep(0.001)
     assert saved == [10, 11]
@@ -630,8 +630,8 @@ def attach(folder):
 waiting = threading.Event()
 manager = manager_of(None, sys.argv[1], interval_steps=1, asynchronous=True, on_preemption=True)
 manager.save(1, attach=attach, **state(1))
-close = manager._scheduler.collect
-manager._scheduler.collect = lambda **options: (waiting.set(), close(**options))
+close = manager.run.scheduler.collect
+manager.run.scheduler.collect = lambda **options: (waiting.set(), close(**options))
 manager.close()
 print("continues")
 """

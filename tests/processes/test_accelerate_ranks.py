@@ -1,4 +1,6 @@
-"""Accelerate in real processes: DDP, FSDP2, TP and both, stopped and resumed, on other worlds."""
+"""Accelerate in real processes: DDP, FSDP2, TP and both, stopped and resumed, on other worlds; a
+signal stops all ranks.
+"""
 
 from __future__ import annotations
 

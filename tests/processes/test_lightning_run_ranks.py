@@ -13,7 +13,7 @@ import unified_ckpt as uc
 from tests.support.processes.run_cases import check_runs
 
 WORKER = "worker_lightning_run.py"
-CASES = ("straight", "full", "term", "int", "usr1")
+CASES = ("straight", "full", "term", "int", "usr1", "tiers", "slurm")
 
 
 def check_world(root: Path, world: int) -> None:
@@ -34,6 +34,6 @@ def test_lightning_survives_or_resumes_bitwise(tmp_path: Path, world: int) -> No
     check_world(tmp_path, world)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_four_ranks_survive_or_resume_bitwise(tmp_path: Path) -> None:
     check_world(tmp_path, 4)

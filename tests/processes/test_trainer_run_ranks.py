@@ -1,5 +1,6 @@
-"""Hugging Face's Trainer with a manager: full disks, signals and killed processes, on 1, 2 and 4
-ranks. Each run ends with the weights and losses of the run that nothing happened to.
+"""Hugging Face's Trainer and TRL's SFTTrainer with a manager: full disks, signals and killed
+processes, on 1, 2 and 4 ranks. Each run ends with the weights and losses of the run that nothing
+happened to.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ def test_trainer_survives_or_resumes_bitwise(tmp_path: Path, world: int) -> None
     check_world(tmp_path, world)
 
 
-@pytest.mark.long
+@pytest.mark.integration
+def test_trl_survives_or_resumes_bitwise(tmp_path: Path) -> None:
+    check_runs(tmp_path, 2, "worker_trl_run.py", ("straight", "term"))
+
+
+@pytest.mark.slow
 def test_four_ranks_survive_or_resume_bitwise(tmp_path: Path) -> None:
     check_world(tmp_path, 4)

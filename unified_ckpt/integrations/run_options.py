@@ -4,7 +4,7 @@ checkpoints to keep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.errors import CheckpointError
@@ -14,7 +14,7 @@ from unified_ckpt.options import ManagerOptions
 _WITHOUT_OPTIONS = ManagerOptions(
     asynchronous=False, on_preemption=False, retries=0, raise_after=1, retry_seconds=0.0
 )
-# When to save. A trainer asks for each save, so the manager of its run has none of these.
+# When to save. Where a trainer decides it, the manager of its run has none of these.
 _TRIGGERS: dict[str, object] = {
     "interval_steps": None,
     "interval_seconds": None,
@@ -22,6 +22,18 @@ _TRIGGERS: dict[str, object] = {
     "on_start": False,
     "continuous": False,
 }
+RETENTION = (
+    "keep_latest",
+    "keep_every_steps",
+    "keep_every_seconds",
+    "keep_best",
+    "best_metric",
+    "keep_latest_model_only",
+    "keep_every_steps_model_only",
+    "trash_directory",
+)
+LOCAL_TIER = ("local_directory", "local_interval_steps")
+START_PATHS = ("load_parameters_path", "load_full_state_path", "load_adapters_path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,11 @@ def settings_of_trigger(text: str, **values: object) -> dict[str, Setting]:
     ManagerOptions that it implies; the others are off.
     """
     return {name: Setting(value, text) for name, value in (_TRIGGERS | values).items()}
+
+
+def settings_without(fields: Sequence[str], text: str) -> dict[str, Setting]:
+    """Return the settings of a trainer that leaves these fields unset, because of `text`."""
+    return {name: Setting(None, text) for name in fields}
 
 
 def run_options(
@@ -59,5 +76,5 @@ def run_options(
             raise CheckpointError(
                 f"ManagerOptions({name}={value!r}) contradicts {setting.text}; remove one of them"
             )
-    decided = {name: setting.value for name, setting in settings.items()}
-    return (options or _WITHOUT_OPTIONS).model_copy(update={**decided, **_TRIGGERS})
+    decided = {name: _TRIGGERS.get(name, setting.value) for name, setting in settings.items()}
+    return (options or _WITHOUT_OPTIONS).model_copy(update=decided)

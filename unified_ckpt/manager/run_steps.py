@@ -17,7 +17,7 @@ from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.restore.select import diagnose, select
 from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
 from unified_ckpt.manager.rules import when
-from unified_ckpt.manager.save_scheduler import SaveJob
+from unified_ckpt.manager.save_job import SaveJob
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan

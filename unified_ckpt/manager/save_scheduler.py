@@ -8,86 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
-from unified_ckpt.api import Checkpointer, Path
-from unified_ckpt.engine.folder.if_exists import ManagedPath
+from unified_ckpt.api import Checkpointer
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
-from unified_ckpt.engine.save.request import SaveArguments, StateArguments
 from unified_ckpt.manager.events.run_events import RunEvents, SaveAttempt
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import kept_text
 from unified_ckpt.manager.rules.retry import FailureCount, is_transient
+from unified_ckpt.manager.save_job import SaveJob
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.tiers.tiers import TieredStorage
-from unified_ckpt.options import ManagerOptions, SaveOptions
+from unified_ckpt.options import ManagerOptions
 
 _LOG = logging.getLogger("unified_ckpt")
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class StepState:
-    """The state of a step, to be saved. `prepare` returns the arguments of a save; it is called at
-    each attempt, on every rank, and raises the same error on all of them.
-
-    `metrics`, `options`: as in `CheckpointManager.save`. `counted`: steps that stay in place of one
-    of the latest. `path`: where a trainer wants it; None for the step's folder. The manager neither
-    counts nor removes checkpoints at such paths, and one step may be saved at several.
-    """
-
-    step: int
-    prepare: Callable[[], StateArguments]
-    metrics: Mapping[str, float] | None = None
-    options: SaveOptions | None = None
-    counted: Sequence[int] = ()
-    path: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """One save. `metrics`: finite numbers. `for_root`: due in the root, not only in the local
-    tier. `called`: when, as a monotonic time.
-    """
-
-    state: StepState
-    name: str
-    metrics: Mapping[str, float]
-    options: SaveOptions
-    for_root: bool = True
-    called: float = field(default_factory=time.monotonic)
-
-    def attempt(self, target: SaveTarget, number: int) -> SaveAttempt:
-        """Return the attempt that begins now."""
-        waited = time.monotonic() - self.called
-        return SaveAttempt(self.step, target, number, waited, dict(self.metrics))
-
-    @property
-    def step(self) -> int:
-        """The step that is saved."""
-        return self.state.step
-
-    def path_at(self, target: SaveTarget) -> Path:
-        """Return the path for this target."""
-        return ManagedPath(target.path) if self.state.path is None else self.state.path
-
-    def arguments_at(self, target: SaveTarget) -> SaveArguments:
-        """Return the arguments for this target, with the options.
-
-        A local save replaces what has its name: `if_exists` is about the root.
-        """
-        options = self.options
-        if target.local:
-            options = options.model_copy(update={"if_exists": "replace"})
-        return {
-            **self.state.prepare(),
-            "step": self.step,
-            "metrics": self.metrics,
-            "options": options,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +41,8 @@ class _InFlight:
 class SaveScheduler:
     """The saves of a run.
 
-    `last_begun`: the last step whose save began. `last_good`: the last step known to be saved or
-    restored. `on_commit(job, target)` is called on every rank after each commit, in the background
-    for a background save.
+    `last_good`: the last step known to be saved or restored. `on_commit(job, target)` is called on
+    every rank after each commit, in the background for a background save.
     """
 
     def __init__(
@@ -126,13 +63,12 @@ class SaveScheduler:
         self._in_flight: _InFlight | None = None
         self._direct_next = False  # a due local save failed: the next goes to the root
         self._last_begun_at = time.monotonic()
-        self.last_begun: int | None = None
         self.last_good: int | None = None
         self._last_in_root: int | None = None  # last good step in the root, or to be copied there
 
     def mark_restored(self, step: int, *, in_root: bool) -> None:
         """Record the step that the run resumed from. `in_root`: that save is in the root."""
-        self.last_begun = self.last_good = step
+        self.last_good = step
         self._last_in_root = step if in_root else None
         self._last_begun_at = time.monotonic()
 
@@ -263,7 +199,7 @@ class SaveScheduler:
                 if not is_local:
                     attempts = attempts + 1 if in_flight.retried else 1
             else:
-                attempts = 0
+                attempts = 0 if in_flight.job.for_root else attempts
         elapsed = time.monotonic() - self._last_begun_at
         return when.clock_reason(
             self._options, seconds_since_last=elapsed, in_flight=running, failures=attempts
@@ -277,7 +213,6 @@ class SaveScheduler:
         )
 
     def _mark_begun(self, job: SaveJob) -> None:
-        self.last_begun = job.step
         if job.for_root:
             self._last_begun_at = time.monotonic()
 
@@ -353,9 +288,9 @@ class SaveScheduler:
         self._warn("step %d is not saved: %s", job.step, kept_text(report.path, report.id))
 
     def _mark_saved(self, job: SaveJob) -> None:
-        self._failures.clear()
         self.last_good = job.step
         if job.for_root:
+            self._failures.clear()
             self._last_in_root = job.step
 
     def _warn_local_failure(self, job: SaveJob, error: Exception) -> None:

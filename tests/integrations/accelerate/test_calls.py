@@ -6,157 +6,24 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedType, ProjectConfiguration
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import unified_ckpt as uc
+from tests.support.accelerates import FAST, Count, Job, Sequences, llama, same
 from unified_ckpt.integrations.accelerate import attach, load_state, save_state, save_state_async
 from unified_ckpt.integrations.accelerate.folders import is_native
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated"
 )  # torchdata 0.11 calls it
-FAST = uc.SaveOptions(fsync=False)
-
-
-class Sequences(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(i))
-
-
-class Count:
-    """A registered object that counts."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
-
-
-def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    config.attention_dropout = 0.1  # so that random states matter
-    return LlamaForCausalLM(config)
-
-
-class Job:
-    """A training script with everything prepared, that can run, save and resume."""
-
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        stateful: bool = True,
-        workers: int = 0,
-        project: Path | None = None,
-        **naming: Any,
-    ) -> None:
-        torch.manual_seed(seed)
-        loading = DataLoaderConfiguration(
-            use_stateful_dataloader=stateful, use_seedable_sampler=True
-        )
-        named = (
-            ProjectConfiguration(
-                project_dir=str(project), automatic_checkpoint_naming=True, **naming
-            )
-            if project
-            else None
-        )
-        self.accelerator = Accelerator(
-            cpu=True, dataloader_config=loading, project_config=named, gradient_accumulation_steps=2
-        )
-        model = llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-        loader = torch.utils.data.DataLoader(
-            Sequences(), batch_size=4, shuffle=True, num_workers=workers
-        )
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, loader
-        )
-        if workers:
-            # without this, the first epoch uses the order of a sampler that Accelerate replaced
-            self.loader.load_state_dict({})
-        self.count = Count()
-        self.accelerator.register_for_checkpointing(self.count)
-        self.losses: list[float] = []
-        self.epoch = 0
-
-    def batches(self, skip: int) -> Iterator[torch.Tensor]:
-        yield from self.accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
-
-    def run(self, epochs: int, *, skip: int = 0, stop: int | None = None) -> Job:
-        """Trains until `epochs` are complete or `stop` steps are done.
-
-        The first epoch skips its first `skip` steps.
-        """
-        while self.epoch < epochs:
-            for ids in self.batches(skip):
-                with self.accelerator.accumulate(self.model):
-                    loss = self.model(input_ids=ids, labels=ids).loss
-                    self.accelerator.backward(loss)
-                    self.optimizer.step()
-                    self.scheduler.step()
-                    self.optimizer.zero_grad()
-                self.losses.append(loss.item())
-                self.count.seen += len(ids)
-                if stop is not None and len(self.losses) == stop:
-                    return self
-            self.epoch, skip = self.epoch + 1, 0
-        return self
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        state_tensors = dict(self.accelerator.unwrap_model(self.model).state_dict())
-        for i, state in self.optimizer.state_dict()["state"].items():
-            state_tensors |= {f"{i}/{key}": value for key, value in state.items()}
-        return state_tensors
-
-
-def same(job: Job, other: Job) -> bool:
-    actual, expected = job.tensors(), other.tensors()
-    return actual.keys() == expected.keys() and all(
-        torch.equal(actual[name], expected[name]) for name in actual
-    )
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Reset Accelerate, which keeps state per process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a tiny model
-    yield
-    torch.set_num_threads(threads)
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def straight() -> Job:
-    """Three uninterrupted epochs of six steps."""
-    return Job().run(3)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.lightnings import OPTIONS, Net, check_same, fit, trainer
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
+from unified_ckpt.integrations.lightning.run import LightningRun
 
 pytestmark = pytest.mark.filterwarnings(
     r"ignore::UserWarning:(pytorch_)?lightning\b",
@@ -39,7 +43,6 @@ class SignalAt(pl.Callback):
         ({"interval_steps": 3}, "ModelCheckpoint, which decides when to save"),
         ({"keep_latest": 3}, "ModelCheckpoint, which decides what to keep"),
         ({"load_full_state_path": "x"}, "ckpt_path"),
-        ({"local_interval_steps": 1, "local_directory": "x"}, "folders of its callbacks"),
     ],
 )
 def test_contradiction_names_both(options: dict[str, Any], words: str) -> None:
@@ -67,6 +70,118 @@ def test_signal_stops_and_the_resume_is_bitwise(tmp_path: Path) -> None:
     assert ours.checkpoints.should_stop
     assert fitter.global_step == 5
     check_same(fit(tmp_path / "run", ckpt_path="last", checkpoints=EVERY), straight)
+
+
+class StopAt(pl.Callback):
+    """Ends a run as a crash does."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            raise ZeroDivisionError
+
+
+LAST = {"every_n_train_steps": 4, "save_top_k": 1, "save_last": "link"}
+
+
+def crashed(root: Path, step: int) -> UnifiedCheckpointCallback:
+    """A run that crashes after a step. ModelCheckpoint saves step 4, the local directory 2, 5 and
+    6: a validation follows step 4.
+    """
+    torch.manual_seed(0)
+    fitter = trainer(
+        root / "run",
+        native=True,
+        checkpoints=LAST,
+        max_epochs=3,
+        callbacks=[callback := tiered(root), StopAt(step)],
+    )
+    with pytest.raises(ZeroDivisionError):
+        fitter.fit(Net())
+    return callback
+
+
+def tiered(root: Path) -> UnifiedCheckpointCallback:
+    local = {
+        "local_directory": str(root / "local"),
+        "local_interval_steps": 2,
+        "keep_latest_local": 2,
+    }
+    return UnifiedCheckpointCallback(
+        manager_options=RUN.model_copy(update=local), save_options=OPTIONS
+    )
+
+
+def resume(root: Path) -> Net:
+    return fit(
+        root / "run",
+        native=True,
+        ckpt_path="last",
+        checkpoints=LAST,
+        max_epochs=3,
+        callbacks=[tiered(root)],
+    )
+
+
+def local_names(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / "local").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("damage", ["none", "lost file", "wrong header"])
+def test_resume_is_from_the_newer_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    straight = fit(tmp_path / "straight", checkpoints=LAST, max_epochs=3)
+    crashed(tmp_path, 7)
+    assert local_names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
+    assert os.readlink(tmp_path / "run" / "last.ckpt") == "step=4.ckpt"
+    file = tmp_path / "local" / "checkpoint-6" / "model.safetensors"
+    if damage == "lost file":
+        file.unlink()
+    elif damage == "wrong header":
+        file.write_bytes(b"\0" * file.stat().st_size)
+    resumed = resume(tmp_path)
+    assert len(resumed.losses) == 12 - (6 if damage == "none" else 5)
+    check_same(resumed, straight)
+    assert "starts fresh" not in caplog.text
+
+
+def test_newer_is_by_time_not_by_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    crashed(tmp_path, 7)
+    time.sleep(1.1)  # manifests have whole seconds
+    caplog.clear()
+    shutil.rmtree(tmp_path / "run")
+    again = trainer(
+        tmp_path / "run",
+        native=True,
+        checkpoints=LAST,
+        max_epochs=1,
+        callbacks=[tiered(tmp_path)],
+    )
+    torch.manual_seed(0)
+    again.fit(Net(), ckpt_path="last")
+    assert "starts fresh beside" in caplog.text
+    assert "checkpoint-6" in caplog.text
+    assert "checkpoint-6" in local_names(tmp_path), "of the first run"
+    last, step_4, local = (
+        str(tmp_path / name) for name in ("run/last.ckpt", "run/step=4.ckpt", "local/checkpoint-99")
+    )
+    run = LightningRun(again, tiered(tmp_path)._run_options, uc.LoadOptions())
+    with run.checkpoints:
+        assert run.newest(last) == last
+        uc.save(local, model=torch.nn.Linear(1, 1), step=99)
+        assert run.newest(last) == local
+        assert run.newest(step_4) == step_4, "a path that is not the last is meant as it is"
+
+
+def test_several_nodes_are_refused(tmp_path: Path) -> None:
+    nodes = types.SimpleNamespace(
+        num_nodes=2, checkpoint_callbacks=[], default_root_dir=str(tmp_path / "run"), global_step=0
+    )
+    with pytest.raises(uc.LayoutError, match="local_directory: got 2 nodes"):
+        LightningRun(nodes, tiered(tmp_path)._run_options, uc.LoadOptions())
 
 
 @pytest.mark.integration

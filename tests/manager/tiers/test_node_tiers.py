@@ -267,7 +267,7 @@ def test_damage_during_a_merge_is_not_committed(
                 for file in (job.disks[1] / "checkpoint-10").glob("*.safetensors"):
                     flip_last_byte(file.parent, file.name)
                 root_latch.open.set()
-                while manager._tiers._upload_queue.pending_steps():  # type: ignore[union-attr]
+                while manager.run.tiers._upload_queue.pending_steps():  # type: ignore[union-attr]
                     time.sleep(0.02)
             barrier.wait(30)
             assert steps_in(tmp_path / ROOT) == []
@@ -296,7 +296,7 @@ def test_merge_stopped_at_any_operation_can_be_resumed(
             if comm.rank in (0, 2):
                 merge_queue_of(manager)._ended_or_stopped(fuse)  # type: ignore[attr-defined]
             if fuse.triggered:  # the processes have ended
-                manager._tiers.stop()  # type: ignore[union-attr]
+                manager.run.tiers.stop()  # type: ignore[union-attr]
             else:
                 manager.close()
 
@@ -323,7 +323,7 @@ def test_merge_stopped_at_any_operation_can_be_resumed(
 
 
 def merge_queue_of(manager: uc.CheckpointManager) -> merge_queue.MergeQueue:
-    queue = manager._tiers._merge_queue  # type: ignore[union-attr]
+    queue = manager.run.tiers._merge_queue  # type: ignore[union-attr]
     assert queue is not None
     return queue
 

@@ -30,7 +30,8 @@ from tests.support.managers import (
     warnings_of,
 )
 from tests.support.manifests import edit_manifest
-from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.manager.rules.when import FORCED
+from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import local_tier, tiers, upload_queue
@@ -122,8 +123,8 @@ def test_last_save_is_attempted_despite_failed_copies(
     with tiers_of(None, tmp_path, retries=0, raise_after=1) as manager:
         root_latch.failures = 99
         manager.save(10, **state(10))
-        assert manager._tiers is not None
-        while manager._tiers._upload_queue.pending_steps():
+        assert manager.run.tiers is not None
+        while manager.run.tiers._upload_queue.pending_steps():
             time.sleep(0.01)
         root_latch.failures = 0
         assert manager.finish(13, **state(13)) is not None
@@ -161,7 +162,7 @@ def test_training_does_not_wait_for_a_slow_root(
             root_latch.open.clear()
             train(manager, range(1, 46))  # would never end
             assert root_latch.reached.wait(30)
-            manager._scheduler.collect()
+            manager.run.scheduler.collect()
             if comm.rank == 0:
                 assert steps_in(tmp_path / ROOT) == []
                 assert steps_in(tmp_path / LOCAL) == [10, 40, 45], (
@@ -194,7 +195,7 @@ def test_consecutive_failed_copies_raise_on_all_ranks(
                 return step
             manager.save(step, **state(step))
             if comm.rank == 0:
-                manager._tiers._upload_queue.wait()  # type: ignore[union-attr]
+                manager.run.tiers._upload_queue.wait()  # type: ignore[union-attr]
             barrier.wait(30)
         raise AssertionError("never raised")
 
@@ -212,7 +213,7 @@ def test_hanging_copy_is_reported_by_close(tmp_path: Path, root_latch: RootLatch
         )
         root_latch.open.clear()
         train(manager, range(1, 26))
-        manager._scheduler.collect()
+        manager.run.scheduler.collect()
         began = time.monotonic()
         with pytest.raises(
             uc.StorageError,
@@ -257,7 +258,7 @@ def test_exit_by_an_error_waits_for_no_other_rank(tmp_path: Path) -> None:
         manager = tiers_of(comm, tmp_path)
         train(manager, range(1, 11))
         if comm.rank == 1:
-            manager._tiers.stop()  # type: ignore[union-attr]
+            manager.run.tiers.stop()  # type: ignore[union-attr]
             return "stopped"
         try:
             with manager:
@@ -289,11 +290,11 @@ def test_copy_stopped_at_any_operation_can_be_resumed(
             )
             manager = tiers_of(None, top)
             train(manager, range(1, 13))
-            thread = manager._tiers._upload_queue._thread  # type: ignore[union-attr]
+            thread = manager.run.tiers._upload_queue._thread  # type: ignore[union-attr]
             assert thread is not None
             thread.join(30 if fuse.triggered else 0.5)
             if fuse.triggered:
-                manager._tiers.stop()  # type: ignore[union-attr]
+                manager.run.tiers.stop()  # type: ignore[union-attr]
             else:
                 count = len(fuse.operations)
                 manager.close()
@@ -335,7 +336,7 @@ def test_damaged_local_step_is_not_copied_and_the_next_is_direct(
         assert root_latch.reached.wait(30)  # index and digests are read; the optimizer is not
         flip_last_byte(tmp_path / LOCAL / "checkpoint-10", "optimizer.safetensors")
         root_latch.open.set()
-        manager._tiers._upload_queue.wait()  # type: ignore[union-attr]
+        manager.run.tiers._upload_queue.wait()  # type: ignore[union-attr]
         assert steps_in(tmp_path / ROOT) == []
         train(manager, range(11, 21))
     assert steps_in(tmp_path / ROOT) == [20]
@@ -538,6 +539,18 @@ def test_copy_ending_during_a_commit_keeps_the_new_step(
         assert 12 in steps_in(tmp_path / LOCAL)
 
 
+def test_local_saves_do_not_hide_failures_of_the_root(tmp_path: Path) -> None:
+    """A trainer's own paths are in the root."""
+    (tmp_path / "file").touch()
+    bad = StepState(1, lambda: state(1), path=tmp_path / "file" / "last.ckpt")
+    with tiers_of(None, tmp_path, raise_after=2, retries=0) as manager:
+        assert manager.run.save(bad, FORCED) is None
+        manager.save(2, **state(2))
+        assert steps_in(tmp_path / LOCAL) == [2]
+        with pytest.raises(uc.StorageError, match="file"):
+            manager.run.save(bad, FORCED)
+
+
 @pytest.mark.parametrize("damaged", [True, False])
 def test_slow_copy_does_not_remove_the_last_save(
     tmp_path: Path, root_latch: RootLatch, damaged: bool
@@ -551,7 +564,7 @@ def test_slow_copy_does_not_remove_the_last_save(
         manager.save(20, **state(20))
         assert root_latch.reached.wait(60)
         last = StepState(30, lambda: state(30))
-        manager._scheduler.save_sync(manager._save_job(last, for_root=True), is_last=True)
+        manager.run.save(last, FORCED, is_last=True)
         assert 30 in steps_in(tmp_path / ROOT)
         root_latch.open.set()
     assert 30 in steps_in(tmp_path / ROOT)

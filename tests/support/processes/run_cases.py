@@ -130,7 +130,7 @@ def check_runs(root: Path, world: int, worker: str, cases: Sequence[str]) -> Non
         check_same(root, case)
         first = OUTSIDE_STEP if case in FROM_OUTSIDE else SIGNAL_STEP
         stops = [int(path.read_text()) for path in (root / case).glob("stop-*")]
-        if case in SIGNALS or FROM_OUTSIDE.get(case):
+        if stops or case in SIGNALS or FROM_OUTSIDE.get(case):
             assert len(stops) == world, case
             assert len({*stops}) == 1, case
             assert first <= stops[0] <= first + 10, "within the notice's delay and the margin"

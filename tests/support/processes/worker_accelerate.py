@@ -1,16 +1,20 @@
 """A rank of training jobs with Accelerate: DDP, FSDP2, TP and both. Makes checkpoints under a root,
 or loads those of other worlds.
 
-`make`: each kind uninterrupted, then stopped and resumed, bitwise; then each kind from each other
-kind's checkpoint. `load`: each kind from every checkpoint under the root. Rank 0 writes the saved
-state, and the losses that follow without dropout, to `<root>/<kind>.pt`.
+`make`: each kind uninterrupted, then stopped and resumed, bitwise; a signal stops the first kind;
+then each kind from each other kind's checkpoint. `load`: each kind from every checkpoint under the
+root. Rank 0 writes the saved state, and the losses that follow without dropout, to
+`<root>/<kind>.pt`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +24,14 @@ import torch.distributed as dist
 import transformers.integrations.tensor_parallel
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, ParallelismConfig
+from accelerate.utils import DistributedType, ParallelismConfig, ProjectConfiguration
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import unified_ckpt as uc
 from tests.support.processes.worker import started
-from unified_ckpt.integrations.accelerate import attach, load_state, save_state
+from unified_ckpt.integrations.accelerate import after_step, attach, load_state, save_state
 
 STOP, EPOCHS, STEP_SAMPLES = 4, 2, 8  # of 6 steps an epoch
 
@@ -128,7 +132,13 @@ class Job:
         )
         self.losses: list[float] = []
 
-    def run(self, *, start: int = 0, stop: int = 6 * EPOCHS) -> Job:
+    def run(
+        self,
+        *,
+        start: int = 0,
+        stop: int = 6 * EPOCHS,
+        after_step: Callable[[], bool] = lambda: False,
+    ) -> Job:
         while start + len(self.losses) < stop:
             for ids in self.loader:
                 loss = nn.functional.cross_entropy(self.model(ids).flatten(0, 1), ids.flatten())
@@ -137,7 +147,7 @@ class Job:
                 self.scheduler.step()
                 self.optimizer.zero_grad()
                 self.losses.append(self.accelerator.gather(loss.detach().reshape(1)).mean().item())
-                if start + len(self.losses) == stop:
+                if after_step() or start + len(self.losses) == stop:
                     return self
         return self
 
@@ -215,6 +225,50 @@ def check_errors_reach_all(root: Path, kind: str) -> None:
             job.accelerator.load_state(path)
 
 
+def check_stop(root: Path, kind: str) -> None:
+    """A signal to one rank stops all after one step, saved in two tiers; the resume is bitwise."""
+    options = uc.ManagerOptions(
+        notice_seconds=0.01,
+        margin_steps=2,
+        interval_steps=6,
+        local_directory=str(root / "local"),
+        local_interval_steps=1,
+    )
+
+    def managed(seed: int) -> tuple[Job, uc.CheckpointManager]:
+        job = Job(kind, seed)
+        project = ProjectConfiguration(str(root / "project"), automatic_checkpoint_naming=True)
+        job.accelerator.project_configuration = project
+        fast = uc.SaveOptions(fsync=False)
+        return job, attach(job.accelerator, manager_options=options, save_options=fast)
+
+    straight = Job(kind, seed=0).run()
+    stopped, checkpoints = managed(seed=0)
+
+    def after() -> bool:
+        if len(stopped.losses) == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.02)  # the notice is polled by the clock
+        after_step(stopped.accelerator)
+        return checkpoints.should_stop
+
+    with checkpoints:
+        stopped.run(after_step=after)
+    steps = len(stopped.losses)
+    assert 2 <= steps < 6 * EPOCHS
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == steps - 1, "numbers start at 0"
+    assert Path(latest.path).parent.name == "checkpoints", "the last save goes to the root"
+    resumed, checkpoints = managed(seed=3)
+    with checkpoints:
+        resumed.accelerator.load_state()
+        check_same(resumed.whole(), stopped.whole(), f"{kind} after the stop")
+        resumed.run(start=steps)
+    assert resumed.losses == straight.losses[steps:], kind
+    check_same(resumed.whole(), straight.whole(), f"{kind} at the end")
+
+
 def load(root: Path, kind: str, other: str) -> None:
     saved, expected_losses = torch.load(root / f"{other}.pt")
     state, losses = quiet(kind, root / other)
@@ -240,6 +294,7 @@ def main() -> None:
             make(arguments.root, kind)
         if arguments.make and world > 1:
             check_errors_reach_all(arguments.root, arguments.make[0])
+            check_stop(arguments.root, arguments.make[0])
         for kind in [*arguments.make, *arguments.load]:
             for file in sorted(arguments.root.glob("*.pt")):
                 if file.stem != kind:

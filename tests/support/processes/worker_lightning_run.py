@@ -5,18 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 import unified_ckpt as uc
 from tests.support.lightnings import OPTIONS, Net, trainer
-from tests.support.processes.run_cases import STEPS, AfterStep, run, run_cases
+from tests.support.processes.run_cases import (
+    STEPS,
+    AfterStep,
+    nothing,
+    run,
+    run_cases,
+    stop_and_resume,
+)
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 
 EVERY = {"every_n_train_steps": 4, "save_top_k": 2, "monitor": "step", "mode": "max"}
@@ -33,12 +44,19 @@ class Events(pl.Callback):
         self._function(trainer.global_step)
 
 
-def train(root: Path, after_step: AfterStep, *, resume: bool = False) -> Any:
+def train(
+    root: Path,
+    after_step: AfterStep,
+    *,
+    resume: bool = False,
+    options: uc.ManagerOptions = RUN_OPTIONS,
+    last: str | None = "last",
+) -> Any:
     torch.manual_seed(0)
     world = int(os.environ["WORLD_SIZE"])
     batch = max(4 // world, 2)  # running statistics need two
     net = Net(batch=batch)
-    ours = UnifiedCheckpointCallback(manager_options=RUN_OPTIONS, save_options=OPTIONS)
+    ours = UnifiedCheckpointCallback(manager_options=options, save_options=OPTIONS)
     distributed = (
         {"strategy": DDPStrategy(process_group_backend="gloo"), "devices": world}
         if world > 1
@@ -49,11 +67,12 @@ def train(root: Path, after_step: AfterStep, *, resume: bool = False) -> Any:
         native=True,
         checkpoints={**EVERY, "save_last": "link"},
         callbacks=[ours, Events(after_step)],
+        plugins=[SLURMEnvironment()] if "SLURM_JOB_ID" in os.environ else [],
         max_epochs=STEPS * batch * world // 16,
         **distributed,
     )
     with contextlib.suppress(SystemExit):
-        fitter.fit(net, ckpt_path="last" if resume else None)
+        fitter.fit(net, ckpt_path=last if resume else None)
         return ours.checkpoints, (net.state_dict(), net.losses)
     return ours.checkpoints, None
 
@@ -74,6 +93,43 @@ def full(root: Path) -> None:
     run(train, root, limit)
 
 
+class CrashError(Exception):
+    """Ends a run on all ranks."""
+
+
+def tiers(root: Path) -> None:
+    """Crash after local saves that are newer than ModelCheckpoint's last one, and resume."""
+    local = {"local_directory": str(root / "local"), "local_interval_steps": 2}
+    options = RUN_OPTIONS.model_copy(update=local)
+
+    def crash(step: int) -> None:
+        if step == 11:
+            raise CrashError
+
+    with contextlib.suppress(CrashError):
+        train(root, crash, options=options)
+    run(train, root, nothing, resume=True, options=options)
+    if os.environ["RANK"] == "0":
+        assert len(torch.load(root / "ended.pt")[1]) < STEPS - 8, "the local tier is newer"
+
+
+def slurm(root: Path) -> None:
+    """As SLURM's job: its signal to one rank stops all, the job is requeued, and resumes alone."""
+    world, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
+    command = root / f"bin-{rank}" / "scontrol"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$@" >> {root}/requeued\n')
+    command.chmod(0o755)
+    task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": world, "SLURM_NTASKS_PER_NODE": world}
+    path = {"PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}
+    with mock.patch.dict(os.environ, task | job | path):
+        stop_and_resume(partial(train, last=None), root, signal.SIGUSR1, rank=int(world) - 1)
+    if rank == "0":
+        assert (root / "requeued").read_text() == "requeue 7\n"
+        assert (root / "run" / "hpc_ckpt_1.ckpt" / "unified_checkpoint.json").exists()
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    run_cases(train, {"full": full})
+    run_cases(train, {"full": full, "tiers": tiers, "slurm": slurm})

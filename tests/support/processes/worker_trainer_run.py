@@ -6,10 +6,11 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
 from tests.support.processes.run_cases import (
@@ -22,6 +23,7 @@ from tests.support.processes.run_cases import (
 from tests.support.trainers import losses, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
+Make = Callable[[Path, list[TrainerCallback], dict[str, Any]], Trainer]
 OPTIONS = uc.ManagerOptions(notice_seconds=0.05, retry_seconds=0.0, keep_every_steps=8)
 
 
@@ -50,6 +52,10 @@ class Disk:
             file.write("word")
 
 
+def make_trainer(out: Path, callbacks: list[TrainerCallback], arguments: dict[str, Any]) -> Trainer:
+    return trainer(out, *callbacks, native=True, **arguments)
+
+
 def train(
     root: Path,
     after_step: AfterStep,
@@ -57,22 +63,16 @@ def train(
     resume: bool = False,
     options: uc.ManagerOptions = OPTIONS,
     disk: Disk | None = None,
+    make: Make = make_trainer,
 ) -> Any:
     ours = UnifiedCheckpointCallback(
         manager_options=options, save_options=uc.SaveOptions(fsync=False)
     )
     backend = {"ddp_backend": "gloo"} if int(os.environ["WORLD_SIZE"]) > 1 else {}
-    fitter = trainer(
-        root / "run",
-        ours,
-        At(after_step),
-        native=True,
-        max_steps=STEPS,
-        save_steps=8,
-        save_total_limit=3,
-        **backend,
-    )
-    fitter.processing_class = disk
+    arguments = {"max_steps": STEPS, "save_steps": 8, "save_total_limit": 3, **backend}
+    fitter = make(root / "run", [ours, At(after_step)], arguments)
+    if disk is not None:
+        fitter.processing_class = disk
     fitter.train(resume_from_checkpoint=resume)
     if fitter.state.global_step < STEPS:
         return ours.checkpoints, None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from unified_ckpt.integrations.accelerate.calls import (
+    after_step,
     attach,
     load_state,
     save_state,
     save_state_async,
 )
 
-__all__ = ["attach", "load_state", "save_state", "save_state_async"]
+__all__ = ["after_step", "attach", "load_state", "save_state", "save_state_async"]

@@ -13,12 +13,10 @@ fresh value.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 try:
     import accelerate  # noqa: F401
@@ -28,20 +26,26 @@ except ImportError as error:
     ) from error
 
 from unified_ckpt.api import Checkpointer
-from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.integrations.accelerate import folders, hooks
+from unified_ckpt.integrations.accelerate import folders
 from unified_ckpt.integrations.accelerate import state as states
-from unified_ckpt.integrations.checkpoint_folders import is_unified
-from unified_ckpt.options import LoadOptions, SaveOptions, with_default_if_exists
-from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.integrations.accelerate.folder_io import load_folder, save_arguments
+from unified_ckpt.integrations.accelerate.run import AcceleratorRun, after_step, attached_run
+from unified_ckpt.manager.manager import CheckpointManager
+from unified_ckpt.options import (
+    LoadOptions,
+    ManagerOptions,
+    RunOptions,
+    SaveOptions,
+    combine_options,
+    with_default_if_exists,
+)
 
-__all__ = ["attach", "load_state", "save_state", "save_state_async"]
+__all__ = ["after_step", "attach", "load_state", "save_state", "save_state_async"]
 
-_LOG = logging.getLogger("unified_ckpt")
 _Path = str | os.PathLike[str]
 _CHECKPOINTER_ATTR = "_unified_checkpointer"  # keeps plans and buffers between saves
 _ATTACHED_ATTR = "_unified_attached"
@@ -120,58 +124,73 @@ def load_state(
             if path is None
             else os.path.abspath(os.path.expanduser(os.fspath(path)))
         )
-    _check_contents(collective, accelerator, folder, strict=strict)
-    with collective.step("hooks"):
-        hooks.run_load_hooks(accelerator, folder)
-    prepared = states.prepared_objects(accelerator)
-    report = checkpointer.load(
-        folder,
-        model=prepared.model,
-        optimizer=prepared.optimizers or None,
-        parts=prepared.parts,
-        strict=strict,
-        options=options,
-    )
-    extra = report.extra.get(states.KEY, {}) if isinstance(report.extra, dict) else {}
-    collective = checkpointer._get_comm().begin_collective(
-        "load_state", timeout_seconds=options.timeout_seconds
-    )
-    with collective.step("install"):
-        states.restore_objects(
-            accelerator, extra, states.read_rank_state(accelerator, folder, report.rank_extra)
-        )
-        folders.advance_iteration(accelerator, folder)
-    return report
+    return load_folder(accelerator, checkpointer, folder, strict=strict, options=options)
+
+
+@overload
+def attach(
+    accelerator: Any,
+    *,
+    manager_options: None = None,
+    save_options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
+) -> None: ...
+
+
+@overload
+def attach(
+    accelerator: Any,
+    *,
+    manager_options: ManagerOptions | RunOptions,
+    save_options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
+) -> CheckpointManager: ...
 
 
 def attach(
     accelerator: Any,
     *,
+    manager_options: ManagerOptions | RunOptions | None = None,
     save_options: SaveOptions | None = None,
     load_options: LoadOptions | None = None,
-) -> None:
+) -> CheckpointManager | None:
     """Replace `accelerator.save_state` and `accelerator.load_state`. Calling it again does nothing.
 
     As in Accelerate, a save replaces a checkpoint at its path (unless `save_options` says
     otherwise), and automatic naming overrides a path. A folder that Accelerate wrote is loaded by
     Accelerate. Arguments for other formats are ignored.
+
+    `manager_options`: what a `CheckpointManager` adds: retries, saves in the background, a local
+    directory, more rules of what to keep, intervals, and a stop of all processes after a signal;
+    call `after_step` for the last two. `accelerator.save_state` then takes `metrics`, and returns
+    None for a save that failed and may fail. `accelerator.end_training` closes the manager, which
+    is returned. ProjectConfiguration decides names and how many to keep. Raises CheckpointError for
+    options that contradict it.
     """
     states.check_supported(accelerator)
+    run = attached_run(accelerator)
     if vars(accelerator).get(_ATTACHED_ATTR):
-        return
+        return run.checkpoints if run is not None else None
+    if manager_options is not None:
+        options = combine_options(manager_options, save=save_options, load=load_options)
+        run = AcceleratorRun(accelerator, options)
+        setattr(accelerator, _CHECKPOINTER_ATTR, run.checkpoints.run.checkpointer)
     default_options = with_default_if_exists(save_options or SaveOptions(), if_exists="replace")
     native_load = accelerator.load_state
 
-    def save(output_dir: _Path | None = None, *_: Any, **__: Any) -> Path:
+    def save(
+        output_dir: _Path | None = None,
+        *_: Any,
+        metrics: Mapping[str, float] | None = None,
+        **__: Any,
+    ) -> Path | None:
         automatic = accelerator.project_configuration.automatic_checkpoint_naming
-        options = (
-            default_options.model_copy(update={"if_exists": "error"})
-            if automatic
-            else default_options
-        )
-        return Path(
-            save_state(accelerator, None if automatic else output_dir, options=options).path
-        )
+        path, options = None if automatic else output_dir, default_options
+        if run is not None:
+            return run.save(path, metrics)
+        if automatic:
+            options = options.model_copy(update={"if_exists": "error"})
+        return Path(save_state(accelerator, path, metrics=metrics, options=options).path)
 
     def load(
         input_dir: _Path | None = None,
@@ -184,11 +203,14 @@ def attach(
             folders.advance_iteration(
                 accelerator, None if input_dir is None else os.path.expanduser(input_dir)
             )
-            return
-        load_state(accelerator, input_dir, strict=strict, options=load_options)
+        elif run is not None:
+            run.load(input_dir, strict=strict)
+        else:
+            load_state(accelerator, input_dir, strict=strict, options=load_options)
 
     accelerator.save_state, accelerator.load_state = save, load
     setattr(accelerator, _ATTACHED_ATTR, True)
+    return run.checkpoints if run is not None else None
 
 
 def _checkpointer(accelerator: Any) -> Checkpointer:
@@ -220,65 +242,28 @@ def _begin_save(
                 "uses its number as the step; pass a path, or no step"
             )
         target = folders.resolve_save_path(accelerator, path, if_exists=options.if_exists)
-        prepared = states.prepared_objects(accelerator)
-        extra = states.collect_extra(accelerator)
-        rank_extra = states.collect_rank_extra(accelerator)
-    files = hooks.run_save_hooks(collective, accelerator, os.fspath(target))
     return (
         target,
         number,
         {
-            "model": prepared.model,
-            "optimizer": prepared.optimizers or None,
-            "parts": prepared.parts,
-            "extra": extra,
-            "rank_extra": rank_extra,
+            **save_arguments(collective, accelerator, target, attach),
             "step": number if path is None else step,
-            "attach": hooks.make_attach(accelerator, files, attach),
         },
     )
 
 
-def _check_contents(collective: Collective, accelerator: Any, path: str, *, strict: bool) -> None:
-    """Compare the checkpoint with the accelerator. Collective; ranks that see the folder inform the
-    others.
-    """
-    with collective.step("open"):
-        if accelerator.is_local_main_process and is_unified(path):
-            with open_source(path) as source:
-                extra = source.extra
-            accelerate_extra = extra.get(states.KEY, {}) if isinstance(extra, dict) else {}
-            collective.set_once(
-                "summary", json.dumps(accelerate_extra.get(states.SUMMARY, {}), sort_keys=True)
-            )
-    with collective.step("check"):
-        if not collective.has("summary"):
-            folders.check_path(path)
-        current, saved = states.summarize(accelerator), json.loads(collective.get("summary"))
-        mismatches, unused = states.compare_summaries(current, saved)
-        if strict and mismatches:
-            raise states.mismatch_error(path, [*mismatches, *unused])
-    if collective.rank == 0 and (mismatches or unused):
-        _LOG.warning(
-            "load_state of %s skips what does not fit: %s",
-            path,
-            "; ".join([*mismatches, *unused]),
-        )
-
-
 def _is_native(accelerator: Any, path: _Path | None) -> bool:
     """Whether Accelerate's own load applies, as rank 0 sees it. Collective."""
-    collective = (
-        _checkpointer(accelerator)
-        ._get_comm()
-        .begin_collective("load_state", timeout_seconds=LoadOptions().timeout_seconds)
-    )
+    run, comm = attached_run(accelerator), _checkpointer(accelerator)._get_comm()
+    collective = comm.begin_collective("load_state", timeout_seconds=LoadOptions().timeout_seconds)
     with collective.step("kind"):
         if collective.rank == 0:
             native = (
                 folders.is_native(os.path.expanduser(os.fspath(path)))
                 if path is not None
-                else folders.has_only_native(accelerator)
+                else folders.has_only_native(
+                    accelerator, run.checkpoints.run if run is not None else None
+                )
             )
             collective.put("native", b"yes" if native else b"no")
     return collective.get("native") == b"yes"

@@ -11,6 +11,7 @@ from typing import Any
 from unified_ckpt.engine.folder.if_exists import ManagedPath, PublishTarget, check_target_name
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
 from unified_ckpt.integrations.checkpoint_folders import check_unified, is_unified, keep_latest
+from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.steps.scan import is_step_name, scan
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
@@ -64,28 +65,36 @@ def is_native(path: str) -> bool:
     )
 
 
-def has_only_native(accelerator: Any) -> bool:
-    """Whether the project has checkpoints that Accelerate wrote, and no complete unified one."""
+def has_only_native(accelerator: Any, run: Run | None) -> bool:
+    """Whether the project has checkpoints that Accelerate wrote, and no complete unified one in any
+    tier of the run.
+    """
     root = project_root(accelerator)
-    if root is None or not os.path.isdir(root) or scan(LocalStorage(root), PREFIX).complete:
+    if root is None or not os.path.isdir(root):
         return False
-    return any(
+    scanned = scan(LocalStorage(root), PREFIX) if run is None else run.steps.scan()
+    return not scanned.complete and any(
         is_native(os.path.join(root, name))
         for name in os.listdir(root)
         if is_step_name(name, PREFIX)
     )
 
 
-def latest_path(collective: Collective, accelerator: Any) -> str:
-    """Return the latest complete checkpoint of the project, as rank 0 sees it. Logs newer unusable
-    ones in one warning.
-    """
-    root = project_root(accelerator)
-    if root is None:
+def check_names_automatically(accelerator: Any) -> None:
+    """Raise NotFoundError if the project does not say where its checkpoints are."""
+    if project_root(accelerator) is None:
         raise NotFoundError(
             "load_state: got no path; pass one, "
             "or set ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
+
+
+def latest_path(collective: Collective, accelerator: Any) -> str:
+    """Return the latest complete checkpoint of the project, as rank 0 sees it. Logs newer unusable
+    ones in one warning.
+    """
+    check_names_automatically(accelerator)
+    root = project_root(accelerator) or ""
     if collective.rank == 0:
         scanned = scan(LocalStorage(root), PREFIX)
         skipped = "; ".join(f"{record.name}: {record.problem}" for record in scanned.newer_problems)
@@ -115,17 +124,18 @@ def check_path(path: str) -> None:
     check_unified(path, label=path, prefix=PREFIX)
 
 
-def advance_iteration(accelerator: Any, path: str | None) -> None:
+def advance_iteration(accelerator: Any, path: str | None, *, number: int = -1) -> None:
     """Set the next automatic number after all existing ones, usable or not and whoever wrote them,
-    so that no name is used twice. `path`: what was loaded, None for the latest of the project.
+    so that no name is used twice.
+
+    `path`: what was loaded, None for the latest of the project; `number`: its number, if known.
     """
     root = project_root(accelerator)
     if root is None or (path is not None and os.path.dirname(os.path.abspath(path)) != root):
         return
-    numbers = [
-        int(name.removeprefix(PREFIX)) for name in os.listdir(root) if is_step_name(name, PREFIX)
-    ]
-    accelerator.project_configuration.iteration = max(numbers, default=-1) + 1
+    existing = os.listdir(root) if os.path.isdir(root) else ()  # all may be in the local directory
+    numbers = [int(name.removeprefix(PREFIX)) for name in existing if is_step_name(name, PREFIX)]
+    accelerator.project_configuration.iteration = max([number, *numbers]) + 1
 
 
 def rotate_project(accelerator: Any, path: str, number: int) -> None:

@@ -106,6 +106,12 @@ def collect_extra(accelerator: Any) -> dict[str, Any]:
     }
 
 
+def accelerate_extra(extra: Any) -> dict[str, Any]:
+    """Return what `collect_extra` stored in a checkpoint, empty if another engine wrote it."""
+    stored: dict[str, Any] = extra.get(KEY, {}) if isinstance(extra, dict) else {}
+    return stored
+
+
 def collect_rank_extra(accelerator: Any) -> dict[str, Any]:
     """Return the state of this rank."""
     return {**RandomStates().state_dict(), "dataloaders": loader_states(accelerator)}

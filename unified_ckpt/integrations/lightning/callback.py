@@ -54,10 +54,11 @@ class UnifiedCheckpointCallback(Callback):
     `lightning` and `pytorch_lightning`. Any number of processes and any mesh may resume.
     Checkpoints of stock Lightning are resumed by stock Lightning.
 
-    `manager_options`: what a `CheckpointManager` adds to `fit`: retries, background saves, and a
-    stop of all ranks after one saved batch after a signal. Lightning's callbacks decide when to
-    save and what to keep. Or all options of a run, as `from_paddle` and `from_maxtext` give them,
-    without a root. `async_save` is the same setting as `ManagerOptions.asynchronous`.
+    `manager_options`: what a `CheckpointManager` adds to `fit`: retries, background saves, a local
+    directory on one node, and a stop of all ranks after one saved batch after a signal. Lightning's
+    callbacks decide when to save and what to keep. Or all options of a run, as `from_paddle` and
+    `from_maxtext` give them, without a root. `async_save` is the same setting as
+    `ManagerOptions.asynchronous`.
 
     Raises CheckpointError for manager options that contradict Lightning, and LayoutError, by name,
     for other strategies.
@@ -116,8 +117,9 @@ class UnifiedCheckpointCallback(Callback):
         self._attached().run.take_signals()
 
     def on_train_start(self, *_: Any) -> None:
-        """Take the signals from Lightning."""
+        """Take the signals from Lightning. What the run resumes from is known by now."""
         self._attached().run.take_signals()
+        self._attached().run.warn_fresh_start()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """End a run that was stopped and saved, as Lightning does after SIGTERM."""

@@ -7,43 +7,50 @@ one is still being written, or after its save has failed. Both wait for a commit
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations.lightning.paths import (
     end_rename,
     remove_checkpoint,
     rename_link,
     replace_link,
 )
-from unified_ckpt.integrations.run_options import Setting, run_options, settings_of_trigger
+from unified_ckpt.integrations.run_options import (
+    RETENTION,
+    START_PATHS,
+    Setting,
+    run_options,
+    settings_of_trigger,
+    settings_without,
+)
 from unified_ckpt.manager.manager import CheckpointManager
-from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.manager.restore.select import diagnose
+from unified_ckpt.manager.rules.when import FORCED, LOCAL_INTERVAL
+from unified_ckpt.manager.save_job import StepState
+from unified_ckpt.manager.steps.scan import StepRecord, step_name
 from unified_ckpt.options import LoadOptions, ManagerOptions
 
+_LOG = logging.getLogger("unified_ckpt")
 _WHEN = "ModelCheckpoint, which decides when to save"
 _WHAT = "ModelCheckpoint, which decides what to keep"
 _PATHS = "fit(ckpt_path=...), which decides what to load"
-_TIERS = "Lightning, which looks for checkpoints only in the folders of its callbacks"
 
 
 def options_of_run(options: ManagerOptions | None, *, async_save: bool | None) -> ManagerOptions:
     """Return the options of the manager of a Trainer's run. Raises CheckpointError if `options`
     contradicts Lightning.
     """
-    settings = settings_of_trigger(_WHEN)
-    for text, names in (
-        (_WHAT, ("keep_latest", "keep_every_steps", "keep_every_seconds", "keep_best")),
-        (_WHAT, ("best_metric", "keep_latest_model_only", "keep_every_steps_model_only")),
-        (_WHAT, ("trash_directory",)),
-        (_PATHS, ("load_parameters_path", "load_full_state_path", "load_adapters_path")),
-        (_TIERS, ("local_directory", "local_interval_steps")),
-    ):
-        settings |= {name: Setting(None, text) for name in names}
+    settings = settings_of_trigger(_WHEN) | settings_without(RETENTION, _WHAT)
+    settings |= settings_without(START_PATHS, _PATHS)
     settings["enabled"] = Setting(True, "the callback UnifiedCheckpointCallback")
     return run_options(options, settings, async_save=async_save)
 
@@ -53,9 +60,16 @@ class LightningRun:
 
     def __init__(self, trainer: Any, options: ManagerOptions, load_options: LoadOptions) -> None:
         self._trainer = trainer
+        if options.local_directory is not None and trainer.num_nodes > 1:
+            raise LayoutError(
+                f"local_directory: got {trainer.num_nodes} nodes, expected one; "
+                "leave it out, ModelCheckpoint saves to shared storage"
+            )
         self.checkpoints = CheckpointManager(
             self._folder(), options=options, load_options=load_options
         )
+        tiers = self.checkpoints.run.tiers
+        self._local_directory = tiers.local_directory if tiers is not None else ""
         self.stopped = False  # after the last save of a stopped run
         self._batches = 0  # that ended with an optimizer step: the ranks count them alike
         self._postponed = False
@@ -65,19 +79,24 @@ class LightningRun:
         self._last_committed = ""
         self._waiting: list[Callable[[], None]] = []  # actions that need a commit
 
+    def _callbacks(self) -> list[Any]:
+        return list(self._trainer.checkpoint_callbacks)
+
     def _folder(self) -> str:
-        callbacks = self._trainer.checkpoint_callbacks
-        folder = next((c.dirpath for c in callbacks if getattr(c, "dirpath", None)), None)
+        folder = next((c.dirpath for c in self._callbacks() if getattr(c, "dirpath", None)), None)
         return str(folder or self._trainer.default_root_dir)
 
     def save(self, state: StepState, path: str) -> None:
-        """Save to a path that Lightning chose. All ranks call it."""
+        """Save to a path that Lightning chose, or in the local directory. All ranks call it."""
         self._settle()
+        if os.path.dirname(path) == self._local_directory:
+            self.checkpoints.run.save(replace(state, path=None), (LOCAL_INTERVAL,))
+            return
         is_writer = self._trainer.global_rank == 0
         link = rename_link(path) if is_writer else ""
         result = None
         try:
-            result = self.checkpoints._save_state(state, force=True, is_last=self._is_at_end())
+            result = self.checkpoints.run.save(state, FORCED, is_last=self._is_at_end())
         finally:
             if isinstance(result, PendingSave):
                 self._in_flight = (result, path, link)
@@ -90,7 +109,7 @@ class LightningRun:
             return
         (pending, path, link), self._in_flight = self._in_flight, None
         try:
-            self.checkpoints._scheduler.collect()
+            self.checkpoints.run.scheduler.collect()
         finally:
             self._ended(path, link, saved=not pending.failed())
 
@@ -131,33 +150,76 @@ class LightningRun:
                 self._after_commit(lambda: replace_link(filepath, linkpath))
             trainer.strategy.barrier()
 
-        for callback in self._trainer.checkpoint_callbacks:
+        for callback in self._callbacks():
             if hasattr(callback, "_link_checkpoint"):
                 callback._link_checkpoint = link
 
     def take_signals(self) -> None:
         """Handle signals in place of Lightning, which stops each rank elsewhere."""
-        if self.checkpoints.options.on_preemption:
-            self.checkpoints._stop_signals.retake()
+        self.checkpoints.run.take_signals()
+
+    def newest(self, path: str) -> str:
+        """Return the checkpoint of the local directory that is newer than `path`, if `path` is the
+        last one of the run; else `path`. Rank 0 calls it.
+        """
+        tiers, name = self.checkpoints.run.tiers, os.path.split(path)[1]
+        last = {getattr(c, "CHECKPOINT_NAME_LAST", "last") for c in self._callbacks()}
+        manifest = read_manifest_at(path)
+        if tiers is None or manifest is None or not name.startswith((*last, "hpc_ckpt_")):
+            return path
+        saved_at = (manifest.created, manifest.step or 0)
+        by_time = {
+            (record.created or "", record.step or 0): record for record in self._local_steps()
+        }
+        for time in sorted((time for time in by_time if time > saved_at), reverse=True):
+            record = by_time[time]
+            if problem := diagnose(record.path):
+                _LOG.warning("%s is skipped: %s", record.path, problem)
+                continue
+            _LOG.info("%s is loaded: it is newer than %s", record.path, path)
+            return record.path
+        return path
+
+    def _local_steps(self) -> list[StepRecord]:
+        tiers = self.checkpoints.run.tiers
+        return [
+            record
+            for record in (tiers.scan().complete if tiers is not None else ())
+            if os.path.dirname(record.path) == self._local_directory
+        ]
+
+    def warn_fresh_start(self) -> None:
+        """Log that a run starts fresh beside checkpoints in the local directory."""
+        records = self._local_steps() if self._trainer.is_global_zero else []
+        if records and self._trainer.ckpt_path is None:
+            text = "the run starts fresh beside %s; to continue, pass it as ckpt_path"
+            _LOG.warning(text, records[-1].path)
 
     def after_batch(self) -> None:
-        """Save if a stop or a repeated save is due after this batch. All ranks call it."""
+        """Save if a stop, a repeated save or a local one is due after this batch. All ranks call
+        it.
+        """
         trainer = self._trainer
         if trainer.global_step == self._last_step:
             return  # gradients are accumulated
         self._last_step, self._batches = trainer.global_step, self._batches + 1
-        due = self.checkpoints.should_save(self._batches) or self._postponed
-        if not due:
+        reasons = self.checkpoints.run.save_reasons(self._batches)
+        if not reasons and not self._postponed:
             return
-        if self.checkpoints.should_stop:
-            # A validation belongs to the state of its step: stop after the next batch.
+        stops = self.checkpoints.should_stop
+        if stops or self._postponed or LOCAL_INTERVAL in reasons:
+            # A validation belongs to the state of its step: save after the next batch.
             loop = trainer.fit_loop.epoch_loop
             validates = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
             if (validates or loop.batch_progress.is_last_batch) and not self._postponed:
                 self._postponed = True
                 return
             self._postponed = False
-            self._save_last()
+            if stops:
+                self._save_last()
+            else:
+                name = step_name(trainer.global_step, self.checkpoints.options.step_prefix)
+                trainer.save_checkpoint(os.path.join(self._local_directory, name))
         elif self._failed_path or self._in_flight is not None:
             path = self._failed_path or (self._in_flight[1] if self._in_flight else "")
             trainer.save_checkpoint(path)
@@ -191,7 +253,7 @@ class LightningRun:
         rank, so nothing is shared with others.
         """
         if error is not None and not self.stopped:
-            self.checkpoints.__exit__(type(error), error, error.__traceback__)
+            self.checkpoints.run.close(error)
             if self._in_flight is not None:
                 (pending, path, link), self._in_flight = self._in_flight, None
                 self._ended(path, link, saved=pending.done() and not pending.failed())

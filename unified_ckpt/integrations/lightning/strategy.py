@@ -34,8 +34,9 @@ from unified_ckpt.integrations.lightning.state_dicts import (
     model_part,
     optimizer_part,
 )
+from unified_ckpt.integrations.run_options import LOCAL_TIER
 from unified_ckpt.manager.events.run_events import CommitHook
-from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import is_url
 
@@ -108,7 +109,8 @@ class PatchedStrategy:
                     )
         options = self._run_options
         if stage != "fit":
-            options = options.model_copy(update={"on_preemption": False})
+            others = {"on_preemption": False, **dict.fromkeys(LOCAL_TIER)}
+            options = options.model_copy(update=others)
         self._run = self._open_run(options)
         if stage == "fit":
             self._run.patch_links()
@@ -248,7 +250,7 @@ class PatchedStrategy:
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
             target, strict = apply_edits(target, state_dict, strict=strict), False
         options = self._load_options.model_copy(update={"parts": (MODEL,)})
-        report = self.run.checkpoints._checkpointer.load(
+        report = self.run.checkpoints.run.checkpointer.load(
             self._path, model=target, strict=strict, options=options
         )
         missing = report.missing if isinstance(target, dict) else ()
@@ -278,7 +280,7 @@ class PatchedStrategy:
             )
         if optimizers:
             options = self._load_options.model_copy(update={"parts": (OPTIMIZER,)})
-            self.run.checkpoints._checkpointer.load(
+            self.run.checkpoints.run.checkpointer.load(
                 self._path,
                 model=self.strategy.lightning_module,
                 optimizer=optimizers,
@@ -290,6 +292,7 @@ class PatchedStrategy:
         answer: tuple[str, str, str] = ("", "", "")
         if self.trainer.is_global_zero:
             path = latest_requeue(_absolute(checkpoint_path))
+            path = self.run.newest(path) if self._is_fitting() else path
             try:
                 answer = (path, "unified" if is_url(path) else check_path(path), "")
             except CheckpointError as error:

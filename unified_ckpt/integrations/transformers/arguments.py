@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from unified_ckpt.integrations.loggers import METRICS
-from unified_ckpt.integrations.run_options import Setting, run_options, settings_of_trigger
+from unified_ckpt.integrations.run_options import (
+    START_PATHS,
+    Setting,
+    run_options,
+    settings_of_trigger,
+    settings_without,
+)
 from unified_ckpt.integrations.transformers.resume import PREFIX
 from unified_ckpt.options import ManagerOptions
 
@@ -28,8 +34,7 @@ def options_of_run(
     settings["on_completion"] = Setting(strategy in ("steps", "epoch"), text)
     settings["enabled"] = Setting(True, "UnifiedCheckpointCallback; leave the callback out")
     settings["step_prefix"] = Setting(PREFIX, f"the Trainer's folder names, {PREFIX}<step>")
-    for name in ("load_parameters_path", "load_full_state_path", "load_adapters_path"):
-        settings[name] = Setting(None, "train(resume_from_checkpoint=...)")
+    settings |= settings_without(START_PATHS, "train(resume_from_checkpoint=...)")
     if args.save_total_limit is not None:
         limit = max(args.save_total_limit, 1)
         text = f"TrainingArguments(save_total_limit={args.save_total_limit})"

@@ -14,7 +14,7 @@ from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import IncompleteError
 from unified_ckpt.format.names import is_backup
 from unified_ckpt.integrations.checkpoint_folders import check_unified
-from unified_ckpt.manager.manager import CheckpointManager
+from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.steps.scan import Scan, foreign_steps, has_unified_files
 from unified_ckpt.sources.detect.names import TRAINER_STATE
 from unified_ckpt.sources.step_names import list_steps, read_step
@@ -34,37 +34,38 @@ def sorted_steps(*paths: Any, **options: Any) -> list[str]:
     ]
 
 
-def latest_checkpoint(manager: CheckpointManager, *, timeout_seconds: float) -> str | bool:
+def latest_checkpoint(run: Run) -> str | bool:
     """Return the latest complete checkpoint of the run in both tiers, unified or the Trainer's own,
     the same on every rank; True if there is none.
 
     Raises IncompleteError if some exist and none is complete: the stock Trainer would load what is
     left, without optimizer.
     """
-    run, comm = manager.root, manager._checkpointer._get_comm()
-    collective = comm.begin_collective(f"resume in {run}", timeout_seconds=timeout_seconds)
+    root, timeout = run.root, run.load_options.timeout_seconds
+    collective = run.comm.begin_collective(f"resume in {root}", timeout_seconds=timeout)
     with collective.step("latest"):
         if collective.rank == 0:
-            path, skipped = _select_latest(run, manager._steps.scan())
+            path, skipped = _select_latest(root, run.steps.scan())
             if skipped and not path:
                 text = format_list(
-                    f"{run}: none of its checkpoints can be resumed",
+                    f"{root}: none of its checkpoints can be resumed",
                     [f"{entry}: {problem}" for entry, problem in skipped.items()],
                 )
                 raise IncompleteError(
                     f"{text}\nRepair one, or start fresh with resume_from_checkpoint=False"
                 )
             for entry, problem in skipped.items():
-                _LOG.warning("%s is skipped: %s", os.path.join(run, entry), problem)
+                _LOG.warning("%s is skipped: %s", os.path.join(root, entry), problem)
             collective.put("latest", f".{path}".encode())
     return collective.get("latest").decode()[1:] or True
 
 
-def _select_latest(run: str, scanned: Scan) -> tuple[str, dict[str, str]]:
+def _select_latest(root: str, scanned: Scan) -> tuple[str, dict[str, str]]:
     """Return the path of the latest complete checkpoint, "" for none, and name -> problem of those
     skipped. Of two copies of a step, the later in the scan is better.
     """
-    native = {entry.path: entry for entry in foreign_steps(scanned, list_steps(run, prefix=PREFIX))}
+    entries = foreign_steps(scanned, list_steps(root, prefix=PREFIX))
+    native = {entry.path: entry for entry in entries}
     skipped: dict[str, str] = {}
     latest_first = list(reversed(scanned.steps))
     latest_first.sort(key=lambda record: int(record.name.removeprefix(PREFIX)), reverse=True)
@@ -79,7 +80,7 @@ def _select_latest(run: str, scanned: Scan) -> tuple[str, dict[str, str]]:
             problem = f"it has no {TRAINER_STATE}"
         if not problem:
             return record.path, skipped
-        is_in_root = os.path.dirname(record.path) == run
+        is_in_root = os.path.dirname(record.path) == root
         skipped[record.name if is_in_root else record.path] = problem
     return "", skipped
 

@@ -45,7 +45,8 @@ from unified_ckpt.integrations.transformers.scheduler import regroup_state
 from unified_ckpt.integrations.transformers.small_files import SmallFiles, patched
 from unified_ckpt.manager.events.run_events import CommitHook
 from unified_ckpt.manager.manager import CheckpointManager
-from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.manager.rules.when import FORCED
+from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import writable_path
 from unified_ckpt.runtime.torch_state.optimizers import unwrap_optimizer
@@ -158,7 +159,7 @@ class PatchedTrainer:
             tr_loss, grad_norm, model, trial, *args, **kwargs
         )
         # The end of an epoch has its own evaluation, which belongs to the state.
-        if self.checkpoints._is_due(step) and (after_loop or not (stopping and ended)):
+        if self.checkpoints.run.is_due(step) and (after_loop or not (stopping and ended)):
             self._save(model, trial, force=False)
         if stopping:
             self._stopped_at, trainer.control.should_training_stop = step, True
@@ -180,7 +181,9 @@ class PatchedTrainer:
             counted=self._steps_in_use(),
         )
         ends = state.global_step >= state.max_steps or trainer.control.should_training_stop
-        report = self.checkpoints._save_state(step_state, force=force, is_last=ends)
+        run = self.checkpoints.run
+        reasons = run.save_reasons(state.global_step) + FORCED * force
+        report = run.save(step_state, reasons, is_last=ends)
         if trainer.args.push_to_hub and isinstance(report, SaveReport):
             self._pushed_step = state.global_step
             trainer._push_from_checkpoint(report.path)
@@ -200,8 +203,8 @@ class PatchedTrainer:
 
     def _save_arguments(self, model: torch.nn.Module, trial: Any) -> StateArguments:
         """Write the small files and return the arguments of a save. Collective."""
-        trainer, manager = self.trainer, self.checkpoints
-        collective = manager._checkpointer._get_comm().begin_collective(
+        trainer = self.trainer
+        collective = self.checkpoints.run.comm.begin_collective(
             "trainer files", timeout_seconds=self._save_options.timeout_seconds
         )
         attach = self._small_files.write(collective, model, trial)
@@ -253,9 +256,7 @@ class PatchedTrainer:
         try:
             with self._manager:
                 if resume_from_checkpoint is True:
-                    resume_from_checkpoint = latest_checkpoint(
-                        self._manager, timeout_seconds=self._load_options.timeout_seconds
-                    )
+                    resume_from_checkpoint = latest_checkpoint(self._manager.run)
                 elif isinstance(resume_from_checkpoint, str):
                     check_path(resume_from_checkpoint)
                 checkpoint = (
@@ -269,7 +270,7 @@ class PatchedTrainer:
                 self._position.resume_from(checkpoint)
                 result = self._originals["train"](resume_from_checkpoint, trial, *args, **kwargs)
                 if self.trainer.args.push_to_hub:  # what was uploaded may go now
-                    self._manager._steps.apply_retention(
+                    self._manager.run.steps.apply_retention(
                         self.trainer.state.global_step, counted=self._steps_in_use()
                     )
                 return result
@@ -301,7 +302,7 @@ class PatchedTrainer:
             check_has_optimizer(resume_from_checkpoint)
         if needs_hub_names(resume_from_checkpoint, unwrapped):
             with open_model_names(resume_from_checkpoint, model=unwrapped) as source:
-                self.checkpoints._checkpointer.load(
+                self.checkpoints.run.checkpointer.load(
                     source, model=unwrapped, options=self._load_options
                 )
         elif loadable:
@@ -319,7 +320,7 @@ class PatchedTrainer:
     def _load_model(self, path: str) -> None:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         try:
-            self.checkpoints._checkpointer.load(
+            self.checkpoints.run.checkpointer.load(
                 path, **_model_arguments(model), options=self._load_options
             )
         except MismatchError as error:
@@ -335,7 +336,7 @@ class PatchedTrainer:
         check_optimizer(checkpoint, optimizer)
         # the model is loaded; it provides names
         options = self._load_options.model_copy(update={"parts": ("optimizer",)})
-        self._report = self.checkpoints._checkpointer.load(
+        self._report = self.checkpoints.run.checkpointer.load(
             checkpoint, **weights, optimizer=optimizer, options=options
         )
         saved = (self._report.extra or {}).get("scheduler")

@@ -10,6 +10,7 @@ from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN
 from unified_ckpt.options import ManagerOptions
 
 LOCAL_INTERVAL = "local interval"  # the only reason that does not involve the root
+FORCED = ("forced",)  # reasons of a save that the caller decides
 
 
 def due_reasons(

@@ -29,20 +29,14 @@ class SignalFlag:
         self.received: str | None = None
 
     def start(self) -> None:
-        """Install the handlers. Call it once."""
+        """Install the handlers, also in place of others that were installed since."""
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in _SIGNALS:
             current = _active(signal.getsignal(signum), signum)
             has_use = signum == signal.SIGUSR1 and current != signal.SIG_DFL
-            if signum not in self._previous and not has_use:
-                self._previous[signum] = signal.signal(signum, self._handle)
-
-    def retake(self) -> None:
-        """Handle the signals again, in place of a handler that was installed since."""
-        if threading.current_thread() is threading.main_thread():
-            for signum in self._previous:
-                signal.signal(signum, self._handle)
+            if signum in self._previous or not has_use:
+                self._previous.setdefault(signum, signal.signal(signum, self._handle))
 
     def defer(self) -> None:
         """Stop polling: a signal that would only set the flag is kept, and `stop` raises it

@@ -30,17 +30,22 @@ class StopSignals:
         self._stop_consensus: StepConsensus | None = None
         self._clock_consensus: StepConsensus | None = None
         self._opened = False
-        if self.watching:
-            self._signals.start()
+        self.take()
 
     @property
     def received(self) -> str | None:
         """The first signal that this rank received, by name."""
         return self._signals.received
 
-    def retake(self) -> None:
-        """Take the signals back from a trainer that has installed handlers of its own."""
-        self._signals.retake()
+    def take(self) -> None:
+        """Handle the signals, also in place of handlers that a trainer has installed since."""
+        if self.watching:
+            self._signals.start()
+
+    def release(self) -> None:
+        """Restore the signal handlers until `take`."""
+        self._signals.stop()
+        self._signals = SignalFlag()
 
     def defer(self) -> None:
         """End polling. A signal that arrives before `close` is raised again by `close`."""

@@ -1,0 +1,29 @@
+"""Each test has Accelerate for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.accelerates import Job
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Reset Accelerate, which keeps state per process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a tiny model
+    yield
+    torch.set_num_threads(threads)
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def straight() -> Job:
+    """Three uninterrupted epochs of six steps."""
+    return Job().run(3)

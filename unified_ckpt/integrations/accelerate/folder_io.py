@@ -1,0 +1,102 @@
+"""One folder of an accelerator's state: the arguments of a save, and a load."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from unified_ckpt.api import Checkpointer
+from unified_ckpt.api import open as open_source
+from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.save.request import StateArguments
+from unified_ckpt.integrations.accelerate import folders, hooks
+from unified_ckpt.integrations.accelerate import state as states
+from unified_ckpt.integrations.checkpoint_folders import is_unified
+from unified_ckpt.options import LoadOptions
+from unified_ckpt.runtime.comm.collective import Collective
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+def save_arguments(
+    collective: Collective,
+    accelerator: Any,
+    folder: str | os.PathLike[str],
+    attach: Callable[[str], object] | None = None,
+) -> StateArguments:
+    """Run the save hooks and return the arguments of a save to this folder. Collective."""
+    with collective.step("state"):
+        prepared = states.prepared_objects(accelerator)
+        extra = states.collect_extra(accelerator)
+        rank_extra = states.collect_rank_extra(accelerator)
+    files = hooks.run_save_hooks(collective, accelerator, os.fspath(folder))
+    return {
+        "model": prepared.model,
+        "optimizer": prepared.optimizers or None,
+        "parts": prepared.parts,
+        "extra": extra,
+        "rank_extra": rank_extra,
+        "attach": hooks.make_attach(accelerator, files, attach),
+    }
+
+
+def load_folder(
+    accelerator: Any,
+    checkpointer: Checkpointer,
+    folder: str,
+    *,
+    strict: bool,
+    options: LoadOptions,
+) -> LoadReport:
+    """Restore everything from a unified checkpoint. Collective. Raises MismatchError, before
+    anything is changed, unless it fits.
+    """
+    comm, timeout = checkpointer._get_comm(), options.timeout_seconds
+    collective = comm.begin_collective("load_state", timeout_seconds=timeout)
+    _check_contents(collective, accelerator, folder, strict=strict)
+    with collective.step("hooks"):
+        hooks.run_load_hooks(accelerator, folder)
+    prepared = states.prepared_objects(accelerator)
+    report = checkpointer.load(
+        folder,
+        model=prepared.model,
+        optimizer=prepared.optimizers or None,
+        parts=prepared.parts,
+        strict=strict,
+        options=options,
+    )
+    extra = states.accelerate_extra(report.extra)
+    collective = comm.begin_collective("load_state", timeout_seconds=timeout)
+    with collective.step("install"):
+        states.restore_objects(
+            accelerator, extra, states.read_rank_state(accelerator, folder, report.rank_extra)
+        )
+        folders.advance_iteration(accelerator, folder)
+    return report
+
+
+def _check_contents(collective: Collective, accelerator: Any, path: str, *, strict: bool) -> None:
+    """Compare the checkpoint with the accelerator. Collective; ranks that see the folder inform the
+    others.
+    """
+    with collective.step("open"):
+        if accelerator.is_local_main_process and is_unified(path):
+            with open_source(path) as source:
+                summary = states.accelerate_extra(source.extra).get(states.SUMMARY, {})
+            collective.set_once("summary", json.dumps(summary, sort_keys=True))
+    with collective.step("check"):
+        if not collective.has("summary"):
+            folders.check_path(path)
+        current, saved = states.summarize(accelerator), json.loads(collective.get("summary"))
+        mismatches, unused = states.compare_summaries(current, saved)
+        if strict and mismatches:
+            raise states.mismatch_error(path, [*mismatches, *unused])
+    if collective.rank == 0 and (mismatches or unused):
+        _LOG.warning(
+            "load_state of %s skips what does not fit: %s",
+            path,
+            "; ".join([*mismatches, *unused]),
+        )

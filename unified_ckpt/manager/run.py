@@ -1,0 +1,252 @@
+"""The checkpoints of a run, whoever decides when to save: the loop of a `CheckpointManager`, or a
+trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from unified_ckpt.api import Checkpointer
+from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager.events.run_events import RunEvents
+from unified_ckpt.manager.restore.targets import (
+    RestorePoint,
+    RestoreRequest,
+    recoverable_errors,
+    resolve_paths,
+)
+from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.rules.existing import with_existing_rule
+from unified_ckpt.manager.rules.metrics import Metrics
+from unified_ckpt.manager.run_steps import RunSteps
+from unified_ckpt.manager.save_job import SaveJob, StepState
+from unified_ckpt.manager.save_scheduler import SaveScheduler
+from unified_ckpt.manager.steps.scan import step_name
+from unified_ckpt.manager.stopping.stop_signals import StopSignals
+from unified_ckpt.manager.tiers.tiers import TieredStorage
+from unified_ckpt.options import RunOptions
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import writable_path
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+class Run:
+    """The checkpoints under one root. Every rank calls the same methods in the same order.
+
+    `run_options`: with a root. `checkpointer` saves and loads. `tiers`: None without a local
+    directory.
+    """
+
+    def __init__(
+        self, run_options: RunOptions, *, group: dist.ProcessGroup | None, node: str | None
+    ) -> None:
+        self.root = os.path.realpath(writable_path(run_options.root or ""))
+        self.options = resolve_paths(run_options.manager, root=self.root)
+        self.save_options, self.load_options = run_options.save, run_options.load
+        self.checkpointer = Checkpointer(self.root, group=group, node=node)
+        self.events = RunEvents(self.root, self.checkpointer._get_comm)
+        self.tiers: TieredStorage | None = None
+        if self.options.enabled and self.options.local_directory is not None:
+            timeout, checkpointer = self.save_options.timeout_seconds, self.checkpointer
+            topology = partial(checkpointer._resolve_ranks, f"two tiers of {self.root}", timeout)
+            self.tiers = TieredStorage(
+                self.root,
+                self.options,
+                topology=topology,
+                events=self.events,
+                timeout_seconds=timeout,
+            )
+        self.steps = RunSteps(self.root, self.options, self.checkpointer, self.tiers, self.events)
+        self.scheduler = SaveScheduler(
+            self.checkpointer,
+            self.options,
+            tiers=self.tiers,
+            events=self.events,
+            on_commit=self.steps.on_commit,
+        )
+        self._last_reasons: tuple[int, tuple[str, ...]] | None = None
+        self._begun_at: int | None = None  # last step of the loop whose save began
+        self._stop_signals = StopSignals(self.options)
+        self._metrics = Metrics(best_metric=self.options.best_metric)
+        self._warned = when.saves_automatically(self.options) or not self.options.enabled
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks of the run."""
+        return self.checkpointer._get_comm()
+
+    @property
+    def should_stop(self) -> bool:
+        """As `CheckpointManager.should_stop`."""
+        return self._stop_signals.stopped
+
+    def request_stop(self) -> None:
+        """As `CheckpointManager.request_stop`."""
+        if not self._stop_signals.watching:
+            raise CheckpointError(
+                "request_stop requires ManagerOptions(enabled=True, on_preemption=True)"
+            )
+        self._stop_signals.requested = "request"
+
+    def take_signals(self) -> None:
+        """Handle signals, also in place of handlers that a trainer has installed since."""
+        self._stop_signals.take()
+
+    def release_signals(self) -> None:
+        """Leave signals to their previous handlers until `take_signals`."""
+        self._stop_signals.release()
+
+    def save_reasons(self, step: int) -> tuple[str, ...]:
+        """Return why the options ask for a save after this step of the loop, empty if they do not.
+        The same on every rank. Repeated calls for one step return the same.
+        """
+        if self._last_reasons is None or self._last_reasons[0] != step:
+            is_first = self._last_reasons is None and self._begun_at is None
+            reasons = when.due_reasons(self.options, step, last_step=self._begun_at, first=is_first)
+            if self.options.enabled:
+                reasons += self._stop_signals.save_reasons(
+                    step, self.comm, self.scheduler.clock_reason
+                )
+            self._last_reasons = (step, reasons)
+        return self._last_reasons[1]
+
+    def is_due(self, step: int) -> bool:
+        """Whether there are reasons to save after this step, and no save has begun since."""
+        return bool(self.save_reasons(step)) and self._begun_at != step
+
+    def save(
+        self, state: StepState, reasons: tuple[str, ...], *, is_last: bool = False
+    ) -> SaveReport | PendingSave | None:
+        """Do what `CheckpointManager.save` does, for `save_reasons` or `when.FORCED`. `is_last`: no
+        later save follows, as in `finish`.
+        """
+        if not self.options.enabled or not reasons:
+            self._warn_no_trigger()
+            return None
+        if self._last_reasons is not None:
+            self._begun_at = self._last_reasons[0]
+        job = self._save_job(state, for_root=reasons != (when.LOCAL_INTERVAL,))
+        is_last = is_last or self.should_stop
+        if self.options.asynchronous and not is_last:
+            return self.scheduler.save_async(job, retried=reasons == ("retry",))
+        return self.scheduler.save_sync(job, is_last=is_last)
+
+    def finish(self, state: StepState) -> SaveReport | None:
+        """Do what `CheckpointManager.finish` does."""
+        if not (self.options.enabled and self.options.on_completion):
+            self.wait()
+            return None
+        report = self.scheduler.save_sync(self._save_job(state, for_root=True), is_last=True)
+        self._flush()
+        return report
+
+    def restore(
+        self, request: RestoreRequest, load: Callable[[RestorePoint], LoadReport]
+    ) -> LoadReport | None:
+        """Load what a restore selects, or the step before it if a load shows damage. Collective.
+        Returns None if there is nothing to load.
+        """
+        load_failures: dict[str, str] = {}
+        last_error: CheckpointError | None = None
+        timeout = self.load_options.timeout_seconds
+        while True:
+            with contextlib.ExitStack() as locks:
+                point = self.steps.select(request, load_failures, locks, timeout_seconds=timeout)
+                if point.kind == "none":
+                    break
+                try:
+                    return load(point)
+                except CheckpointError as error:
+                    if not isinstance(error, recoverable_errors(point, request.step)):
+                        raise
+                    load_failures[point.path], last_error = str(error), error
+        if last_error is not None:
+            raise last_error  # the targets were partly overwritten
+        return None
+
+    def mark_restored(self, point: RestorePoint, *, step: int | None) -> None:
+        """Record that the run resumed from this point, after this step of the loop."""
+        self.steps.mark_restored(point)
+        if point.kind == "unified" and point.step is not None:
+            self._begun_at = step
+            self.scheduler.mark_restored(point.step, in_root=point.in_root)
+
+    def wait(self) -> None:
+        """As `CheckpointManager.wait`."""
+        self.scheduler.collect(strict=True)
+        self._flush()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """As `CheckpointManager.close`. `error`: it ends the run on this rank, so no collective is
+        run, and a failure is logged.
+        """
+        try:
+            self._close(this_rank_only=error is not None)
+        except Exception as failure:
+            if error is None:
+                raise
+            _LOG.warning("%s: the save in flight failed: %s", self.root, failure)
+
+    def _close(self, *, this_rank_only: bool) -> None:
+        self._stop_signals.defer()
+        try:
+            self._finish_saves(this_rank_only=this_rank_only)
+        finally:
+            try:
+                if self.tiers is not None:
+                    self.tiers.stop()
+                self.checkpointer.close()
+            finally:
+                # last, so that a signal does not interrupt the save
+                self._stop_signals.close()
+
+    def _finish_saves(self, *, this_rank_only: bool) -> None:
+        try:
+            self.scheduler.collect(strict=True)
+        except Exception:
+            try:
+                self._flush(this_rank_only=True)  # still copy earlier good saves
+            except CheckpointError as failure:
+                _LOG.warning("%s: a copy failed as well: %s", self.root, failure)
+            raise
+        self._flush(this_rank_only=this_rank_only)
+
+    def _flush(self, *, this_rank_only: bool = False) -> None:
+        if self.tiers is not None and this_rank_only:
+            self.tiers.flush_this_rank()
+        elif self.tiers is not None:
+            self.tiers.flush()
+
+    def _warn_no_trigger(self) -> None:
+        """Log once, on rank 0, that a save was left out and no option ever triggers one."""
+        if not self._warned and self.comm.rank == 0:
+            text = (
+                "%s: no option triggers saves, so only finish, a stop and save(force=True) save; "
+                "set interval_steps, for example"
+            )
+            _LOG.warning(text, self.root)
+        self._warned = True
+
+    def _save_job(self, state: StepState, *, for_root: bool) -> SaveJob:
+        """Build a save, with the arguments that the run adds."""
+        options = with_existing_rule(
+            state.options or self.save_options,
+            state.step,
+            later=self.steps.later,
+            damaged=self.steps.damaged.values(),
+        )
+        metrics = self._metrics.storable(state.metrics, step=state.step, rank=self.comm.rank)
+        name = step_name(state.step, self.options.step_prefix)
+        return SaveJob(state, name, metrics, options, for_root)

@@ -139,7 +139,6 @@ class Checkpointer:
         change them or make a collective call of this Checkpointer.
         """
         check_argument_names(arguments, SaveArguments, function="Checkpointer.save_async")
-        self.wait()
         return self._start_async(path, arguments, lazy=lazy, after_commit=after_commit, on_end=None)
 
     def _start_async(
@@ -149,8 +148,9 @@ class Checkpointer:
         *,
         lazy: bool,
         after_commit: Callable[[SaveReport], object] | None,
-        on_end: Callable[[], object] | None,
+        on_end: Callable[[BaseException | None], object] | None,
     ) -> PendingSave:
+        self.wait()
         optimizers: list[Optimizer] = []
         if lazy:
             owners = (arguments.get("optimizer"), arguments.get("master_weights"))
@@ -357,7 +357,7 @@ def save_async(
             arguments,
             lazy=lazy,
             after_commit=after_commit,
-            on_end=checkpointer._release,
+            on_end=lambda _: checkpointer._release(),
         )
     except BaseException:
         if checkpointer._pending is None:  # else the end of the save releases it

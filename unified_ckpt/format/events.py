@@ -66,12 +66,14 @@ class SaveEvent(_Event):
 
 
 class SaveFailedEvent(_Event):
-    """A failed attempt to save."""
+    """A failed attempt to save. `seconds` runs from the call of the save to the failure."""
 
     event: Literal["save_failed"] = "save_failed"
     tier: Tier = "root"
     attempt: Annotated[int, Field(ge=1)] = 1
     error: str
+    seconds: Seconds | None = None
+    will_retry: bool = False
 
 
 class LoadEvent(_Event):

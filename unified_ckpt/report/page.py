@@ -144,7 +144,7 @@ def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
     shown = rows[-_MAX_ROWS:]
     if len(shown) < len(rows):
         page.absent(f"The last {_MAX_ROWS} of {len(rows)} saves are shown.")
-    timed = [row for row in shown if row.seconds is not None]
+    timed = [row for row in shown if row.seconds is not None and row.nbytes is not None]
     if timed:
         page.add("<h3>Time</h3>")
         page.add_chart(charts.save_seconds(timed), "seconds of each save")

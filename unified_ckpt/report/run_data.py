@@ -156,8 +156,9 @@ def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRo
                 StepRow(
                     event.step,
                     event.path,
-                    f"failed: {event.error}",
+                    f"failed{', retried' if event.will_retry else ''}: {event.error}",
                     event.time,
+                    seconds=event.seconds,
                     attempt=event.attempt,
                 )
             )

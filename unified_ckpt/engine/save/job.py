@@ -39,7 +39,7 @@ class SaveReport:
     `nbytes`, and `exceptions` their elements that are stored beside them.
 
     Only rank 0 has `parts`, the tensor bytes of each part, and `phases`, the steps of the ranks
-    that share its folder.
+    that share its folder. `failed_attempts`: those of the `CheckpointManager` before this commit.
     """
 
     path: str
@@ -53,6 +53,7 @@ class SaveReport:
     blocked_seconds: float = 0.0
     parts: Mapping[str, int] = field(default_factory=dict, hash=False)
     phases: PhaseReport | None = field(default=None, hash=False, repr=False)
+    failed_attempts: int = 0
 
     def __str__(self) -> str:
         step = "without a step" if self.step is None else f"of step {self.step}"

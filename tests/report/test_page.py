@@ -86,6 +86,7 @@ def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
     assert page.tags.count("script") == 2 + len(page.charts)
     assert page.links == []
     assert HOSTILE in page.text
+    assert "<th>size</th><th>model</th><th>seconds</th>" in (tmp_path / "page.html").read_text()
     for text in ("removed", "kept", "2 of 3", "checkpoint-2 compared with checkpoint-3"):
         assert text in page.text
     changes = {value["layer"]: value["changed"] for value in page.charts[-1]["data"]["values"]}

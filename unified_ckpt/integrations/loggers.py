@@ -30,14 +30,17 @@ _TABLE = {
 _STEP = "checkpoint/step"
 _FAILED = "checkpoint/failed_attempts"
 METRICS: Mapping[str, str] = MappingProxyType({name: text for name, (_, text) in _TABLE.items()})
-"""The name of each number, and what it is."""
+"""The name of each number, and what it is. `checkpoint/bytes/<part>` are the bytes of each part."""
+PREFIX = "checkpoint/"
+_PART_BYTES = "checkpoint/bytes/"
 
 
 def metrics_of(report: SaveReport | SaveFailure) -> dict[str, float]:
     """Return the numbers of a save by name; of a failed attempt, the count of these."""
     if isinstance(report, SaveFailure):
         return {_FAILED: report.failed_attempts}
-    return {name: getattr(report, attribute) for name, (attribute, _) in _TABLE.items()}
+    numbers = {name: getattr(report, attribute) for name, (attribute, _) in _TABLE.items()}
+    return numbers | {f"{_PART_BYTES}{part}": nbytes for part, nbytes in report.parts.items()}
 
 
 class TensorBoardLogger:
@@ -68,7 +71,7 @@ class WandbLogger:
     def __init__(self, run: Any) -> None:
         self._run = run
         run.define_metric(_STEP, hidden=True)
-        for name in METRICS:
+        for name in (*METRICS, f"{_PART_BYTES}*"):
             if name not in (_STEP, _FAILED):
                 run.define_metric(name, step_metric=_STEP)
 
@@ -83,14 +86,16 @@ class PrometheusTextLogger:
     and failed attempt.
 
     `path`: in the collector's directory, ending with `.prom`. `labels`: on every metric; they tell
-    runs on one node apart. Requires the extra `prometheus`.
+    runs on one node apart; `part` is taken. Requires the extra `prometheus`.
 
     The metrics are about the last commit: `checkpoint_step`, `checkpoint_bytes`,
+    `checkpoint_part_bytes{part="model"}` for each part,
     `checkpoint_seconds`, `checkpoint_blocked_seconds`, `checkpoint_background_seconds` and
     `checkpoint_commit_timestamp_seconds`. The counters `checkpoint_commits_total` and
     `checkpoint_failed_attempts_total` begin at 0 in each process.
 
-    Raises CheckpointError for another ending, which node_exporter would ignore.
+    Raises CheckpointError for another ending, which node_exporter would ignore, and for a label
+    `part`.
     """
 
     def __init__(
@@ -108,6 +113,8 @@ class PrometheusTextLogger:
                 f"{self._path}: expected a name that ends with .prom; "
                 "node_exporter reads no other files"
             )
+        if "part" in labels:
+            raise CheckpointError("labels: got part, which checkpoint_part_bytes has; rename it")
         self._registry = prometheus_client.CollectorRegistry()
         self._write = prometheus_client.write_to_textfile
 
@@ -116,6 +123,9 @@ class PrometheusTextLogger:
             return created.labels(**labels) if labels else created
 
         gauge, counter = prometheus_client.Gauge, prometheus_client.Counter
+        names, text = [*labels, "part"], "Tensor bytes of each part of the last checkpoint"
+        self._part_bytes = gauge("checkpoint_part_bytes", text, names, registry=self._registry)
+        self._labels = labels
         self._gauges = {
             name: metric(gauge, name.replace("/", "_"), text)
             for name, text in METRICS.items()
@@ -137,6 +147,9 @@ class PrometheusTextLogger:
             numbers = metrics_of(report)
             for name, gauge in self._gauges.items():
                 gauge.set(numbers[name])
+            self._part_bytes.clear()
+            for part, nbytes in report.parts.items():
+                self._part_bytes.labels(**self._labels, part=part).set(nbytes)
             self._committed_at.set_to_current_time()
             self._commits.inc()
         self._write(self._path, self._registry)

@@ -22,6 +22,7 @@ from unified_ckpt.report.slices import SliceMap
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _MAX_METRICS = 6
+_MAX_PARTS = 8  # with a column of their own
 _MAX_ROWS = 500
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"  # what the page uses of the bundle
 
@@ -163,13 +164,15 @@ def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
         page.absent("No metrics: pass metrics={name: number} to save.")
     for name in names[:_MAX_METRICS]:
         page.add_chart(charts.metric(shown, name), f"metric {name}")
+    parts = list(dict.fromkeys(part for row in shown for part in row.parts))[:_MAX_PARTS]
     page.table(
-        ("step", "saved at", "size", "seconds", "blocked", "attempt", "status", "metrics"),
+        ("step", "saved at", "size", *parts, "seconds", "blocked", "attempt", "status", "metrics"),
         [
             (
                 "" if row.step is None else str(row.step),
                 row.created[:19].replace("T", " "),
                 "" if row.nbytes is None else _size(row.nbytes),
+                *(_size(row.parts[part]) if part in row.parts else "" for part in parts),
                 "" if row.seconds is None else _seconds(row.seconds),
                 "" if row.blocked_seconds is None else _seconds(row.blocked_seconds),
                 str(row.attempt),

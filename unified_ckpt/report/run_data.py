@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
@@ -31,7 +31,8 @@ from unified_ckpt.sources import open_source
 class StepRow:
     """One step of a run: a save, or an attempt that failed. Times are None where not recorded.
 
-    `status`: "kept", "removed" by retention, "failed", or the problem of the folder.
+    `parts`: tensor bytes by part. `status`: "kept", "removed" by retention, "failed", or the
+    problem of the folder.
     """
 
     step: int | None
@@ -42,6 +43,7 @@ class StepRow:
     seconds: float | None = None
     blocked_seconds: float | None = None
     attempt: int = 1
+    parts: Mapping[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -178,6 +180,7 @@ def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRo
                     event.seconds,
                     event.blocked_seconds,
                     event.attempt,
+                    event.parts,
                     event.metrics,
                 )
             )

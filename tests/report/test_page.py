@@ -103,6 +103,25 @@ def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
     assert set(held) == {1.0}
 
 
+def test_page_of_a_run_with_two_tiers(tmp_path: Path) -> None:
+    options = {"interval_steps": 2, "local_interval_steps": 1, "local_directory": f"{tmp_path}/l"}
+    with manager_of(None, tmp_path / "run", **options) as manager:
+        for step in (1, 2):
+            manager.save(step, **state(step))
+        manager.wait()
+        manager.restore(**state(0))
+    page = page_of(tmp_path / "run", tmp_path / "page.html")
+    assert "Copies from the local directory to the root" in page.text
+    bars = [(bar["what"], bar["step"]) for bar in page.charts[0]["data"]["values"]]
+    assert bars == [
+        ("local saves", 1),
+        ("local saves", 2),
+        ("deletions", 1),
+        ("copies to the root", 2),
+        ("loads", 2),
+    ]
+
+
 def test_page_of_a_checkpoint_without_events(tmp_path: Path) -> None:
     uc.save(tmp_path / "run" / "a", **state(1))
     page = page_of(tmp_path / "run" / "a", tmp_path / "page.html")

@@ -6,9 +6,19 @@ Nothing of a checkpoint becomes code: names are data of a chart, and expressions
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
-from unified_ckpt.format.events import Phases
+from unified_ckpt.format.events import (
+    CopyEvent,
+    CopyFailedEvent,
+    DeleteEvent,
+    Event,
+    LoadEvent,
+    Phases,
+    SaveEvent,
+    SaveFailedEvent,
+)
 from unified_ckpt.report.contents import LayerChange, TensorRow
 from unified_ckpt.report.run_data import StepRow
 from unified_ckpt.report.slices import COLUMNS, SliceMap
@@ -83,6 +93,85 @@ def metric(rows: Sequence[StepRow], name: str) -> Spec:
             "tooltip": [_field("step"), _field("value"), _field("status", "nominal")],
         },
     )  # fmt: skip
+
+
+def run_timeline(events: Sequence[Event]) -> Spec:
+    """Return the saves, copies, loads and deletions of a run over time, as bars."""
+    values = [bar for event in events for bar in _bars(event)]
+    lanes = dict.fromkeys(sorted({bar["what"] for bar in values}, key=_LANES.index))
+    return _chart(
+        values,
+        max(60, 30 * len(lanes)),
+        # A stroke keeps seconds visible in a run of weeks.
+        mark={"type": "bar", "height": {"band": 0.7}, "strokeWidth": 2},
+        params=[
+            {
+                "name": "shown",
+                "select": {
+                    "type": "interval",
+                    "encodings": ["x"],
+                    "zoom": "wheel![event.shiftKey]",
+                    "translate": "[pointerdown[event.shiftKey], window:pointerup] > "
+                    "window:pointermove!",
+                },
+                "bind": "scales",
+            }
+        ],
+        encoding={
+            "x": _field("start", "temporal", title="UTC", scale={"type": "utc"}),
+            "x2": {"field": "end"},
+            "y": _field("what", "nominal", title=None, sort=list(lanes)),
+            "color": _field(
+                "kind", "nominal", title=None, sort=list(_KINDS), legend={"orient": "top"},
+                scale={"domain": list(_KINDS), "range": list(_KINDS.values())},
+            ),
+            "stroke": _field("kind", "nominal", legend=None),
+            "tooltip": [
+                _field("what", "nominal"), _field("step"), _field("kind", "nominal"),
+                _field("seconds"), _field("ended", "nominal"),
+            ],
+        },
+    )  # fmt: skip
+
+
+_LANES = ("saves", "local saves", "copies to the root", "loads", "deletions")
+_KINDS = {
+    "training blocked": "#e4572e",
+    "in the background": "#4c78a8",
+    "failed": "#b5179e",
+    "done": "#54a24b",
+}
+
+
+def _bars(event: Event) -> list[dict[str, Any]]:
+    """Return the bars of an event: its time, and what training did meanwhile."""
+    ended = datetime.fromisoformat(event.time).timestamp() * 1000
+
+    def bar(what: str, kind: str, before: float, seconds: float) -> dict[str, Any]:
+        stop = ended - 1000 * before
+        span = {"start": round(stop - 1000 * seconds), "end": round(stop)}
+        facts = {"step": event.step, "seconds": round(seconds, 3), "ended": event.time[:19]}
+        return {"what": what, "kind": kind, **span, **facts}
+
+    if isinstance(event, SaveEvent | SaveFailedEvent):
+        what = "local saves" if event.tier == "local" else "saves"
+        if isinstance(event, SaveFailedEvent):
+            return [bar(what, "failed", 0, event.seconds or 0)]
+        background = max(event.seconds - event.blocked_seconds, 0)
+        return [
+            bar(what, "training blocked", background, event.blocked_seconds),
+            *([bar(what, "in the background", 0, background)] if background else []),
+        ]
+    match event:
+        case CopyEvent():
+            return [bar("copies to the root", "in the background", 0, event.seconds)]
+        case CopyFailedEvent():
+            return [bar("copies to the root", "failed", 0, event.seconds)]
+        case LoadEvent():
+            return [bar("loads", "training blocked", 0, event.seconds)]
+        case DeleteEvent():
+            return [bar("deletions", "done", 0, 0)]
+    return []
 
 
 def timeline(phases: Phases) -> Spec:

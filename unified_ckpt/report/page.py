@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 from importlib import resources
 
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.format.events import LoadEvent, SaveEvent
+from unified_ckpt.format.events import Event, LoadEvent, SaveEvent
 from unified_ckpt.report import charts
 from unified_ckpt.report.charts import Spec
-from unified_ckpt.report.run_data import Contents, ReportData, StepRow, last_event
+from unified_ckpt.report.run_data import Contents, ReportData, StepRow, copy_rows, last_event
 from unified_ckpt.report.slices import SliceMap
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _MAX_METRICS = 6
 _MAX_PARTS = 8  # with a column of their own
 _MAX_ROWS = 500
+_MAX_EVENTS = 2000
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"  # what the page uses of the bundle
 
 
@@ -42,6 +43,7 @@ def render(data: ReportData) -> str:
     page.add(f"<p>{_escape(data.path)}</p>")
     _add_summary(page, data)
     if data.is_run:
+        _add_run_timeline(page, data.events)
         _add_steps(page, data.rows)
     _add_timeline(page, data, SaveEvent, "The last save, by rank")
     _add_timeline(page, data, LoadEvent, "The last load, by rank")
@@ -138,6 +140,36 @@ def _add_summary(page: _Page, data: ReportData) -> None:
 
 def _rate(save: SaveEvent) -> float:
     return save.nbytes / max(save.seconds, 1e-9)
+
+
+def _add_run_timeline(page: _Page, events: Sequence[Event]) -> None:
+    page.add("<h2>The run over time</h2>")
+    shown = events[-_MAX_EVENTS:]
+    if not shown:
+        page.absent("Not recorded: the events of a run are written by the CheckpointManager.")
+        return
+    if len(shown) < len(events):
+        page.absent(f"The last {_MAX_EVENTS} of {len(events)} events are shown.")
+    page.add("<p>Shift and the wheel zoom, Shift and a drag move.</p>")
+    page.add_chart(charts.run_timeline(shown), "saves, copies, loads and deletions over time")
+    copies = copy_rows(shown)
+    if not copies:
+        return
+    page.add("<h3>Copies from the local directory to the root</h3>")
+    page.table(
+        ("step", "at", "size", "seconds", "attempt", "status"),
+        [
+            (
+                "" if row.step is None else str(row.step),
+                row.time[:19].replace("T", " "),
+                "" if row.nbytes is None else _size(row.nbytes),
+                "" if row.seconds is None else _seconds(row.seconds),
+                str(row.attempt),
+                row.status,
+            )
+            for row in reversed(copies)
+        ],
+    )
 
 
 def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:

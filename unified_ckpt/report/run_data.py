@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.format.events import DeleteEvent, Event, LoadEvent, SaveEvent, SaveFailedEvent
+from unified_ckpt.format.events import (
+    CopyEvent,
+    CopyFailedEvent,
+    CopyStartedEvent,
+    DeleteEvent,
+    Event,
+    LoadEvent,
+    SaveEvent,
+    SaveFailedEvent,
+)
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.steps.scan import StepRecord, scan
 from unified_ckpt.options import SourceOptions
@@ -45,6 +54,19 @@ class StepRow:
     attempt: int = 1
     parts: Mapping[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRow:
+    """One copy of a local checkpoint to the root, or an attempt that failed."""
+
+    step: int | None
+    name: str
+    status: str
+    time: str
+    attempt: int
+    nbytes: int | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +220,27 @@ def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRo
         if record.save_id not in seen
     ]
     return sorted(rows, key=lambda row: (row.created, row.step or 0))
+
+
+def copy_rows(events: Sequence[Event]) -> list[CopyRow]:
+    """Return the copies to the root, in the order in which they began."""
+    rows: dict[tuple[str, int, int], CopyRow] = {}
+    counts: dict[str, int] = {}  # a step that the run reaches again is copied again
+    for event in events:
+        if isinstance(event, CopyStartedEvent) and event.attempt == 1:
+            counts[event.path] = counts.get(event.path, 0) + 1
+        if isinstance(event, CopyStartedEvent | CopyEvent | CopyFailedEvent):
+            status, nbytes, seconds = "not finished", None, None
+            if isinstance(event, CopyEvent):
+                status, nbytes, seconds = "copied", event.nbytes, event.seconds
+            elif isinstance(event, CopyFailedEvent):
+                retried = ", retried" if event.will_retry else ""
+                status, seconds = f"failed{retried}: {event.error}", event.seconds
+            key = event.path, counts.get(event.path, 0), event.attempt
+            rows[key] = CopyRow(
+                event.step, event.path, status, event.time, event.attempt, nbytes, seconds
+            )
+    return list(rows.values())
 
 
 def last_event(

@@ -6,13 +6,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.format.events import (
+    CopyEvent,
+    CopyFailedEvent,
+    CopyStartedEvent,
     DeleteEvent,
     LoadEvent,
     Phases,
@@ -79,6 +82,21 @@ class SaveAttempt:
         return "local" if self.target.local else "root"
 
 
+@dataclass(frozen=True, slots=True)
+class CopyAttempt:
+    """One attempt to copy a step to the root, as `name`. `began`: a monotonic time."""
+
+    step: int
+    name: str
+    number: int = 1
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken."""
+        return round(time.monotonic() - self.began, 4)
+
+
 class RunEvents:
     """The events of one manager. Only rank 0 writes the file and calls the hooks."""
 
@@ -132,7 +150,7 @@ class RunEvents:
             os.path.join(self._root, attempt.target.path),
             attempt.step,
             attempt.number,
-            _text(str(error))[:_ERROR_CHARS],
+            _error_text(error),
             time.monotonic() - attempt.called,
             will_retry,
             self._failed_attempts,
@@ -151,6 +169,42 @@ class RunEvents:
         _call_hooks(
             self.failure_hooks, failure, f"step {attempt.step} is not saved; its on_failure"
         )
+
+    def copy_started(self, attempt: CopyAttempt) -> None:
+        """Record that a copy to the root has begun."""
+        if self.get_comm().rank == 0:
+            path, number = self._relative(attempt.name), attempt.number
+            event = CopyStartedEvent(time=_now(), path=path, step=attempt.step, attempt=number)
+            self._file.append(event)
+
+    def copied(self, attempt: CopyAttempt, nbytes: int) -> None:
+        """Record a copy in the root."""
+        if self.get_comm().rank == 0:
+            event = CopyEvent(
+                time=_now(),
+                path=self._relative(attempt.name),
+                step=attempt.step,
+                attempt=attempt.number,
+                nbytes=nbytes,
+                seconds=attempt.seconds,
+            )
+            self._file.append(event)
+
+    def copy_failed(
+        self, attempt: CopyAttempt, error: BaseException | str, *, will_retry: bool = False
+    ) -> None:
+        """Record a failed attempt to copy, or why a copy is not made."""
+        if self.get_comm().rank == 0:
+            event = CopyFailedEvent(
+                time=_now(),
+                path=self._relative(attempt.name),
+                step=attempt.step,
+                attempt=attempt.number,
+                error=_error_text(error),
+                seconds=attempt.seconds,
+                will_retry=will_retry,
+            )
+            self._file.append(event)
 
     def loaded(self, path: str, report: LoadReport, *, source: str) -> None:
         """Record a restore. `source`: what was loaded, such as "unified"."""
@@ -186,6 +240,10 @@ def _call_hooks(
             hook(report)
         except Exception:
             _LOG.exception("%s hook failed", subject)
+
+
+def _error_text(error: BaseException | str) -> str:
+    return _text(str(error))[:_ERROR_CHARS]
 
 
 def _text(text: str) -> str:

@@ -32,16 +32,20 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Page(HTMLParser):
-    """The text, tags and charts of a page."""
+    """The text, tags, charts and data of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.text = ""
-        self.charts: list[Any] = []
+        self.data: dict[str, Any] = {}
         self.links: list[str] = []
         self._in: dict[str, str | None] = {}
         self.feed(path.read_text())
+
+    @property
+    def charts(self) -> list[Any]:
+        return [value for name, value in self.data.items() if name.startswith("chart-")]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -50,7 +54,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self._in.get("type") == "application/json" and data.strip():
-            self.charts.append(json.loads(data))
+            self.data[self._in["id"] or ""] = json.loads(data)
         elif self._in.get("tag") not in ("script", "style"):
             self.text += data
 
@@ -83,13 +87,15 @@ def run_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
     page = page_of(run_root, tmp_path / "page.html")
     assert "img" not in page.tags
-    assert page.tags.count("script") == 2 + len(page.charts)
+    assert page.tags.count("script") == 2 + len(page.data)
     assert page.links == []
     assert HOSTILE in page.text
     assert "<th>size</th><th>model</th><th>seconds</th>" in (tmp_path / "page.html").read_text()
-    for text in ("removed", "kept", "2 of 3", "checkpoint-2 compared with checkpoint-3"):
+    for text in ("removed", "kept", "2 of 3", "checkpoint-2", "checkpoint-3"):
         assert text in page.text
-    changes = {value["layer"]: value["changed"] for value in page.charts[-1]["data"]["values"]}
+    (chart,) = (chart for chart in page.charts if "changes" in str(chart["data"]))
+    changes = {value["layer"]: value["changed"] for value in chart["data"]["values"]}
+    assert page.tags.count("option") == 2 * 2
     assert changes["layers.0"] == 0
     assert changes["layers.1"] == 1
     held = [
@@ -228,6 +234,10 @@ def test_page_in_a_browser(run_root: Path, tmp_path: Path) -> None:
                 page.wait_for_function("document.documentElement.dataset.drawn", timeout=60_000)
                 assert messages == [address]  # no error, no warning, no other request
                 assert page.title() == f"{run_root.name} - unified_ckpt"
+                shares = page.locator("dl.compared dd")
+                assert shares.all_text_contents() == ["50.0%", "2 of 3"]
+                page.select_option("#before", label="checkpoint-3")
+                assert shares.all_text_contents() == ["0.0%", "3 of 3"]
                 figures = page.locator("figure").count()
                 assert page.locator("figure svg").count() == figures > 5
                 assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -19,22 +19,25 @@ from unified_ckpt.format.events import (
     SaveEvent,
     SaveFailedEvent,
 )
-from unified_ckpt.report.contents import LayerChange, TensorRow
+from unified_ckpt.report.contents import TensorRow
 from unified_ckpt.report.run_data import StepRow
 from unified_ckpt.report.slices import COLUMNS, SliceMap
+from unified_ckpt.report.step_changes import StepChanges
 
 Spec = dict[str, Any]
 
 _MAX_LEAVES = 1500  # of the treemap; larger checkpoints show layers
-_NAME_CHARS = 120
+NAME_CHARS = 120
 
 
-def _chart(values: Sequence[dict[str, Any]], height: int, **spec: Any) -> Spec:
+def _chart(
+    values: Sequence[dict[str, Any]], height: int, *, name: str = "rows", **spec: Any
+) -> Spec:
     return {
         "width": "container",
         "height": height,
         "autosize": {"type": "fit-x", "contains": "padding"},
-        "data": {"values": list(values)},
+        "data": {"name": name, "values": list(values)},
         **spec,
     }
 
@@ -88,7 +91,7 @@ def metric(rows: Sequence[StepRow], name: str) -> Spec:
         encoding={
             "x": _field("step", axis={"tickMinStep": 1}, scale={"zero": False}),
             "y": _field(
-                "value", title=name[:_NAME_CHARS], scale={"zero": name == "GB"}
+                "value", title=name[:NAME_CHARS], scale={"zero": name == "GB"}
             ),
             "tooltip": [_field("step"), _field("value"), _field("status", "nominal")],
         },
@@ -180,7 +183,7 @@ def timeline(phases: Phases) -> Spec:
         {
             "rank": f"rank {rank}",
             "order": rank,
-            "step": name[:_NAME_CHARS],
+            "step": name[:NAME_CHARS],
             "start": start,
             "end": start + seconds,
             "seconds": seconds,
@@ -248,21 +251,23 @@ def slices(slice_map: SliceMap) -> Spec:
     )
 
 
-def changes(layers: Sequence[LayerChange]) -> Spec:
-    """Return the share of changed bytes by layer and part."""
+CHANGES = "changes"  # the data that the page's script replaces
+
+
+def changes(changed: StepChanges) -> Spec:
+    """Return the share of changed bytes by layer and part, of the last two steps."""
     values = [
         {
-            "layer": change.layer[:_NAME_CHARS],
+            "layer": change.layer[:NAME_CHARS],
             "part": change.part,
             "changed": change.changed_nbytes / max(change.nbytes, 1),
-            "tensors": change.tensors,
-            "GB": change.nbytes / 1e9,
         }
-        for change in layers
+        for change in changed.compare(-2, -1)
     ]
     return _chart(
         values,
-        18 * max(len({change.layer for change in layers}), 2),
+        18 * max(len({layer for _, layer in changed.nbytes}), 2),
+        name=CHANGES,
         mark={"type": "rect"},
         encoding={
             "x": _field("part", "nominal", title=None, axis={"orient": "top", "labelAngle": 0}),
@@ -277,8 +282,6 @@ def changes(layers: Sequence[LayerChange]) -> Spec:
                 _field("layer", "nominal"),
                 _field("part", "nominal"),
                 _field("changed", format=".1%"),
-                _field("tensors"),
-                _field("GB"),
             ],
         },
     )
@@ -301,9 +304,9 @@ def treemap(tensors: Sequence[TensorRow]) -> Spec:
         return ids[key]
 
     for (part, layer, name, dtype), nbytes in leaves.items():
-        of_part = node((part,), 0, title=part[:_NAME_CHARS])
-        of_layer = node((part, layer), of_part, title=f"{part}: {layer}"[:_NAME_CHARS])
-        title = f"{part}: {name or layer}"[:_NAME_CHARS]
+        of_part = node((part,), 0, title=part[:NAME_CHARS])
+        of_layer = node((part, layer), of_part, title=f"{part}: {layer}"[:NAME_CHARS])
+        title = f"{part}: {name or layer}"[:NAME_CHARS]
         node((part, layer, name, dtype), of_layer, title=title, dtype=dtype, nbytes=nbytes)
     return {
         "signals": [

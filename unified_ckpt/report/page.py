@@ -25,6 +25,7 @@ _MAX_METRICS = 6
 _MAX_PARTS = 8  # with a column of their own
 _MAX_ROWS = 500
 _MAX_EVENTS = 2000
+_SELECT_LABELS = {"before": "from", "after": "to"}
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"  # what the page uses of the bundle
 
 
@@ -53,9 +54,10 @@ def render(data: ReportData) -> str:
         _add_changes(page, data)
     assets = resources.files("unified_ckpt.report")
     title = _escape(f"{_name(data.path)} - unified_ckpt")
-    charts_json = [
-        f'<script type="application/json" id="chart-{i}">{_script_json(spec)}</script>'
-        for i, spec in enumerate(page.charts)
+    blocks = {f"chart-{i}": spec for i, spec in enumerate(page.charts)} | page.data
+    data_json = [
+        f'<script type="application/json" id="{name}">{_script_json(value)}</script>'
+        for name, value in blocks.items()
     ]
     return "\n".join(
         [
@@ -65,7 +67,7 @@ def render(data: ReportData) -> str:
             f"<style>\n{(assets / 'page.css').read_text()}</style>\n</head>\n<body>",
             *page.body,
             '<div id="tooltip" hidden></div>',
-            *charts_json,
+            *data_json,
             f'<script type="module">\n{library}\n</script>',
             f'<script type="module">\n{(assets / "page.js").read_text()}</script>',
             "</body>\n</html>\n",
@@ -79,6 +81,7 @@ class _Page:
 
     body: list[str] = field(default_factory=list)
     charts: list[Spec] = field(default_factory=list)
+    data: dict[str, object] = field(default_factory=dict)  # of the page's script, by id
 
     def add(self, text: str) -> None:
         self.body.append(text)
@@ -285,25 +288,45 @@ def _add_slices(page: _Page, contents: Contents | None) -> None:
 
 
 def _add_changes(page: _Page, data: ReportData) -> None:
-    page.add("<h2>What changed in the last step</h2>")
+    page.add("<h2>What changed between two steps</h2>")
     changes = data.changes
     if changes is None:
-        page.absent("There are not two complete checkpoints.")
+        page.absent("There are not two complete checkpoints with digests.")
         return
-    page.add(f"<p>{_escape(changes.before)} compared with {_escape(changes.after)}, by digest.</p>")
-    if changes.layers is None:
-        page.absent("A checkpoint has no digests, or cannot be read.")
-        return
-    frozen = [change for change in changes.layers if not change.changed_nbytes]
-    changed = sum(change.changed_nbytes for change in changes.layers)
-    total = sum(change.nbytes for change in changes.layers)
+    count = len(changes.names)
+    for selected, name in ((count - 2, "before"), (count - 1, "after")):
+        options = "".join(
+            f'<option value="{i}"{" selected" if i == selected else ""}>{_escape(step)}</option>'
+            for i, step in reversed(list(enumerate(changes.names)))
+        )
+        page.add(f'<label>{_SELECT_LABELS[name]} <select id="{name}">{options}</select></label>')
+    page.add(
+        "<p>Compared by the digests of 1 MiB blocks. Layers without any change are frozen.</p>"
+    )
+    if changes.left_out:
+        page.absent(
+            f"The {count} newest steps with digests are compared; {changes.left_out} are left out "
+            "to limit the size of the page, or cannot be read."
+        )
+    layers = changes.compare(-2, -1)
+    changed = sum(change.changed_nbytes for change in layers)
+    frozen = sum(not change.changed_nbytes for change in layers)
+    share = changed / max(sum(change.nbytes for change in layers), 1)
     page.facts(
         [
-            ("changed", f"{_size(changed)} of {_size(total)}"),
-            ("layers without any change", f"{len(frozen)} of {len(changes.layers)}"),
-        ]
+            ("changed bytes", f"{share:.1%}"),
+            ("layers without any change", f"{frozen} of {len(layers)}"),
+        ],
+        style="compared",
     )
-    page.add_chart(charts.changes(changes.layers), "changed bytes by layer and part")
+    page.add_chart(charts.changes(changes), "changed bytes by layer and part")
+    page.data["step-changes"] = {
+        "patterns": changes.patterns.tolist(),
+        "layers": [
+            [part, layer[: charts.NAME_CHARS], [list(item) for item in nbytes.items()]]
+            for (part, layer), nbytes in changes.nbytes.items()
+        ],
+    }
 
 
 def _chart_library() -> str:

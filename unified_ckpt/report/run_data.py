@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.errors import CheckpointError, NotFoundError
+from unified_ckpt.errors import NotFoundError
 from unified_ckpt.format.events import (
     CopyEvent,
     CopyFailedEvent,
@@ -24,14 +23,13 @@ from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.steps.scan import StepRecord, scan
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.report.contents import (
-    LayerChange,
     TensorRow,
-    compare_digests,
     list_tensors,
     locate_slices,
     stored_source,
 )
 from unified_ckpt.report.slices import SliceMap
+from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, compare_steps
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path
 from unified_ckpt.sources import open_source
 
@@ -92,15 +90,6 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """What changed between two steps, by digest. `layers`: None if one has no digests."""
-
-    before: str
-    after: str
-    layers: Sequence[LayerChange] | None
-
-
-@dataclass(frozen=True, slots=True)
 class ReportData:
     """All that the page shows. `is_run`: of a run with several steps, not of one checkpoint."""
 
@@ -109,18 +98,23 @@ class ReportData:
     rows: Sequence[StepRow]
     events: Sequence[Event]
     contents: Contents | None
-    changes: Changes | None
+    changes: StepChanges | None
 
 
-def read_report(path: str, *, prefix: str = "checkpoint-") -> ReportData:
-    """Read what a page about a run or a checkpoint shows. NotFoundError if it is neither."""
+def read_report(
+    path: str, *, prefix: str = "checkpoint-", progress: ProgressCallback = lambda *_: None
+) -> ReportData:
+    """Read what a page about a run or a checkpoint shows. NotFoundError if it is neither.
+
+    `progress` is called with the number of steps that are compared, and how many there are.
+    """
     path = absolute_path(path)
     records = scan(LocalStorage(path), prefix).steps if os.path.isdir(path) else ()
     events = read_events(path)
     if records or events:
         complete = [record for record in records if record.status == "complete"]
         contents = _read_contents(complete[-1].path) if complete else None
-        changes = _changes(complete[-2].path, complete[-1].path) if len(complete) > 1 else None
+        changes = compare_steps(complete, progress=progress)
         return ReportData(path, True, _rows(records, events), events, contents, changes)
     if not os.path.exists(path):
         raise NotFoundError(f"{path}: no such file or folder")
@@ -155,18 +149,6 @@ def _facts(folder: Folder) -> list[tuple[str, str]]:
         ("versions", versions),
     ]
     return [(label, text) for label, text in facts if text]
-
-
-def _changes(before: str, after: str) -> Changes:
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(closing(open_path(path, lock=False))) for path in (before, after)
-        )
-        try:
-            layers = compare_digests(first, second)
-        except CheckpointError:  # damaged: `verify` says how
-            layers = None
-    return Changes(os.path.split(before)[1], os.path.split(after)[1], layers)
 
 
 def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRow]:

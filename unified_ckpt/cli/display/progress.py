@@ -7,13 +7,15 @@ from typing import Any
 from tqdm import tqdm
 
 
-def progress_bar(verb: str, *, total: int | None = None, enabled: bool = True) -> Any:
-    """Return a bar of bytes on stderr, a context manager. It shows on terminals only."""
+def progress_bar(
+    verb: str, *, total: int | None = None, enabled: bool = True, unit: str = "B"
+) -> Any:
+    """Return a bar of bytes or others on stderr, a context manager. It shows on terminals only."""
     return tqdm(
         total=total,
         desc=verb,
-        unit="B",
-        unit_scale=True,
+        unit=unit,
+        unit_scale=unit == "B",
         unit_divisor=1024,
         leave=False,
         disable=None if enabled else True,  # None: on terminals only

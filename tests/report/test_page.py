@@ -93,6 +93,8 @@ def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
     assert "<th>size</th><th>model</th><th>seconds</th>" in (tmp_path / "page.html").read_text()
     for text in ("removed", "kept", "2 of 3", "checkpoint-2", "checkpoint-3"):
         assert text in page.text
+    titles = [each["encoding"]["y"].get("title") for each in page.charts if "encoding" in each]
+    assert "size, KiB" in titles
     (chart,) = (chart for chart in page.charts if "changes" in str(chart["data"]))
     changes = {value["layer"]: value["changed"] for value in chart["data"]["values"]}
     assert page.tags.count("option") == 2 * 2

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from unified_ckpt.core.text import human_size, size_unit
 from unified_ckpt.format.events import (
     CopyEvent,
     CopyFailedEvent,
@@ -72,17 +73,28 @@ def save_seconds(rows: Sequence[StepRow]) -> Spec:
     )  # fmt: skip
 
 
+def sizes(rows: Sequence[StepRow]) -> Spec:
+    """Return the size by step."""
+    divisor, unit = size_unit(max(row.nbytes or 0 for row in rows))
+    values = [(row, row.nbytes / divisor) for row in rows if row.nbytes is not None]
+    return _by_step(values, f"size, {unit}", zero=True)
+
+
 def metric(rows: Sequence[StepRow], name: str) -> Spec:
-    """Return one metric, or "GB" for the size, by step."""
+    """Return one metric by step."""
+    values = [(row, row.metrics[name]) for row in rows if name in row.metrics]
+    return _by_step(values, name, zero=False)
+
+
+def _by_step(rows: Sequence[tuple[StepRow, float]], title: str, *, zero: bool) -> Spec:
     values = [
         {
             "step": row.step,
-            "value": (row.nbytes or 0) / 1e9 if name == "GB" else row.metrics[name],
+            "value": value,
             "status": row.status if row.status in ("kept", "removed") else "other",
         }
-        for row in rows
+        for row, value in rows
         if row.step is not None
-        and (row.nbytes is not None if name == "GB" else name in row.metrics)
     ]
     return _chart(
         values,
@@ -91,7 +103,7 @@ def metric(rows: Sequence[StepRow], name: str) -> Spec:
         encoding={
             "x": _field("step", axis={"tickMinStep": 1}, scale={"zero": False}),
             "y": _field(
-                "value", title=name[:NAME_CHARS], scale={"zero": name == "GB"}
+                "value", title=title[:NAME_CHARS], scale={"zero": zero}
             ),
             "tooltip": [_field("step"), _field("value"), _field("status", "nominal")],
         },
@@ -307,7 +319,8 @@ def treemap(tensors: Sequence[TensorRow]) -> Spec:
         of_part = node((part,), 0, title=part[:NAME_CHARS])
         of_layer = node((part, layer), of_part, title=f"{part}: {layer}"[:NAME_CHARS])
         title = f"{part}: {name or layer}"[:NAME_CHARS]
-        node((part, layer, name, dtype), of_layer, title=title, dtype=dtype, nbytes=nbytes)
+        leaf_key, size = (part, layer, name, dtype), human_size(nbytes)
+        node(leaf_key, of_layer, title=title, dtype=dtype, nbytes=nbytes, size=size)
     return {
         "signals": [
             {
@@ -381,8 +394,7 @@ _BOX = {
 
 
 def _leaves() -> Spec:
-    nbytes = "format(datum.nbytes, ',') + ' bytes'"
-    tooltip = f"{{name: datum.title, dtype: datum.dtype, size: {nbytes}}}"
+    tooltip = "{name: datum.title, dtype: datum.dtype, size: datum.size}"
     return {
         "type": "rect",
         "from": {"data": "leaves"},

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 
+from unified_ckpt.core.text import human_size
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.events import Event, LoadEvent, SaveEvent
 from unified_ckpt.report import charts
@@ -20,7 +21,6 @@ from unified_ckpt.report.charts import Spec
 from unified_ckpt.report.run_data import Contents, ReportData, StepRow, copy_rows, last_event
 from unified_ckpt.report.slices import SliceMap
 
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _MAX_METRICS = 6
 _MAX_PARTS = 8  # with a column of their own
 _MAX_ROWS = 500
@@ -126,7 +126,7 @@ def _add_summary(page: _Page, data: ReportData) -> None:
         failed = sum(row.status.startswith("failed") for row in data.rows)
         facts = [
             ("checkpoints kept", str(len(kept))),
-            ("their size", _size(sum(row.nbytes or 0 for row in kept))),
+            ("their size", human_size(sum(row.nbytes or 0 for row in kept))),
             ("failed attempts", str(failed)),
         ]
     if saves:
@@ -134,7 +134,7 @@ def _add_summary(page: _Page, data: ReportData) -> None:
         facts += [
             ("last save", _seconds(saves[-1].seconds)),
             ("of which training blocked", _seconds(saves[-1].blocked_seconds)),
-            ("rate of the last save", f"{_size(_rate(saves[-1]))}/s"),
+            ("rate of the last save", f"{human_size(_rate(saves[-1]))}/s"),
             ("training blocked in all saves", _seconds(blocked)),
         ]
     if facts:
@@ -165,7 +165,7 @@ def _add_run_timeline(page: _Page, events: Sequence[Event]) -> None:
             (
                 "" if row.step is None else str(row.step),
                 row.time[:19].replace("T", " "),
-                "" if row.nbytes is None else _size(row.nbytes),
+                "" if row.nbytes is None else human_size(row.nbytes),
                 "" if row.seconds is None else _seconds(row.seconds),
                 str(row.attempt),
                 row.status,
@@ -191,7 +191,7 @@ def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
         )
     if any(row.nbytes for row in shown):
         page.add("<h3>Size</h3>")
-        page.add_chart(charts.metric(shown, "GB"), "size of each checkpoint")
+        page.add_chart(charts.sizes(shown), "size of each checkpoint")
     names = sorted({name for row in shown for name in row.metrics})
     if names:
         page.add("<h3>Metrics</h3>")
@@ -206,8 +206,8 @@ def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
             (
                 "" if row.step is None else str(row.step),
                 row.created[:19].replace("T", " "),
-                "" if row.nbytes is None else _size(row.nbytes),
-                *(_size(row.parts[part]) if part in row.parts else "" for part in parts),
+                "" if row.nbytes is None else human_size(row.nbytes),
+                *(human_size(row.parts[part]) if part in row.parts else "" for part in parts),
                 "" if row.seconds is None else _seconds(row.seconds),
                 "" if row.blocked_seconds is None else _seconds(row.blocked_seconds),
                 str(row.attempt),
@@ -261,7 +261,10 @@ def _add_contents(page: _Page, data: ReportData) -> None:
         total[0], total[1] = total[0] + 1, total[1] + tensor.nbytes
     page.table(
         ("part", "dtype", "tensors", "size"),
-        [(part, dtype, str(n), _size(size)) for (part, dtype), (n, size) in sorted(totals.items())],
+        [
+            (part, dtype, str(n), human_size(size))
+            for (part, dtype), (n, size) in sorted(totals.items())
+        ],
     )
 
 
@@ -274,15 +277,15 @@ def _add_slices(page: _Page, contents: Contents | None) -> None:
         )
         return
     slice_map: SliceMap = contents.slices
-    parts = ", ".join(f"{part} {_size(nbytes)}" for part, nbytes in contents.parts.items())
+    parts = ", ".join(f"{part} {human_size(nbytes)}" for part, nbytes in contents.parts.items())
     page.add(f"<p>Files from first to last: {_escape(parts)}.</p>")
     page.add_chart(charts.slices(slice_map), "bytes held by each rank")
     held = sorted(slice_map.nbytes_by_row)
     page.facts(
         [
-            ("fewest bytes of a rank", _size(held[0])),
-            ("median", _size(held[len(held) // 2])),
-            ("most", _size(held[-1])),
+            ("fewest bytes of a rank", human_size(held[0])),
+            ("median", human_size(held[len(held) // 2])),
+            ("most", human_size(held[-1])),
         ]
     )
 
@@ -349,13 +352,6 @@ def _escape(text: str) -> str:
 
 def _name(path: str) -> str:
     return os.path.split(path)[1] or path
-
-
-def _size(nbytes: float) -> str:
-    size, unit = float(nbytes), 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
 
 
 def _seconds(seconds: float) -> str:

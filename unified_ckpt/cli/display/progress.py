@@ -14,7 +14,7 @@ def progress_bar(
     return tqdm(
         total=total,
         desc=verb,
-        unit=unit,
+        unit="iB" if unit == "B" else unit,  # after a prefix: MiB
         unit_scale=unit == "B",
         unit_divisor=1024,
         leave=False,

@@ -99,14 +99,13 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
             phases = _fill_and_publish(planned, transaction, snapshot)
     seconds, nbytes = time.monotonic() - call.started, planned.plan.nbytes
     if phases is not None:
-        gigabytes = nbytes / 1e9
         slowest, write_seconds = phases.slowest("write")
         _LOG.info(
-            "saved %s: %.3f GB in %.2f s, %.2f GB/s; rank %d wrote longest: %.2f s",
+            "saved %s: %s in %.2f s, %s/s; rank %d wrote longest: %.2f s",
             call.path,
-            gigabytes,
+            human_size(nbytes),
             seconds,
-            gigabytes / max(seconds, 1e-9),
+            human_size(nbytes / max(seconds, 1e-9)),
             slowest,
             write_seconds,
         )

@@ -65,7 +65,11 @@ def save_seconds(rows: Sequence[StepRow]) -> Spec:
         encoding={
             "x": _field("step", "ordinal", axis={"labelOverlap": True, "labelAngle": 0}),
             "y": _field("seconds", title="seconds per save", aggregate="sum"),
-            "color": _field("time", "nominal", title=None, legend={"orient": "top"}),
+            "color": _field(
+                "time", "nominal", title=None, legend={"orient": "top"},
+                scale={"domain": list(_KINDS)[:2], "range": list(_KINDS.values())[:2]},
+            ),
+            "order": {"field": "time", "sort": "descending"},
             "tooltip": [
                 _field("step"), _field("time", "nominal"), _field("seconds", aggregate="sum"),
             ],
@@ -114,6 +118,10 @@ def run_timeline(events: Sequence[Event]) -> Spec:
     """Return the saves, copies, loads and deletions of a run over time, as bars."""
     values = [bar for event in events for bar in _bars(event)]
     lanes = dict.fromkeys(sorted({bar["what"] for bar in values}, key=_LANES.index))
+    kinds = [name for name in _KINDS if any(bar["kind"] == name for bar in values)]
+    colours = {"domain": kinds, "range": [_KINDS[name] for name in kinds]}
+    legend = {"orient": "top", "columns": 2}
+    kind = _field("kind", "nominal", title=None, legend=legend, scale=colours)
     return _chart(
         values,
         max(60, 30 * len(lanes)),
@@ -133,14 +141,14 @@ def run_timeline(events: Sequence[Event]) -> Spec:
             }
         ],
         encoding={
-            "x": _field("start", "temporal", title="UTC", scale={"type": "utc"}),
+            "x": _field(
+                "start", "temporal", title="UTC", scale={"type": "utc"},
+                axis={"format": _TIMES, "labelOverlap": True, "labelSeparation": 8},
+            ),
             "x2": {"field": "end"},
             "y": _field("what", "nominal", title=None, sort=list(lanes)),
-            "color": _field(
-                "kind", "nominal", title=None, sort=list(_KINDS), legend={"orient": "top"},
-                scale={"domain": list(_KINDS), "range": list(_KINDS.values())},
-            ),
-            "stroke": _field("kind", "nominal", legend=None),
+            "color": kind,
+            "stroke": kind,
             "tooltip": [
                 _field("what", "nominal"), _field("step"), _field("kind", "nominal"),
                 _field("seconds"), _field("ended", "nominal"),
@@ -151,10 +159,17 @@ def run_timeline(events: Sequence[Event]) -> Spec:
 
 _LANES = ("saves", "local saves", "copies to the root", "loads", "deletions")
 _KINDS = {
-    "training blocked": "#e4572e",
+    "training blocked": "#f58518",
     "in the background": "#4c78a8",
-    "failed": "#b5179e",
-    "done": "#54a24b",
+    "failed": "#e45756",
+    "removed": "#8a94a3",
+}
+_TIMES = {
+    "milliseconds": "%H:%M:%S.%L",
+    "seconds": "%H:%M:%S",
+    "minutes": "%H:%M",
+    "hours": "%m-%d %H:%M",
+    "date": "%m-%d",
 }
 
 
@@ -185,7 +200,7 @@ def _bars(event: Event) -> list[dict[str, Any]]:
         case LoadEvent():
             return [bar("loads", "training blocked", 0, event.seconds)]
         case DeleteEvent():
-            return [bar("deletions", "done", 0, 0)]
+            return [bar("deletions", "removed", 0, 0)]
     return []
 
 
@@ -287,7 +302,7 @@ def changes(changed: StepChanges) -> Spec:
             "color": _field(
                 "changed",
                 title="changed",
-                scale={"scheme": "oranges", "domain": [0, 1]},
+                scale={"range": ["#8a94a3", "#f58518"], "domain": [0, 1], "interpolate": "rgb"},
                 legend={"format": ".0%", "orient": "top"},
             ),
             "tooltip": [
@@ -317,7 +332,8 @@ def treemap(tensors: Sequence[TensorRow]) -> Spec:
 
     for (part, layer, name, dtype), nbytes in leaves.items():
         of_part = node((part,), 0, title=part[:NAME_CHARS])
-        of_layer = node((part, layer), of_part, title=f"{part}: {layer}"[:NAME_CHARS])
+        short = ".".join(layer.split(".")[-2:])[:NAME_CHARS]
+        of_layer = node((part, layer), of_part, title=short)
         title = f"{part}: {name or layer}"[:NAME_CHARS]
         leaf_key, size = (part, layer, name, dtype), human_size(nbytes)
         node(leaf_key, of_layer, title=title, dtype=dtype, nbytes=nbytes, size=size)
@@ -381,7 +397,7 @@ def treemap(tensors: Sequence[TensorRow]) -> Spec:
             }
         ],
         "legends": [{"fill": "dtypes", "orient": "top", "direction": "horizontal"}],
-        "marks": [_leaves(), _outlines("parts", 3), _layer_names()],
+        "marks": [_leaves(), _outlines("parts", 3), _layer_names(), _part_names()],
     }
 
 
@@ -417,6 +433,27 @@ def _outlines(data: str, width: int) -> Spec:
         "from": {"data": data},
         "interactive": False,
         "encode": {"update": {**_BOX, **stroke}},
+    }
+
+
+def _part_names() -> Spec:
+    return {
+        "type": "text",
+        "from": {"data": "parts"},
+        "interactive": False,
+        "encode": {
+            "update": {
+                "x": {"signal": "(datum.x0 + datum.x1) / 2"},
+                "y": {"signal": "(datum.y0 + datum.y1) / 2"},
+                "align": {"value": "center"},
+                "baseline": {"value": "middle"},
+                "fill": {"value": "black"},
+                "fontSize": {"value": 18},
+                "fontWeight": {"value": "bold"},
+                "text": {"field": "title"},
+                "limit": {"signal": "datum.x1 - datum.x0 - 8"},
+            }
+        },
     }
 
 

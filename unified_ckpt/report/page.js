@@ -33,19 +33,20 @@ function themed() {
 function compareSteps(view) {
   const { patterns, layers } = JSON.parse(document.getElementById("step-changes").textContent);
   const [before, after] = ["before", "after"].map((id) => Number(document.getElementById(id).value));
-  const rows = [];
-  let total = 0, changed = 0, frozen = 0;
+  const rows = [], changedByLayer = new Map();
+  let total = 0, changed = 0;
   for (const [part, layer, sizes] of layers) {
     const present = sizes.filter(([number]) => patterns[number][after] >= 0);
     const differing = present.filter(([number]) => patterns[number][before] !== patterns[number][after]);
-    const [whole, part_] = [present, differing].map((list) => list.reduce((sum, [, size]) => sum + size, 0));
+    const [whole, different] = [present, differing].map((list) => list.reduce((sum, [, size]) => sum + size, 0));
     if (!whole) continue;
-    rows.push({ part, layer, changed: part_ / whole });
-    total += whole; changed += part_; frozen += part_ === 0;
+    rows.push({ part, layer, changed: different / whole });
+    changedByLayer.set(layer, (changedByLayer.get(layer) ?? 0) + different);
+    total += whole; changed += different;
   }
   const [share, count] = document.querySelectorAll("dl.compared dd");
   share.textContent = `${(100 * changed / Math.max(total, 1)).toFixed(1)}%`;
-  count.textContent = `${frozen} of ${rows.length}`;
+  count.textContent = `${[...changedByLayer.values()].filter((size) => size === 0).length} of ${changedByLayer.size}`;
   view.data("changes", rows).run();
 }
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib import resources
 
 from unified_ckpt.core.text import human_size
@@ -46,6 +47,7 @@ def render(data: ReportData) -> str:
     if data.is_run:
         _add_run_timeline(page, data.events)
         _add_steps(page, data.rows)
+        _add_copies(page, data.events)
     _add_timeline(page, data, SaveEvent, "The last save, by rank")
     _add_timeline(page, data, LoadEvent, "The last load, by rank")
     _add_contents(page, data)
@@ -131,11 +133,15 @@ def _add_summary(page: _Page, data: ReportData) -> None:
         ]
     if saves:
         blocked = sum(save.blocked_seconds for save in saves)
+        first, last = (datetime.fromisoformat(e.time) for e in (data.events[0], data.events[-1]))
+        share = blocked / max((last - first).total_seconds(), blocked, 1e-9)
         facts += [
+            ("latest step", str(saves[-1].step)),
+            ("saved at (UTC)", saves[-1].time[:19].replace("T", " ")),
             ("last save", _seconds(saves[-1].seconds)),
             ("of which training blocked", _seconds(saves[-1].blocked_seconds)),
             ("rate of the last save", f"{human_size(_rate(saves[-1]))}/s"),
-            ("training blocked in all saves", _seconds(blocked)),
+            ("training blocked in all saves", f"{_seconds(blocked)}, {share:.1%} of the run"),
         ]
     if facts:
         page.facts(facts)
@@ -155,7 +161,10 @@ def _add_run_timeline(page: _Page, events: Sequence[Event]) -> None:
         page.absent(f"The last {_MAX_EVENTS} of {len(events)} events are shown.")
     page.add("<p>Shift and the wheel zoom, Shift and a drag move.</p>")
     page.add_chart(charts.run_timeline(shown), "saves, copies, loads and deletions over time")
-    copies = copy_rows(shown)
+
+
+def _add_copies(page: _Page, events: Sequence[Event]) -> None:
+    copies = copy_rows(events)[-_MAX_ROWS:]
     if not copies:
         return
     page.add("<h3>Copies from the local directory to the root</h3>")
@@ -225,6 +234,9 @@ def _add_timeline(
     page.add(f"<h2>{title}</h2>")
     event = last_event(data, kind)
     if event is None or event.phases is None:
+        if data.events:
+            page.absent(f"There is none in the events of {_name(data.path)}.")
+            return
         page.absent("Not recorded: the events of a run are written by the CheckpointManager.")
         return
     phases = event.phases
@@ -313,12 +325,16 @@ def _add_changes(page: _Page, data: ReportData) -> None:
         )
     layers = changes.compare(-2, -1)
     changed = sum(change.changed_nbytes for change in layers)
-    frozen = sum(not change.changed_nbytes for change in layers)
+    all_layers = {change.layer for change in layers}
+    frozen = all_layers - {change.layer for change in layers if change.changed_nbytes}
     share = changed / max(sum(change.nbytes for change in layers), 1)
     page.facts(
         [
             ("changed bytes", f"{share:.1%}"),
-            ("layers without any change", f"{frozen} of {len(layers)}"),
+            (
+                "layers without any change",
+                f"{len(frozen)} of {len(all_layers)}",
+            ),
         ],
         style="compared",
     )

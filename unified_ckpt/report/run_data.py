@@ -38,8 +38,8 @@ from unified_ckpt.sources import open_source
 class StepRow:
     """One step of a run: a save, or an attempt that failed. Times are None where not recorded.
 
-    `parts`: tensor bytes by part. `status`: "kept", "removed" by retention, "failed", or the
-    problem of the folder.
+    `parts`: tensor bytes by part. `status`: "kept", "local" for the local directory only, "removed"
+    by retention, "failed", or the problem of the folder.
     """
 
     step: int | None
@@ -170,7 +170,8 @@ def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRo
             )
         elif isinstance(event, SaveEvent):
             record = on_disk.get(event.save_id)
-            status = "removed" if event.path in removed else "not found"
+            status = "local" if event.tier == "local" else "not found"
+            status = "removed" if event.path in removed else status
             if record is not None:
                 seen.add(event.save_id)
                 status = record.problem or "kept"

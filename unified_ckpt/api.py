@@ -331,6 +331,7 @@ def save(
     calls. Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same
     on every rank; whatever was at `path` is then unchanged.
     """
+    check_argument_names(arguments, SaveArguments, function="save")
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.save(path, **arguments)
 
@@ -390,6 +391,7 @@ def load(
     mean that the target is unusable: an IntegrityError of a digest, and a CheckpointError of an
     object that rejects its state.
     """
+    check_argument_names(arguments, LoadArguments, function="load")
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.load(path, **arguments)
 

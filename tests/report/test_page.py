@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
-from tests.support.managers import manager_of, state
+from tests.support.managers import manager_of, save_steps, state
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.engine.plan.sharding_records import encode_shardings
@@ -128,6 +129,14 @@ def test_page_of_a_run_with_two_tiers(tmp_path: Path) -> None:
         ("copies to the root", 2),
         ("loads", 2),
     ]
+
+
+def test_page_of_a_run_without_events(tmp_path: Path) -> None:
+    save_steps(tmp_path / "run", 1, 2)
+    page_of(tmp_path / "run", tmp_path / "page.html")
+    rows = re.findall("<tr><td>[12]</td>.*?</tr>", (tmp_path / "page.html").read_text())
+    assert len(rows) == 2
+    assert all("<td>500 B</td><td>480 B</td>" in row for row in rows)
 
 
 def test_page_of_a_checkpoint_without_events(tmp_path: Path) -> None:

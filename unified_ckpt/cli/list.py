@@ -15,6 +15,7 @@ from typing import Any
 
 from unified_ckpt.cli.arguments import existing_root, retention_rules, usage_error
 from unified_ckpt.cli.display.form import StepForms
+from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import RunListing, runs_text
 from unified_ckpt.cli.display.text import printable
@@ -42,7 +43,8 @@ def run(arguments: Namespace) -> int:
         print(f"unified-ckpt list: {error_text}", file=sys.stderr)
         return 2
     root = existing_root(arguments)
-    runs = list_runs(root, arguments, StepForms())
+    with progress_bar("list", unit=" steps", delay=1.0) as bar:
+        runs = list_runs(root, arguments, StepForms(on_visit=bar.update))
     if arguments.json:
         print(json.dumps({"root": root, "runs": [_as_json(listing) for listing in runs]}, indent=2))
     elif not runs:

@@ -19,6 +19,7 @@ from unified_ckpt.format.events import (
     SaveEvent,
     SaveFailedEvent,
 )
+from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.steps.scan import StepRecord, scan
 from unified_ckpt.options import SourceOptions
@@ -109,13 +110,18 @@ def read_report(
     `progress` is called with the number of steps that are compared, and how many there are.
     """
     path = absolute_path(path)
-    records = scan(LocalStorage(path), prefix).steps if os.path.isdir(path) else ()
+    parts: dict[str, dict[str, int]] = {}
+
+    def visit(record: StepRecord, manifest: Manifest) -> None:
+        parts[record.path] = {part: manifest.parts[part].total_nbytes for part in record.parts}
+
+    records = scan(LocalStorage(path), prefix, visit=visit).steps if os.path.isdir(path) else ()
     events = read_events(path)
     if records or events:
         complete = [record for record in records if record.status == "complete"]
         contents = _read_contents(complete[-1].path) if complete else None
         changes = compare_steps(complete, progress=progress)
-        return ReportData(path, True, _rows(records, events), events, contents, changes)
+        return ReportData(path, True, _rows(records, events, parts), events, contents, changes)
     if not os.path.exists(path):
         raise NotFoundError(f"{path}: no such file or folder")
     parent, name = os.path.split(path)
@@ -151,7 +157,9 @@ def _facts(folder: Folder) -> list[tuple[str, str]]:
     return [(label, text) for label, text in facts if text]
 
 
-def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRow]:
+def _rows(
+    records: Sequence[StepRecord], events: Sequence[Event], parts: Mapping[str, Mapping[str, int]]
+) -> list[StepRow]:
     """Return the steps in the order of their events, then those on disk without events."""
     on_disk = {record.save_id: record for record in records if record.save_id is not None}
     removed = {event.path for event in events if isinstance(event, DeleteEvent)}
@@ -197,6 +205,7 @@ def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRo
             record.created or "",
             record.nbytes,
             record.seconds,
+            parts=parts.get(record.path, {}),
             metrics=dict(record.metrics or {}),
         )
         for record in records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import prod
@@ -32,14 +33,16 @@ class Form:
 
 class StepForms:
     """The forms of steps. The headers of a complete step are read once, however often it is
-    visited.
+    visited. `on_visit` is called at each visit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_visit: Callable[[], object] = lambda: None) -> None:
+        self._on_visit = on_visit
         self._forms: dict[tuple[str, str | None], Form | None] = {}
 
     def visit(self, record: StepRecord, manifest: Manifest) -> None:
         """Read the form of a step. For use in a scan."""
+        self._on_visit()
         key = record.path, record.save_id
         if key in self._forms and record.status == "complete":
             return

@@ -91,7 +91,10 @@ def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
     assert page.tags.count("script") == 2 + len(page.data)
     assert page.links == []
     assert HOSTILE in page.text
-    assert "<th>size</th><th>model</th><th>seconds</th>" in (tmp_path / "page.html").read_text()
+    assert (
+        "<th>ranks</th><th>size</th><th>model</th><th>seconds</th>"
+        in (tmp_path / "page.html").read_text()
+    )
     for text in ("removed", "kept", "2 of 3", "checkpoint-2", "checkpoint-3"):
         assert text in page.text
     titles = [each["encoding"]["y"].get("title") for each in page.charts if "encoding" in each]
@@ -133,9 +136,14 @@ def test_page_of_a_run_with_two_tiers(tmp_path: Path) -> None:
 
 def test_page_of_a_run_without_events(tmp_path: Path) -> None:
     save_steps(tmp_path / "run", 1, 2)
-    page_of(tmp_path / "run", tmp_path / "page.html")
+    stale = tmp_path / "run" / ".unified-2dd0417c2b6531b8-checkpoint-3"
+    stale.mkdir()
+    (stale / "model.safetensors").write_bytes(bytes(2048))
+    page = page_of(tmp_path / "run", tmp_path / "page.html")
     rows = re.findall("<tr><td>[12]</td>.*?</tr>", (tmp_path / "page.html").read_text())
     assert len(rows) == 2
+    assert "Interrupted saves left 1 folder, 2 KiB" in page.text
+    assert all("<td>1</td>" in row for row in rows)
     assert all("<td>500 B</td><td>480 B</td>" in row for row in rows)
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import resources
 
-from unified_ckpt.core.text import human_size
+from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.events import Event, LoadEvent, SaveEvent
-from unified_ckpt.report import charts
+from unified_ckpt.report import charts, treemap
 from unified_ckpt.report.charts import Spec
 from unified_ckpt.report.run_data import Contents, ReportData, StepRow, copy_rows, last_event
 from unified_ckpt.report.slices import SliceMap
@@ -47,6 +47,7 @@ def render(data: ReportData) -> str:
     if data.is_run:
         _add_run_timeline(page, data.events)
         _add_steps(page, data.rows)
+        _add_stale(page, data)
         _add_copies(page, data.events)
     _add_timeline(page, data, SaveEvent, "The last save, by rank")
     _add_timeline(page, data, LoadEvent, "The last load, by rank")
@@ -206,15 +207,21 @@ def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
         page.add("<h3>Metrics</h3>")
     else:
         page.absent("No metrics: pass metrics={name: number} to save.")
+    if len(names) > _MAX_METRICS:
+        page.absent(f"{_MAX_METRICS} of {len(names)} metrics have a chart.")
     for name in names[:_MAX_METRICS]:
         page.add_chart(charts.metric(shown, name), f"metric {name}")
     parts = list(dict.fromkeys(part for row in shown for part in row.parts))[:_MAX_PARTS]
     page.table(
-        ("step", "saved at", "size", *parts, "seconds", "blocked", "attempt", "status", "metrics"),
+        (
+            "step", "saved at", "ranks", "size", *parts, "seconds", "blocked", "attempt", "status",
+            "metrics",
+        ),
         [
             (
                 "" if row.step is None else str(row.step),
                 row.created[:19].replace("T", " "),
+                "" if row.ranks is None else str(row.ranks),
                 "" if row.nbytes is None else human_size(row.nbytes),
                 *(human_size(row.parts[part]) if part in row.parts else "" for part in parts),
                 "" if row.seconds is None else _seconds(row.seconds),
@@ -225,7 +232,17 @@ def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
             )
             for row in reversed(shown)
         ],
-    )
+    )  # fmt: skip
+
+
+def _add_stale(page: _Page, data: ReportData) -> None:
+    if data.stale_folders:
+        folders = count_text(len(data.stale_folders), "folder")
+        size = human_size(sum(stale.nbytes for stale in data.stale_folders))
+        page.absent(
+            f"Interrupted saves left {folders}, {size}; `unified-ckpt list` shows them, "
+            "`unified-ckpt prune --stale` removes them."
+        )
 
 
 def _add_timeline(
@@ -266,7 +283,9 @@ def _add_contents(page: _Page, data: ReportData) -> None:
     page.add(f"<p>{_escape(_name(contents.path))}, format {_escape(contents.format)}</p>")
     page.facts(contents.facts, style="facts")
     page.add("<h3>Size by part, layer and tensor</h3>")
-    page.add_chart(charts.treemap(contents.tensors), "sizes by part, layer and dtype")
+    if len(contents.tensors) > treemap.MAX_LEAVES:
+        page.absent(f"Layers are shown in place of {len(contents.tensors)} tensors.")
+    page.add_chart(treemap.treemap(contents.tensors), "sizes by part, layer and dtype")
     totals: dict[tuple[str, str], list[int]] = {}
     for tensor in contents.tensors:
         total = totals.setdefault((tensor.part, tensor.dtype), [0, 0])

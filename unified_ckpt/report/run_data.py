@@ -21,7 +21,7 @@ from unified_ckpt.format.events import (
 )
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.events.file import read_events
-from unified_ckpt.manager.steps.scan import StepRecord, scan
+from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord, scan
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.report.contents import (
     TensorRow,
@@ -51,6 +51,7 @@ class StepRow:
     seconds: float | None = None
     blocked_seconds: float | None = None
     attempt: int = 1
+    ranks: int | None = None
     parts: Mapping[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -92,7 +93,9 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """All that the page shows. `is_run`: of a run with several steps, not of one checkpoint."""
+    """All that the page shows. `is_run`: of a run with several steps, not of one checkpoint.
+    `stale_folders`: what interrupted saves left.
+    """
 
     path: str
     is_run: bool
@@ -100,6 +103,7 @@ class ReportData:
     events: Sequence[Event]
     contents: Contents | None
     changes: StepChanges | None
+    stale_folders: Sequence[StaleFolder] = ()
 
 
 def read_report(
@@ -110,18 +114,21 @@ def read_report(
     `progress` is called with the number of steps that are compared, and how many there are.
     """
     path = absolute_path(path)
-    parts: dict[str, dict[str, int]] = {}
+    saves: dict[str, tuple[int, dict[str, int]]] = {}
 
     def visit(record: StepRecord, manifest: Manifest) -> None:
-        parts[record.path] = {part: manifest.parts[part].total_nbytes for part in record.parts}
+        parts = {part: manifest.parts[part].total_nbytes for part in record.parts}
+        saves[record.path] = manifest.world_size, parts
 
-    records = scan(LocalStorage(path), prefix, visit=visit).steps if os.path.isdir(path) else ()
+    scanned = scan(LocalStorage(path), prefix, visit=visit) if os.path.isdir(path) else Scan((), ())
     events = read_events(path)
-    if records or events:
-        complete = [record for record in records if record.status == "complete"]
+    if scanned.steps or events:
+        complete = scanned.complete
         contents = _read_contents(complete[-1].path) if complete else None
         changes = compare_steps(complete, progress=progress)
-        return ReportData(path, True, _rows(records, events, parts), events, contents, changes)
+        rows = _rows(scanned.steps, events, saves)
+        stale = scanned.stale_folders
+        return ReportData(path, True, rows, events, contents, changes, stale)
     if not os.path.exists(path):
         raise NotFoundError(f"{path}: no such file or folder")
     parent, name = os.path.split(path)
@@ -158,9 +165,13 @@ def _facts(folder: Folder) -> list[tuple[str, str]]:
 
 
 def _rows(
-    records: Sequence[StepRecord], events: Sequence[Event], parts: Mapping[str, Mapping[str, int]]
+    records: Sequence[StepRecord],
+    events: Sequence[Event],
+    saves: Mapping[str, tuple[int, Mapping[str, int]]],
 ) -> list[StepRow]:
-    """Return the steps in the order of their events, then those on disk without events."""
+    """Return the steps in the order of their events, then those on disk without events. `saves`:
+    path -> ranks and bytes by part.
+    """
     on_disk = {record.save_id: record for record in records if record.save_id is not None}
     removed = {event.path for event in events if isinstance(event, DeleteEvent)}
     rows, seen = [], set()
@@ -193,6 +204,7 @@ def _rows(
                     event.seconds,
                     event.blocked_seconds,
                     event.attempt,
+                    event.phases.world_size if event.phases is not None else None,
                     event.parts,
                     event.metrics,
                 )
@@ -205,7 +217,8 @@ def _rows(
             record.created or "",
             record.nbytes,
             record.seconds,
-            parts=parts.get(record.path, {}),
+            ranks=saves[record.path][0] if record.path in saves else None,
+            parts=saves[record.path][1] if record.path in saves else {},
             metrics=dict(record.metrics or {}),
         )
         for record in records

@@ -37,6 +37,7 @@ SECTIONS = {
     ],
     "Reports": [
         "SaveReport",
+        "SaveFailure",
         "LoadReport",
         "VerifyReport",
         "RepairReport",

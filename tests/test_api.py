@@ -781,6 +781,12 @@ def test_unknown_arguments_are_refused(tmp_path: Path) -> None:
         uc.Checkpointer(tmp_path) as checkpointer,
         uc.CheckpointManager(tmp_path / "run", options=options) as manager,
     ):
+        for name, function in (("save", uc.save), ("load", uc.load)):
+            text = (
+                rf"^{name}\(\) got an unexpected keyword argument 'modle'; did you mean 'model'\?"
+            )
+            with pytest.raises(TypeError, match=text):
+                function(tmp_path / "c", **unknown)
         for call in (
             *(partial(save, tmp_path / "d") for save in (uc.save, uc.save_async)),
             *(partial(save, "d") for save in (checkpointer.save, checkpointer.save_async)),

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from unified_ckpt.engine.save.pending import PendingSave
     from unified_ckpt.engine.source.view import LazyTensor
     from unified_ckpt.exports.convert import convert
+    from unified_ckpt.manager.events.run_events import SaveFailure
     from unified_ckpt.manager.manager import CheckpointManager
     from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
     from unified_ckpt.options import (
@@ -71,6 +72,7 @@ _LAZY = {
     "RandomStates": "runtime.torch_state.rng",
     "RepairReport": "engine.repair.repair",
     "RunOptions": "options",
+    "SaveFailure": "manager.events.run_events",
     "SaveOptions": "options",
     "SaveReport": "engine.save.job",
     "SourceOptions": "options",
@@ -113,6 +115,7 @@ __all__ = [
     "RankError",
     "RepairReport",
     "RunOptions",
+    "SaveFailure",
     "SaveOptions",
     "SaveReport",
     "SourceOptions",

@@ -139,7 +139,6 @@ class Checkpointer:
         change them or make a collective call of this Checkpointer.
         """
         check_argument_names(arguments, SaveArguments, function="Checkpointer.save_async")
-        self.wait()
         return self._start_async(path, arguments, lazy=lazy, after_commit=after_commit, on_end=None)
 
     def _start_async(
@@ -149,8 +148,9 @@ class Checkpointer:
         *,
         lazy: bool,
         after_commit: Callable[[SaveReport], object] | None,
-        on_end: Callable[[], object] | None,
+        on_end: Callable[[BaseException | None], object] | None,
     ) -> PendingSave:
+        self.wait()
         optimizers: list[Optimizer] = []
         if lazy:
             owners = (arguments.get("optimizer"), arguments.get("master_weights"))
@@ -331,6 +331,7 @@ def save(
     calls. Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same
     on every rank; whatever was at `path` is then unchanged.
     """
+    check_argument_names(arguments, SaveArguments, function="save")
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.save(path, **arguments)
 
@@ -357,7 +358,7 @@ def save_async(
             arguments,
             lazy=lazy,
             after_commit=after_commit,
-            on_end=checkpointer._release,
+            on_end=lambda _: checkpointer._release(),
         )
     except BaseException:
         if checkpointer._pending is None:  # else the end of the save releases it
@@ -390,6 +391,7 @@ def load(
     mean that the target is unusable: an IntegrityError of a digest, and a CheckpointError of an
     object that rejects its state.
     """
+    check_argument_names(arguments, LoadArguments, function="load")
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.load(path, **arguments)
 

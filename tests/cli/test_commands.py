@@ -24,6 +24,7 @@ from tests.support.command_line import run_verb
 from tests.support.managers import flip_last_byte
 from tests.support.manifests import edit_index
 from unified_ckpt.cli import main as command
+from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.main import main
 
 LAYERS = 12
@@ -257,9 +258,13 @@ def test_collapse_does_not_fold_different_patterns(
 def test_verify_of_a_good_folder(
     folder: Path, hugging_face: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "sizes and headers match (21 tensors, 7.2 KiB" in run_verb(capsys, "verify", folder)
-    assert "all digests match (21 tensors" in run_verb(capsys, "verify", "--deep", folder)
-    assert "no digests to check bytes against" in run_verb(capsys, "verify", "--deep", hugging_face)
+    lines = run_verb(capsys, "verify", folder).splitlines()
+    assert lines[0] == str(folder)
+    assert lines[1].startswith("  sizes and headers match: 21 tensors, 7.2 KiB (")
+    assert lines[2:] == ["  --deep also checks all digests"]
+    assert "  all digests match: 21 tensors, " in run_verb(capsys, "verify", "--deep", folder)
+    assert "there are no digests: " in run_verb(capsys, "verify", "--deep", hugging_face)
+    assert "\n  it has no digests\n" in run_verb(capsys, "verify", hugging_face)
     result = json.loads(run_verb(capsys, "verify", "--deep", "--json", folder))
     assert (
         result["ok"],
@@ -280,23 +285,40 @@ def test_verify_names_damaged_tensors(folder: Path, capsys: pytest.CaptureFixtur
     flip_last_byte(folder, "ema-00002-of-00002.safetensors")
     run_verb(capsys, "verify", folder)
     text = run_verb(capsys, "verify", folder, "--deep", code=1)
-    assert (
-        "damaged, 1 problem\n  ema:model.layers.9.mlp.up.weight: block 0 (from byte 0 of the "
-        "tensor, in ema-00002" in text
+    assert re.search(
+        r"\n  ema-00002-of-00002.safetensors: 1 of \d+ tensors damaged: "
+        r"ema:model.layers.9.mlp.up.weight: block 0 \(from byte 0 of the tensor, in ema-00002",
+        text,
     )
+    assert text.endswith("\n  damaged: 1 problem\n")
     result = json.loads(run_verb(capsys, "verify", folder, "--deep", "--json", code=1))
-    assert (result["ok"], len(result["problems"])) == (False, 1)
+    assert (result["ok"], len(result["problems"]), len(result["damage"])) == (False, 1, 1)
+    size = (folder / "ema-00002-of-00002.safetensors").stat().st_size
     os.truncate(folder / "ema-00002-of-00002.safetensors", 700)
     (folder / "model.safetensors").unlink()
     weight_map = json.loads((folder / "ema.safetensors.index.json").read_bytes())["weight_map"]
     damaged = [f"ema:{name}" for name, file in weight_map.items() if "-00002-" in file]
-    text = run_verb(capsys, "verify", folder, code=1)
-    assert damaged
-    for name in [*damaged, "model:embed", "model:norm"]:
-        assert f"\n  {name}: cannot be read: " in text
-    assert f"damaged, {len(damaged) + 2} problems" in text
+    assert run_verb(capsys, "verify", folder, code=1).splitlines() == [
+        str(folder),
+        f"  ema-00002-of-00002.safetensors: has 700 bytes; the manifest says {size}; it has "
+        f"{len(damaged)} tensors",
+        "  model.safetensors is missing, with 2 tensors",
+        "  damaged: 2 problems",
+        "  --deep also checks all digests",
+    ]
     assert "model.safetensors with 2 tensor" in run_failing_verb(capsys, "inspect", folder)
     run_verb(capsys, "inspect", folder, "--match", "optimizer:*")  # reads only what it needs
+
+
+def test_verify_fits_the_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_last_byte(folder, "ema-00002-of-00002.safetensors")
+    monkeypatch.setattr(Screen, "of", lambda _: Screen(80))
+    lines = run_verb(capsys, "verify", "--deep", folder.parent, code=1).splitlines()
+    assert {len(line) <= 80 for line in lines} == {True}
+    assert lines[2].startswith("    ema-00002-of-00002.safetensors: 1 of ")
+    assert lines[2].endswith("…")
 
 
 def test_verify_damaged_index_and_digests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,7 +454,9 @@ def test_match_without_a_match_is_an_error(
 def test_verify_checks_all_steps_of_a_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"\n{tmp_path}: 1 checkpoint, 0 damaged" in run_verb(capsys, "verify", tmp_path)
+    good = run_verb(capsys, "verify", tmp_path).splitlines()
+    assert good[0] == str(tmp_path)
+    assert good[-1] == "  1 checkpoint, 0 damaged; --deep also checks all digests"
     damaged = Path(shutil.copytree(folder, tmp_path / "checkpoint-8"))
     flip_last_byte(damaged, "optimizer.safetensors")
     unfinished = Path(shutil.copytree(folder, tmp_path / "checkpoint-9"))
@@ -440,12 +464,14 @@ def test_verify_checks_all_steps_of_a_run(
     (tmp_path / "checkpoint-10").mkdir()
     (tmp_path / "checkpoint-10" / "optimizer.pt").write_bytes(b"x")  # of the stock Trainer
     lines = run_verb(capsys, "verify", tmp_path, "--deep", code=1).splitlines()
-    starts = [line.partition(" (")[0] for line in lines if not line.startswith(" ")]
-    assert starts == [
-        f"{unfinished}: damaged, 1 problem",
-        f"{folder}: all digests match",
-        f"{damaged}: damaged, 1 problem",
-        f"{tmp_path}: 3 checkpoints, 2 damaged",
+    assert [line.partition(": ")[0] for line in lines] == [
+        str(tmp_path),
+        "  checkpoint-9  damaged",
+        f"    {unfinished}",
+        f"  {folder.name}  all digests match",
+        "  checkpoint-8  damaged",
+        "    optimizer.safetensors",
+        "  3 checkpoints, 2 damaged",
     ]
     result = json.loads(run_verb(capsys, "verify", tmp_path, "--json", code=1))
     assert not result["ok"]

@@ -33,8 +33,14 @@ from tests.support.managers import (
 )
 from tests.support.manifests import edit_manifest
 from unified_ckpt.cli import prune
-from unified_ckpt.cli.main import main
+from unified_ckpt.cli.display.form import StepForms
+from unified_ckpt.cli.display.screen import Screen
+from unified_ckpt.cli.display.step_table import runs_text
+from unified_ckpt.cli.list import list_runs
+from unified_ckpt.cli.main import build_parser, main
+from unified_ckpt.engine.folder import reader
 from unified_ckpt.format.names import MANIFEST
+from unified_ckpt.manager.steps import scan as scan_module
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -507,3 +513,34 @@ def test_prune_keeps_a_step_that_was_replaced_meanwhile(
         capsys, "prune", tmp_path, "--incomplete", code=1
     )
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
+
+
+def test_list_opens_each_step_once_and_watch_reads_headers_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    opened: list[str] = []
+
+    def count(*, module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def counted(*arguments: Any, **more: Any) -> Any:
+            opened.append(name)
+            return original(*arguments, **more)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(module=scan_module, name="parse_manifest")
+    count(module=reader, name="parse_manifest")
+    count(module=reader, name="read_index")
+    arguments = build_parser().parse_args(["list", str(tmp_path)])
+    forms = StepForms()
+    first = runs_text(list_runs(str(tmp_path), arguments, forms), Screen())
+    assert sorted(opened) == ["parse_manifest"] * 2 + ["read_index"] * 4  # of two parts
+    opened.clear()
+    assert runs_text(list_runs(str(tmp_path), arguments, forms), Screen()) == first
+    assert opened == ["parse_manifest"] * 2
+    save_steps(tmp_path, 2, options=uc.SaveOptions(if_exists="replace"))
+    opened.clear()
+    list_runs(str(tmp_path), arguments, forms)
+    assert sorted(opened) == ["parse_manifest"] * 2 + ["read_index"] * 2  # step 2 is another save

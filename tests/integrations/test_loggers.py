@@ -26,38 +26,51 @@ from unified_ckpt.integrations.loggers import (
     metrics_of,
 )
 
-NAMES = set(METRICS)
+PARTS = {"checkpoint/bytes/model", "checkpoint/bytes/optimizer"}
+NAMES = set(METRICS) | PARTS
+FAILED = "checkpoint/failed_attempts"
 
 
 def run(
     root: Path,
-    hook: Callable[[uc.SaveReport], object],
+    hook: Callable[[Any], object],
     *,
     steps: int = 3,
     before_save: Callable[[int], object] = lambda step: None,
     **options: Any,
 ) -> list[uc.SaveReport]:
-    """Save steps with the hook; return the reports of all commits."""
+    """Save steps with the hook; return the reports of all commits. One attempt of step 2 fails."""
     reports: list[uc.SaveReport] = []
-    with manager_of(None, root, interval_steps=1, **options) as manager:
+
+    def attach(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with manager_of(None, root, interval_steps=1, retries=0, **options) as manager:
         manager.on_commit(hook)
+        manager.on_failure(hook)
         manager.on_commit(reports.append)
         for step in range(1, steps + 1):
             before_save(step)
-            manager.save(step, **state(step))
+            if step == 2:
+                manager.save(step, **state(step), attach=attach)
+            manager.save(step, **state(step), force=True)
             manager.wait()
     assert [report.step for report in reports] == list(range(1, steps + 1))
     return reports
 
 
 def test_blocked_and_background_time_are_apart(tmp_path: Path) -> None:
-    report = uc.SaveReport("run/checkpoint-3", 3, "id", 980, 2.0, blocked_seconds=0.5)
+    parts = {"model": 900, "ema": 80}
+    report = uc.SaveReport("run", 3, "id", 980, 2.0, blocked_seconds=0.5, parts=parts)
     assert metrics_of(report) == {
         "checkpoint/step": 3,
         "checkpoint/bytes": 980,
         "checkpoint/seconds": 2.0,
         "checkpoint/blocked_seconds": 0.5,
         "checkpoint/background_seconds": 1.5,
+        FAILED: 0,
+        "checkpoint/bytes/model": 900,
+        "checkpoint/bytes/ema": 80,
     }
 
 
@@ -70,14 +83,16 @@ def test_tensorboard_has_a_scalar_at_each_step(tmp_path: Path, asynchronous: boo
     assert set(log.Tags()["scalars"]) == NAMES - {"checkpoint/step"}
     for name in NAMES - {"checkpoint/step"}:
         scalars = [(scalar.step, scalar.value) for scalar in log.Scalars(name)]
-        assert scalars == [
-            (report.step, pytest.approx(metrics_of(report)[name])) for report in reports
-        ]
+        expected = [(report.step, pytest.approx(metrics_of(report)[name])) for report in reports]
+        if name == FAILED:
+            expected.insert(1, (2, 1.0))
+        assert scalars == expected
 
 
 def read_prometheus(path: Path) -> dict[str, tuple[dict[str, str], float]]:
+    """Return the samples by name, or by name and part, with their other labels."""
     return {
-        sample.name: (sample.labels, sample.value)
+        f"{sample.name}/{sample.labels.pop('part', '')}".strip("/"): (sample.labels, sample.value)
         for family in text_string_to_metric_families(path.read_text())
         for sample in family.samples
         if not sample.name.endswith("_created")
@@ -90,8 +105,13 @@ def test_prometheus_text_is_of_the_last_commit(tmp_path: Path, labels: dict[str,
     path.parent.mkdir()
     report = run(tmp_path / "run", PrometheusTextLogger(path, labels=labels))[-1]
     samples = read_prometheus(path)
-    expected = {name.replace("/", "_"): value for name, value in metrics_of(report).items()}
+    numbers = metrics_of(report)
+    expected = {name.replace("/", "_"): numbers[name] for name in numbers.keys() - PARTS}
+    expected["checkpoint_part_bytes/model"] = 500
+    expected["checkpoint_part_bytes/optimizer"] = 480
     expected["checkpoint_commits_total"] = 3
+    assert expected.pop("checkpoint_failed_attempts") == 1
+    expected["checkpoint_failed_attempts_total"] = 1
     committed_labels, committed_at = samples.pop("checkpoint_commit_timestamp_seconds")
     assert samples == {name: (labels, value) for name, value in expected.items()}
     assert before <= committed_at <= time.time()
@@ -119,6 +139,27 @@ def test_prometheus_text_is_whole_at_any_moment(tmp_path: Path) -> None:
         ended.set()
         reader.join()
     assert set(seen) == {0.0}
+
+
+def test_prometheus_has_only_the_parts_of_the_last_commit(tmp_path: Path) -> None:
+    logger = PrometheusTextLogger(tmp_path / "run.prom")
+    for parts in ({"model": 3, "optimizer": 6}, {"model": 4}):
+        logger(uc.SaveReport("run", 1, "id", sum(parts.values()), 1.0, parts=parts))
+    samples = read_prometheus(tmp_path / "run.prom")
+    assert samples["checkpoint_part_bytes/model"][1] == 4
+    assert "checkpoint_part_bytes/optimizer" not in samples
+    with pytest.raises(uc.CheckpointError, match="labels: got part"):
+        PrometheusTextLogger(tmp_path / "run.prom", labels={"part": "model"})
+
+
+def test_prometheus_counts_failed_attempts_of_all_managers(tmp_path: Path) -> None:
+    path = tmp_path / "run.prom"
+    logger = PrometheusTextLogger(path)
+    for failed_attempts in (1, 2, 1, 2, 3):  # of two managers
+        logger(uc.SaveFailure("run", 1, 1, "full", 1.0, False, failed_attempts))
+    samples = read_prometheus(path)
+    assert samples["checkpoint_failed_attempts_total"][1] == 5
+    assert samples["checkpoint_commits_total"][1] == 0
 
 
 def test_prometheus_refuses_a_file_that_is_not_collected(tmp_path: Path) -> None:
@@ -208,5 +249,11 @@ def test_wandb_rows_keep_the_steps_of_training(
         }
         for step, report in enumerate(reports, 1)
     ]
-    axes = {r.metric.name: r.metric.step_metric for r in records if r.HasField("metric")}
-    assert axes == {name: "" if name == "checkpoint/step" else "checkpoint/step" for name in NAMES}
+    axes = {
+        r.metric.name or r.metric.glob_name: r.metric.step_metric
+        for r in records
+        if r.HasField("metric")
+    }
+    names = {*METRICS, "checkpoint/bytes/*"} - {FAILED}
+    step = "checkpoint/step"
+    assert axes == {name: "" if name == step else step for name in names}

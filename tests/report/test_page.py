@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
-from tests.support.managers import manager_of, state
+from tests.support.managers import manager_of, save_steps, state
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.engine.plan.sharding_records import encode_shardings
@@ -32,16 +33,20 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Page(HTMLParser):
-    """The text, tags and charts of a page."""
+    """The text, tags, charts and data of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.text = ""
-        self.charts: list[Any] = []
+        self.data: dict[str, Any] = {}
         self.links: list[str] = []
         self._in: dict[str, str | None] = {}
         self.feed(path.read_text())
+
+    @property
+    def charts(self) -> list[Any]:
+        return [value for name, value in self.data.items() if name.startswith("chart-")]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -50,7 +55,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self._in.get("type") == "application/json" and data.strip():
-            self.charts.append(json.loads(data))
+            self.data[self._in["id"] or ""] = json.loads(data)
         elif self._in.get("tag") not in ("script", "style"):
             self.text += data
 
@@ -83,12 +88,20 @@ def run_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
     page = page_of(run_root, tmp_path / "page.html")
     assert "img" not in page.tags
-    assert page.tags.count("script") == 2 + len(page.charts)
+    assert page.tags.count("script") == 2 + len(page.data)
     assert page.links == []
     assert HOSTILE in page.text
-    for text in ("removed", "kept", "2 of 3", "checkpoint-2 compared with checkpoint-3"):
+    assert (
+        "<th>ranks</th><th>size</th><th>model</th><th>seconds</th>"
+        in (tmp_path / "page.html").read_text()
+    )
+    for text in ("removed", "kept", "2 of 3", "checkpoint-2", "checkpoint-3"):
         assert text in page.text
-    changes = {value["layer"]: value["changed"] for value in page.charts[-1]["data"]["values"]}
+    titles = [each["encoding"]["y"].get("title") for each in page.charts if "encoding" in each]
+    assert "size, KiB" in titles
+    (chart,) = (chart for chart in page.charts if "changes" in str(chart["data"]))
+    changes = {value["layer"]: value["changed"] for value in chart["data"]["values"]}
+    assert page.tags.count("option") == 2 * 2
     assert changes["layers.0"] == 0
     assert changes["layers.1"] == 1
     held = [
@@ -100,6 +113,38 @@ def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
     ]
     assert len(held) == 2 * COLUMNS
     assert set(held) == {1.0}
+
+
+def test_page_of_a_run_with_two_tiers(tmp_path: Path) -> None:
+    options = {"interval_steps": 2, "local_interval_steps": 1, "local_directory": f"{tmp_path}/l"}
+    with manager_of(None, tmp_path / "run", **options) as manager:
+        for step in (1, 2):
+            manager.save(step, **state(step))
+        manager.wait()
+        manager.restore(**state(0))
+    page = page_of(tmp_path / "run", tmp_path / "page.html")
+    assert "Copies from the local directory to the root" in page.text
+    bars = [(bar["what"], bar["step"]) for bar in page.charts[0]["data"]["values"]]
+    assert bars == [
+        ("local saves", 1),
+        ("local saves", 2),
+        ("deletions", 1),
+        ("copies to the root", 2),
+        ("loads", 2),
+    ]
+
+
+def test_page_of_a_run_without_events(tmp_path: Path) -> None:
+    save_steps(tmp_path / "run", 1, 2)
+    stale = tmp_path / "run" / ".unified-2dd0417c2b6531b8-checkpoint-3"
+    stale.mkdir()
+    (stale / "model.safetensors").write_bytes(bytes(2048))
+    page = page_of(tmp_path / "run", tmp_path / "page.html")
+    rows = re.findall("<tr><td>[12]</td>.*?</tr>", (tmp_path / "page.html").read_text())
+    assert len(rows) == 2
+    assert "Interrupted saves left 1 folder, 2 KiB" in page.text
+    assert all("<td>1</td>" in row for row in rows)
+    assert all("<td>500 B</td><td>480 B</td>" in row for row in rows)
 
 
 def test_page_of_a_checkpoint_without_events(tmp_path: Path) -> None:
@@ -208,6 +253,10 @@ def test_page_in_a_browser(run_root: Path, tmp_path: Path) -> None:
                 page.wait_for_function("document.documentElement.dataset.drawn", timeout=60_000)
                 assert messages == [address]  # no error, no warning, no other request
                 assert page.title() == f"{run_root.name} - unified_ckpt"
+                shares = page.locator("dl.compared dd")
+                assert shares.all_text_contents() == ["50.0%", "2 of 3"]
+                page.select_option("#before", label="checkpoint-3")
+                assert shares.all_text_contents() == ["0.0%", "3 of 3"]
                 figures = page.locator("figure").count()
                 assert page.locator("figure svg").count() == figures > 5
                 assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unified_ckpt.core.text import human_size
+
 KILL_AFTER = 16  # steps; 4 processes are killed in the first save after this one
 UNTIL_2_RANKS, UNTIL_1_RANK = 32, 48  # steps at which 2 processes stop, then 1 process
 SAVE_EVERY, SHOW_EVERY = 8, 4
@@ -124,9 +126,9 @@ class Demo:
                 if entry["event"] == "step":
                     self.record_step(entry["step"], entry["loss"], layout)
                 elif entry["event"] == "saved":
-                    size, seconds = entry["nbytes"] / 1e6, entry["seconds"]
+                    size, seconds = human_size(entry["nbytes"]), entry["seconds"]
                     name = Path(entry["path"]).name
-                    self.print_line(f"      {name} saved: {size:.1f} MB in {seconds:.3f} s")
+                    self.print_line(f"      {name} saved: {size} in {seconds:.3f} s")
                 yield entry
             if time.monotonic() > deadline:
                 raise DemoError(f"{job.name} ran past {TIMEOUT_SECONDS:.0f} s:\n{tail(job.output)}")
@@ -250,7 +252,7 @@ def train_until_killed(demo: Demo, resume: Path | None) -> bool:
         return False
     demo.print_line(
         f"      SIGKILL to {ranks} ranks during the save of {interrupted.name}; it leaves "
-        f"{len(written)} files, {sum(written) / 1e6:.1f} MB or more, no manifest"
+        f"{len(written)} files, {human_size(sum(written))} or more, no manifest"
     )
     return True
 

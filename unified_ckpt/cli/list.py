@@ -14,8 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 from unified_ckpt.cli.arguments import existing_root, retention_rules, usage_error
+from unified_ckpt.cli.display.form import StepForms
+from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
-from unified_ckpt.cli.display.step_table import RunListing, form_of_step, runs_text
+from unified_ckpt.cli.display.step_table import RunListing, runs_text
 from unified_ckpt.cli.display.text import printable
 from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError
@@ -41,7 +43,8 @@ def run(arguments: Namespace) -> int:
         print(f"unified-ckpt list: {error_text}", file=sys.stderr)
         return 2
     root = existing_root(arguments)
-    runs = list_runs(root, arguments)
+    with progress_bar("list", unit=" steps", delay=1.0) as bar:
+        runs = list_runs(root, arguments, StepForms(on_visit=bar.update))
     if arguments.json:
         print(json.dumps({"root": root, "runs": [_as_json(listing) for listing in runs]}, indent=2))
     elif not runs:
@@ -51,17 +54,18 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def list_runs(root: str, arguments: Namespace) -> list[RunListing]:
-    """Return the runs under a root that have steps or stale folders."""
+def list_runs(root: str, arguments: Namespace, forms: StepForms) -> list[RunListing]:
+    """Return the runs under a root that have steps or stale folders. `forms` gets their forms."""
     if arguments.local is None:
         listed_paths: set[str] = set()
         folders = _run_folders(root, _DEPTH, arguments.prefix, listed_paths)
         runs = [
-            _list_run(path, arguments.prefix, retention_rules(arguments), listed_paths)
+            _list_run(path, arguments.prefix, retention_rules(arguments), listed_paths, forms)
             for path in folders
         ]
     else:
-        runs = [_list_tiers(root, os.path.realpath(writable_path(arguments.local)), arguments)]
+        local = os.path.realpath(writable_path(arguments.local))
+        runs = [_list_tiers(root, local, arguments, forms)]
     return [listing for listing in runs if listing.scan.steps or listing.scan.stale_folders]
 
 
@@ -95,9 +99,11 @@ def _subfolders(folder: str) -> list[str]:
         )
 
 
-def _list_run(path: str, prefix: str, rules: Rules, listed_paths: set[str]) -> RunListing:
+def _list_run(
+    path: str, prefix: str, rules: Rules, listed_paths: set[str], forms: StepForms
+) -> RunListing:
     """List one run, without steps of other frameworks that a run above has in `listed_paths`."""
-    scanned = scan(LocalStorage(path), prefix)
+    scanned = scan(LocalStorage(path), prefix, visit=forms.visit)
     entries = _foreign_entries(path, scanned, prefix)
     entries = {path: entry for path, entry in entries.items() if path not in listed_paths}
     listed_paths.update(entries)
@@ -106,6 +112,7 @@ def _list_run(path: str, prefix: str, rules: Rules, listed_paths: set[str]) -> R
         _with_entries(scanned, entries),
         _retention_reasons(scanned.complete, rules),
         foreign_entries=entries,
+        forms=forms,
     )
 
 
@@ -150,11 +157,11 @@ def _read_record(entry: StepEntry) -> StepRecord:
     )
 
 
-def _list_tiers(root: str, local: str, arguments: Namespace) -> RunListing:
+def _list_tiers(root: str, local: str, arguments: Namespace, forms: StepForms) -> RunListing:
     if not os.path.isdir(local):
         raise NotFoundError(f"{local}: no such folder")
-    local_scan = scan(LocalStorage(local), arguments.prefix)
-    root_scan = scan(LocalStorage(root), arguments.prefix)
+    local_scan = scan(LocalStorage(local), arguments.prefix, visit=forms.visit)
+    root_scan = scan(LocalStorage(root), arguments.prefix, visit=forms.visit)
     foreign_ids = foreign_saves(
         read(local),
         root,
@@ -186,6 +193,7 @@ def _list_tiers(root: str, local: str, arguments: Namespace) -> RunListing:
         local,
         foreign_ids,
         entries,
+        forms,
     )
 
 
@@ -211,7 +219,7 @@ def _step_json(listing: RunListing, record: StepRecord) -> dict[str, Any]:
     """Return a step. `pointer`: the framework's own file that names it as its latest."""
     reasons = listing.retention_reasons.get(record.path, ())
     fields = {**asdict(record), "full": record.full, "kept_by": list(reasons)}
-    form = form_of_step(record)
+    form = listing.forms.of(record)
     fields |= asdict(form) if form is not None else {}
     if listing.local is not None:
         fields["tier"] = listing.tier(record.path)

@@ -6,13 +6,21 @@ import json
 import os
 from argparse import Namespace
 
+from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.report.page import write_page
 from unified_ckpt.report.run_data import read_report
 
 
 def run(arguments: Namespace) -> int:
     """Write the page about `arguments.path` to `arguments.output`; return 0."""
-    write_page(read_report(arguments.path, prefix=arguments.prefix), arguments.output)
+    with progress_bar("report", unit=" steps") as bar:
+
+        def show(count: int, total: int) -> None:
+            bar.total = total
+            bar.update(count - bar.n)
+
+        data = read_report(arguments.path, prefix=arguments.prefix, progress=show)
+    write_page(data, arguments.output)
     output = os.path.abspath(arguments.output)
     print(json.dumps({"page": output}) if arguments.json else output)
     return 0

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
 from unified_ckpt.cli.display.progress import progress_bar
+from unified_ckpt.cli.display.screen import Screen
+from unified_ckpt.cli.display.text import printable
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_path
@@ -34,7 +37,14 @@ def run(arguments: Namespace) -> int:
         if not records:
             raise
         return _verify_run(arguments, records)
-    print(json.dumps(check.as_json(), indent=2) if arguments.json else check)
+    if arguments.json:
+        print(json.dumps(check.as_json(), indent=2))
+    else:
+        screen = Screen.of(sys.stdout)
+        print(screen.fit(check.report.path))
+        print("\n".join([*_problem_lines(check, "  ", screen), f"  {check.summary(screen)}"]))
+        if hint := check.hint:
+            print(f"  {hint}")
     return 0 if check.report.ok else 1
 
 
@@ -51,8 +61,24 @@ class _Check:
         digests = self.report.deep and self.has_digests
         return {"ok": self.report.ok, "digests": digests, **asdict(self.report)}
 
-    def __str__(self) -> str:
-        return _text(self.report, has_digests=self.has_digests, seconds=self.seconds)
+    @property
+    def hint(self) -> str:
+        """What would check more."""
+        if self.report.deep:
+            return ""
+        return "--deep also checks all digests" if self.has_digests else "it has no digests"
+
+    def summary(self, screen: Screen) -> str:
+        """Return the result in one line."""
+        report = self.report
+        if not report.ok:
+            return screen.style(f"damaged: {count_text(len(report.problems), 'problem')}", "bad")
+        is_deep = report.deep and self.has_digests
+        result = "all digests match" if is_deep else "sizes and headers match"
+        if report.deep and not self.has_digests:
+            result += ", there are no digests"
+        tensors, size = count_text(report.tensors, "tensor"), human_size(report.nbytes)
+        return f"{screen.style(result, 'good')}: {tensors}, {size} ({self.seconds:.2f} s)"
 
 
 def _check(path: str, *, deep: bool) -> _Check:
@@ -75,7 +101,11 @@ def _run_records(arguments: Namespace) -> list[StepRecord]:
 
 def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
     """Verify all steps of a run; return 1 if one of them is damaged or incomplete."""
-    checks = []
+    checks, screen = [], Screen.of(sys.stdout)
+    root = os.path.dirname(records[0].path)
+    if not arguments.json:
+        print(screen.fit(root))
+    width = max(len(record.name) for record in records)
     for record in records:
         try:
             check = _check(record.path, deep=arguments.deep)
@@ -84,14 +114,17 @@ def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
             check = _Check(report, has_digests=False, seconds=0.0)
         checks.append(check)
         if not arguments.json:
-            print(check, flush=True)
+            print(f"  {record.name:{width}}  {check.summary(screen)}")
+            print("".join(f"{line}\n" for line in _problem_lines(check, "    ", screen)), end="")
+            sys.stdout.flush()
     damaged = sum(not check.report.ok for check in checks)
-    root = os.path.dirname(records[0].path)
     if arguments.json:
         results = [check.as_json() for check in checks]
         print(json.dumps({"ok": not damaged, "path": root, "checkpoints": results}, indent=2))
     else:
-        print(f"{root}: {count_text(len(checks), 'checkpoint')}, {damaged} damaged")
+        hints = sorted({check.hint for check in checks if check.has_digests})
+        total = f"{count_text(len(checks), 'checkpoint')}, {damaged} damaged"
+        print("; ".join([f"  {total}", *filter(None, hints)]))
     return 1 if damaged else 0
 
 
@@ -100,6 +133,10 @@ def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
     with closing(folder), progress_bar("verify", total=_total(folder)) as bar:
         report = verify_with_replicas(folder, deep=deep, progress=bar.update)
         return report, folder.manifest is not None and folder.manifest.digests is not None
+
+
+def _problem_lines(check: _Check, indent: str, screen: Screen) -> list[str]:
+    return [screen.fit(f"{indent}{printable(text)}") for text in check.report.problems]
 
 
 def _repair(arguments: Namespace) -> int:
@@ -136,15 +173,3 @@ def _total(folder: Folder) -> int | None:
     ):
         return None
     return sum(folder.manifest.parts[part].total_nbytes for part in folder.parts)
-
-
-def _text(report: VerifyReport, *, has_digests: bool, seconds: float) -> str:
-    if not report.ok:
-        problems = count_text(len(report.problems), "problem")
-        return "\n  ".join([f"{report.path}: damaged, {problems}", *report.problems])
-    tensors, size = count_text(report.tensors, "tensor"), human_size(report.nbytes)
-    summary = f"({tensors}, {size}, {seconds:.2f} s)"
-    if report.deep and has_digests:
-        return f"{report.path}: all digests match {summary}"
-    hint = "--deep also checks all digests" if has_digests else "no digests to check bytes against"
-    return f"{report.path}: sizes and headers match {summary}; {hint}"

@@ -7,6 +7,7 @@ import time
 from argparse import Namespace
 
 from unified_ckpt.cli.arguments import existing_root, usage_error
+from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import runs_text
 from unified_ckpt.cli.list import list_runs
@@ -23,11 +24,12 @@ def run(arguments: Namespace) -> int:
         print(f"unified-ckpt watch: {error_text}", file=sys.stderr)
         return 2
     root = existing_root(arguments)
-    shown: set[str] = set()
+    shown, forms = set[str](), StepForms()
     try:
         while True:
             screen = Screen.of(sys.stdout)
-            text = runs_text(list_runs(root, arguments), screen) or f"{root}: no checkpoints yet"
+            runs = list_runs(root, arguments, forms)
+            text = runs_text(runs, screen) or f"{root}: no checkpoints yet"
             if sys.stdout.isatty():
                 hint = f"every {arguments.interval:g} s; Ctrl-C ends"
                 print(f"{_CLEAR}{text}\n\n{time.strftime('%H:%M:%S')}, {hint}", flush=True)

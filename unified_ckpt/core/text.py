@@ -12,12 +12,18 @@ MAX_SHOWN = 20  # items listed in one message; the others are counted
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def human_size(nbytes: int) -> str:
+def size_unit(nbytes: float) -> tuple[int, str]:
+    """Return the bytes and the name of the unit in which a size has three digits."""
+    exponent = 0
+    while nbytes / 1024**exponent >= 999.5 and exponent < len(_UNITS) - 1:
+        exponent += 1
+    return 1024**exponent, _UNITS[exponent]
+
+
+def human_size(nbytes: float) -> str:
     """Format bytes with three digits: `32 MiB`, `13.5 GiB`."""
-    size, unit = float(nbytes), 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
+    divisor, unit = size_unit(nbytes)
+    return f"{nbytes / divisor:.3g} {unit}"
 
 
 def count_text(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""The events file of a run: one JSON object per line, for saves, loads and deletions.
+"""The events file of a run: one JSON object per line, for saves, copies, loads and deletions.
 
 Checkpoints never depend on it. A reader skips lines that it cannot parse: a crash may have torn the
 last one, and a newer version may write other events.
@@ -66,12 +66,40 @@ class SaveEvent(_Event):
 
 
 class SaveFailedEvent(_Event):
-    """A failed attempt to save."""
+    """A failed attempt to save. `seconds` runs from the call of the save to the failure."""
 
     event: Literal["save_failed"] = "save_failed"
     tier: Tier = "root"
     attempt: Annotated[int, Field(ge=1)] = 1
     error: str
+    seconds: Seconds | None = None
+    will_retry: bool = False
+
+
+class CopyStartedEvent(_Event):
+    """A copy of a local checkpoint to the root has begun. `path`: in the root."""
+
+    event: Literal["copy_started"] = "copy_started"
+    attempt: Annotated[int, Field(ge=1)] = 1
+
+
+class CopyEvent(_Event):
+    """A finished copy to the root. `nbytes`: what the first node wrote."""
+
+    event: Literal["copy"] = "copy"
+    attempt: Annotated[int, Field(ge=1)] = 1
+    nbytes: Size
+    seconds: Seconds
+
+
+class CopyFailedEvent(_Event):
+    """A failed attempt to copy to the root, or a copy that is not made."""
+
+    event: Literal["copy_failed"] = "copy_failed"
+    attempt: Annotated[int, Field(ge=1)] = 1
+    error: str
+    seconds: Seconds
+    will_retry: bool = False
 
 
 class LoadEvent(_Event):
@@ -91,7 +119,15 @@ class DeleteEvent(_Event):
     tier: Tier = "root"
 
 
-Event = SaveEvent | SaveFailedEvent | LoadEvent | DeleteEvent
+Event = (
+    SaveEvent
+    | SaveFailedEvent
+    | CopyStartedEvent
+    | CopyEvent
+    | CopyFailedEvent
+    | LoadEvent
+    | DeleteEvent
+)
 _EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 

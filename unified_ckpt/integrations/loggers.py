@@ -1,4 +1,5 @@
-"""Loggers of what a run's saves cost: hooks for `CheckpointManager.on_commit`.
+"""Loggers of what a run's saves cost, and of those that fail: hooks for
+`CheckpointManager.on_commit` and `on_failure`.
 
 Rank 0 calls a hook in the thread of the save. A logger therefore keeps to what its library allows
 in any thread, and changes nothing that the training loop logs.
@@ -13,6 +14,7 @@ from typing import Any
 
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager.events.run_events import SaveFailure
 
 __all__ = ["PrometheusTextLogger", "TensorBoardLogger", "WandbLogger"]
 
@@ -23,15 +25,22 @@ _TABLE = {
     "checkpoint/seconds": ("seconds", "From the call of the last save to its commit"),
     "checkpoint/blocked_seconds": ("blocked_seconds", "Part in which training waited"),
     "checkpoint/background_seconds": ("background_seconds", "Part in which training went on"),
+    "checkpoint/failed_attempts": ("failed_attempts", "Failed attempts to save of this process"),
 }
 _STEP = "checkpoint/step"
+_FAILED = "checkpoint/failed_attempts"
 METRICS: Mapping[str, str] = MappingProxyType({name: text for name, (_, text) in _TABLE.items()})
-"""The name of each number, and what it is."""
+"""The name of each number, and what it is. `checkpoint/bytes/<part>` are the bytes of each part."""
+PREFIX = "checkpoint/"
+_PART_BYTES = "checkpoint/bytes/"
 
 
-def metrics_of(report: SaveReport) -> dict[str, float]:
-    """Return the numbers of a save by name."""
-    return {name: getattr(report, attribute) for name, (attribute, _) in _TABLE.items()}
+def metrics_of(report: SaveReport | SaveFailure) -> dict[str, float]:
+    """Return the numbers of a save by name; of a failed attempt, the count of these."""
+    if isinstance(report, SaveFailure):
+        return {_FAILED: report.failed_attempts}
+    numbers = {name: getattr(report, attribute) for name, (attribute, _) in _TABLE.items()}
+    return numbers | {f"{_PART_BYTES}{part}": nbytes for part, nbytes in report.parts.items()}
 
 
 class TensorBoardLogger:
@@ -43,15 +52,16 @@ class TensorBoardLogger:
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
-    def __call__(self, report: SaveReport) -> None:
-        """Log a commit."""
+    def __call__(self, report: SaveReport | SaveFailure) -> None:
+        """Log a commit or a failed attempt."""
         for name, value in metrics_of(report).items():
             if name != _STEP:
                 self._writer.add_scalar(name, value, report.step)
 
 
 class WandbLogger:
-    """Adds the numbers to a run of Weights & Biases, with `checkpoint/step` as their x-axis.
+    """Adds the numbers to a run of Weights & Biases, with `checkpoint/step` as the x-axis of those
+    of a commit.
 
     `run`: what `wandb.init` returned. The numbers join the row that the run logs next, so that the
     steps of your own `run.log(…, step=…)` stay in order. Of several commits between two rows the
@@ -61,28 +71,31 @@ class WandbLogger:
     def __init__(self, run: Any) -> None:
         self._run = run
         run.define_metric(_STEP, hidden=True)
-        for name in METRICS:
-            if name != _STEP:
+        for name in (*METRICS, f"{_PART_BYTES}*"):
+            if name not in (_STEP, _FAILED):
                 run.define_metric(name, step_metric=_STEP)
 
-    def __call__(self, report: SaveReport) -> None:
-        """Log a commit."""
+    def __call__(self, report: SaveReport | SaveFailure) -> None:
+        """Log a commit or a failed attempt."""
         # A row of its own would take a step, and W&B drops what training then logs at that step.
         self._run.log(metrics_of(report), commit=False)
 
 
 class PrometheusTextLogger:
-    """Replaces a text file for the textfile collector of Prometheus' node_exporter at each commit.
+    """Replaces a text file for the textfile collector of Prometheus' node_exporter at each commit
+    and failed attempt.
 
     `path`: in the collector's directory, ending with `.prom`. `labels`: on every metric; they tell
-    runs on one node apart. Requires the extra `prometheus`.
+    runs on one node apart; `part` is taken. Requires the extra `prometheus`.
 
     The metrics are about the last commit: `checkpoint_step`, `checkpoint_bytes`,
+    `checkpoint_part_bytes{part="model"}` for each part,
     `checkpoint_seconds`, `checkpoint_blocked_seconds`, `checkpoint_background_seconds` and
-    `checkpoint_commit_timestamp_seconds`. The counter `checkpoint_commits_total` begins at 0 in
-    each process.
+    `checkpoint_commit_timestamp_seconds`. The counters `checkpoint_commits_total` and
+    `checkpoint_failed_attempts_total` begin at 0 in each process.
 
-    Raises CheckpointError for another ending, which node_exporter would ignore.
+    Raises CheckpointError for another ending, which node_exporter would ignore, and for a label
+    `part`.
     """
 
     def __init__(
@@ -100,6 +113,8 @@ class PrometheusTextLogger:
                 f"{self._path}: expected a name that ends with .prom; "
                 "node_exporter reads no other files"
             )
+        if "part" in labels:
+            raise CheckpointError("labels: got part, which checkpoint_part_bytes has; rename it")
         self._registry = prometheus_client.CollectorRegistry()
         self._write = prometheus_client.write_to_textfile
 
@@ -108,18 +123,33 @@ class PrometheusTextLogger:
             return created.labels(**labels) if labels else created
 
         gauge, counter = prometheus_client.Gauge, prometheus_client.Counter
+        names, text = [*labels, "part"], "Tensor bytes of each part of the last checkpoint"
+        self._part_bytes = gauge("checkpoint_part_bytes", text, names, registry=self._registry)
+        self._labels = labels
         self._gauges = {
-            name: metric(gauge, name.replace("/", "_"), text) for name, text in METRICS.items()
+            name: metric(gauge, name.replace("/", "_"), text)
+            for name, text in METRICS.items()
+            if name != _FAILED
         }
         self._committed_at = metric(
             gauge, "checkpoint_commit_timestamp_seconds", "Unix time of the last commit"
         )
         self._commits = metric(counter, "checkpoint_commits", "Commits of this process")
+        self._failed = metric(counter, _FAILED.replace("/", "_"), METRICS[_FAILED])
+        self._failed_before = 0  # of the manager; another one begins at 0
 
-    def __call__(self, report: SaveReport) -> None:
-        """Log a commit."""
-        for name, value in metrics_of(report).items():
-            self._gauges[name].set(value)
-        self._committed_at.set_to_current_time()
-        self._commits.inc()
+    def __call__(self, report: SaveReport | SaveFailure) -> None:
+        """Log a commit or a failed attempt."""
+        before = self._failed_before if self._failed_before <= report.failed_attempts else 0
+        self._failed.inc(report.failed_attempts - before)
+        self._failed_before = report.failed_attempts
+        if isinstance(report, SaveReport):
+            numbers = metrics_of(report)
+            for name, gauge in self._gauges.items():
+                gauge.set(numbers[name])
+            self._part_bytes.clear()
+            for part, nbytes in report.parts.items():
+                self._part_bytes.labels(**self._labels, part=part).set(nbytes)
+            self._committed_at.set_to_current_time()
+            self._commits.inc()
         self._write(self._path, self._registry)

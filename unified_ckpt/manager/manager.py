@@ -21,7 +21,7 @@ from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.manager.events.run_events import CommitHook
+from unified_ckpt.manager.events.run_events import CommitHook, FailureHook
 from unified_ckpt.manager.restore.targets import (
     RestorePoint,
     RestoreRequest,
@@ -90,6 +90,13 @@ class CheckpointManager:
         the hook is logged.
         """
         self.run.events.hooks.append(hook)
+        return hook
+
+    def on_failure(self, hook: FailureHook) -> FailureHook:
+        """Call `hook(failure)` with a `SaveFailure` on rank 0 after every failed attempt to save,
+        in the thread of the save. Returns `hook`. An error of the hook is logged.
+        """
+        self.run.events.failure_hooks.append(hook)
         return hook
 
     def should_save(self, step: int) -> bool:

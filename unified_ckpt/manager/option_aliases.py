@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TypedDict, TypeVar, Unpack
 
+from unified_ckpt.core.keywords import suggestion
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import (
     LoadOptions,
@@ -161,9 +162,10 @@ def _known_values(flags: Mapping[str, object]) -> dict[str, object]:
                 raise FormatError(f"{name}: got two values, also as {known_name}; remove one")
             values[known_name] = value
         elif name not in _NOT_OF_CHECKPOINTS:
-            known_names = ", ".join((*_MANAGER, *_SAVE, *_SPECIAL))
+            known_names = (*_MANAGER, *_SAVE, *_SPECIAL)
             raise FormatError(
-                f"{name}: got an unknown checkpoint flag, expected one of {known_names}"
+                f"{name}: got an unknown checkpoint flag, expected one of "
+                f"{', '.join(known_names)}{suggestion(name, known_names)}"
             )
     return values
 
@@ -339,6 +341,7 @@ def _check_paddle_arguments(config: str | None, arguments: PaddleArguments) -> N
         raise FormatError(
             f"{unknown[0]}: got an unknown argument, expected one of "
             f"{', '.join(PaddleArguments.__annotations__)}"
+            f"{suggestion(unknown[0], PaddleArguments.__annotations__)}"
         )
     if str(arguments.get("unified_checkpoint", True)).lower() in ("false", "0"):
         raise FormatError(
@@ -370,7 +373,7 @@ def _paddle_flags(config: str) -> frozenset[str]:
         if flag not in _PADDLE_FLAGS:
             raise FormatError(
                 f"unified_checkpoint_config: got unknown flag {flag!r}, "
-                f"expected one of {', '.join(_PADDLE_FLAGS)}"
+                f"expected one of {', '.join(_PADDLE_FLAGS)}{suggestion(flag, _PADDLE_FLAGS)}"
             )
     if flags.keys() >= {"skip_save_model_weight", "remove_master_weight"}:
         raise FormatError(

@@ -48,7 +48,7 @@ class SaveJob:
     def attempt(self, target: SaveTarget, number: int) -> SaveAttempt:
         """Return the attempt that begins now."""
         waited = time.monotonic() - self.called
-        return SaveAttempt(self.step, target, number, waited, dict(self.metrics))
+        return SaveAttempt(self.step, target, number, self.called, waited, dict(self.metrics))
 
     @property
     def step(self) -> int:

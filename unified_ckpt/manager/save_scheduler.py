@@ -118,13 +118,18 @@ class SaveScheduler:
             else:
                 self._record_commit(job, attempt, report)
 
+        def on_end(attempt: SaveAttempt, error: BaseException | None) -> None:
+            if error is not None:
+                self._record_failure(job, attempt, error, attempt.number)
+
         def start(attempt: SaveAttempt) -> PendingSave:
             target = attempt.target
-            return self._checkpointer.save_async(
+            return self._checkpointer._start_async(
                 job.path_at(target),
+                job.arguments_at(target),
                 lazy=self._options.lazy,
                 after_commit=lambda report: after_commit(attempt, report),
-                **job.arguments_at(target),
+                on_end=lambda error: on_end(attempt, error),
             )
 
         self._mark_begun(job)
@@ -138,6 +143,15 @@ class SaveScheduler:
     def _record_commit(self, job: SaveJob, attempt: SaveAttempt, report: SaveReport) -> None:
         self._events.save_committed(attempt, report)
         self._on_commit(job, attempt.target)
+
+    def _record_failure(
+        self, job: SaveJob, attempt: SaveAttempt, error: BaseException, attempts: int
+    ) -> None:
+        """Record a failed attempt, after `attempts` of the save. A failed local one that is due is
+        repeated in the root.
+        """
+        has_attempts = job.for_root if attempt.target.local else attempts <= self._options.retries
+        self._events.save_failed(attempt, error, will_retry=is_transient(error) and has_attempts)
 
     def collect(self, *, strict: bool = False, is_last: bool = False) -> None:
         """Wait for the save in flight and count its result.
@@ -161,7 +175,6 @@ class SaveScheduler:
         self, in_flight: _InFlight, error: Exception, *, strict: bool, is_last: bool
     ) -> None:
         is_local = in_flight.attempt.target.local
-        self._events.save_failed(in_flight.attempt, error)
         if is_local:
             self._direct_next = self._direct_next or in_flight.job.for_root
         if is_last:
@@ -239,7 +252,7 @@ class SaveScheduler:
             try:
                 return attempt, start(attempt)
             except Exception as error:
-                self._events.save_failed(attempt, error)
+                self._record_failure(job, attempt, error, 1)
                 if not is_transient(error):
                     raise
                 self._warn_local_failure(job, error)
@@ -253,7 +266,7 @@ class SaveScheduler:
             try:
                 return attempt, start(attempt)
             except Exception as error:
-                self._events.save_failed(attempt, error)
+                self._record_failure(job, attempt, error, attempts + 1)
                 raise
 
         return self._retry(start_in_root, retried=retried, is_last=is_last)

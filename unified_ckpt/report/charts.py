@@ -6,25 +6,37 @@ Nothing of a checkpoint becomes code: names are data of a chart, and expressions
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
-from unified_ckpt.format.events import Phases
-from unified_ckpt.report.contents import LayerChange, TensorRow
+from unified_ckpt.core.text import size_unit
+from unified_ckpt.format.events import (
+    CopyEvent,
+    CopyFailedEvent,
+    DeleteEvent,
+    Event,
+    LoadEvent,
+    Phases,
+    SaveEvent,
+    SaveFailedEvent,
+)
 from unified_ckpt.report.run_data import StepRow
 from unified_ckpt.report.slices import COLUMNS, SliceMap
+from unified_ckpt.report.step_changes import StepChanges
 
 Spec = dict[str, Any]
 
-_MAX_LEAVES = 1500  # of the treemap; larger checkpoints show layers
-_NAME_CHARS = 120
+NAME_CHARS = 120
 
 
-def _chart(values: Sequence[dict[str, Any]], height: int, **spec: Any) -> Spec:
+def _chart(
+    values: Sequence[dict[str, Any]], height: int, *, name: str = "rows", **spec: Any
+) -> Spec:
     return {
         "width": "container",
         "height": height,
         "autosize": {"type": "fit-x", "contains": "padding"},
-        "data": {"values": list(values)},
+        "data": {"name": name, "values": list(values)},
         **spec,
     }
 
@@ -51,7 +63,11 @@ def save_seconds(rows: Sequence[StepRow]) -> Spec:
         encoding={
             "x": _field("step", "ordinal", axis={"labelOverlap": True, "labelAngle": 0}),
             "y": _field("seconds", title="seconds per save", aggregate="sum"),
-            "color": _field("time", "nominal", title=None, legend={"orient": "top"}),
+            "color": _field(
+                "time", "nominal", title=None, legend={"orient": "top"},
+                scale={"domain": list(_KINDS)[:2], "range": list(_KINDS.values())[:2]},
+            ),
+            "order": {"field": "time", "sort": "descending"},
             "tooltip": [
                 _field("step"), _field("time", "nominal"), _field("seconds", aggregate="sum"),
             ],
@@ -59,17 +75,28 @@ def save_seconds(rows: Sequence[StepRow]) -> Spec:
     )  # fmt: skip
 
 
+def sizes(rows: Sequence[StepRow]) -> Spec:
+    """Return the size by step."""
+    divisor, unit = size_unit(max(row.nbytes or 0 for row in rows))
+    values = [(row, row.nbytes / divisor) for row in rows if row.nbytes is not None]
+    return _by_step(values, f"size, {unit}", zero=True)
+
+
 def metric(rows: Sequence[StepRow], name: str) -> Spec:
-    """Return one metric, or "GB" for the size, by step."""
+    """Return one metric by step."""
+    values = [(row, row.metrics[name]) for row in rows if name in row.metrics]
+    return _by_step(values, name, zero=False)
+
+
+def _by_step(rows: Sequence[tuple[StepRow, float]], title: str, *, zero: bool) -> Spec:
     values = [
         {
             "step": row.step,
-            "value": (row.nbytes or 0) / 1e9 if name == "GB" else row.metrics[name],
+            "value": value,
             "status": row.status if row.status in ("kept", "removed") else "other",
         }
-        for row in rows
+        for row, value in rows
         if row.step is not None
-        and (row.nbytes is not None if name == "GB" else name in row.metrics)
     ]
     return _chart(
         values,
@@ -78,11 +105,101 @@ def metric(rows: Sequence[StepRow], name: str) -> Spec:
         encoding={
             "x": _field("step", axis={"tickMinStep": 1}, scale={"zero": False}),
             "y": _field(
-                "value", title=name[:_NAME_CHARS], scale={"zero": name == "GB"}
+                "value", title=title[:NAME_CHARS], scale={"zero": zero}
             ),
             "tooltip": [_field("step"), _field("value"), _field("status", "nominal")],
         },
     )  # fmt: skip
+
+
+def run_timeline(events: Sequence[Event]) -> Spec:
+    """Return the saves, copies, loads and deletions of a run over time, as bars."""
+    values = [bar for event in events for bar in _bars(event)]
+    lanes = dict.fromkeys(sorted({bar["what"] for bar in values}, key=_LANES.index))
+    kinds = [name for name in _KINDS if any(bar["kind"] == name for bar in values)]
+    colours = {"domain": kinds, "range": [_KINDS[name] for name in kinds]}
+    legend = {"orient": "top", "columns": 2}
+    kind = _field("kind", "nominal", title=None, legend=legend, scale=colours)
+    return _chart(
+        values,
+        max(60, 30 * len(lanes)),
+        # A stroke keeps seconds visible in a run of weeks.
+        mark={"type": "bar", "height": {"band": 0.7}, "strokeWidth": 2},
+        params=[
+            {
+                "name": "shown",
+                "select": {
+                    "type": "interval",
+                    "encodings": ["x"],
+                    "zoom": "wheel![event.shiftKey]",
+                    "translate": "[pointerdown[event.shiftKey], window:pointerup] > "
+                    "window:pointermove!",
+                },
+                "bind": "scales",
+            }
+        ],
+        encoding={
+            "x": _field(
+                "start", "temporal", title="UTC", scale={"type": "utc"},
+                axis={"format": _TIMES, "labelOverlap": True, "labelSeparation": 8},
+            ),
+            "x2": {"field": "end"},
+            "y": _field("what", "nominal", title=None, sort=list(lanes)),
+            "color": kind,
+            "stroke": kind,
+            "tooltip": [
+                _field("what", "nominal"), _field("step"), _field("kind", "nominal"),
+                _field("seconds"), _field("ended", "nominal"),
+            ],
+        },
+    )  # fmt: skip
+
+
+_LANES = ("saves", "local saves", "copies to the root", "loads", "deletions")
+_KINDS = {
+    "training blocked": "#f58518",
+    "in the background": "#4c78a8",
+    "failed": "#e45756",
+    "removed": "#8a94a3",
+}
+_TIMES = {
+    "milliseconds": "%H:%M:%S.%L",
+    "seconds": "%H:%M:%S",
+    "minutes": "%H:%M",
+    "hours": "%m-%d %H:%M",
+    "date": "%m-%d",
+}
+
+
+def _bars(event: Event) -> list[dict[str, Any]]:
+    """Return the bars of an event: its time, and what training did meanwhile."""
+    ended = datetime.fromisoformat(event.time).timestamp() * 1000
+
+    def bar(what: str, kind: str, before: float, seconds: float) -> dict[str, Any]:
+        stop = ended - 1000 * before
+        span = {"start": round(stop - 1000 * seconds), "end": round(stop)}
+        facts = {"step": event.step, "seconds": round(seconds, 3), "ended": event.time[:19]}
+        return {"what": what, "kind": kind, **span, **facts}
+
+    if isinstance(event, SaveEvent | SaveFailedEvent):
+        what = "local saves" if event.tier == "local" else "saves"
+        if isinstance(event, SaveFailedEvent):
+            return [bar(what, "failed", 0, event.seconds or 0)]
+        background = max(event.seconds - event.blocked_seconds, 0)
+        return [
+            bar(what, "training blocked", background, event.blocked_seconds),
+            *([bar(what, "in the background", 0, background)] if background else []),
+        ]
+    match event:
+        case CopyEvent():
+            return [bar("copies to the root", "in the background", 0, event.seconds)]
+        case CopyFailedEvent():
+            return [bar("copies to the root", "failed", 0, event.seconds)]
+        case LoadEvent():
+            return [bar("loads", "training blocked", 0, event.seconds)]
+        case DeleteEvent():
+            return [bar("deletions", "removed", 0, 0)]
+    return []
 
 
 def timeline(phases: Phases) -> Spec:
@@ -91,7 +208,7 @@ def timeline(phases: Phases) -> Spec:
         {
             "rank": f"rank {rank}",
             "order": rank,
-            "step": name[:_NAME_CHARS],
+            "step": name[:NAME_CHARS],
             "start": start,
             "end": start + seconds,
             "seconds": seconds,
@@ -159,21 +276,23 @@ def slices(slice_map: SliceMap) -> Spec:
     )
 
 
-def changes(layers: Sequence[LayerChange]) -> Spec:
-    """Return the share of changed bytes by layer and part."""
+CHANGES = "changes"  # the data that the page's script replaces
+
+
+def changes(changed: StepChanges) -> Spec:
+    """Return the share of changed bytes by layer and part, of the last two steps."""
     values = [
         {
-            "layer": change.layer[:_NAME_CHARS],
+            "layer": change.layer[:NAME_CHARS],
             "part": change.part,
             "changed": change.changed_nbytes / max(change.nbytes, 1),
-            "tensors": change.tensors,
-            "GB": change.nbytes / 1e9,
         }
-        for change in layers
+        for change in changed.compare(-2, -1)
     ]
     return _chart(
         values,
-        18 * max(len({change.layer for change in layers}), 2),
+        18 * max(len({layer for _, layer in changed.nbytes}), 2),
+        name=CHANGES,
         mark={"type": "rect"},
         encoding={
             "x": _field("part", "nominal", title=None, axis={"orient": "top", "labelAngle": 0}),
@@ -181,155 +300,13 @@ def changes(layers: Sequence[LayerChange]) -> Spec:
             "color": _field(
                 "changed",
                 title="changed",
-                scale={"scheme": "oranges", "domain": [0, 1]},
+                scale={"range": ["#8a94a3", "#f58518"], "domain": [0, 1], "interpolate": "rgb"},
                 legend={"format": ".0%", "orient": "top"},
             ),
             "tooltip": [
                 _field("layer", "nominal"),
                 _field("part", "nominal"),
                 _field("changed", format=".1%"),
-                _field("tensors"),
-                _field("GB"),
             ],
         },
     )
-
-
-def treemap(tensors: Sequence[TensorRow]) -> Spec:
-    """Return the bytes by part, layer and tensor; colours are dtypes. Areas are proportional."""
-    whole = len(tensors) > _MAX_LEAVES
-    leaves: dict[tuple[str, str, str, str], int] = {}
-    for tensor in tensors:
-        leaf = (tensor.part, tensor.layer, "" if whole else tensor.name, tensor.dtype)
-        leaves[leaf] = leaves.get(leaf, 0) + tensor.nbytes
-    nodes: list[dict[str, Any]] = [{"id": 0, "parent": None, "title": "checkpoint"}]
-    ids: dict[tuple[str, ...], int] = {}
-
-    def node(key: tuple[str, ...], parent: int, **fields: Any) -> int:
-        if key not in ids:
-            ids[key] = len(nodes)
-            nodes.append({"id": ids[key], "parent": parent, **fields})
-        return ids[key]
-
-    for (part, layer, name, dtype), nbytes in leaves.items():
-        of_part = node((part,), 0, title=part[:_NAME_CHARS])
-        of_layer = node((part, layer), of_part, title=f"{part}: {layer}"[:_NAME_CHARS])
-        title = f"{part}: {name or layer}"[:_NAME_CHARS]
-        node((part, layer, name, dtype), of_layer, title=title, dtype=dtype, nbytes=nbytes)
-    return {
-        "signals": [
-            {
-                "name": "width",
-                "init": "containerSize()[0]",
-                "on": [{"events": "window:resize", "update": "containerSize()[0]"}],
-            }
-        ],
-        "height": 420,
-        "padding": {"left": 0, "right": 0, "top": 0, "bottom": 0},
-        "autosize": {"type": "fit-x", "contains": "padding"},
-        "data": [
-            {
-                "name": "tree",
-                "values": nodes,
-                "transform": [
-                    {"type": "stratify", "key": "id", "parentKey": "parent"},
-                    {
-                        "type": "treemap",
-                        "field": "nbytes",
-                        "sort": {"field": "value", "order": "descending"},
-                        "round": True,
-                        "method": "squarify",
-                        "paddingInner": 1,
-                        "paddingTop": 0,
-                        "size": [{"signal": "width"}, {"signal": "height"}],
-                    },
-                ],
-            },
-            {
-                "name": "parts",
-                "source": "tree",
-                "transform": [{"type": "filter", "expr": "datum.depth === 1"}],
-            },
-            {
-                "name": "layers",
-                "source": "tree",
-                "transform": [
-                    {
-                        "type": "filter",
-                        "expr": "datum.depth === 2 && datum.x1 - datum.x0 > 60 "
-                        "&& datum.y1 - datum.y0 > 16",
-                    }
-                ],
-            },
-            {
-                "name": "leaves",
-                "source": "tree",
-                "transform": [{"type": "filter", "expr": "!datum.children"}],
-            },
-        ],
-        "scales": [
-            {
-                "name": "dtypes",
-                "type": "ordinal",
-                "domain": {"data": "leaves", "field": "dtype", "sort": True},
-                "range": {"scheme": "tableau10"},
-            }
-        ],
-        "legends": [{"fill": "dtypes", "orient": "top", "direction": "horizontal"}],
-        "marks": [_leaves(), _outlines("parts", 3), _layer_names()],
-    }
-
-
-_BOX = {
-    "x": {"field": "x0"},
-    "x2": {"field": "x1"},
-    "y": {"field": "y0"},
-    "y2": {"field": "y1"},
-}
-
-
-def _leaves() -> Spec:
-    nbytes = "format(datum.nbytes, ',') + ' bytes'"
-    tooltip = f"{{name: datum.title, dtype: datum.dtype, size: {nbytes}}}"
-    return {
-        "type": "rect",
-        "from": {"data": "leaves"},
-        "encode": {
-            "update": {
-                **_BOX,
-                "fill": {"scale": "dtypes", "field": "dtype"},
-                "fillOpacity": {"value": 0.85},
-                "tooltip": {"signal": tooltip},
-            },
-            "hover": {"fillOpacity": {"value": 0.5}},
-        },
-    }
-
-
-def _outlines(data: str, width: int) -> Spec:
-    stroke = {"stroke": {"signal": "outline"}, "strokeWidth": {"value": width}}
-    return {
-        "type": "rect",
-        "from": {"data": data},
-        "interactive": False,
-        "encode": {"update": {**_BOX, **stroke}},
-    }
-
-
-def _layer_names() -> Spec:
-    text = {"x": {"field": "x0", "offset": 4}, "y": {"field": "y0", "offset": 4}}
-    return {
-        "type": "text",
-        "from": {"data": "layers"},
-        "interactive": False,
-        "encode": {
-            "update": {
-                **text,
-                "baseline": {"value": "top"},
-                "fill": {"value": "white"},
-                "fontSize": {"value": 11},
-                "text": {"field": "title"},
-                "limit": {"signal": "datum.x1 - datum.x0 - 8"},
-            }
-        },
-    }

@@ -1,12 +1,8 @@
-"""What one checkpoint holds: its tensors with sizes, their layers, and what differs from another.
-
-Reads headers and digests, never tensors.
-"""
+"""What one checkpoint holds: its tensors with sizes, and their layers. Reads headers only."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unified_ckpt.engine.folder.folder import Folder
@@ -27,17 +23,6 @@ class TensorRow:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerChange:
-    """What differs in one layer of a part: bytes of all blocks, and of those that changed."""
-
-    part: str
-    layer: str
-    tensors: int
-    nbytes: int
-    changed_nbytes: int
 
 
 def layer_of(name: str) -> str:
@@ -82,36 +67,3 @@ def locate_slices(folder: Folder) -> SliceMap | None:
                 tensors.append(PlacedTensor(part, tuple(entry.shape), start, nbytes, rule_of[name]))
                 start += nbytes
     return map_slices(records, tensors, world_size=manifest.world_size)
-
-
-def compare_digests(before: Folder, after: Folder) -> list[LayerChange] | None:
-    """Return what changed from one checkpoint to another, by part and layer, from the digests of
-    1 MiB blocks. None if one of them has no digests.
-    """
-    if not all(f.manifest is not None and f.manifest.digests is not None for f in (before, after)):
-        return None
-    changes: dict[tuple[str, str], LayerChange] = {}
-    for part, name, nbytes, changed in _compared(before, after):
-        layer = layer_of(name)
-        old = changes.get((part, layer), LayerChange(part, layer, 0, 0, 0))
-        changes[part, layer] = LayerChange(
-            part, layer, old.tensors + 1, old.nbytes + nbytes, old.changed_nbytes + changed
-        )
-    return list(changes.values())
-
-
-def _compared(before: Folder, after: Folder) -> Iterator[tuple[str, str, int, int]]:
-    """Yield part, name, bytes and changed bytes of each tensor of `after`."""
-    for part in after.parts:
-        specs = after.specs(part, after.names(part))
-        common = set(before.names(part)) & set(specs)
-        new = after.block_digests([(part, name) for name in common])
-        old = before.block_digests([(part, name) for name in common])
-        old_specs = before.specs(part, common)
-        for name, spec in sorted(specs.items()):
-            blocks, old_blocks = new.get((part, name)), old.get((part, name))
-            if blocks is None or old_blocks is None or old_specs[name] != spec:
-                yield part, name, spec.nbytes, spec.nbytes
-                continue
-            differing = sum(a != b for a, b in zip(blocks, old_blocks, strict=True))
-            yield part, name, spec.nbytes, spec.nbytes * differing // max(len(blocks), 1)

@@ -29,6 +29,27 @@ function themed() {
   };
 }
 
+// Shows what changed between the selected steps, as StepChanges.compare does.
+function compareSteps(view) {
+  const { patterns, layers } = JSON.parse(document.getElementById("step-changes").textContent);
+  const [before, after] = ["before", "after"].map((id) => Number(document.getElementById(id).value));
+  const rows = [], changedByLayer = new Map();
+  let total = 0, changed = 0;
+  for (const [part, layer, sizes] of layers) {
+    const present = sizes.filter(([number]) => patterns[number][after] >= 0);
+    const differing = present.filter(([number]) => patterns[number][before] !== patterns[number][after]);
+    const [whole, different] = [present, differing].map((list) => list.reduce((sum, [, size]) => sum + size, 0));
+    if (!whole) continue;
+    rows.push({ part, layer, changed: different / whole });
+    changedByLayer.set(layer, (changedByLayer.get(layer) ?? 0) + different);
+    total += whole; changed += different;
+  }
+  const [share, count] = document.querySelectorAll("dl.compared dd");
+  share.textContent = `${(100 * changed / Math.max(total, 1)).toFixed(1)}%`;
+  count.textContent = `${[...changedByLayer.values()].filter((size) => size === 0).length} of ${changedByLayer.size}`;
+  view.data("changes", rows).run();
+}
+
 async function draw() {
   views.forEach((view) => view.finalize());
   views = [];
@@ -38,7 +59,13 @@ async function draw() {
     figure.replaceChildren();
     const mode = spec.marks ? "vega" : "vega-lite";
     const options = { mode, actions: false, config, defaultStyle: false, renderer: "svg", tooltip: showTooltip };
-    views.push(await vegaEmbed(figure, spec, options));
+    const result = await vegaEmbed(figure, spec, options);
+    views.push(result);
+    if (spec.data.name === "changes") {
+      const update = () => compareSteps(result.view);
+      for (const id of ["before", "after"]) document.getElementById(id).onchange = update;
+      update();
+    }
   }
   document.documentElement.dataset.drawn = String(views.length);
 }

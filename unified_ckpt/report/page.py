@@ -11,18 +11,22 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib import resources
 
+from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.format.events import LoadEvent, SaveEvent
-from unified_ckpt.report import charts
+from unified_ckpt.format.events import Event, LoadEvent, SaveEvent
+from unified_ckpt.report import charts, treemap
 from unified_ckpt.report.charts import Spec
-from unified_ckpt.report.run_data import Contents, ReportData, StepRow, last_event
+from unified_ckpt.report.run_data import Contents, ReportData, StepRow, copy_rows, last_event
 from unified_ckpt.report.slices import SliceMap
 
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _MAX_METRICS = 6
+_MAX_PARTS = 8  # with a column of their own
 _MAX_ROWS = 500
+_MAX_EVENTS = 2000
+_SELECT_LABELS = {"before": "from", "after": "to"}
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"  # what the page uses of the bundle
 
 
@@ -41,7 +45,10 @@ def render(data: ReportData) -> str:
     page.add(f"<p>{_escape(data.path)}</p>")
     _add_summary(page, data)
     if data.is_run:
+        _add_run_timeline(page, data.events)
         _add_steps(page, data.rows)
+        _add_stale(page, data)
+        _add_copies(page, data.events)
     _add_timeline(page, data, SaveEvent, "The last save, by rank")
     _add_timeline(page, data, LoadEvent, "The last load, by rank")
     _add_contents(page, data)
@@ -50,9 +57,10 @@ def render(data: ReportData) -> str:
         _add_changes(page, data)
     assets = resources.files("unified_ckpt.report")
     title = _escape(f"{_name(data.path)} - unified_ckpt")
-    charts_json = [
-        f'<script type="application/json" id="chart-{i}">{_script_json(spec)}</script>'
-        for i, spec in enumerate(page.charts)
+    blocks = {f"chart-{i}": spec for i, spec in enumerate(page.charts)} | page.data
+    data_json = [
+        f'<script type="application/json" id="{name}">{_script_json(value)}</script>'
+        for name, value in blocks.items()
     ]
     return "\n".join(
         [
@@ -62,7 +70,7 @@ def render(data: ReportData) -> str:
             f"<style>\n{(assets / 'page.css').read_text()}</style>\n</head>\n<body>",
             *page.body,
             '<div id="tooltip" hidden></div>',
-            *charts_json,
+            *data_json,
             f'<script type="module">\n{library}\n</script>',
             f'<script type="module">\n{(assets / "page.js").read_text()}</script>',
             "</body>\n</html>\n",
@@ -76,6 +84,7 @@ class _Page:
 
     body: list[str] = field(default_factory=list)
     charts: list[Spec] = field(default_factory=list)
+    data: dict[str, object] = field(default_factory=dict)  # of the page's script, by id
 
     def add(self, text: str) -> None:
         self.body.append(text)
@@ -120,16 +129,20 @@ def _add_summary(page: _Page, data: ReportData) -> None:
         failed = sum(row.status.startswith("failed") for row in data.rows)
         facts = [
             ("checkpoints kept", str(len(kept))),
-            ("their size", _size(sum(row.nbytes or 0 for row in kept))),
+            ("their size", human_size(sum(row.nbytes or 0 for row in kept))),
             ("failed attempts", str(failed)),
         ]
     if saves:
         blocked = sum(save.blocked_seconds for save in saves)
+        first, last = (datetime.fromisoformat(e.time) for e in (data.events[0], data.events[-1]))
+        share = blocked / max((last - first).total_seconds(), blocked, 1e-9)
         facts += [
+            ("latest step", str(saves[-1].step)),
+            ("saved at (UTC)", saves[-1].time[:19].replace("T", " ")),
             ("last save", _seconds(saves[-1].seconds)),
             ("of which training blocked", _seconds(saves[-1].blocked_seconds)),
-            ("rate of the last save", f"{_size(_rate(saves[-1]))}/s"),
-            ("training blocked in all saves", _seconds(blocked)),
+            ("rate of the last save", f"{human_size(_rate(saves[-1]))}/s"),
+            ("training blocked in all saves", f"{_seconds(blocked)}, {share:.1%} of the run"),
         ]
     if facts:
         page.facts(facts)
@@ -139,12 +152,45 @@ def _rate(save: SaveEvent) -> float:
     return save.nbytes / max(save.seconds, 1e-9)
 
 
+def _add_run_timeline(page: _Page, events: Sequence[Event]) -> None:
+    page.add("<h2>The run over time</h2>")
+    shown = events[-_MAX_EVENTS:]
+    if not shown:
+        page.absent("Not recorded: the events of a run are written by the CheckpointManager.")
+        return
+    if len(shown) < len(events):
+        page.absent(f"The last {_MAX_EVENTS} of {len(events)} events are shown.")
+    page.add("<p>Shift and the wheel zoom, Shift and a drag move.</p>")
+    page.add_chart(charts.run_timeline(shown), "saves, copies, loads and deletions over time")
+
+
+def _add_copies(page: _Page, events: Sequence[Event]) -> None:
+    copies = copy_rows(events)[-_MAX_ROWS:]
+    if not copies:
+        return
+    page.add("<h3>Copies from the local directory to the root</h3>")
+    page.table(
+        ("step", "at", "size", "seconds", "attempt", "status"),
+        [
+            (
+                "" if row.step is None else str(row.step),
+                row.time[:19].replace("T", " "),
+                "" if row.nbytes is None else human_size(row.nbytes),
+                "" if row.seconds is None else _seconds(row.seconds),
+                str(row.attempt),
+                row.status,
+            )
+            for row in reversed(copies)
+        ],
+    )
+
+
 def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
     page.add("<h2>All steps</h2>")
     shown = rows[-_MAX_ROWS:]
     if len(shown) < len(rows):
         page.absent(f"The last {_MAX_ROWS} of {len(rows)} saves are shown.")
-    timed = [row for row in shown if row.seconds is not None]
+    timed = [row for row in shown if row.seconds is not None and row.nbytes is not None]
     if timed:
         page.add("<h3>Time</h3>")
         page.add_chart(charts.save_seconds(timed), "seconds of each save")
@@ -155,21 +201,29 @@ def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
         )
     if any(row.nbytes for row in shown):
         page.add("<h3>Size</h3>")
-        page.add_chart(charts.metric(shown, "GB"), "size of each checkpoint")
+        page.add_chart(charts.sizes(shown), "size of each checkpoint")
     names = sorted({name for row in shown for name in row.metrics})
     if names:
         page.add("<h3>Metrics</h3>")
     else:
         page.absent("No metrics: pass metrics={name: number} to save.")
+    if len(names) > _MAX_METRICS:
+        page.absent(f"{_MAX_METRICS} of {len(names)} metrics have a chart.")
     for name in names[:_MAX_METRICS]:
         page.add_chart(charts.metric(shown, name), f"metric {name}")
+    parts = list(dict.fromkeys(part for row in shown for part in row.parts))[:_MAX_PARTS]
     page.table(
-        ("step", "saved at", "size", "seconds", "blocked", "attempt", "status", "metrics"),
+        (
+            "step", "saved at", "ranks", "size", *parts, "seconds", "blocked", "attempt", "status",
+            "metrics",
+        ),
         [
             (
                 "" if row.step is None else str(row.step),
                 row.created[:19].replace("T", " "),
-                "" if row.nbytes is None else _size(row.nbytes),
+                "" if row.ranks is None else str(row.ranks),
+                "" if row.nbytes is None else human_size(row.nbytes),
+                *(human_size(row.parts[part]) if part in row.parts else "" for part in parts),
                 "" if row.seconds is None else _seconds(row.seconds),
                 "" if row.blocked_seconds is None else _seconds(row.blocked_seconds),
                 str(row.attempt),
@@ -178,7 +232,17 @@ def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
             )
             for row in reversed(shown)
         ],
-    )
+    )  # fmt: skip
+
+
+def _add_stale(page: _Page, data: ReportData) -> None:
+    if data.stale_folders:
+        folders = count_text(len(data.stale_folders), "folder")
+        size = human_size(sum(stale.nbytes for stale in data.stale_folders))
+        page.absent(
+            f"Interrupted saves left {folders}, {size}; `unified-ckpt list` shows them, "
+            "`unified-ckpt prune --stale` removes them."
+        )
 
 
 def _add_timeline(
@@ -187,6 +251,9 @@ def _add_timeline(
     page.add(f"<h2>{title}</h2>")
     event = last_event(data, kind)
     if event is None or event.phases is None:
+        if data.events:
+            page.absent(f"There is none in the events of {_name(data.path)}.")
+            return
         page.absent("Not recorded: the events of a run are written by the CheckpointManager.")
         return
     phases = event.phases
@@ -216,14 +283,19 @@ def _add_contents(page: _Page, data: ReportData) -> None:
     page.add(f"<p>{_escape(_name(contents.path))}, format {_escape(contents.format)}</p>")
     page.facts(contents.facts, style="facts")
     page.add("<h3>Size by part, layer and tensor</h3>")
-    page.add_chart(charts.treemap(contents.tensors), "sizes by part, layer and dtype")
+    if len(contents.tensors) > treemap.MAX_LEAVES:
+        page.absent(f"Layers are shown in place of {len(contents.tensors)} tensors.")
+    page.add_chart(treemap.treemap(contents.tensors), "sizes by part, layer and dtype")
     totals: dict[tuple[str, str], list[int]] = {}
     for tensor in contents.tensors:
         total = totals.setdefault((tensor.part, tensor.dtype), [0, 0])
         total[0], total[1] = total[0] + 1, total[1] + tensor.nbytes
     page.table(
         ("part", "dtype", "tensors", "size"),
-        [(part, dtype, str(n), _size(size)) for (part, dtype), (n, size) in sorted(totals.items())],
+        [
+            (part, dtype, str(n), human_size(size))
+            for (part, dtype), (n, size) in sorted(totals.items())
+        ],
     )
 
 
@@ -236,39 +308,63 @@ def _add_slices(page: _Page, contents: Contents | None) -> None:
         )
         return
     slice_map: SliceMap = contents.slices
-    parts = ", ".join(f"{part} {_size(nbytes)}" for part, nbytes in contents.parts.items())
+    parts = ", ".join(f"{part} {human_size(nbytes)}" for part, nbytes in contents.parts.items())
     page.add(f"<p>Files from first to last: {_escape(parts)}.</p>")
     page.add_chart(charts.slices(slice_map), "bytes held by each rank")
     held = sorted(slice_map.nbytes_by_row)
     page.facts(
         [
-            ("fewest bytes of a rank", _size(held[0])),
-            ("median", _size(held[len(held) // 2])),
-            ("most", _size(held[-1])),
+            ("fewest bytes of a rank", human_size(held[0])),
+            ("median", human_size(held[len(held) // 2])),
+            ("most", human_size(held[-1])),
         ]
     )
 
 
 def _add_changes(page: _Page, data: ReportData) -> None:
-    page.add("<h2>What changed in the last step</h2>")
+    page.add("<h2>What changed between two steps</h2>")
     changes = data.changes
     if changes is None:
-        page.absent("There are not two complete checkpoints.")
+        page.absent("There are not two complete checkpoints with digests.")
         return
-    page.add(f"<p>{_escape(changes.before)} compared with {_escape(changes.after)}, by digest.</p>")
-    if changes.layers is None:
-        page.absent("A checkpoint has no digests, or cannot be read.")
-        return
-    frozen = [change for change in changes.layers if not change.changed_nbytes]
-    changed = sum(change.changed_nbytes for change in changes.layers)
-    total = sum(change.nbytes for change in changes.layers)
+    count = len(changes.names)
+    for selected, name in ((count - 2, "before"), (count - 1, "after")):
+        options = "".join(
+            f'<option value="{i}"{" selected" if i == selected else ""}>{_escape(step)}</option>'
+            for i, step in reversed(list(enumerate(changes.names)))
+        )
+        page.add(f'<label>{_SELECT_LABELS[name]} <select id="{name}">{options}</select></label>')
+    page.add(
+        "<p>Compared by the digests of 1 MiB blocks. Layers without any change are frozen.</p>"
+    )
+    if changes.left_out:
+        page.absent(
+            f"The {count} newest steps with digests are compared; {changes.left_out} are left out "
+            "to limit the size of the page, or cannot be read."
+        )
+    layers = changes.compare(-2, -1)
+    changed = sum(change.changed_nbytes for change in layers)
+    all_layers = {change.layer for change in layers}
+    frozen = all_layers - {change.layer for change in layers if change.changed_nbytes}
+    share = changed / max(sum(change.nbytes for change in layers), 1)
     page.facts(
         [
-            ("changed", f"{_size(changed)} of {_size(total)}"),
-            ("layers without any change", f"{len(frozen)} of {len(changes.layers)}"),
-        ]
+            ("changed bytes", f"{share:.1%}"),
+            (
+                "layers without any change",
+                f"{len(frozen)} of {len(all_layers)}",
+            ),
+        ],
+        style="compared",
     )
-    page.add_chart(charts.changes(changes.layers), "changed bytes by layer and part")
+    page.add_chart(charts.changes(changes), "changed bytes by layer and part")
+    page.data["step-changes"] = {
+        "patterns": changes.patterns.tolist(),
+        "layers": [
+            [part, layer[: charts.NAME_CHARS], [list(item) for item in nbytes.items()]]
+            for (part, layer), nbytes in changes.nbytes.items()
+        ],
+    }
 
 
 def _chart_library() -> str:
@@ -291,13 +387,6 @@ def _escape(text: str) -> str:
 
 def _name(path: str) -> str:
     return os.path.split(path)[1] or path
-
-
-def _size(nbytes: float) -> str:
-    size, unit = float(nbytes), 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
 
 
 def _seconds(seconds: float) -> str:

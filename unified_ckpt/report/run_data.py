@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.format.events import DeleteEvent, Event, LoadEvent, SaveEvent, SaveFailedEvent
+from unified_ckpt.errors import NotFoundError
+from unified_ckpt.format.events import (
+    CopyEvent,
+    CopyFailedEvent,
+    CopyStartedEvent,
+    DeleteEvent,
+    Event,
+    LoadEvent,
+    SaveEvent,
+    SaveFailedEvent,
+)
+from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.events.file import read_events
-from unified_ckpt.manager.steps.scan import StepRecord, scan
+from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord, scan
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.report.contents import (
-    LayerChange,
     TensorRow,
-    compare_digests,
     list_tensors,
     locate_slices,
     stored_source,
 )
 from unified_ckpt.report.slices import SliceMap
+from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, compare_steps
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path
 from unified_ckpt.sources import open_source
 
@@ -31,7 +39,8 @@ from unified_ckpt.sources import open_source
 class StepRow:
     """One step of a run: a save, or an attempt that failed. Times are None where not recorded.
 
-    `status`: "kept", "removed" by retention, "failed", or the problem of the folder.
+    `parts`: tensor bytes by part. `status`: "kept", "local" for the local directory only, "removed"
+    by retention, "failed", or the problem of the folder.
     """
 
     step: int | None
@@ -42,7 +51,22 @@ class StepRow:
     seconds: float | None = None
     blocked_seconds: float | None = None
     attempt: int = 1
+    ranks: int | None = None
+    parts: Mapping[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRow:
+    """One copy of a local checkpoint to the root, or an attempt that failed."""
+
+    step: int | None
+    name: str
+    status: str
+    time: str
+    attempt: int
+    nbytes: int | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +92,43 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """What changed between two steps, by digest. `layers`: None if one has no digests."""
-
-    before: str
-    after: str
-    layers: Sequence[LayerChange] | None
-
-
-@dataclass(frozen=True, slots=True)
 class ReportData:
-    """All that the page shows. `is_run`: of a run with several steps, not of one checkpoint."""
+    """All that the page shows. `is_run`: of a run with several steps, not of one checkpoint.
+    `stale_folders`: what interrupted saves left.
+    """
 
     path: str
     is_run: bool
     rows: Sequence[StepRow]
     events: Sequence[Event]
     contents: Contents | None
-    changes: Changes | None
+    changes: StepChanges | None
+    stale_folders: Sequence[StaleFolder] = ()
 
 
-def read_report(path: str, *, prefix: str = "checkpoint-") -> ReportData:
-    """Read what a page about a run or a checkpoint shows. NotFoundError if it is neither."""
+def read_report(
+    path: str, *, prefix: str = "checkpoint-", progress: ProgressCallback = lambda *_: None
+) -> ReportData:
+    """Read what a page about a run or a checkpoint shows. NotFoundError if it is neither.
+
+    `progress` is called with the number of steps that are compared, and how many there are.
+    """
     path = absolute_path(path)
-    records = scan(LocalStorage(path), prefix).steps if os.path.isdir(path) else ()
+    saves: dict[str, tuple[int, dict[str, int]]] = {}
+
+    def visit(record: StepRecord, manifest: Manifest) -> None:
+        parts = {part: manifest.parts[part].total_nbytes for part in record.parts}
+        saves[record.path] = manifest.world_size, parts
+
+    scanned = scan(LocalStorage(path), prefix, visit=visit) if os.path.isdir(path) else Scan((), ())
     events = read_events(path)
-    if records or events:
-        complete = [record for record in records if record.status == "complete"]
+    if scanned.steps or events:
+        complete = scanned.complete
         contents = _read_contents(complete[-1].path) if complete else None
-        changes = _changes(complete[-2].path, complete[-1].path) if len(complete) > 1 else None
-        return ReportData(path, True, _rows(records, events), events, contents, changes)
+        changes = compare_steps(complete, progress=progress)
+        rows = _rows(scanned.steps, events, saves)
+        stale = scanned.stale_folders
+        return ReportData(path, True, rows, events, contents, changes, stale)
     if not os.path.exists(path):
         raise NotFoundError(f"{path}: no such file or folder")
     parent, name = os.path.split(path)
@@ -133,20 +164,14 @@ def _facts(folder: Folder) -> list[tuple[str, str]]:
     return [(label, text) for label, text in facts if text]
 
 
-def _changes(before: str, after: str) -> Changes:
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(closing(open_path(path, lock=False))) for path in (before, after)
-        )
-        try:
-            layers = compare_digests(first, second)
-        except CheckpointError:  # damaged: `verify` says how
-            layers = None
-    return Changes(os.path.split(before)[1], os.path.split(after)[1], layers)
-
-
-def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRow]:
-    """Return the steps in the order of their events, then those on disk without events."""
+def _rows(
+    records: Sequence[StepRecord],
+    events: Sequence[Event],
+    saves: Mapping[str, tuple[int, Mapping[str, int]]],
+) -> list[StepRow]:
+    """Return the steps in the order of their events, then those on disk without events. `saves`:
+    path -> ranks and bytes by part.
+    """
     on_disk = {record.save_id: record for record in records if record.save_id is not None}
     removed = {event.path for event in events if isinstance(event, DeleteEvent)}
     rows, seen = [], set()
@@ -156,14 +181,16 @@ def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRo
                 StepRow(
                     event.step,
                     event.path,
-                    f"failed: {event.error}",
+                    f"failed{', retried' if event.will_retry else ''}: {event.error}",
                     event.time,
+                    seconds=event.seconds,
                     attempt=event.attempt,
                 )
             )
         elif isinstance(event, SaveEvent):
             record = on_disk.get(event.save_id)
-            status = "removed" if event.path in removed else "not found"
+            status = "local" if event.tier == "local" else "not found"
+            status = "removed" if event.path in removed else status
             if record is not None:
                 seen.add(event.save_id)
                 status = record.problem or "kept"
@@ -177,6 +204,8 @@ def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRo
                     event.seconds,
                     event.blocked_seconds,
                     event.attempt,
+                    event.phases.world_size if event.phases is not None else None,
+                    event.parts,
                     event.metrics,
                 )
             )
@@ -188,12 +217,35 @@ def _rows(records: Sequence[StepRecord], events: Sequence[Event]) -> list[StepRo
             record.created or "",
             record.nbytes,
             record.seconds,
+            ranks=saves[record.path][0] if record.path in saves else None,
+            parts=saves[record.path][1] if record.path in saves else {},
             metrics=dict(record.metrics or {}),
         )
         for record in records
         if record.save_id not in seen
     ]
     return sorted(rows, key=lambda row: (row.created, row.step or 0))
+
+
+def copy_rows(events: Sequence[Event]) -> list[CopyRow]:
+    """Return the copies to the root, in the order in which they began."""
+    rows: dict[tuple[str, int, int], CopyRow] = {}
+    counts: dict[str, int] = {}  # a step that the run reaches again is copied again
+    for event in events:
+        if isinstance(event, CopyStartedEvent) and event.attempt == 1:
+            counts[event.path] = counts.get(event.path, 0) + 1
+        if isinstance(event, CopyStartedEvent | CopyEvent | CopyFailedEvent):
+            status, nbytes, seconds = "not finished", None, None
+            if isinstance(event, CopyEvent):
+                status, nbytes, seconds = "copied", event.nbytes, event.seconds
+            elif isinstance(event, CopyFailedEvent):
+                retried = ", retried" if event.will_retry else ""
+                status, seconds = f"failed{retried}: {event.error}", event.seconds
+            key = event.path, counts.get(event.path, 0), event.attempt
+            rows[key] = CopyRow(
+                event.step, event.path, status, event.time, event.attempt, nbytes, seconds
+            )
+    return list(rows.values())
 
 
 def last_event(

@@ -348,7 +348,7 @@ def test_no_space_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         storages=lambda rank, place: Small(place) if rank > 1 else LocalStorage(place),
         options=TWICE,
     )
-    same_error(outcomes, uc.StorageError, "got 1000 bytes of free space, expected")
+    same_error(outcomes, uc.StorageError, "got 0.977 KiB of free space, expected")
     assert EACH.left(tmp_path) == before
     assert loads(tmp_path) == 1
 

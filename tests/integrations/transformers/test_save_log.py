@@ -15,7 +15,7 @@ from tests.support.trainers import trainer as native_trainer
 from unified_ckpt.integrations.loggers import METRICS
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
-NAMES = set(METRICS)
+NAMES = set(METRICS) | {"checkpoint/bytes/model", "checkpoint/bytes/optimizer"}
 
 
 def trainer(out: Path, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:

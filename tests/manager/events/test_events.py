@@ -96,7 +96,11 @@ def test_retries_are_recorded_and_count_as_blocked(
         return save(*arguments, **more)
 
     monkeypatch.setattr(uc.Checkpointer, "save", fail_twice)
+    heard: list[uc.SaveFailure] = []
+    commits: list[uc.SaveReport] = []
     with manager_of(None, tmp_path, interval_steps=1, retry_seconds=0.05) as manager:
+        manager.on_failure(heard.append)
+        manager.on_commit(commits.append)
         manager.save(1, **state(1))
     first, second, saved = read_events(os.fspath(tmp_path))
     assert isinstance(first, SaveFailedEvent)
@@ -105,6 +109,70 @@ def test_retries_are_recorded_and_count_as_blocked(
     assert [first.attempt, second.attempt, saved.attempt] == [1, 2, 3]
     assert "No space left" in first.error
     assert saved.seconds >= saved.blocked_seconds > 0.15  # two pauses
+    for number, (event, failure) in enumerate(zip((first, second), heard, strict=True), 1):
+        assert (event.error, event.will_retry) == (failure.error, True)
+        assert event.seconds == round(failure.seconds, 4)
+        assert (failure.step, failure.attempt, failure.failed_attempts) == (1, number, number)
+        assert failure.path == os.fspath(tmp_path / "checkpoint-1")
+    assert 0 <= heard[0].seconds < 0.05 < heard[1].seconds
+    assert [report.failed_attempts for report in commits] == [2]
+    path, attempt, error = str(heard[1]).split("\n  ")
+    assert path == heard[1].path
+    assert attempt.startswith("attempt 2 to save step 1 failed after 0.")
+    assert attempt.endswith("will be retried")
+    assert "No space left" in error
+
+
+def fail_attach(_: str) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_failure_in_the_background_is_reported_when_it_happens(
+    tmp_path: Path, retries: int
+) -> None:
+    """No other call of the manager is needed; only rank 0 reports."""
+
+    def rank(comm: Comm) -> list[uc.SaveFailure]:
+        heard: list[uc.SaveFailure] = []
+        options = {"asynchronous": True, "retries": retries, "interval_steps": 1}
+        with manager_of(comm, tmp_path, **options) as manager:
+            manager.on_failure(heard.append)
+            pending = manager.save(1, **state(1), attach=fail_attach)
+            assert isinstance(pending, uc.PendingSave)
+            while not pending.done():
+                time.sleep(0.01)
+            before_any_call = list(heard)
+            manager.save(2, **state(2))
+        assert heard == before_any_call
+        return heard
+
+    (failure,), other = run_ranks(2, rank)
+    assert other == []
+    assert (failure.step, failure.attempt, failure.will_retry) == (1, 1, retries > 0)
+    assert "No space left" in failure.error
+    events = read_events(os.fspath(tmp_path))
+    assert [(type(event), event.step) for event in events] == [(SaveFailedEvent, 1), (SaveEvent, 2)]
+
+
+@pytest.mark.parametrize("for_root", [False, True])
+def test_failure_of_the_local_tier_is_retried_only_if_due(tmp_path: Path, for_root: bool) -> None:
+    heard: list[uc.SaveFailure] = []
+    local = tmp_path / "local"
+    interval = {"local_interval_steps": 1, "interval_steps": 1 if for_root else 9}
+    failures = iter(range(1))
+
+    def attach(folder: str) -> None:
+        if next(failures, None) is not None:
+            fail_attach(folder)
+
+    with manager_of(None, tmp_path / "run", local_directory=str(local), **interval) as manager:
+        manager.on_failure(heard.append)
+        report = manager.save(1, **state(1), attach=attach)
+    assert (report is not None) is for_root
+    assert [(failure.path, failure.will_retry) for failure in heard] == [
+        (os.fspath(local / "checkpoint-1"), for_root)
+    ]
 
 
 def test_wait_for_the_earlier_save_counts_as_blocked(
@@ -176,12 +244,16 @@ def test_hook_that_fails_fails_no_save(tmp_path: Path, caplog: pytest.LogCapture
     with manager_of(None, tmp_path, interval_steps=1) as manager:
 
         @manager.on_commit
-        def fail(report: uc.SaveReport) -> None:
+        @manager.on_failure
+        def fail(report: uc.SaveReport | uc.SaveFailure) -> None:
             raise ValueError(f"no logger for {report.step}")
 
         assert manager.save(1, **state(1)) is not None
+        manager.save(2, **state(2), attach=fail_attach)
+        assert manager.save(3, **state(3)) is not None
     assert "on_commit hook failed" in caplog.text
-    assert "no logger for 1" in caplog.text
+    assert "on_failure hook failed" in caplog.text
+    assert {f"no logger for {step}" in caplog.text for step in (1, 2, 3)} == {True}
 
 
 def test_inner_step_interrupts_the_outer_one() -> None:

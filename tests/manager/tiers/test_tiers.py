@@ -30,6 +30,8 @@ from tests.support.managers import (
     warnings_of,
 )
 from tests.support.manifests import edit_manifest
+from unified_ckpt.format.events import CopyEvent, CopyFailedEvent
+from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.manager.steps.save_target import SaveTarget
@@ -37,6 +39,7 @@ from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import local_tier, tiers, upload_queue
 from unified_ckpt.manager.tiers.local_tier import LocalTier
 from unified_ckpt.manager.tiers.run_marker import MARKER, RunMarker, foreign_saves, read
+from unified_ckpt.report.run_data import copy_rows
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import FaultPoint, FaultyStorage, SimulatedCrash, run_ranks
@@ -178,6 +181,48 @@ def test_training_does_not_wait_for_a_slow_root(
     assert steps_in(tmp_path / LOCAL) == [45]
     superseded = [text for text in warnings_of(caplog) if "is not copied to" in text]
     assert [text.split(" ")[0].rpartition("-")[2] for text in superseded] == ["20", "30"]
+
+
+def test_copies_are_recorded(tmp_path: Path, root_latch: RootLatch) -> None:
+    root_latch.failures = 1
+    with tiers_of(None, tmp_path) as manager:
+        manager.save(10, **state(10))
+        manager.wait()
+        root_latch.open.clear()
+        root_latch.reached.clear()
+        for step in (20, 30, 40):  # 20 hangs, 30 waits until 40 is newer
+            manager.save(step, **state(step))
+            assert root_latch.reached.wait(30)
+        root_latch.open.set()
+    events = [event for event in read_events(os.fspath(tmp_path / ROOT)) if "copy" in event.event]
+    assert [(event.event, event.step, event.attempt) for event in events] == [  # type: ignore[union-attr]
+        ("copy_started", 10, 1),
+        ("copy_failed", 10, 1),
+        ("copy_started", 10, 2),
+        ("copy", 10, 2),
+        ("copy_started", 20, 1),
+        ("copy_failed", 30, 1),
+        ("copy", 20, 1),
+        ("copy_started", 40, 1),
+        ("copy", 40, 1),
+    ]
+    assert {event.path for event in events} == {f"checkpoint-{step}" for step in (10, 20, 30, 40)}
+    failures = [event for event in events if isinstance(event, CopyFailedEvent)]
+    assert [event.will_retry for event in failures] == [True, False]
+    assert "Input/output error" in failures[0].error
+    assert "checkpoint-40 is newer" in failures[1].error
+    for event in events:
+        if isinstance(event, CopyEvent):
+            assert event.nbytes > 980  # the tensors
+            assert event.seconds > 0
+    assert [(row.step, row.attempt, row.status.partition(":")[0]) for row in copy_rows(events)] == [
+        (10, 1, "failed, retried"),
+        (10, 2, "copied"),
+        (20, 1, "copied"),
+        (30, 1, "failed"),
+        (40, 1, "copied"),
+    ]
+    assert [row.status for row in copy_rows(events[:5])][-1] == "not finished"
 
 
 def test_consecutive_failed_copies_raise_on_all_ranks(
@@ -440,7 +485,7 @@ def test_full_local_disk_saves_due_steps_to_the_root(
         "step 9 to the local directory failed; training continues without it: " in text
         for text in texts
     )
-    assert all("got 8192 bytes of free space, expected " in text for text in texts)
+    assert all("got 8 KiB of free space, expected " in text for text in texts)
     assert [name for name in os.listdir(tmp_path / LOCAL) if name.startswith(".unified-")] == []
 
 
@@ -721,8 +766,8 @@ with uc.CheckpointManager({str(tmp_path / ROOT)!r}, options=options) as manager:
         in ran.stderr
     )
     assert re.search(
-        r"got 31\d+ bytes of free space, expected 40\d+: 4000\d+ of tensors and digests, \d+ of "
-        r"indexes and the manifest",
+        r"got [\d.]+ \w+ of free space, expected [\d.]+ \w+: [\d.]+ \w+ of tensors and digests, "
+        r"[\d.]+ KiB of indexes and the manifest; free [\d.]+ \w+",
         ran.stderr,
     )
     assert steps_in(tmp_path / ROOT) == [2]

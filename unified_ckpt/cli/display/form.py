@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import prod
 
 from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.encoded_tensors import compression_name
+from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.manager.steps.scan import StepRecord
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _COUNTED_PARTS = ("model", "master_weights")  # the first that is there has all parameters
 
@@ -24,6 +29,32 @@ class Form:
         if self.nbytes_per_parameter is None:
             return self.compression
         return f"{self.compression}, {self.nbytes_per_parameter:.4g} B/param"
+
+
+class StepForms:
+    """The forms of steps. The headers of a complete step are read once, however often it is
+    visited. `on_visit` is called at each visit.
+    """
+
+    def __init__(self, *, on_visit: Callable[[], object] = lambda: None) -> None:
+        self._on_visit = on_visit
+        self._forms: dict[tuple[str, str | None], Form | None] = {}
+
+    def visit(self, record: StepRecord, manifest: Manifest) -> None:
+        """Read the form of a step. For use in a scan."""
+        self._on_visit()
+        key = record.path, record.save_id
+        if key in self._forms and record.status == "complete":
+            return
+        try:
+            with closing(open_folder(LocalStorage(record.path), manifest=manifest)) as folder:
+                self._forms[key] = form_of(folder)
+        except CheckpointError:  # other columns say what is damaged
+            self._forms[key] = None
+
+    def of(self, record: StepRecord) -> Form | None:
+        """Return the form of a step; None if it has none, or its headers cannot be read."""
+        return None if record.step is None else self._forms.get((record.path, record.save_id))
 
 
 def form_of(folder: Folder) -> Form | None:

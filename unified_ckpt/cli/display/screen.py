@@ -29,6 +29,10 @@ class Screen:
         is_plain = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
         return cls(shutil.get_terminal_size().columns, not is_plain)
 
+    def fit(self, line: str) -> str:
+        """Return the line, cut to the columns."""
+        return line if len(line) <= self.columns else f"{line[: int(self.columns) - 1]}…"
+
     def style(self, text: str, style: str) -> str:
         """Return the text in a style: title, bad, good or note."""
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self.colours and text else text

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from unified_ckpt.cli.display.form import Form, form_of
+from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.text import printable
 from unified_ckpt.core.text import count_text, human_size
-from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord
 from unified_ckpt.sources.detect.names import format_title
 from unified_ckpt.sources.step_names import StepEntry
@@ -38,6 +35,7 @@ class RunListing:
     local: str | None = None
     foreign_saves: frozenset[str] = frozenset()
     foreign_entries: dict[str, StepEntry] = field(default_factory=dict)
+    forms: StepForms = field(default_factory=StepForms)
 
     def tier(self, path: str) -> str:
         """Return the tier of a path, "local" or "root"."""
@@ -59,17 +57,6 @@ def runs_text(runs: Sequence[RunListing], screen: Screen) -> str:
         records = [record for listing in runs for record in listing.scan.steps]
         texts.append(f"{count_text(len(runs), 'run')}: {_total_text(records)}")
     return "\n\n".join(texts)
-
-
-def form_of_step(record: StepRecord) -> Form | None:
-    """Return the form of a unified step, None if its headers cannot be read."""
-    if not record.is_unified or record.step is None:
-        return None
-    try:
-        with closing(open_path(record.path, lock=False)) as folder:
-            return form_of(folder)
-    except CheckpointError:
-        return None
 
 
 def _listing_lines(listing: RunListing, screen: Screen) -> list[str]:
@@ -123,7 +110,7 @@ def _row(listing: RunListing, record: StepRecord) -> _Row:
     step = str(record.step) if is_step else printable(record.name)
     created = datetime.fromisoformat(record.created) if record.created else None
     kind = "full" if record.full else "model only" if record.parts else ""
-    form = form_of_step(record)
+    form = listing.forms.of(record)
     per_parameter = form.nbytes_per_parameter if form is not None else None
     cells = (
         step,

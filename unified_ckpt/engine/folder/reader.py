@@ -20,9 +20,7 @@ from unified_ckpt.errors import (
 )
 from unified_ckpt.format import index
 from unified_ckpt.format import names as format_names
-from unified_ckpt.format.manifest import (
-    parse_manifest,
-)
+from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import (
     LocalStorage,
@@ -65,15 +63,18 @@ def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Fol
     return folder
 
 
-def open_folder(storage: Reader, policy: ReadPolicy | None = None) -> Folder:
-    """Open the checkpoint in a folder.
+def open_folder(
+    storage: Reader, policy: ReadPolicy | None = None, *, manifest: Manifest | None = None
+) -> Folder:
+    """Open the checkpoint in a folder. `manifest`: its manifest, if the caller has read it.
 
     Raises NotFoundError if there is none, FormatError if the save is unfinished.
     """
-    if storage.size(format_names.MANIFEST) is not None:
+    if manifest is None and storage.size(format_names.MANIFEST) is not None:
         manifest = parse_manifest(
             storage.read(format_names.MANIFEST), file=f"{storage.root}/{format_names.MANIFEST}"
         )
+    if manifest is not None:
         weight_maps = {
             part: read_index(storage, part, record) for part, record in manifest.parts.items()
         }

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.folder.backup import (
     backup_name,
     delete_checkpoint,
@@ -138,9 +139,10 @@ class Transaction(AbstractContextManager["Transaction"]):
         free, needed = self.storage.free_nbytes(), nbytes + index_nbytes + _MANIFEST_NBYTES
         if free < needed:
             raise StorageError(
-                f"{self.storage.path(self.folder)}: got {free} bytes of free space, "
-                f"expected {needed}: {nbytes} of tensors and digests, "
-                f"{needed - nbytes} of indexes and the manifest"
+                f"{self.storage.path(self.folder)}: got {human_size(free)} of free space, "
+                f"expected {human_size(needed)}: {human_size(nbytes)} of tensors and digests, "
+                f"{human_size(needed - nbytes)} of indexes and the manifest; "
+                f"free {human_size(needed - free)}"
             )
 
     def publish_and_clean_up(self) -> None:

@@ -29,7 +29,8 @@ def block_mismatch(part: str, name: str, file: str, block: int, actual: int, exp
 class VerifyReport:
     """The result of a check. `tensors`, `nbytes`: how much was checked.
 
-    `problems`: one sentence each, empty if the folder is sound; `notes`: what could not be checked.
+    `problems`: a sentence for each missing or damaged file, empty if the folder is sound. `damage`:
+    each damaged block or tensor. `notes`: what could not be checked.
     """
 
     path: str
@@ -38,6 +39,7 @@ class VerifyReport:
     nbytes: int
     deep: bool
     notes: tuple[str, ...] = ()
+    damage: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -64,12 +66,12 @@ def verify_folder(
 
     Collects problems and raises none. `progress` is called with the bytes of each tensor checked.
     """
-    problems: list[str] = []
+    problems, damage = list[str](), list[str]()
     tensors = nbytes = 0
     try:
         folder.metadata()
     except CheckpointError as error:
-        problems.append(str(error))
+        problems.append(_without_root(error, folder))
     auxiliary_problems = list(_check_auxiliary_files(folder, deep=deep))
     problems += auxiliary_problems + list(_check_aliases(folder))
     if folder.manifest is not None:
@@ -80,22 +82,32 @@ def verify_folder(
             try:
                 folder.check_files([file])
             except CheckpointError as error:
-                reason = f"{file} is missing" if isinstance(error, IncompleteError) else str(error)
-                problems.extend(
-                    f"{part}:{name}: cannot be read: {reason}" for name in sorted(tensor_names)
+                count = count_text(len(tensor_names), "tensor")
+                problems.append(
+                    f"{file} is missing, with {count}"
+                    if isinstance(error, IncompleteError)
+                    else f"{_without_root(error, folder)}; it has {count}"
                 )
                 continue
+            damage_of_file, damaged = list[str](), 0
             for name in sorted(tensor_names):
-                tensor_problems, size = _check_tensor(folder, part, name, deep=check_digests)
-                problems.extend(tensor_problems)
+                damage_of_tensor, size = _check_tensor(folder, part, name, deep=check_digests)
+                damage_of_file += damage_of_tensor
+                damaged += bool(damage_of_tensor)
                 tensors, nbytes = tensors + 1, nbytes + size
                 if progress is not None:
                     progress(size)
+            if damage_of_file:
+                count = count_text(len(tensor_names), "tensor")
+                problems.append(f"{file}: {damaged} of {count} damaged: {damage_of_file[0]}")
+                damage += damage_of_file
     has_no_digests = (
         deep and tensors and (folder.manifest is None or folder.manifest.digests is None)
     )
     notes = ("there are no digests: only sizes and headers were checked",) if has_no_digests else ()
-    return VerifyReport(folder.storage.root, tuple(problems), tensors, nbytes, deep, notes)
+    return VerifyReport(
+        folder.storage.root, tuple(problems), tensors, nbytes, deep, notes, tuple(damage)
+    )
 
 
 def verify_with_replicas(
@@ -123,6 +135,7 @@ def verify_with_replicas(
                 )
             ]
             notes = (*report.notes, *(f"{replica_name}: {text}" for text in replica_report.notes))
+            damage = (*report.damage, *(f"{replica_name}: {t}" for t in replica_report.damage))
         finally:
             replica.close()
         report = replace(
@@ -131,8 +144,14 @@ def verify_with_replicas(
             tensors=report.tensors + replica_report.tensors,
             nbytes=report.nbytes + replica_report.nbytes,
             notes=notes,
+            damage=damage,
         )
     return report
+
+
+def _without_root(error: CheckpointError, folder: Folder) -> str:
+    """Return the text of an error about a file, without the path of the folder."""
+    return str(error).removeprefix(f"{folder.storage.root}/")
 
 
 def _check_replica(replica: Folder, folder: Folder, group_number: int) -> Iterator[str]:
@@ -207,7 +226,7 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
         try:
             folder.digest_record()
         except FormatError as error:
-            yield str(error)
+            yield _without_root(error, folder)
     exceptions = manifest.exceptions_files()
     present = [exceptions[part] for part in folder.parts if part in exceptions]
     for record in (manifest.digests, manifest.rank_extra, *present):
@@ -219,7 +238,7 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
             else:
                 folder.check_rank_extra()
         except CheckpointError as error:
-            yield str(error)
+            yield _without_root(error, folder)
 
 
 def read_block_crc(storage: Reader, location: Location, block: int, nbytes: int) -> int:

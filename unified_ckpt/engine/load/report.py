@@ -96,11 +96,11 @@ def load_notes(
 def log_report(label: str, report: LoadReport, *, resumed: bool) -> None:
     """Log the load of rank 0, and what no rank loaded."""
     _LOG.info(
-        "loaded %s: rank 0 read %.3f GB in %.2f s, %.2f GB/s%s",
+        "loaded %s: rank 0 read %s in %.2f s, %s/s%s",
         label,
-        report.bytes_read / 1e9,
+        human_size(report.bytes_read),
         report.seconds,
-        report.bytes_read / 1e9 / max(report.seconds, 1e-9),
+        human_size(report.bytes_read / max(report.seconds, 1e-9)),
         "; ".join(["", *report.notes]),
     )
     if report.unused:  # a resumed run may have forgotten a scheduler; others chose their parts

@@ -319,8 +319,8 @@ class FolderRepair:
         free, needed = storage.free_nbytes(), nbytes + _HEADROOM_NBYTES
         if free < needed:
             raise StorageError(
-                f"{storage.path(file)}: {free} bytes free, expected {needed} for a new "
-                "copy; free some space"
+                f"{storage.path(file)}: got {human_size(free)} of free space, expected "
+                f"{human_size(needed)} for a new copy; free {human_size(needed - free)}"
             )
         tmp_name = f"{names.REPAIR_TMP}{file}-{secrets.token_hex(4)}"
         try:

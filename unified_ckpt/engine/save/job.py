@@ -39,7 +39,7 @@ class SaveReport:
     `nbytes`, and `exceptions` their elements that are stored beside them.
 
     Only rank 0 has `parts`, the tensor bytes of each part, and `phases`, the steps of the ranks
-    that share its folder.
+    that share its folder. `failed_attempts`: those of the `CheckpointManager` before this commit.
     """
 
     path: str
@@ -53,6 +53,7 @@ class SaveReport:
     blocked_seconds: float = 0.0
     parts: Mapping[str, int] = field(default_factory=dict, hash=False)
     phases: PhaseReport | None = field(default=None, hash=False, repr=False)
+    failed_attempts: int = 0
 
     def __str__(self) -> str:
         step = "without a step" if self.step is None else f"of step {self.step}"
@@ -98,14 +99,13 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
             phases = _fill_and_publish(planned, transaction, snapshot)
     seconds, nbytes = time.monotonic() - call.started, planned.plan.nbytes
     if phases is not None:
-        gigabytes = nbytes / 1e9
         slowest, write_seconds = phases.slowest("write")
         _LOG.info(
-            "saved %s: %.3f GB in %.2f s, %.2f GB/s; rank %d wrote longest: %.2f s",
+            "saved %s: %s in %.2f s, %s/s; rank %d wrote longest: %.2f s",
             call.path,
-            gigabytes,
+            human_size(nbytes),
             seconds,
-            gigabytes / max(seconds, 1e-9),
+            human_size(nbytes / max(seconds, 1e-9)),
             slowest,
             write_seconds,
         )

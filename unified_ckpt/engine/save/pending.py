@@ -25,9 +25,12 @@ class PendingSave:
         self,
         *,
         after_commit: Callable[[SaveReport], object] | None,
-        on_end: Callable[[], object] | None,
+        on_end: Callable[[BaseException | None], object] | None,
     ) -> None:
-        """Call `start` next; it is separate so that the owner holds this object before it."""
+        """Call `start` next; it is separate so that the owner holds this object before it.
+
+        `on_end` is called with the save's error before `done`.
+        """
         self._after_commit, self._on_end = after_commit, on_end
         self._staging, self._ended = Staging(), threading.Event()
         self._finisher_lock = threading.Lock()  # its holder finishes the save
@@ -142,7 +145,7 @@ class PendingSave:
             self._staging.end()
             try:
                 if self._on_end is not None:
-                    self._on_end()
+                    self._on_end(self._error)
             finally:
                 self._ended.set()
         return True

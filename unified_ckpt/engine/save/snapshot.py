@@ -20,6 +20,7 @@ import torch
 from unified_ckpt.core.planning.exchange import Extent, TileRange
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.encode.stored_bytes import extent_chunks, stored_bytes
 from unified_ckpt.engine.plan.chunks import BlockCrcs, chunks
@@ -241,8 +242,9 @@ def _check_memory(nbytes: int) -> None:
     free = free_memory_nbytes()
     if free is not None and nbytes > free:
         raise StorageError(
-            f"snapshot: got {free} bytes of free memory on this rank, expected {nbytes}; "
-            "free some, or call `save`, which needs none"
+            f"snapshot: got {human_size(free)} of free memory on this rank, expected "
+            f"{human_size(nbytes)}; free {human_size(nbytes - free)}, or call `save`, which needs "
+            "none"
         )
 
 

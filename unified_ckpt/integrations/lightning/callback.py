@@ -34,7 +34,8 @@ from unified_ckpt.integrations.lightning.paths import check_path
 from unified_ckpt.integrations.lightning.run import options_of_run
 from unified_ckpt.integrations.lightning.state_dicts import LazyStateDict
 from unified_ckpt.integrations.lightning.strategy import PatchedStrategy
-from unified_ckpt.manager.events.run_events import CommitHook
+from unified_ckpt.integrations.run_hooks import RunHooks
+from unified_ckpt.manager.events.run_events import CommitHook, FailureHook
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.options import (
     LoadOptions,
@@ -78,7 +79,7 @@ class UnifiedCheckpointCallback(Callback):
         self._save_options, self._load_options = run.save, run.load
         manager = None if manager_options is None else run.manager
         self._run_options = options_of_run(manager, async_save=async_save)
-        self._hooks: list[CommitHook] = []
+        self._hooks = RunHooks()
         self._patched: PatchedStrategy | None = None
 
     @property
@@ -95,7 +96,14 @@ class UnifiedCheckpointCallback(Callback):
         """Call `hook(report)` on rank 0 after every commit of the runs that begin from now on, as
         `CheckpointManager.on_commit` does. Returns `hook`.
         """
-        self._hooks.append(hook)
+        self._hooks.commit.append(hook)
+        return hook
+
+    def on_failure(self, hook: FailureHook) -> FailureHook:
+        """Call `hook(failure)` after every failed attempt to save of the runs that begin from now
+        on, as `CheckpointManager.on_failure` does. Returns `hook`.
+        """
+        self._hooks.failure.append(hook)
         return hook
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002

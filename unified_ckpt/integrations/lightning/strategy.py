@@ -34,8 +34,8 @@ from unified_ckpt.integrations.lightning.state_dicts import (
     model_part,
     optimizer_part,
 )
+from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.run_options import LOCAL_TIER
-from unified_ckpt.manager.events.run_events import CommitHook
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import is_url
@@ -63,7 +63,7 @@ class PatchedStrategy:
         # As in Lightning, which rewrites last.ckpt. The older one stays until the commit.
         self._save_options = with_default_if_exists(save_options, if_exists="replace")
         self._run_options = run_options
-        self.hooks: list[CommitHook] = []  # of the runs that begin from now on
+        self.hooks = RunHooks()  # of the runs that begin from now on
         self._run: LightningRun | None = None
         self._position = PositionTracker(trainer)
         self._path = ""  # unified folder to resume from, or ""
@@ -91,8 +91,7 @@ class PatchedStrategy:
 
     def _open_run(self, options: ManagerOptions) -> LightningRun:
         run = LightningRun(self.trainer, options, self._load_options)
-        for hook in self.hooks:
-            run.checkpoints.on_commit(hook)
+        self.hooks.register(run.checkpoints)
         return run
 
     def begin(self, stage: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unified_ckpt.integrations.loggers import METRICS
+from unified_ckpt.integrations.loggers import PREFIX as SAVE_LOG_PREFIX
 from unified_ckpt.integrations.run_options import (
     START_PATHS,
     Setting,
@@ -59,7 +59,9 @@ def step_metrics(state: Any) -> Mapping[str, Any]:
         name: value
         for entry in logged
         for name, value in entry.items()
-        if name not in ("step", "epoch", *METRICS) and isinstance(value, int | float)
+        if name not in ("step", "epoch")
+        and not name.startswith(SAVE_LOG_PREFIX)
+        and isinstance(value, int | float)
     }
 
 

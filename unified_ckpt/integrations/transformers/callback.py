@@ -24,9 +24,10 @@ except ImportError as error:
     ) from error
 
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.transformers.hub_names import open_hub_names, open_model_names
 from unified_ckpt.integrations.transformers.trainer import PatchedTrainer
-from unified_ckpt.manager.events.run_events import CommitHook
+from unified_ckpt.manager.events.run_events import CommitHook, FailureHook
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.options import (
     LoadOptions,
@@ -94,7 +95,7 @@ class UnifiedCheckpointCallback(TrainerCallback):
         self._run = combine_options(manager_options, save=save_options, load=load_options)
         self._has_manager_options = manager_options is not None
         self._save_only_model = save_only_model
-        self._hooks: list[CommitHook] = []
+        self._hooks = RunHooks()
         self._patched: PatchedTrainer | None = None
 
     @property
@@ -109,7 +110,14 @@ class UnifiedCheckpointCallback(TrainerCallback):
         """Call `hook(report)` on rank 0 after every commit of the runs that begin from now on, as
         `CheckpointManager.on_commit` does. Returns `hook`.
         """
-        self._hooks.append(hook)
+        self._hooks.commit.append(hook)
+        return hook
+
+    def on_failure(self, hook: FailureHook) -> FailureHook:
+        """Call `hook(failure)` after every failed attempt to save of the runs that begin from now
+        on, as `CheckpointManager.on_failure` does. Returns `hook`.
+        """
+        self._hooks.failure.append(hook)
         return hook
 
     def on_init_end(self, *_: Any, **__: Any) -> None:

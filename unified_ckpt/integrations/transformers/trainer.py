@@ -16,6 +16,7 @@ from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.integrations.checkpoint_folders import is_unified
+from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.transformers.adapters import (
     adapter_parts,
     has_adapters,
@@ -43,7 +44,6 @@ from unified_ckpt.integrations.transformers.resume import (
 from unified_ckpt.integrations.transformers.save_log import SaveLog
 from unified_ckpt.integrations.transformers.scheduler import regroup_state
 from unified_ckpt.integrations.transformers.small_files import SmallFiles, patched
-from unified_ckpt.manager.events.run_events import CommitHook
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
@@ -82,7 +82,7 @@ class PatchedTrainer:
         self._pushed_step: int | None = None  # of the last upload
         self._report: LoadReport | None = None  # of the last load of optimizer state
         self._position = PositionTracker(trainer)
-        self.hooks: list[CommitHook] = []  # of the runs that begin from now on
+        self.hooks = RunHooks()  # of the runs that begin from now on
         self._save_log: SaveLog | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
@@ -131,8 +131,7 @@ class PatchedTrainer:
             save_options=self._save_options,
             load_options=self._load_options,
         )
-        for hook in self.hooks:
-            manager.on_commit(hook)
+        self.hooks.register(manager)
         if self._save_log is not None:
             self._save_log.follow(manager)
         return manager

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.format.events import (
+    CopyEvent,
+    CopyFailedEvent,
+    CopyStartedEvent,
     DeleteEvent,
     LoadEvent,
     Phases,
@@ -31,12 +36,43 @@ CommitHook = Callable[[SaveReport], object]
 
 
 @dataclass(frozen=True, slots=True)
+class SaveFailure:
+    """A failed attempt to save a step.
+
+    `path`: where the checkpoint was to be. `attempt` counts from 1. `seconds` runs from the call of
+    the save to the failure. `will_retry`: the options ask for another attempt, unless the run ends
+    first. `failed_attempts`: all since the manager was created.
+    """
+
+    path: str
+    step: int
+    attempt: int
+    error: str
+    seconds: float
+    will_retry: bool
+    failed_attempts: int
+
+    def __str__(self) -> str:
+        retry = "will be retried" if self.will_retry else "not retried"
+        attempt = f"attempt {self.attempt} to save step {self.step} failed"
+        error = self.error.partition("\n")[0]
+        return f"{self.path}\n  {attempt} after {self.seconds:.2f} s, {retry}\n  {error}"
+
+
+FailureHook = Callable[[SaveFailure], object]
+_Report = TypeVar("_Report", SaveReport, SaveFailure)
+
+
+@dataclass(frozen=True, slots=True)
 class SaveAttempt:
-    """One attempt to save a step. `waited_seconds`: what training had waited before it began."""
+    """One attempt to save a step. `called`: when the save was called, as a monotonic time;
+    `waited_seconds`: what training had waited since then before the attempt began.
+    """
 
     step: int
     target: SaveTarget
     number: int
+    called: float
     waited_seconds: float
     metrics: dict[str, float]
 
@@ -46,13 +82,31 @@ class SaveAttempt:
         return "local" if self.target.local else "root"
 
 
+@dataclass(frozen=True, slots=True)
+class CopyAttempt:
+    """One attempt to copy a step to the root, as `name`. `began`: a monotonic time."""
+
+    step: int
+    name: str
+    number: int = 1
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken."""
+        return round(time.monotonic() - self.began, 4)
+
+
 class RunEvents:
     """The events of one manager. Only rank 0 writes the file and calls the hooks."""
 
     def __init__(self, root: str, get_comm: Callable[[], Comm]) -> None:
         self._root, self.get_comm = root, get_comm
         self._file = EventFile(root)
+        self._failed_attempts = 0
+        self._last_failed: SaveAttempt | None = None
         self.hooks: list[CommitHook] = []
+        self.failure_hooks: list[FailureHook] = []
 
     def save_committed(self, attempt: SaveAttempt, report: SaveReport) -> None:
         """Record a committed save and call the hooks. An error of a hook is logged."""
@@ -63,6 +117,7 @@ class RunEvents:
             report,
             seconds=report.seconds + waited,
             blocked_seconds=report.blocked_seconds + waited,
+            failed_attempts=self._failed_attempts,
         )
         event = SaveEvent(
             time=_now(),
@@ -80,22 +135,74 @@ class RunEvents:
             phases=_phases(report.phases),
         )
         self._file.append(event)
-        for hook in self.hooks:
-            try:
-                hook(report)
-            except Exception:
-                _LOG.exception("step %d is saved; its on_commit hook failed", attempt.step)
+        _call_hooks(self.hooks, report, f"step {attempt.step} is saved; its on_commit")
 
-    def save_failed(self, attempt: SaveAttempt, error: BaseException) -> None:
-        """Record a failed attempt to save."""
+    def save_failed(self, attempt: SaveAttempt, error: BaseException, *, will_retry: bool) -> None:
+        """Record a failed attempt to save and call the hooks, once. An error of a hook is
+        logged.
+        """
+        # A thread that cannot start reports its save, and so does the call.
+        if self.get_comm().rank != 0 or attempt is self._last_failed:
+            return
+        self._last_failed = attempt
+        self._failed_attempts += 1
+        failure = SaveFailure(
+            os.path.join(self._root, attempt.target.path),
+            attempt.step,
+            attempt.number,
+            _error_text(error),
+            time.monotonic() - attempt.called,
+            will_retry,
+            self._failed_attempts,
+        )
+        event = SaveFailedEvent(
+            time=_now(),
+            path=self._relative(failure.path),
+            step=attempt.step,
+            tier=attempt.tier,
+            attempt=attempt.number,
+            error=failure.error,
+            seconds=round(failure.seconds, 4),
+            will_retry=will_retry,
+        )
+        self._file.append(event)
+        _call_hooks(
+            self.failure_hooks, failure, f"step {attempt.step} is not saved; its on_failure"
+        )
+
+    def copy_started(self, attempt: CopyAttempt) -> None:
+        """Record that a copy to the root has begun."""
         if self.get_comm().rank == 0:
-            event = SaveFailedEvent(
+            path, number = self._relative(attempt.name), attempt.number
+            event = CopyStartedEvent(time=_now(), path=path, step=attempt.step, attempt=number)
+            self._file.append(event)
+
+    def copied(self, attempt: CopyAttempt, nbytes: int) -> None:
+        """Record a copy in the root."""
+        if self.get_comm().rank == 0:
+            event = CopyEvent(
                 time=_now(),
-                path=self._relative(attempt.target.path),
+                path=self._relative(attempt.name),
                 step=attempt.step,
-                tier=attempt.tier,
                 attempt=attempt.number,
-                error=_text(str(error))[:_ERROR_CHARS],
+                nbytes=nbytes,
+                seconds=attempt.seconds,
+            )
+            self._file.append(event)
+
+    def copy_failed(
+        self, attempt: CopyAttempt, error: BaseException | str, *, will_retry: bool = False
+    ) -> None:
+        """Record a failed attempt to copy, or why a copy is not made."""
+        if self.get_comm().rank == 0:
+            event = CopyFailedEvent(
+                time=_now(),
+                path=self._relative(attempt.name),
+                step=attempt.step,
+                attempt=attempt.number,
+                error=_error_text(error),
+                seconds=attempt.seconds,
+                will_retry=will_retry,
             )
             self._file.append(event)
 
@@ -123,6 +230,20 @@ class RunEvents:
     def _relative(self, path: str) -> str:
         path = _text(os.path.join(self._root, path))
         return path.removeprefix(_text(self._root) + os.sep)
+
+
+def _call_hooks(
+    hooks: Iterable[Callable[[_Report], object]], report: _Report, subject: str
+) -> None:
+    for hook in hooks:
+        try:
+            hook(report)
+        except Exception:
+            _LOG.exception("%s hook failed", subject)
+
+
+def _error_text(error: BaseException | str) -> str:
+    return _text(str(error))[:_ERROR_CHARS]
 
 
 def _text(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,7 +19,7 @@ from unified_ckpt.core.retention import SavedStep
 from unified_ckpt.engine.folder.completeness import present_parts
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
-from unified_ckpt.format.manifest import has_valid_crc, parse_manifest
+from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.step_names import StepEntry
 
@@ -72,6 +72,9 @@ class StepRecord:
             self.full,
             self.metrics or {},
         )
+
+
+Visitor = Callable[[StepRecord, Manifest], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,9 @@ class Scan:
         return max((record.step or 0 for record in self.complete), default=-1)
 
 
-def scan(storage: LocalStorage, prefix: str) -> Scan:
+def scan(storage: LocalStorage, prefix: str, *, visit: Visitor = lambda *_: None) -> Scan:
     """Scan every `<prefix><number>` folder under the root, and what interrupted saves left. Empty
-    if there is no root.
+    if there is no root. `visit` is called with the record and manifest of each step that has one.
 
     A link is reported and not followed: the run must not replace or remove its target.
     """
@@ -154,7 +157,7 @@ def scan(storage: LocalStorage, prefix: str) -> Scan:
     entries = storage.names()
     kinds = {entry: storage.kind(entry) for entry in entries if is_step_name(entry, prefix)}
     steps = [
-        read_step_record(storage, entry, prefix)
+        read_step_record(storage, entry, prefix, visit=visit)
         for entry, kind in kinds.items()
         if kind == "folder"
     ]
@@ -206,7 +209,9 @@ def step_name(step: int, prefix: str) -> str:
     return f"{prefix}{step}"
 
 
-def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
+def read_step_record(
+    storage: LocalStorage, name: str, prefix: str, *, visit: Visitor = lambda *_: None
+) -> StepRecord:
     """Inspect one folder: its manifest and the sizes of its files."""
     path = storage.path(name)
     try:
@@ -239,7 +244,7 @@ def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecor
     if not problem and (manifest.step is None or name != step_name(manifest.step, prefix)):
         claim = "no step" if manifest.step is None else f"step {manifest.step}"
         status, problem = "misnamed", f"its manifest has {claim}; rename the folder accordingly"
-    return replace(
+    record = replace(
         unusable,
         status=status,
         problem=problem,
@@ -253,6 +258,8 @@ def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecor
         save_id=manifest.save_id,
         in_node_group=manifest.node_group is not None,
     )
+    visit(record, manifest)
+    return record
 
 
 def _link_record(storage: LocalStorage, name: str) -> StepRecord:

@@ -65,6 +65,7 @@ class TieredStorage:
             self.local_directory,
             root,
             options,
+            events=events,
             stall_seconds=timeout_seconds,
             on_ended=self._after_upload,
         )

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.folder.copy import CopyReport, copy_checkpoint
 from unified_ckpt.errors import IncompleteError, IntegrityError, StorageError
+from unified_ckpt.manager.events.run_events import CopyAttempt, RunEvents
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import kept_text
 from unified_ckpt.manager.rules.retry import is_transient
@@ -54,11 +56,13 @@ class UploadQueue:
         target: str,
         options: ManagerOptions,
         *,
+        events: RunEvents,
         stall_seconds: float,
         on_ended: Callable[[UploadJob, Exception | None], object],
     ) -> None:
         self._source, self._target = source, target
         self._options = options
+        self._events = events
         self._on_ended = on_ended
         self._stall_seconds = stall_seconds
         self._condition = threading.Condition()
@@ -87,9 +91,11 @@ class UploadQueue:
                 self._exit_hook = ExitHook(self._before_exit)
             self._condition.notify_all()
         if superseded is not None and superseded.step != job.step:
+            reason = f"{job.name} is newer, and the previous copy is still running"
+            self._events.copy_failed(CopyAttempt(superseded.step, superseded.name), reason)
             _LOG.warning(
-                "%s/%s is not copied to %s: %s is newer, and the previous copy is still running",
-                *(self._source, superseded.name, self._target, job.name),
+                "%s/%s is not copied to %s: %s",
+                *(self._source, superseded.name, self._target, reason),
             )
 
     def pending_steps(self) -> set[int]:
@@ -174,26 +180,30 @@ class UploadQueue:
 
     def _upload_with_retries(self, job: UploadJob) -> Exception | None:
         """Return None once the checkpoint is in the root, or the error of the last attempt."""
-        attempt, max_attempts = 0, self._options.retries + 1
+        number, max_attempts = 0, self._options.retries + 1
         while True:
-            attempt += 1
+            number += 1
+            attempt = CopyAttempt(job.step, job.name, number)
+            self._events.copy_started(attempt)
             try:
-                self._upload(job)
+                self._upload(job, attempt)
             except Exception as error:
-                if (
-                    attempt == max_attempts
-                    or isinstance(error, (_CancelledError, *SOURCE_DAMAGED))
-                    or not is_transient(error)
-                ):
+                will_retry = (
+                    number < max_attempts
+                    and not isinstance(error, (_CancelledError, *SOURCE_DAMAGED))
+                    and is_transient(error)
+                )
+                self._events.copy_failed(attempt, error, will_retry=will_retry)
+                if not will_retry:
                     return error
-                _LOG.warning("copy attempt %d of %d failed: %s", attempt, max_attempts, error)
+                _LOG.warning("copy attempt %d of %d failed: %s", number, max_attempts, error)
             else:
                 return None
-            if not self._pause(when.backoff_seconds(self._options, attempt)):
+            if not self._pause(when.backoff_seconds(self._options, number)):
                 return _CancelledError(f"{job.name}: the copy was cancelled")
 
-    def _upload(self, job: UploadJob) -> None:
-        start, path = time.monotonic(), f"{self._source}/{job.name}"
+    def _upload(self, job: UploadJob, attempt: CopyAttempt) -> None:
+        path = f"{self._source}/{job.name}"
         os.makedirs(self._target, exist_ok=True)
         report: CopyReport
         if self.merge_queue is not None:
@@ -209,15 +219,17 @@ class UploadQueue:
                     on_progress=self._on_progress,
                 )
         if report.is_other_save:
-            existing = os.path.join(self._target, job.name)
-            _LOG.warning("%s is not copied: %s", path, kept_text(existing, report.save_id))
+            reason = kept_text(os.path.join(self._target, job.name), report.save_id)
+            self._events.copy_failed(attempt, reason)
+            _LOG.warning("%s is not copied: %s", path, reason)
             return
+        self._events.copied(attempt, report.nbytes)
         _LOG.info(
-            "copied %s to %s: %.3f GB by this node in %.2f s",
+            "copied %s to %s: %s by this node in %.2f s",
             path,
             self._target,
-            report.nbytes / 1e9,
-            time.monotonic() - start,
+            human_size(report.nbytes),
+            attempt.seconds,
         )
 
     def _pause(self, seconds: float) -> bool:

@@ -136,7 +136,8 @@ def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
 
 
 def _problem_lines(check: _Check, indent: str, screen: Screen) -> list[str]:
-    return [screen.fit(f"{indent}{printable(text)}") for text in check.report.problems]
+    texts = (" ".join(text.split()) for text in check.report.problems)  # an error may have lines
+    return [screen.fit(f"{indent}{printable(text)}") for text in texts]
 
 
 def _repair(arguments: Namespace) -> int:

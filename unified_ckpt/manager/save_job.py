@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class SaveJob:
     def attempt(self, target: SaveTarget, number: int) -> SaveAttempt:
         """Return the attempt that begins now."""
         waited = time.monotonic() - self.called
-        return SaveAttempt(self.step, target, number, self.called, waited, dict(self.metrics))
+        path = os.fspath(self.path_at(target))
+        return SaveAttempt(self.step, target, path, number, self.called, waited, dict(self.metrics))
 
     @property
     def step(self) -> int:

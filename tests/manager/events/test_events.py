@@ -24,6 +24,7 @@ from unified_ckpt.format.events import (
     parse_events,
 )
 from unified_ckpt.manager.events.file import EventFile, read_events
+from unified_ckpt.manager.save_scheduler import StepState
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.phases import Phase, PhaseClock, summarize_phases
 from unified_ckpt.testing import run_ranks
@@ -153,6 +154,17 @@ def test_failure_in_the_background_is_reported_when_it_happens(
     assert "No space left" in failure.error
     events = read_events(os.fspath(tmp_path))
     assert [(type(event), event.step) for event in events] == [(SaveFailedEvent, 1), (SaveEvent, 2)]
+
+
+def test_failure_names_the_path_that_a_trainer_wanted(tmp_path: Path) -> None:
+    heard: list[uc.SaveFailure] = []
+    with manager_of(None, tmp_path / "run", retries=0) as manager:
+        manager.on_failure(heard.append)
+        saved_state = StepState(
+            3, lambda: {**state(3), "attach": fail_attach}, path=tmp_path / "epoch=1.ckpt"
+        )
+        assert manager._save_state(saved_state, force=True) is None
+    assert [failure.path for failure in heard] == [os.fspath(tmp_path / "epoch=1.ckpt")]
 
 
 @pytest.mark.parametrize("for_root", [False, True])

@@ -65,12 +65,14 @@ _Report = TypeVar("_Report", SaveReport, SaveFailure)
 
 @dataclass(frozen=True, slots=True)
 class SaveAttempt:
-    """One attempt to save a step. `called`: when the save was called, as a monotonic time;
-    `waited_seconds`: what training had waited since then before the attempt began.
+    """One attempt to save a step. `path`: of the checkpoint, relative to the root unless absolute.
+    `called`: when the save was called, as a monotonic time; `waited_seconds`: what training had
+    waited since then before the attempt began.
     """
 
     step: int
     target: SaveTarget
+    path: str
     number: int
     called: float
     waited_seconds: float
@@ -147,7 +149,7 @@ class RunEvents:
         self._last_failed = attempt
         self._failed_attempts += 1
         failure = SaveFailure(
-            os.path.join(self._root, attempt.target.path),
+            os.path.join(self._root, attempt.path),
             attempt.step,
             attempt.number,
             _error_text(error),

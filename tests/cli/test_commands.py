@@ -461,21 +461,25 @@ def test_verify_checks_all_steps_of_a_run(
     flip_last_byte(damaged, "optimizer.safetensors")
     unfinished = Path(shutil.copytree(folder, tmp_path / "checkpoint-9"))
     (unfinished / "unified_checkpoint.json").unlink()
+    garbled = Path(shutil.copytree(folder, tmp_path / "checkpoint-6"))
+    (garbled / "unified_checkpoint.json").write_bytes(b"{")
     (tmp_path / "checkpoint-10").mkdir()
     (tmp_path / "checkpoint-10" / "optimizer.pt").write_bytes(b"x")  # of the stock Trainer
     lines = run_verb(capsys, "verify", tmp_path, "--deep", code=1).splitlines()
     assert [line.partition(": ")[0] for line in lines] == [
         str(tmp_path),
+        "  checkpoint-6  damaged",
+        "    unified_checkpoint.json",
         "  checkpoint-9  damaged",
         f"    {unfinished}",
         f"  {folder.name}  all digests match",
         "  checkpoint-8  damaged",
         "    optimizer.safetensors",
-        "  3 checkpoints, 2 damaged",
+        "  4 checkpoints, 3 damaged",
     ]
     result = json.loads(run_verb(capsys, "verify", tmp_path, "--json", code=1))
     assert not result["ok"]
-    assert [check["ok"] for check in result["checkpoints"]] == [False, True, True]
+    assert [check["ok"] for check in result["checkpoints"]] == [False, False, True, True]
     assert run_failing_verb(capsys, "verify", tmp_path, "--prefix", "step-")
 
 

@@ -136,7 +136,8 @@ def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
 
 
 def _problem_lines(check: _Check, indent: str, screen: Screen) -> list[str]:
-    texts = (" ".join(text.split()) for text in check.report.problems)  # an error may have lines
+    folder = f"{check.report.path}/"
+    texts = (" ".join(text.removeprefix(folder).split()) for text in check.report.problems)
     return [screen.fit(f"{indent}{printable(text)}") for text in texts]
 
 

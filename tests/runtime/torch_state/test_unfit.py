@@ -9,7 +9,7 @@ from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.runtime.torch_state import unfit
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
-from unified_ckpt.runtime.torch_state.unfit import count_unfit_moments, unfit_masters
+from unified_ckpt.runtime.torch_state.unfit import count_unfit_masters, count_unfit_moments
 
 # Halves of bits around every carry: zero, tie, the largest, and the steps between signs and NaNs.
 HIGH = [0x0000, 0x0001, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF, 0x8000, 0xBF80, 0xFFFF]
@@ -48,26 +48,16 @@ def test_masters_that_16_bits_do_not_give_back(
     ]
     expected = np.flatnonzero(decoded(MASTERS, model) != MASTERS)
     expected = expected[expected >= 6 * 6]  # the rows of rank 1
-    found = list(unfit_masters(*tensors, rank=1) or ())
-    assert [i for indices, *_ in found for i in indices] == list(expected)
-    assert [v for _, values, _ in found for v in values] == list(MASTERS.reshape(-1)[expected])
-    shares = [unfit_masters(*tensors, rank=1, share=(i, 3)) or () for i in range(3)]
-    shared = sorted(i for share in shares for indices, *_ in share for i in indices)
-    assert shared == list(expected)
-    bits, model_bits = torch.from_numpy(MASTERS).view(torch.int32), torch.from_numpy(model)
-    indices, values, _ = unfit._unfit_on_device(bits, model_bits.view(torch.int16), None)
-    assert list(indices) == list(np.flatnonzero(decoded(MASTERS, model) != MASTERS))
-    assert list(values) == list(MASTERS.reshape(-1)[indices])
+    assert count_unfit_masters(*tensors, rank=1) == len(expected)
 
 
 def test_a_model_that_is_stored_rounded_is_cast() -> None:
     """Ties to even are unfit, and every NaN: torch may cast one to any other."""
     master = local_tensor("master_weights", MASTERS, torch.float32)
     model = local_tensor("model", MASTERS, torch.float32, spec="BF16")
-    found = np.concatenate([indices for indices, *_ in unfit_masters(model, master, rank=0) or ()])
-    values = MASTERS.view(np.float32)
     ties = (MASTERS & 0x1FFFF) == 0x8000
-    assert list(found) == list(np.flatnonzero(ties | np.isnan(values)))
+    expected = (ties | np.isnan(MASTERS.view(np.float32))).sum()
+    assert count_unfit_masters(model, master, rank=0) == expected
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -21,7 +21,7 @@ from unified_ckpt.format.exceptions import MIN_RATIO, is_too_many
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
-from unified_ckpt.runtime.torch_state.unfit import count_unfit_moments, unfit_masters
+from unified_ckpt.runtime.torch_state.unfit import count_unfit_masters, count_unfit_moments
 
 
 def agree_on_encodings(
@@ -91,8 +91,7 @@ def _count_exceptions(
     tensor = by_key[key]
     if isinstance(encoding, MomentEncoding):
         return count_unfit_moments(tensor, signed=encoding.blocks.signed)
-    unfit = unfit_masters(by_key[MODEL, key[1]], tensor, rank=rank)
-    return None if unfit is None else sum(len(indices) for indices, *_ in unfit)
+    return count_unfit_masters(by_key[MODEL, key[1]], tensor, rank=rank)
 
 
 def _agree_on_suspects(

@@ -1,8 +1,6 @@
 """Collects the elements that encodings cannot hold, from all ranks.
 
-A value could be lost if a rank forgot one, and a master if its model changed before both were
-compared. So masters are compared while their tensors are copied or written, and moments are
-examined by whoever encodes them.
+A value could be lost if a rank forgot one. So whoever encodes elements examines them.
 """
 
 from __future__ import annotations
@@ -11,10 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
-from unified_ckpt.core.sharding.shardings import Sharding
-from unified_ckpt.engine.encode.model_digests import ModelDigests
+from unified_ckpt.engine.encode.stored_models import StoredModels
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
-from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format.exceptions import (
     Elements,
     encode_exceptions,
@@ -22,10 +18,7 @@ from unified_ckpt.format.exceptions import (
     join_elements,
     parse_exceptions,
 )
-from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.torch_state.tensors import LocalTensor
-from unified_ckpt.runtime.torch_state.unfit import unfit_masters
 
 ExceptionsByPart = dict[str, dict[str, Elements]]  # part -> name -> elements
 
@@ -34,12 +27,12 @@ ExceptionsByPart = dict[str, dict[str, Elements]]  # part -> name -> elements
 class Exceptions:
     """Elements that encodings cannot hold, by tensor, as this rank found them in any order.
 
-    `models`: what is known of the model beside encoded masters. `total`: the number of all ranks,
-    once they are gathered.
+    `models`: the stored model, while a save writes. `total`: the number of all ranks, once they are
+    gathered.
     """
 
     found: dict[Key, list[Elements]] = field(default_factory=dict)
-    models: ModelDigests = field(default_factory=ModelDigests)
+    models: StoredModels | None = None
     total: int = 0
 
     def add(self, key: Key, elements: Elements) -> None:
@@ -47,57 +40,12 @@ class Exceptions:
         if len(elements[0]):
             self.found.setdefault(key, []).append(elements)
 
-    def add_masters(
-        self,
-        groups: Sequence[GroupPlan],
-        tensors_by_group: Sequence[Sequence[LocalTensor]],
-        keys: Collection[Key] | None = None,
-        *,
-        rank: int,
-    ) -> None:
-        """Compare encoded masters, or those with these keys, with the model; replicas share it."""
-        models, masters = dict[str, LocalTensor](), list[tuple[GroupPlan, LocalTensor]]()
-        for group, tensors in zip(groups, tensors_by_group, strict=True):
-            for tensor in tensors:
-                decl = tensor.decl
-                if decl.part == MODEL:
-                    models[decl.fqn] = tensor
-                elif decl.part == MASTER and decl.encoding and (keys is None or decl.key in keys):
-                    masters.append((group, tensor))
-        shares: dict[tuple[int, Sharding], tuple[int, int]] = {}
-        for group, master in masters:
-            fqn, sharding = master.decl.fqn, master.decl.sharding
-            shared_by = group.index, sharding
-            if shared_by not in shares:
-                shares[shared_by] = _replica_share(sharding, group.holders, rank)
-            unfit = unfit_masters(models[fqn], master, rank=rank, share=shares[shared_by])
-            if unfit is None:
-                raise AssertionError(f"{fqn}: encoded without its model on this rank")
-            for found in unfit:
-                self.add(master.decl.key, found[:2])
-                self.models.add_exceptions(master.decl.key, found)
-
     def by_part(self) -> ExceptionsByPart:
         """Return the elements of each tensor, joined."""
         joined: ExceptionsByPart = {}
         for (part, fqn), elements in self.found.items():
             joined.setdefault(part, {})[fqn] = join_elements(elements)
         return joined
-
-
-def _replica_share(sharding: Sharding, holders: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return (i, n): this rank is the i-th of n that hold the same elements of a tensor."""
-    position = sharding.position(rank)
-    if position is None:
-        return 0, 1
-    coordinates = sharding.coordinates(position)
-    replicas = [
-        holder
-        for holder in holders
-        for other in (sharding.position(holder),)
-        if other is not None and sharding.coordinates(other) == coordinates
-    ]
-    return replicas.index(rank), len(replicas)
 
 
 def gather_exceptions(

@@ -65,12 +65,15 @@ def stored_bytes(
     row_count = _whole_rows(decl, _ENCODED_NBYTES) // (_ITEM_NBYTES * length)
     for first in range(0, len(rows), row_count):
         some = rows[first : first + row_count]
+        position = first_element + first * length
         if isinstance(encoding, MomentEncoding):
             unfit = encoding.exceptions(some)
-            indices_of_unfit = first_element + first * length + unfit
-            exceptions.add(decl.key, (indices_of_unfit, some.reshape(-1)[unfit]))
+        elif exceptions.models is None:
+            raise AssertionError(f"{decl.fqn}: encoded before the model is written")
         else:
-            exceptions.models.add_masters(decl.key, first_element + first * length, some)
+            model = exceptions.models.read(decl.fqn, position, some.shape)
+            unfit = encoding.exceptions(some, model)
+        exceptions.add(decl.key, (position + unfit, some.reshape(-1)[unfit]))
         for whole, encoded in zip(stored, encoding.encode(some), strict=True):
             whole[first : first + row_count] = encoded
     for index, whole in zip(indices, stored, strict=True):

@@ -32,7 +32,7 @@ from unified_ckpt.engine.plan.holders import (
     send_groups,
 )
 from unified_ckpt.engine.plan.sharding_records import encode_shardings
-from unified_ckpt.engine.plan.stored_tensors import StoredTensors, list_stored
+from unified_ckpt.engine.plan.stored_tensors import StoredTensors, list_stored, masters_last
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.digest_file import encode_digest_header
 from unified_ckpt.format.encoded_tensors import encoding_named, encoding_records
@@ -260,7 +260,7 @@ def checked_groups(declarations: Declarations) -> list[HolderGroup]:
     """Return the holder groups. LayoutError or MismatchError if their claims do not add up."""
     tables, ranks_by_table = declarations.tables, declarations.ranks_by_table
     check_consistent(tables, ranks_by_table)
-    groups = group_tensors(tables, ranks_by_table)
+    groups = masters_last(group_tensors(tables, ranks_by_table))
     for group in groups:
         check_complete(group, group_holders(group, ranks_by_table))
     return groups

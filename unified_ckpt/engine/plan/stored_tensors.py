@@ -7,12 +7,12 @@ those of stored tensors. Rows of an encoded tensor are rows of each stored tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.declarations import HolderGroup, TensorDecl
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.format.encoded_tensors import Encoding, encoding_named
+from unified_ckpt.format.encoded_tensors import Encoding, MasterEncoding, encoding_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,22 @@ class StoredTensors:
         """Return the stored bytes of each declaration."""
         ends = list(accumulate((tensor.spec.nbytes for tensor in self.tensors), initial=0))
         return [ends[self.starts[i + 1]] - ends[n] for i, n in enumerate(self.starts[:-1])]
+
+
+def is_encoded_master(decl: TensorDecl) -> bool:
+    """Return whether a save encodes this tensor beside the stored model."""
+    return decl.encoding == MasterEncoding.name
+
+
+def masters_last(groups: Sequence[HolderGroup]) -> list[HolderGroup]:
+    """Move encoded masters to groups of their own, which follow all groups with models."""
+    ordered = [
+        replace(group, decls=decls)
+        for is_last in (False, True)
+        for group in groups
+        if (decls := tuple(d for d in group.decls if is_encoded_master(d) == is_last))
+    ]
+    return [replace(group, index=index) for index, group in enumerate(ordered)]
 
 
 def encoding_of(decl: TensorDecl) -> Encoding | None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from unified_ckpt.core.text import format_list, human_size
 from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
-from unified_ckpt.engine.encode.model_digests import masters_of_other_models
+from unified_ckpt.engine.encode.stored_models import models_read_wrong
 from unified_ckpt.engine.folder.if_exists import resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.caller_extra import write_rank_extra
@@ -20,7 +20,7 @@ from unified_ckpt.engine.save.node_replicas import replicate
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.engine.save.write import sync_files, write_digests, write_tensors
-from unified_ckpt.errors import LayoutError, StorageError
+from unified_ckpt.errors import StorageError
 from unified_ckpt.format.manifest import DigestFile, Manifest, RankExtraFile
 from unified_ckpt.runtime.comm.phases import PhaseReport, summarize_phases
 
@@ -211,8 +211,6 @@ def _write_files(
     """
     call, collective, plan = planned.call, planned.collective, planned.plan
     file_writer = planned.file_writer(transaction)
-    if snapshot is None:
-        planned.exceptions.add_masters(plan.groups, planned.tensors_by_group, rank=collective.rank)
     crcs_by_group = write_tensors(planned, file_writer, snapshot)
     digest_file = write_digests(
         collective,
@@ -223,14 +221,13 @@ def _write_files(
         encoded=planned.is_encoded,
     )
     if planned.is_encoded and plan.global_plan is not None:
-        names = masters_of_other_models(collective, plan.global_plan.decls_by_group)
+        names = models_read_wrong(collective, plan.global_plan.decls_by_group)
         if names:
-            call.cache.plan = None  # the next save compares replicas again
-            raise LayoutError(
+            raise StorageError(
                 format_list(
-                    f"{call.path}: replicas hold different bytes: these master weights do not "
-                    'belong to the stored model; pass check_replicas="always", which names the '
-                    'ranks, or compression="none"',
+                    f"{call.path}: the file system gave back other bytes of these model tensors "
+                    "than ranks wrote, expected the same; save master weights with "
+                    'compression="none"',
                     names,
                 )
             )

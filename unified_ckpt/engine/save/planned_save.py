@@ -123,7 +123,7 @@ class PlannedSave:
     group of the plan.
     `non_tensor_state` is None until it is encoded.
     `entries_before` are those of the replaced folder, on the rank that publishes. `exceptions` are
-    collected while tensors are copied and written. `staging` is that of a background save.
+    collected while tensors are written. `staging` is that of a background save.
     """
 
     call: SaveCall

@@ -83,7 +83,7 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
                     tensor.decl.key for tensors in planned.tensors_by_group for tensor in tensors
                 }
                 deferred_keys = {key for key in keys if base_key(key) in deferrable}
-                _copy(planned, snapshot, keys - deferred_keys)
+                copy_tensors(snapshot, keys - deferred_keys)
     except BaseException:
         if planned is not None:
             planned.finish()
@@ -135,7 +135,7 @@ class BackgroundSave:
         """Copy the deferred tensors; after it they may change. `finish` raises its errors."""
         try:
             wait_events(self._events)
-            _copy(self._planned, self._snapshot, self._deferred_keys)
+            copy_tensors(self._snapshot, self._deferred_keys)
         except Exception as error:
             self.fail(error)
         if self._error is not None or self._snapshot.last_uncopied_group < 0:
@@ -167,14 +167,6 @@ class BackgroundSave:
             return report
         finally:
             planned.finish()
-
-
-def _copy(planned: PlannedSave, snapshot: Snapshot, keys: Collection[Key]) -> None:
-    """Copy the tensors with these keys, and compare the masters among them with the model."""
-    copy_tensors(snapshot, keys)
-    planned.exceptions.add_masters(
-        planned.plan.groups, planned.tensors_by_group, keys, rank=planned.collective.rank
-    )
 
 
 def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:

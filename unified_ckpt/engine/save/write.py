@@ -5,9 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-from unified_ckpt.engine.encode.model_digests import pack_model_digests
+from unified_ckpt.core.nodes.write_alignment import ANY_BYTE
+from unified_ckpt.engine.encode.stored_models import StoredModels, pack_model_digests
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
+from unified_ckpt.engine.plan.stored_tensors import is_encoded_master
 from unified_ckpt.engine.save.extents import write_extents, write_headers
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot, snapshot_tensors, write_snapshot
@@ -29,7 +31,8 @@ def write_tensors(
 ) -> list[BlockCrcs]:
     """Write this rank's share of every group, tiles first because other ranks wait for them.
 
-    Returns the CRCs of the written blocks by group.
+    Encodes masters beside the model that all ranks have written. Returns the CRCs of the written
+    blocks by group.
     """
     collective, plan, connections = planned.collective, planned.plan, planned.call.connections
     rank, groups, tile_buffers = collective.rank, plan.groups, planned.call.cache.tile_buffers
@@ -61,32 +64,58 @@ def write_tensors(
         crcs_by_group: list[BlockCrcs] = []
         with marking_failed(tile_buffers.local):
             for index, group in enumerate(groups):
-                tensors, exchange_id = (
-                    planned.tensors_by_group[index],
-                    make_exchange_id(collective, group.index),
-                )
-                write_headers(group, writer, rank=rank)
-                tile_plan = group
-                if snapshot is not None:
-                    tile_plan = snapshot.copies[index].plan
-                    tensors = snapshot_tensors(snapshot, index)
-                crcs = write_tiles(
-                    tile_plan, tensors, writer, buffers, exceptions, exchange_id=exchange_id
-                )
-                if snapshot is None:
-                    crcs += write_extents(group, tensors, writer, exceptions, rank=rank)
-                else:
-                    uncopied = snapshot.uncopied_extents(index)
-                    crcs += write_extents(uncopied, tensors, writer, exceptions, rank=rank)
-                    if index == snapshot.last_uncopied_group:
-                        planned.staging.end()
-                    crcs += write_snapshot(snapshot, index, writer, exceptions)
-                crcs_by_group.append(crcs + exceptions.models.records(group))
+                if exceptions.models is None and is_encoded_master(group.decls[0]):
+                    exceptions.models = _finish_models(planned, file_writer, writer)
+                crcs = _write_group(planned, index, snapshot, writer, buffers)
+                if exceptions.models is not None:
+                    crcs += exceptions.models.records(group)
+                crcs_by_group.append(crcs)
+            if exceptions.models is None and planned.is_encoded:  # other ranks wait for this one
+                _finish_models(planned, file_writer, writer)
             writer.drain()
             connections.transport.flush_tiles(wait)
         return crcs_by_group
     finally:
         writer.close()
+
+
+def _write_group(
+    planned: PlannedSave,
+    index: int,
+    snapshot: Snapshot | None,
+    writer: QueuedWriter,
+    buffers: TileBufferSet,
+) -> BlockCrcs:
+    """Write this rank's share of one group."""
+    group, tensors, rank = planned.plan.groups[index], planned.tensors_by_group[index], buffers.rank
+    exceptions, tile_plan = planned.exceptions, group
+    exchange_id = make_exchange_id(planned.collective, group.index)
+    write_headers(group, writer, rank=rank)
+    if snapshot is not None:
+        tile_plan, tensors = snapshot.copies[index].plan, snapshot_tensors(snapshot, index)
+    crcs = write_tiles(tile_plan, tensors, writer, buffers, exceptions, exchange_id=exchange_id)
+    if snapshot is None:
+        return crcs + write_extents(group, tensors, writer, exceptions, rank=rank)
+    uncopied = snapshot.uncopied_extents(index)
+    crcs += write_extents(uncopied, tensors, writer, exceptions, rank=rank)
+    if index == snapshot.last_uncopied_group:
+        planned.staging.end()
+    return crcs + write_snapshot(snapshot, index, writer, exceptions)
+
+
+def _finish_models(
+    planned: PlannedSave, file_writer: FileWriter, writer: QueuedWriter
+) -> StoredModels:
+    """Collective. Return once this rank can read what all ranks wrote before masters."""
+    collective, topology = planned.collective, planned.call.connections.topology
+    writer.drain()
+    file_writer.flush()
+    collective.finish_step("write-model")
+    if topology.group_spans_nodes and topology.alignment_nbytes != ANY_BYTE:
+        # Nodes that cache pages show each other a file that is opened after it was synced.
+        sync_files(planned, file_writer.folder)
+        collective.finish_step("sync-model")
+    return StoredModels(file_writer, planned.plan.groups)
 
 
 def write_digests(

@@ -1,4 +1,4 @@
-"""Writes to the files of a staging folder, which ranks of several nodes may share."""
+"""Writes to the files of a staging folder, which ranks of several nodes may share; reads back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FileWriter:
         *,
         save_id: str = "",
     ) -> None:
-        self._storage, self._folder = storage, folder
+        self._storage, self.folder = storage, folder
         self._transport, self._save_id = transport, save_id
 
     def write_at(
@@ -45,15 +45,19 @@ class FileWriter:
         for low, slices in self._transport.route_write(
             self._save_id, file, start, buffers, exclusive_range=exclusive_range
         ):
-            self._storage.write_at(f"{self._folder}/{file}", low, slices)
+            self._storage.write_at(f"{self.folder}/{file}", low, slices)
+
+    def read_at(self, file: str, start: int, into: Buffer) -> None:
+        """Fill `into` with bytes that some rank has written, from byte `start` on."""
+        self._storage.read_at(f"{self.folder}/{file}", start, into)
 
     def resize(self, file: str, nbytes: int) -> None:
         """Set the file's length."""
-        self._storage.resize(f"{self._folder}/{file}", nbytes)
+        self._storage.resize(f"{self.folder}/{file}", nbytes)
 
     def start_flush(self, file: str, start: int, nbytes: int) -> None:
         """Start writing these bytes to the disk, without waiting."""
-        self._storage.start_flush(f"{self._folder}/{file}", start, nbytes)
+        self._storage.start_flush(f"{self.folder}/{file}", start, nbytes)
 
     def flush(self) -> None:
         """Return once ranks on other nodes have written the bytes sent to them."""

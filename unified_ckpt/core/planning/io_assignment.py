@@ -6,9 +6,10 @@ group's declarations and holders only. Knows no files.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 
@@ -66,7 +67,8 @@ class Shares:
 class IOAssignment:
     """The bytes that each rank of one holder group reads or writes.
 
-    `granularities`: by index of the declaration. `nbytes_by_rank` includes headers.
+    `granularities`: by index of the declaration. `nbytes_by_rank` includes headers. `segment_ends`
+    are kept from one rank for the next.
     """
 
     decls: Sequence[TensorDecl]
@@ -74,6 +76,9 @@ class IOAssignment:
     classes: Mapping[IOClass, Sequence[int]]
     shares: Mapping[tuple[IOClass, Coordinates], Shares]
     nbytes_by_rank: Mapping[int, int]
+    segment_ends: dict[tuple[IOClass, Coordinates], list[int]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def assigned_to(self, rank: int, *, exchanged_only: bool) -> Iterator[AssignedRange]:
         """Yield the rank's ranges, by class and declaration; every rank computes the same."""
@@ -88,14 +93,24 @@ class IOAssignment:
             shares = self.shares[io_class, coordinates]
             i = shares.ranks.index(rank)
             start, stop = (shares.ends[i - 1] if i else 0), shares.ends[i]
-            offset = 0
-            for decl_index in decl_indices:
-                size = segments_nbytes(self.decls[decl_index].spec, outer, coordinates)
-                if offset < stop and offset + size > start:
+            ends = self._segment_ends(io_class, coordinates)
+            for number in range(bisect_right(ends, start), bisect_left(ends, stop) + 1):
+                if number < len(ends):
+                    offset = ends[number - 1] if number else 0
                     yield from self._ranges_of_decl(
-                        decl_index, coordinates, start - offset, stop - offset, shares
+                        decl_indices[number], coordinates, start - offset, stop - offset, shares
                     )
-                offset += size
+
+    def _segment_ends(self, io_class: IOClass, coordinates: Coordinates) -> list[int]:
+        """Return the running sum of a class's segments at these coordinates, which ranks share."""
+        key = io_class, coordinates
+        if key not in self.segment_ends:
+            sizes = (
+                segments_nbytes(self.decls[decl_index].spec, io_class[0], coordinates)
+                for decl_index in self.classes[io_class]
+            )
+            self.segment_ends[key] = list(accumulate(sizes))
+        return self.segment_ends[key]
 
     def _ranges_of_decl(
         self,

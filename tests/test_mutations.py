@@ -201,7 +201,7 @@ def node_groups(root: Path) -> Subject:
     )
 
 
-def load_compressed(folder: Path) -> Any:
+def load_compressed(folder: Path | list[Path]) -> Any:
     state = {
         part: {name: torch.full_like(tensor, UNTOUCHED) for name, tensor in tensors.items()}
         for part, tensors in trained_state(COMPRESSED).items()
@@ -223,7 +223,36 @@ def compressed_folder(root: Path) -> Subject:
     )
 
 
-CASES = [(single_folder, 800), (node_groups, 200), (compressed_folder, 200)]
+def compressed_node_groups(root: Path) -> Subject:
+    """Encoded shards in two folders; each has the exceptions of both."""
+    options = SAVE.model_copy(update={"compression": "O1"})
+    layout = uc.Layout({"dp": 2}, {"w": {"dp": 0}, "v": {"dp": 0}}, COMPRESSED)
+    folders = [folder_of(root, node) for node in (0, 1)]
+
+    def act(comm: Comm) -> None:
+        state = trained_state(COMPRESSED)
+        for tensors in state.values():
+            for name, tensor in tensors.items():
+                if name[0] in "wv" and tensor.shape:
+                    tensors[name] = tensor.chunk(2)[comm.rank].clone()
+        with on_node(comm, [0, 1]) as checkpointer:
+            checkpointer.save(
+                folders[comm.rank], **state, layout=layout, step=4, extra=EXTRA, options=options
+            )
+
+    run_ranks(2, act)
+    assert len(list(folders[1].glob("*.exceptions.safetensors"))) == 2
+    return Subject(
+        root, {"load": partial(load_compressed, folders), "open": partial(opened, folders[0])}
+    )
+
+
+CASES = [
+    (single_folder, 800),
+    (node_groups, 200),
+    (compressed_folder, 200),
+    (compressed_node_groups, 200),
+]
 
 
 # mutations: of the JSON of a file, of a header's as of an index's

@@ -22,7 +22,9 @@ from tests.support import golden
 from tests.support.compressed_cases import stored_tensors
 
 NODE_FOLDERS = [f"nodes/node-{node}/checkpoint-7" for node in range(golden.NODES)]
+COMPRESSED_NODE_FOLDERS = [f"compressed-{folder}" for folder in NODE_FOLDERS]
 FOLDERS = ["everything", "several-files", "without-model", "adapter", *NODE_FOLDERS]
+FOLDERS += COMPRESSED_NODE_FOLDERS
 FOLDERS += [f"compressed-{compression}" for compression in golden.COMPRESSIONS]
 
 
@@ -122,3 +124,26 @@ def test_golden_nodes_load(tmp_path: Path, lost: int | None) -> None:
     targets = blank(expected)
     uc.load(paths, model=targets)
     check(targets, expected)
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_golden_compressed_nodes_decode(tmp_path: Path, lost: int | None) -> None:
+    """To the values of a folder that all ranks share, with its exceptions."""
+    paths = [
+        Path(shutil.copytree(golden.GOLDEN / folder, tmp_path / str(node)))
+        for node, folder in enumerate(COMPRESSED_NODE_FOLDERS)
+        if node != lost
+    ]
+    uc.convert(paths, tmp_path / "plain", fsync=False, compare=False)
+    expected = json.loads((golden.GOLDEN / "compressed-O1.json").read_text())
+    assert golden.hashes(tmp_path / "plain") == expected
+
+
+def test_golden_compressed_folder_of_one_node_opens() -> None:
+    """Its whole tensors decode; its exceptions file has those of the other node, too."""
+    expected = json.loads((golden.GOLDEN / "compressed-O1.json").read_text())
+    for folder in COMPRESSED_NODE_FOLDERS:
+        found = golden.hashes(golden.GOLDEN / folder)
+        whole = {name: value for name, value in found.items() if "@" not in name}
+        assert whole.items() <= expected.items()
+        assert len(whole) == 3 + 3 + 10

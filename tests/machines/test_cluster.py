@@ -221,7 +221,9 @@ class ClusterMachine(RuleBasedStateMachine):
         keys = [(place, NAMES[call.name]) for place in places]
         before, old = self.disk.files(), {key: self.disk.current(key) for key in keys}
         copies = min(call.copies, len(keys))
-        saved = Saved(serial, call.seed, call.step, len(plan.nodes), len(keys), copies)
+        saved = Saved(
+            serial, call.seed, call.step, len(plan.nodes), len(keys), copies, call.compression
+        )
         folders = self.disk.folders
         held = {folders[key].saved for key in keys if key in folders and old[key]}
         free = not any(old.values())
@@ -512,7 +514,7 @@ class ClusterMachine(RuleBasedStateMachine):
         with uc.open(self.disk.path(goal)) as source:
             serial = source.extra["serial"]
         (saved,) = (saved for saved in saves if saved.serial == serial)
-        saved = replace(saved, groups=1, copies=1)
+        saved = replace(saved, groups=1, copies=1, compression="none")
         self.disk.folders[goal] = Folder(saved, 0, self.disk.current(goal))
         check_content(self.disk.path(goal), self.model, saved)
 
@@ -520,7 +522,9 @@ class ClusterMachine(RuleBasedStateMachine):
 def damaged_in_data(file: str, right: bytes, now: bytes) -> bool:
     """Whether only bytes of tensors differ, which other nodes have; a header is in one folder."""
     header = 8 + int.from_bytes(right[:8], "little")
-    tensors = file.startswith(("model", "optimizer", "ema")) and file.endswith(".safetensors")
+    tensors = file.startswith(("model", "master_weights", "optimizer", "ema")) and file.endswith(
+        ".safetensors"
+    )
     return tensors and len(now) == len(right) and now[:header] == right[:header]
 
 

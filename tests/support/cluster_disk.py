@@ -75,7 +75,7 @@ class Disk:
         files, now = self.folders[key].files, self.current(key)
         return any(
             all(name not in now for name in files if name.startswith(part))
-            for part in ("optimizer", "ema")
+            for part in ("optimizer", "ema", "master_weights")
             if any(name.startswith(part) for name in files)
         )
 
@@ -128,7 +128,7 @@ class Disk:
     def damage(self, key: Key, damage: Damage) -> None:
         files = sorted(self.current(key))
         if damage.kind == "data":
-            content = ("model", "optimizer", "ema", "extra", "rank_extra")
+            content = ("model", "master_weights", "optimizer", "ema", "extra", "rank_extra")
             files = [
                 file for file in files if file.startswith(content) and file.endswith("safetensors")
             ]
@@ -165,7 +165,14 @@ class Disk:
 
 
 def check_content(path: Path, model: Sequence[Tensor], saved: Saved) -> None:
-    """Read a whole folder with the safetensors package."""
+    """Read a whole folder with the safetensors package, or decode it."""
+    if saved.compression != "none":
+        with uc.open(path) as opened:
+            for tensor in model:
+                right = global_array(tensor, saved.seed).tobytes()
+                value = opened[tensor.part][tensor.name][...]
+                assert as_bytes(value) == right, f"{tensor.part}:{tensor.name} holds other bytes"
+        return
     for part in {tensor.part for tensor in model}:
         stored: dict[str, torch.Tensor] = {}
         for file in sorted(path.glob(f"{part}*.safetensors")):

@@ -50,9 +50,26 @@ class Split:
     stage: int | None = None
 
 
+TRAINED = "trained"  # in the name of a parameter with masters and moments
+LEVELS = {"exp_avg": [0, 2.0**-9, -(2.0**-9)], "exp_avg_sq": [0, 2.0**-20, 2.0**-6]}
+
+
 @lru_cache(maxsize=64)
 def global_array(tensor: Tensor, seed: int) -> Bytes:
-    """Bytes that depend on the tensor and the seed. No byte is 0xA5, the sentinel of targets."""
+    """Bytes that depend on the tensor and the seed. Few are 0xA5, the sentinel of targets.
+
+    Every compression gives them back: moments have the values that any number of bits holds.
+    """
+    if TRAINED in tensor.name and tensor.part == "model":
+        master = global_array(Tensor("master_weights", tensor.name, "F32", tensor.shape), seed)
+        rounded = as_torch(master, "F32").to(torch.bfloat16).view(torch.uint8).numpy()
+        return rounded.reshape(*tensor.shape, 2)
+    if TRAINED in tensor.name and tensor.part == "optimizer":
+        generator = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
+        levels = np.array(LEVELS[tensor.name.rpartition("/")[2]], np.float32)
+        values = generator.choice(levels, tensor.shape)
+        values.reshape(-1)[:: 70 + seed] = [np.inf, np.nan][seed % 2]
+        return values.view(np.uint8).reshape(*tensor.shape, 4)
     itemsize = DTYPES[tensor.dtype][1]
     generator = np.random.default_rng([seed, zlib.crc32(f"{tensor.part}:{tensor.name}".encode())])
     high = 2 if tensor.dtype == "BOOL" else 0xA5

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.cluster_model import DTYPES, Files, Split, Tensor
+from tests.support.cluster_model import DTYPES, LEVELS, TRAINED, Files, Split, Tensor
 
 SECONDS = 20.0  # of a collective; a deadlock fails
 NAMES = ("checkpoint-1", "checkpoint-2")
@@ -25,6 +25,7 @@ class Save:
     background: bool = False
     copies: int = 1
     step: int = 1
+    compression: str = "none"
     full_disk: tuple[int, int] | None = None  # rank, writes until its disk is full
     mistake: str = ""  # of the last rank
 
@@ -60,6 +61,7 @@ class Saved:
     world: int
     groups: int
     copies: int
+    compression: str = "none"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Folder:
 SCALE = Tensor("model", "scale", "F32", (2,))  # on every rank
 ROWS = Tensor("model", "rows", "F32", (8, 12))  # cut over every mesh dim
 SHAPES = [(), (0, 3), (1,), (5,), (3, 4), (7, 2), (4, 6), (2, 3, 5)]
+WIDE = [(6, 64), (3, 2, 130), (130,)]  # of parameters with masters and moments
 LARGE = [(700, 400), (30, 9000)]  # more than one digest block, or tiles
 MISTAKES = ("shape", "dtype", "step", "option", "extra", "name", "missing", "bytes", "call", "meta")
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (1, 4)]
@@ -91,6 +94,11 @@ def models(draw: st.DrawFn) -> tuple[Tensor, ...]:
             tensors.append(Tensor("optimizer", f"{name}/exp_avg", "F32", shape))
         if draw(st.booleans()):
             tensors.append(Tensor("ema", name, draw(st.sampled_from(["F32", "BF16"])), shape))
+    if draw(st.booleans()):
+        shape, name = draw(st.sampled_from(WIDE)), f"layers.0.{TRAINED}"
+        tensors.append(Tensor("model", name, "BF16", shape))
+        tensors.append(Tensor("master_weights", name, "F32", shape))
+        tensors += [Tensor("optimizer", f"{name}/{state}", "F32", shape) for state in LEVELS]
     return tuple(tensors)
 
 
@@ -110,6 +118,7 @@ SAVES = st.builds(
     background=st.booleans(),
     copies=st.sampled_from([1, 2, 2, 3]),
     step=st.integers(1, 2),
+    compression=st.sampled_from(["none", "lossless", "O1", "O2"]),
 )
 LOADS = st.builds(
     Load,

@@ -57,8 +57,9 @@ def arguments(model: Model, plan: Session, tensors: dict[Tensor, torch.Tensor]) 
         "model": trees["model"],
         "layout": uc.Layout(dict(zip(mesh_names, plan.mesh, strict=True)), rules, shapes),
     }
-    if "optimizer" in trees:
-        given["optimizer"] = trees["optimizer"]
+    for part in ("optimizer", "master_weights"):
+        if part in trees:
+            given[part] = trees[part]
     if "ema" in trees:
         given["parts"] = {"ema": trees["ema"]}
     return given
@@ -84,6 +85,7 @@ def save_rank(
         fsync=False,
         timeout_seconds=SECONDS,
         if_exists=call.if_exists,  # type: ignore[arg-type]
+        compression=call.compression,  # type: ignore[arg-type]
         node_copies=min(call.copies, len(set(plan.nodes))),
         max_file_bytes=200 if call.seed % 2 else 1 << 30,
         check_replicas="always" if call.mistake == "bytes" else "first",

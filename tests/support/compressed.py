@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.numpy
 import torch
 
 import unified_ckpt as uc
@@ -17,6 +18,7 @@ SHAPES = {
     "cube": (4, 5, 67),
     "tiny": (3, 4),
 }
+DIGESTS = "digests.safetensors"
 QUICK = uc.SaveOptions(fsync=False)
 
 
@@ -51,3 +53,13 @@ def save_compressed(folder: Path, compression: str, state: Mapping[str, Any] | N
 def stored_files(folder: Path) -> dict[str, bytes]:
     """Return all that a folder stores of tensors."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def stored_contents(folder: Path) -> dict[str, bytes]:
+    """Return all that a folder stores of tensors, with digests in the order of their names.
+
+    In their file they have the order of the groups of ranks that saved.
+    """
+    files = stored_files(folder)
+    by_name = safetensors.numpy.load(files[DIGESTS])
+    return files | {DIGESTS: safetensors.numpy.save(dict(sorted(by_name.items())))}

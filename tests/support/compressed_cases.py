@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from tests.support.oracles import Array
-from tests.support.reshard_cases import Case, bits
+from tests.support.reshard_cases import INTS, Case, bits
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.format.encodings import BlockEncoding, first_moment, second_moment
@@ -146,6 +147,46 @@ def stored_tensors(folder: Path) -> tuple[dict[Key, bytes], dict[str, dict[str, 
             len(body) for key, body in stored.items() if key[0] == part
         )
     return stored, exceptions
+
+
+def stored_on_nodes(
+    folders: Sequence[Path],
+) -> tuple[dict[Key, bytes], dict[str, dict[str, bytes]], dict[Key, set[str]]]:
+    """What the folders of all nodes store together, as `expected_tensors`, and the spans of the
+    shards of each tensor; "" for a whole one.
+
+    Every folder has the exceptions of all.
+    """
+    arrays: dict[Key, np.ndarray] = {}
+    spans: dict[Key, set[str]] = {}
+    exceptions: list[dict[str, dict[str, bytes]]] = []
+    for folder in folders:
+        parts = json.loads((folder / "unified_checkpoint.json").read_text())["parts"]
+        exceptions.append(
+            {
+                part: _read(folder / record["exceptions"]["file"])
+                for part, record in parts.items()
+                if record["exceptions"] is not None
+            }
+        )
+        for part, file in ((p, f) for p, record in parts.items() for f in record["files"]):
+            with safe_open(folder / file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    value = opened.get_tensor(name)
+                    data = value.view(INTS[value.element_size()]).numpy()
+                    fqn, _, span = name.partition("@")
+                    key = part.removesuffix("_shards"), fqn
+                    assert part.endswith("_shards") == bool(span), name
+                    spans.setdefault(key, set()).add(span)
+                    whole = [f"0:{size}/{size}" for size in data.shape]
+                    texts = span.split(",") if span else whole
+                    cuts = [[int(n) for n in re.split("[:/]", text)] for text in texts]
+                    shape = tuple(size for _, _, size in cuts)
+                    array = arrays.setdefault(key, np.zeros(shape, data.dtype))
+                    assert array.shape == shape, key
+                    array[tuple(slice(low, high) for low, high, _ in cuts)] = data
+    assert exceptions == exceptions[:1] * len(folders)
+    return {key: array.tobytes() for key, array in arrays.items()}, exceptions[0], spans
 
 
 def _read(file: Path) -> dict[str, bytes]:

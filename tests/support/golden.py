@@ -121,6 +121,30 @@ def _write_nodes(root: Path) -> None:
     run_ranks(NODES, act)
 
 
+def _write_compressed_nodes(root: Path) -> None:
+    """Write two compressed folders; `wide` is cut by rows, and each byte is on both nodes."""
+    layout = uc.Layout(
+        mesh={"dp": NODES}, rules={"wide": {"dp": 0}}, shapes={"wide": COMPRESSED_SHAPES["wide"]}
+    )
+
+    def act(comm: Comm) -> None:
+        state = trained_state(COMPRESSED_SHAPES)
+        for tensors in state.values():
+            for name in (name for name in tensors if name.startswith("wide")):
+                if tensors[name].shape:
+                    tensors[name] = tensors[name].chunk(NODES)[comm.rank].clone()
+        with make_checkpointer(comm, node=f"node-{comm.rank}") as checkpointer:
+            checkpointer.save(
+                root / f"node-{comm.rank}" / "checkpoint-7",
+                **state,
+                layout=layout,
+                step=7,
+                options=uc.SaveOptions(node_copies=2, compression="O1"),
+            )
+
+    run_ranks(NODES, act)
+
+
 def _full_state() -> Mapping[str, Any]:
     return {
         "model": model(),
@@ -156,6 +180,8 @@ def write(root: Path) -> None:
         uc.save(root / "adapter", parts={"adapter_model": adapter()}, step=7)
     if not (root / "nodes").exists():
         _write_nodes(root / "nodes")
+    if not (root / "compressed-nodes").exists():
+        _write_compressed_nodes(root / "compressed-nodes")
     for compression in COMPRESSIONS:
         folder = root / f"compressed-{compression}"
         if not folder.exists():

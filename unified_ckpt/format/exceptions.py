@@ -65,17 +65,20 @@ def exceptions_record(part: str, body: bytes) -> NamedFile:
 
 
 def parse_exceptions(
-    body: bytes, shapes: Mapping[str, Sequence[int]], *, file: str
+    body: bytes, shapes: Mapping[str, Sequence[int]], *, file: str, others: bool = False
 ) -> dict[str, Elements]:
     """Return the exceptions of each tensor that has any.
 
-    `shapes`: of the encoded tensors of the part. FormatError, naming `file` and the tensor, for
-    anything that is not as `encode_exceptions` writes it.
+    `shapes`: of the encoded tensors of the part. `others`: leave out those of other tensors.
+    FormatError, naming `file` and the tensor, for anything that is not as `encode_exceptions`
+    writes it.
     """
     entries = header.parse_header(body, file_size=len(body), file=file)
     elements_by_fqn = {}
     for name in entries:
         fqn = name.rpartition(".")[0]
+        if others and fqn not in shapes:
+            continue
         pair = entries.get(fqn + _INDEX), entries.get(fqn + _VALUE)
         if fqn not in shapes or name not in (fqn + _INDEX, fqn + _VALUE):
             raise FormatError(

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import digests
 from unified_ckpt.format.json_text import parse_json
@@ -340,6 +341,17 @@ class Manifest(_Record):
             for name, part in self.parts.items()
             if part.index is not None
         }
+
+    def presence_files(self, part: str) -> set[str]:
+        """Return files and index of a part, of which one is there unless the part was deleted.
+
+        Those of its shards if it has none of its own; none where it cannot be deleted.
+        """
+        records = {name: self.parts.get(name) for name in (part, part + SHARD_SUFFIX)}
+        for name, record in records.items():
+            if record is not None and record.files:
+                return {*record.files, index_name(name)}
+        return set()
 
     def auxiliary_files(self) -> list[NamedFile | DigestFile]:
         """Return the files of no part, which have one CRC of all their bytes."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.compressed_cases import MOMENTS, compressed_cases, stored_tensors
+from tests.support.compressed_cases import (
+    MOMENTS,
+    compressed_cases,
+    expected_tensors,
+    stored_on_nodes,
+    stored_tensors,
+)
 from tests.support.oracles import Array
 from tests.support.reshard_cases import Case, bits, root
 from tests.support.simulated_nodes import SAVE, load_case, save_case, states
@@ -101,18 +109,90 @@ def test_a_conversion_stores_the_same_bytes(root: Path, case: Case, compression:
         assert stored_tensors(Path(name) / "converted") == stored_tensors(saved)
 
 
-@given(compressed_cases(max_world=4))
-@settings(max_examples=10)
-def test_nodes_with_folders_of_their_own_store_plain_tensors(root: Path, case: Case) -> None:
-    if case.saved.world < 2:
+# folders of nodes
+
+
+def is_cut(spans: set[str]) -> bool:
+    """Whether a shard has parts of rows."""
+    last_dims = [re.split("[:/]", span.rpartition(",")[2]) for span in spans if span]
+    return any(low != "0" or high != size for low, high, size in last_dims)
+
+
+def check_node_folders(case: Case, folders: Sequence[Path], compression: str) -> int:
+    """Compare all that the folders store with what one encoder of whole tensors gives, but for
+    tensors of which some folder has no whole rows, and masters without equal boxes of the model.
+    Return how many tensors these are.
+    """
+    stored, exceptions, spans = stored_on_nodes(folders)
+    expected, expected_exceptions = expected_tensors(case.arrays, compression)
+    plain = 0
+    for (part, fqn), array in case.arrays.items():
+        key, scale = (part, fqn), (part, f"{fqn}.scale")
+        if stored[key] == expected[key] and stored.get(scale) == expected.get(scale):
+            continue
+        assert stored[key] == array.tobytes(), key
+        assert scale not in stored
+        unlike = part == "master_weights" and (
+            spans[key] != spans["model", fqn] or ("" in spans[key] and len(spans[key]) > 1)
+        )
+        assert is_cut(spans[key]) or unlike, key
+        plain += 1
+        expected.pop(scale, None)
+        expected[key] = array.tobytes()
+        for suffix in ("index", "value"):
+            expected_exceptions.get(part, {}).pop(f"{fqn}.{suffix}", None)
+    assert stored == expected
+    assert exceptions == {part: found for part, found in expected_exceptions.items() if found}
+    return plain
+
+
+@st.composite
+def cases_on_nodes(draw: st.DrawFn, *, max_world: int) -> tuple[Case, list[int], list[int]]:
+    """A case to save and to load, and the node of each rank of both."""
+    case = draw(compressed_cases(max_world=max_world, loads=1))
+    worlds = case.saved.world, case.loaded[0].world
+    nodes, loading = ([draw(st.integers(0, 2)) for _ in range(world)] for world in worlds)
+    return case, nodes, loading
+
+
+@given(
+    cases_on_nodes(max_world=6),
+    st.sampled_from(["lossless", "O1", "O2"]),
+    st.sampled_from([1, 2]),
+    st.integers(0, 2),
+)
+@settings(max_examples=25)
+def test_nodes_store_the_same_bytes(
+    root: Path, drawn: tuple[Case, list[int], list[int]], compression: str, copies: int, away: int
+) -> None:
+    """Folders of any nodes together hold a compressed save, also where a node is lost; merged and
+    loaded, they give the bytes that a save to one folder gives.
+    """
+    case, nodes, loading = drawn
+    present = sorted(set(nodes))
+    if len(present) < 2:
         return
-    nodes = [int(rank > 0) for rank in range(case.saved.world)]
     with TemporaryDirectory(dir=root) as name:
-        options = SAVE.model_copy(update={"compression": "O2"})
-        reports = save_case(case, Path(name), nodes, options=options)
-        assert {report.encoded_nbytes for report in reports} == {0}
-        paths = [Path(name) / f"node-{node}" / "checkpoint-1" for node in (0, 1)]
-        for report in load_case(case, case.saved, nodes, {0: paths, 1: paths}):
+        node_root, update = Path(name) / "nodes", {"compression": compression}
+        options = SAVE.model_copy(update={**update, "node_copies": copies})
+        reports = save_case(case, node_root, nodes, options=options)
+        folders = [node_root / f"node-{node}" / "checkpoint-1" for node in present]
+        plain = check_node_folders(case, folders, compression)
+        assert {report.plain_tensors for report in reports} == {plain}
+        for folder in folders:
+            assert uc.verify(folder, deep=True).ok
+        shared = generation(case, Path(name) / "shared", compression)
+        decoded = opened_arrays(shared, case)
+        uc.convert(folders, Path(name) / "merged", compare=False, fsync=False, **update)
+        if copies == 2:  # any node may be lost
+            shutil.rmtree(folders.pop(away % len(folders)))
+        uc.convert(folders, Path(name) / "decoded", compare=False, fsync=False)
+        loaded = replace(case, arrays=opened_arrays(Path(name) / "decoded", case))
+        for key, array in loaded.arrays.items():
+            assert any(np.array_equal(array, a[key]) for a in (decoded, case.arrays)), key
+        assert stored_tensors(Path(name) / "merged") == stored_tensors(shared)
+        paths = dict.fromkeys(set(loading), folders)
+        for report in load_case(loaded, case.loaded[0], loading, paths):
             assert isinstance(report, uc.LoadReport), report
 
 

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 import unified_ckpt as uc
+from tests.support.compressed import stored_files, trained_state
 from tests.support.damaged_folders import body, tensors
 from tests.support.manifests import edit_manifest
 from tests.support.node_damage import break_header, flip, save
-from tests.support.simulated_nodes import folder_of
+from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.format import header, names
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.testing import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +106,34 @@ def test_node_files_come_only_from_a_copy_of_its_folder(nodes: list[Path], tmp_p
     assert body(nodes[1]) == before
     assert uc.repair(nodes[1], [*others(nodes, 1), backup]).ok
     assert body(nodes[1]) == body(backup)
+
+
+def test_encoded_tensors_and_exceptions_come_from_other_nodes(tmp_path: Path) -> None:
+    """Node 0 holds whole tensors, and 1 and 2 shards. Masters are plain there: models of other
+    boxes cannot be compared.
+    """
+    shape, nodes = (64, 130), [0, 0, 1, 2]
+    layout = uc.Layout({"rep": 2, "dp": 2}, {"w": {"dp": 0}}, {"w": shape})
+
+    def act(comm: Comm) -> uc.SaveReport:
+        state = trained_state({"w": shape})
+        for tensors_of_part in state.values():
+            for name, tensor in tensors_of_part.items():
+                if tensor.shape:
+                    tensors_of_part[name] = tensor.chunk(2)[comm.rank % 2].clone()
+        options = SAVE.model_copy(update={"compression": "O1"})
+        with on_node(comm, nodes) as checkpointer:
+            path = folder_of(tmp_path, nodes[comm.rank])
+            return checkpointer.save(path, **state, layout=layout, options=options)
+
+    assert {report.plain_tensors for report in run_ranks(4, act)} == {1}
+    folders = [folder_of(tmp_path, node) for node in range(3)]
+    for folder in folders:
+        files = stored_files(folder)
+        assert "optimizer.exceptions.safetensors" in files
+        for name in files.keys() - {names.DIGESTS}:
+            flip(folder / name, position=1 - 1 / len(files[name]))
+            assert not uc.verify(folder, deep=True).ok, name
+            report = uc.repair(folder, [other for other in folders if other != folder])
+            assert report.ok, (name, report.problems)
+            assert stored_files(folder) == files

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import unified_ckpt as uc
-from tests.support.compressed import QUICK, save_compressed, stored_files, trained_state
+from tests.support.compressed import (
+    QUICK,
+    save_compressed,
+    stored_contents,
+    stored_files,
+    trained_state,
+)
+from tests.support.compressed_cases import stored_tensors
 from tests.support.decoders import decode_folder
 from tests.support.manifests import edit_manifest
 from tests.support.simulated_nodes import on_node
@@ -61,6 +69,18 @@ def convert_on_ranks(world: int, source: Path, target: Path, compression: Compre
     run_ranks(world, act)
 
 
+def merge_all(comm: Comm, sources: Sequence[Path], target: Path, nodes: Sequence[int]) -> None:
+    """Collective. Merge the folders of this node with those of others."""
+    merge_paths(
+        comm,
+        [str(source) for source in sources],
+        LocalStorage(str(target.parent)),
+        target.name,
+        MergeOptions(max_file_bytes=1 << 30, if_exists="error", fsync=False, timeout_seconds=60),
+        topology=Topology.shared_folder(comm.rank, nodes),
+    )
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_any_number_of_ranks_writes_the_same_bytes(
     form: Compression, plain: Path, tmp_path: Path
@@ -103,7 +123,7 @@ def test_a_conversion_stores_what_a_save_stores(
     options = QUICK.model_copy(update={"compression": form})
     uc.save(tmp_path / "saved", **trained_state(SHAPES), options=options)
     convert(plain, tmp_path / "converted", form)
-    assert stored_files(tmp_path / "saved") == stored_files(tmp_path / "converted")
+    assert stored_contents(tmp_path / "saved") == stored_contents(tmp_path / "converted")
 
 
 def test_nodes_read_and_merge_a_shared_compressed_folder(plain: Path, tmp_path: Path) -> None:
@@ -119,16 +139,7 @@ def test_nodes_read_and_merge_a_shared_compressed_folder(plain: Path, tmp_path: 
         with on_node(comm, [0, 1]) as checkpointer:
             checkpointer.load(tmp_path / "c", **state)
         targets.append(state)
-        merge_paths(
-            comm,
-            [str(tmp_path / "c")],
-            LocalStorage(str(tmp_path)),
-            "merged",
-            MergeOptions(
-                max_file_bytes=1 << 30, if_exists="error", fsync=False, timeout_seconds=60
-            ),
-            topology=Topology.shared_folder(comm.rank, [0, 1]),
-        )
+        merge_all(comm, [tmp_path / "c"], tmp_path / "merged", [0, 1])
 
     run_ranks(2, act)
     for state in targets:
@@ -143,6 +154,45 @@ def test_nodes_read_and_merge_a_shared_compressed_folder(plain: Path, tmp_path: 
     )
     assert first["optimizer"]["encodings"]
     assert first == second
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_folders_of_nodes_merge_to_what_a_shared_folder_has(
+    form: Compression, tmp_path: Path
+) -> None:
+    """A merge keeps the stored bytes, a conversion decodes them and encodes them again."""
+    shapes = {**SHAPES, "v": (4, 130)}
+    rules = {name: {"dp": 0} for name in ("w", "v", "conv")}
+    layout = uc.Layout({"dp": 4}, rules, shapes)
+    options = QUICK.model_copy(update={"compression": form, "timeout_seconds": 60.0})
+    reports: dict[str, list[uc.SaveReport]] = {"shared": [], "own": []}
+
+    def act(comm: Comm) -> None:
+        state = trained_state(shapes)
+        for tensors in state.values():
+            for name, tensor in tensors.items():
+                if name.partition("/")[0] in rules and tensor.shape:
+                    tensors[name] = tensor.chunk(4)[comm.rank].clone()
+        nodes = [0, 0, 1, 1]
+        with on_node(comm, nodes) as checkpointer:
+            own = tmp_path / f"node-{nodes[comm.rank]}" / "c"
+            for kind, path in (("shared", tmp_path / "c"), ("own", own)):
+                report = checkpointer.save(path, **state, layout=layout, options=options)
+                reports[kind].append(report)
+        merge_all(comm, [own], tmp_path / "merged-by-nodes", nodes)
+
+    run_ranks(4, act)
+    assert {report.plain_tensors for kind in reports.values() for report in kind} == {0}
+    assert {report.exceptions for report in reports["own"]} == {reports["shared"][0].exceptions}
+    files = stored_contents(tmp_path / "c")
+    assert "master_weights.exceptions.safetensors" in files
+    folders = [tmp_path / f"node-{node}" / "c" for node in (0, 1)]
+    assert any("_shards" in name for name in stored_files(folders[1]))
+    run_ranks(1, lambda comm: merge_all(comm, folders, tmp_path / "merged", [0]))
+    uc.convert(folders, tmp_path / "again", compression=form, compare=False, fsync=False)
+    merged, again = (stored_contents(tmp_path / name) for name in ("merged", "again"))
+    assert merged == again == files
+    assert stored_tensors(tmp_path / "merged-by-nodes") == stored_tensors(tmp_path / "c")
 
 
 def test_lossy_forms_change_moments_only(plain: Path, tmp_path: Path) -> None:

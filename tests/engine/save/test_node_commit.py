@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.compressed import trained_state
 from tests.support.node_commits import (
     EACH,
     LAYOUT,
@@ -291,18 +292,117 @@ def test_probe_cannot_be_written(tmp_path: Path) -> None:
     assert probe_topology_module._PROBE_PREFIX.startswith("."), "trainers ignore hidden names"
 
 
-def test_compression_of_node_folders_warns_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+# compression
+
+
+def save_trained(
+    root: Path,
+    *,
+    dim: int | None,
+    whole: bool = True,
+    times: int = 1,
+    drift: float = 0,
+    background: bool = False,
+) -> list[list[uc.SaveReport | uc.CheckpointError]]:
+    """Save compressed on two nodes. `dim`: along which ranks cut the parameter `cut`, None if each
+    has all. `whole`: whether there is a second one, which ranks have whole. `drift`: of a master of
+    it on the second rank, and of its model.
+    """
+    options = QUICK.model_copy(update={"compression": "O1", "if_exists": "replace"})
+
+    def act(comm: Comm) -> list[uc.SaveReport | uc.CheckpointError]:
+        state = trained_state({"cut": (128, 128), **({"whole": (3, 64)} if whole else {})})
+        if whole:
+            master = state["master_weights"]["whole"]
+            master[1, 7] += comm.rank * drift
+            state["model"]["whole"] = master.bfloat16()
+        layout = None
+        if dim is not None:
+            layout = uc.Layout({"dp": 2}, {"cut": {"dp": dim}}, {"cut": (128, 128)})
+            for tensors in state.values():
+                for name, tensor in tensors.items():
+                    if name.startswith("cut") and tensor.shape:
+                        tensors[name] = tensor.chunk(2, dim)[comm.rank].clone()
+        reports = list[uc.SaveReport | uc.CheckpointError]()
+        with on_node(comm, [0, 1]) as checkpointer:
+            call = checkpointer.save_async if background else checkpointer.save
+            for _ in range(times):
+                try:
+                    path = folder_of(root, comm.rank)
+                    saved = call(path, **state, layout=layout, options=options)
+                    reports.append(saved.result(60) if background else saved)
+                except uc.CheckpointError as error:
+                    reports.append(error)
+        return reports
+
+    return run_ranks(2, act)
+
+
+@pytest.mark.parametrize(("dim", "plain"), [(0, 0), (1, 3), (None, 0)])
+def test_tensors_with_cut_rows_are_counted_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dim: int | None, plain: int
 ) -> None:
-    """An option without an effect is never silent."""
-    options = QUICK.model_copy(update={"compression": "O1"})
-    for report in save(tmp_path, 1, options=options):
-        assert isinstance(report, uc.SaveReport), report
-        assert report.encoded_nbytes == 0
-    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert "compression='O1' has no effect" in warnings[0].getMessage()
-    caplog.clear()
-    save(tmp_path, 2, options=REPLACE)
-    save(tmp_path, 3, ranks=SHARED, options=options)
-    assert "has no effect" not in caplog.text
+    for background in (False, True):
+        caplog.clear()
+        for reports in save_trained(tmp_path, dim=dim, times=2, background=background):
+            for report in reports:
+                assert isinstance(report, uc.SaveReport), report
+                assert report.plain_tensors == plain
+                assert report.encoded_nbytes > 0
+                assert report.exceptions == (0 if plain else 6)
+        warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert len(warnings) == bool(plain)
+        for text in warnings:
+            assert "compression='O1': these tensors are stored as they are" in text
+            assert all(name in text for name in ("master_weights:cut", "optimizer:cut/exp_avg_sq"))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_models_that_differ_between_nodes_give_no_masters(tmp_path: Path, background: bool) -> None:
+    """A load could decode a master of one node beside the model of another one."""
+    for dim in (None, 0):
+        (first, second) = save_trained(tmp_path, dim=dim, drift=1.0, background=background)
+        (error,) = first
+        assert isinstance(error, uc.LayoutError), error
+        assert str(error) == str(second[0])
+        assert "nodes hold different bytes of the model of these master weights" in str(error)
+        assert "whole" in str(error)
+        assert "cut" not in str(error)
+        assert not folder_of(tmp_path, 0).exists()
+        assert not folder_of(tmp_path, 1).exists()
+    for reports in save_trained(tmp_path, dim=None, drift=1e-9):
+        assert isinstance(reports[0], uc.SaveReport), "masters alone may drift"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_part_of_node_folders_is_deleted_with_its_exceptions(tmp_path: Path, whole: bool) -> None:
+    """Also where a folder has only shards of it; until then, its exceptions are repaired."""
+    save_trained(tmp_path, dim=0, whole=whole)
+    folders = [folder_of(tmp_path, node) for node in (0, 1)]
+    assert (folders[0] / "master_weights.safetensors").exists() == whole
+    exceptions = folders[0] / "master_weights.exceptions.safetensors"
+    body = exceptions.read_bytes()
+    exceptions.write_bytes(body[:-1] + b"\xff")
+    assert not uc.verify(folders[0]).ok
+    assert uc.repair(folders[0], folders[1:]).ok
+    assert exceptions.read_bytes() == body
+    for path in (path for folder in folders for path in folder.glob("master_weights*")):
+        path.unlink()
+    for folder in folders:
+        assert uc.verify(folder, deep=True).ok
+        assert uc.repair(folder, []).ok
+    uc.convert(folders, tmp_path / "merged", fsync=False, compare=False)
+    with uc.open(tmp_path / "merged") as source:
+        assert source.parts == ("model", "optimizer")
+
+
+def test_masters_of_node_folders_need_their_model(tmp_path: Path) -> None:
+    save_trained(tmp_path, dim=0, whole=False)
+    folders = [folder_of(tmp_path, node) for node in (0, 1)]
+    for path in (path for folder in folders for path in folder.glob("model*")):
+        path.unlink()
+    for folder in folders:
+        (problem,) = uc.verify(folder).problems
+        assert problem.startswith("master_weights is stored beside the part model")
+    with pytest.raises(uc.IncompleteError, match=r"master_weights:.* is stored beside model:"):
+        uc.convert(folders, tmp_path / "lost", fsync=False)

@@ -24,7 +24,8 @@ from unified_ckpt.format.events import (
     parse_events,
 )
 from unified_ckpt.manager.events.file import EventFile, read_events
-from unified_ckpt.manager.save_scheduler import StepState
+from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.phases import Phase, PhaseClock, summarize_phases
 from unified_ckpt.testing import run_ranks
@@ -163,7 +164,7 @@ def test_failure_names_the_path_that_a_trainer_wanted(tmp_path: Path) -> None:
         saved_state = StepState(
             3, lambda: {**state(3), "attach": fail_attach}, path=tmp_path / "epoch=1.ckpt"
         )
-        assert manager._save_state(saved_state, force=True) is None
+        assert manager.run.save(saved_state, when.FORCED) is None
     assert [failure.path for failure in heard] == [os.fspath(tmp_path / "epoch=1.ckpt")]
 
 

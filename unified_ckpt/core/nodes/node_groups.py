@@ -96,7 +96,17 @@ def parse_shard_name(name: str) -> tuple[str, Box, tuple[int, ...]] | None:
     )
 
 
+def base_part(part: str) -> str:
+    """Return the part that the shards of a part belong to; other parts are returned unchanged."""
+    return part.removesuffix(SHARD_SUFFIX)
+
+
+def parse_shard_key(key: Key) -> tuple[str, Box, tuple[int, ...]] | None:
+    """Return what `parse_shard_name` does; None in a part without shards."""
+    return parse_shard_name(key[1]) if key[0].endswith(SHARD_SUFFIX) else None
+
+
 def base_key(key: Key) -> Key:
     """Return the key of the tensor that a shard belongs to; other keys are returned unchanged."""
-    parsed = parse_shard_name(key[1]) if key[0].endswith(SHARD_SUFFIX) else None
-    return key if parsed is None else (key[0].removesuffix(SHARD_SUFFIX), parsed[0])
+    parsed = parse_shard_key(key)
+    return key if parsed is None else (base_part(key[0]), parsed[0])

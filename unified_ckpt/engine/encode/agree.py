@@ -1,13 +1,18 @@
 """Agrees with all ranks on which tensors a save encodes, once per plan.
 
 Stored bytes would depend on the layout if ranks decided from what they hold alone. A tensor is
-encoded if every rank that holds some of it can, and if few of its elements are exceptions.
+encoded if every rank that holds some of it can, and if few of its elements are exceptions. In the
+folders of node groups, each stored box must have whole rows. A master may be decoded beside any
+stored copy of its model. Only equal boxes can be compared, so a group must store the same boxes of
+both, and all groups must store them whole, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.plan.holders import gather_distinct_json
@@ -23,26 +28,44 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 from unified_ckpt.runtime.torch_state.unfit import count_unfit_masters, count_unfit_moments
 
+# How a node group stores a tensor: whole, as shards of whole rows, or as shards that cut rows. The
+# last also counts for masters that are not cut like their model.
+StoredForm = Literal["whole", "rows", "cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks agreed on: the encodings of this rank's tensors, by name.
+
+    `plain`: the tensors of all ranks that the compression would encode and this save does not.
+    """
+
+    encodings: Mapping[Key, str] = field(default_factory=dict)
+    plain: Sequence[Key] = ()
+
 
 def agree_on_encodings(
     collective: Collective,
     tensors: Sequence[LocalTensor],
     compression: Compression,
     *,
+    forms: Mapping[Key, StoredForm] = MappingProxyType({}),
     reads_values: bool = True,
-) -> dict[Key, str]:
-    """Collective, inside a step. Return the encodings of this rank's tensors, by name.
+) -> Agreement:
+    """Collective, inside a step. Agree on what a save encodes.
 
+    `forms`: how the group of this rank stores its tensors; empty where all ranks share a folder.
     Without `reads_values`, no element counts as an exception.
     """
     if compression == "none":
-        return {}
+        return Agreement()
     by_key = {tensor.decl.key: tensor for tensor in tensors}
     specs = {key: tensor.decl.spec for key, tensor in by_key.items()}
     chosen = choose_encodings(specs, compression)
     counts = {
         key: _count_exceptions(by_key, key, encoding, rank=collective.rank) if reads_values else 0
         for key, encoding in chosen.items()
+        if forms.get(key) != "cut"
     }
     report = {
         "plain": sorted(
@@ -56,18 +79,34 @@ def agree_on_encodings(
             for key, count in counts.items()
             if (count or 0) * MIN_RATIO > by_key[key].local.numel()
         ),
+        "chosen": sorted(chosen),
     }
+    for form in ("whole", "rows", "cut"):
+        report[form] = sorted(k for k, f in forms.items() if f == form and k[0] in (MODEL, MASTER))
     _, reports = gather_distinct_json(collective, "encodings", report)
-    lists = {
-        name: sorted({tuple(key) for report in reports.values() for key in report[name]})
-        for name in ("plain", "suspects")
-    }
-    agreed = collective.broadcast_json("encodings-agreed", lists)
-    plain = {tuple(key) for key in agreed["plain"]}
-    suspects = {tuple(key) for key in agreed["suspects"]} - plain
+    agreed = collective.broadcast_json("encodings-agreed", _joined(list(reports.values())))
+    plain, suspects, refused = (
+        {(part, fqn) for part, fqn in agreed[name]} for name in ("plain", "suspects", "refused")
+    )
     if suspects:
-        plain |= _agree_on_suspects(collective, by_key, counts, suspects)
-    return {key: encoding.name for key, encoding in chosen.items() if key not in plain}
+        too_many = _agree_on_suspects(collective, by_key, counts, suspects)
+        plain, refused = plain | too_many, refused | too_many
+    encodings = {key: encoding.name for key, encoding in chosen.items() if key not in plain}
+    return Agreement(encodings, sorted(refused))
+
+
+def _joined(reports: Sequence[Mapping[str, Sequence[Sequence[str]]]]) -> dict[str, list[Key]]:
+    """Return, on rank 0, what follows from the reports of all ranks."""
+    plain, suspects, chosen, whole, rows, cut = (
+        {(part, fqn) for report in reports for part, fqn in report[name]}
+        for name in ("plain", "suspects", "chosen", "whole", "rows", "cut")
+    )
+    plain |= {(MASTER, fqn) for _, fqn in (whole & rows) | (whole & cut) | (rows & cut)}
+    return {
+        "plain": sorted(plain),
+        "suspects": sorted(suspects - plain),
+        "refused": sorted(plain & chosen),
+    }
 
 
 def with_encodings(

@@ -5,10 +5,14 @@ A value could be lost if a rank forgot one. So whoever encodes elements examines
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-from unified_ckpt.core.sharding.declarations import Key, TensorDecl
+import numpy as np
+
+from unified_ckpt.core.nodes.node_groups import base_part, parse_shard_key
+from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.encode.stored_models import StoredModels
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
 from unified_ckpt.format.exceptions import (
@@ -36,16 +40,32 @@ class Exceptions:
     total: int = 0
 
     def add(self, key: Key, elements: Elements) -> None:
-        """Add elements of one tensor, with flat indices in the global tensor."""
+        """Add elements of one tensor or shard, with flat indices in it."""
         if len(elements[0]):
             self.found.setdefault(key, []).append(elements)
 
     def by_part(self) -> ExceptionsByPart:
-        """Return the elements of each tensor, joined."""
-        joined: ExceptionsByPart = {}
-        for (part, fqn), elements in self.found.items():
-            joined.setdefault(part, {})[fqn] = join_elements(elements)
-        return joined
+        """Return the elements of each whole tensor, joined, with flat indices in it."""
+        by_tensor: dict[Key, list[Elements]] = {}
+        for key, elements in self.found.items():
+            whole_key, joined = _in_whole_tensor(key, join_elements(elements))
+            by_tensor.setdefault(whole_key, []).append(joined)
+        by_part: ExceptionsByPart = {}
+        for (part, fqn), elements in by_tensor.items():
+            by_part.setdefault(part, {})[fqn] = join_elements(elements)
+        return by_part
+
+
+def _in_whole_tensor(key: Key, elements: Elements) -> tuple[Key, Elements]:
+    """Return elements of a shard as those of its tensor; others are returned unchanged."""
+    shard = parse_shard_key(key)
+    if shard is None:
+        return key, elements
+    (fqn, box, shape), (indices, values) = shard, elements
+    in_box = np.unravel_index(indices, box.shape)
+    in_tensor = tuple(i + n for i, n in zip(in_box, box.offsets, strict=True))
+    whole_indices = np.ravel_multi_index(in_tensor, shape).astype(np.int64)
+    return (base_part(key[0]), fqn), (whole_indices, values)
 
 
 def gather_exceptions(
@@ -55,10 +75,7 @@ def gather_exceptions(
 
     `shapes`: on rank 0, those of all encoded tensors.
     """
-    bodies = {
-        part: encode_exceptions(part, elements)[0]
-        for part, elements in exceptions.by_part().items()
-    }
+    bodies = exceptions_files(exceptions.by_part())
     joined = b"".join(bodies.values())
     pieces = chunks(0, len(joined))  # the store limits the bytes of a value
     for number, (start, stop) in enumerate(pieces):
@@ -84,10 +101,32 @@ def gather_exceptions(
     return by_part
 
 
-def has_too_many(exceptions: ExceptionsByPart, decls: Collection[TensorDecl]) -> bool:
-    """Return whether one of these tensors would now be stored plain."""
+def exceptions_files(exceptions: ExceptionsByPart) -> dict[str, bytes]:
+    """Return the content of the exceptions file of each part that has any."""
+    return {part: encode_exceptions(part, elements)[0] for part, elements in exceptions.items()}
+
+
+def broadcast_files(collective: Collective, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return rank 0's exceptions files. Some other ranks call, too; rank 0 waits for none."""
+    sizes = {part: len(body) for part, body in files.items()}
+    joined = b"".join(files.values())
+    if collective.rank == 0:
+        for number, (start, stop) in enumerate(chunks(0, len(joined))):
+            collective.put(f"exceptions-of-all/{number}", joined[start:stop])
+    sizes = collective.broadcast_json("exceptions-of-all-sizes", sizes)
+    count = -(-sum(sizes.values()) // CHUNK_NBYTES)
+    joined = b"".join(collective.get(f"exceptions-of-all/{number}") for number in range(count))
+    ends = list(accumulate(sizes.values()))
+    return {
+        part: joined[end - nbytes : end]
+        for (part, nbytes), end in zip(sizes.items(), ends, strict=True)
+    }
+
+
+def has_too_many(exceptions: ExceptionsByPart, shapes: Mapping[Key, Sequence[int]]) -> bool:
+    """Return whether a tensor would now be stored plain. `shapes`: of all encoded tensors."""
     return any(
-        is_too_many(len(exceptions[decl.part][decl.fqn][0]), decl.spec.shape)
-        for decl in decls
-        if decl.fqn in exceptions.get(decl.part, {})
+        is_too_many(len(indices), shapes[part, fqn])
+        for part, found in exceptions.items()
+        for fqn, (indices, _) in found.items()
     )

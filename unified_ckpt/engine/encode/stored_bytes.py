@@ -71,7 +71,7 @@ def stored_bytes(
         elif exceptions.models is None:
             raise AssertionError(f"{decl.fqn}: encoded before the model is written")
         else:
-            model = exceptions.models.read(decl.fqn, position, some.shape)
+            model = exceptions.models.read_beside(decl.key, position, some.shape)
             unfit = encoding.exceptions(some, model)
         exceptions.add(decl.key, (position + unfit, some.reshape(-1)[unfit]))
         for whole, encoded in zip(stored, encoding.encode(some), strict=True):

@@ -185,10 +185,10 @@ def _plan(
         f"estimate with compression {form}", timeout_seconds=call.timeout_seconds
     )
     with collective.propagating_errors(), collective.step("plan"):
-        encodings = agree_on_encodings(collective, tensors, form, reads_values=False)
+        agreement = agree_on_encodings(collective, tensors, form, reads_values=False)
         plan = make_plan(
             collective,
-            with_encodings(tensors, encodings),
+            with_encodings(tensors, agreement.encodings),
             layout=request.layout,
             matched_rules=request.matched_rules,
             max_file_bytes=request.options.max_file_bytes,

@@ -16,7 +16,8 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
     """Return the parts that are on disk, and what is missing of the others, as text.
 
-    A part may be deleted if all its files and its index are; its exceptions then mean nothing.
+    A part may be deleted if all its files and its index are; its exceptions then mean nothing. A
+    part of which the folder has only shards is deleted with them.
     """
     parts, problems = [], []
     expected: dict[str, int] = {}
@@ -24,7 +25,8 @@ def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[s
         files = {file: file_record.nbytes for file, file_record in record.files.items()}
         if record.index is not None:
             files = {names.index_name(part): record.index.nbytes, **files}
-        if files and not files.keys() & sizes.keys():
+        presence_files = manifest.presence_files(part)
+        if presence_files and not presence_files & sizes.keys():
             continue
         parts.append(part)
         expected |= files

@@ -73,6 +73,7 @@ class Folder(Source):
     ) -> None:
         self.storage, self.manifest = storage, manifest
         self.format = "unified" if manifest is not None else "huggingface"
+        self.is_node_folder = manifest is not None and manifest.node_group is not None
         self._policy, self.verification = policy or ReadPolicy(), VerificationLog()
         self._weight_maps = weight_maps
         self._headers: dict[str, dict[str, Entry]] = {}

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.folder import Folder, check_not_replaced
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
@@ -79,7 +80,11 @@ def open_folder(
             part: read_index(storage, part, record) for part, record in manifest.parts.items()
         }
         existing = {
-            part: weight_map for part, weight_map in weight_maps.items() if weight_map is not None
+            part: weight_map
+            for part, weight_map in weight_maps.items()
+            if weight_map is not None
+            # a part of which the folder has only shards is deleted with them
+            and (weight_map or weight_maps.get(part + SHARD_SUFFIX, {})) is not None
         }
         return Folder(storage, manifest, existing, policy)
     file_names = storage.names()

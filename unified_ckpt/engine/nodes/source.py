@@ -80,7 +80,13 @@ class ClusterSource(Source):
 
     def encodings(self) -> Mapping[str, Mapping[str, EncodingRecord]]:
         """Return how some tensors are encoded: the same in all folders."""
-        return self._any_folder.encodings()
+        manifest = self._any_folder.manifest
+        parts = manifest.parts if manifest is not None else {}
+        return {
+            part: record.encodings
+            for part, record in parts.items()
+            if record.encodings and part in self._names
+        }
 
     def exceptions(self, part: str) -> bytes | None:
         """Return a part's exceptions file, from a folder that has it intact."""

@@ -7,10 +7,11 @@ every member computes its own `GroupPlan`: what it writes of the group, at which
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.planning.exchange import RankIO
 from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
 from unified_ckpt.core.sharding.declarations import (
@@ -377,8 +378,9 @@ def build_global_plan(
         for decl, nbytes in zip(files.group.decls, files.stored.nbytes_by_decl(), strict=True)
         if decl.encoding
     }
+    decls = [decl for files in all_files for decl in files.group.decls]
     tensors = StagedTensors(
-        weight_maps, records_by_part, part_nbytes, encodings=_encoding_records(all_files, encoded)
+        weight_maps, records_by_part, part_nbytes, encodings=encoding_records_of(decls)
     )
     return GlobalPlan(
         tensors,
@@ -397,12 +399,13 @@ def build_global_plan(
     )
 
 
-def _encoding_records(
-    all_files: Sequence[GroupFiles], encoded: Collection[TensorDecl]
-) -> dict[str, dict[str, EncodingRecord]]:
-    """Return the records of encodings. FormatError if other tensors could be taken for encoded."""
-    if not encoded:
-        return {}
-    encodings = {decl.key: encoding_named(decl.encoding, file=decl.fqn) for decl in encoded}
-    specs = {decl.key: decl.spec for files in all_files for decl in files.group.decls}
-    return encoding_records(encodings, specs)
+def encoding_records_of(decls: Iterable[TensorDecl]) -> dict[str, dict[str, EncodingRecord]]:
+    """Return the manifest's records of encodings. FormatError if a reader would misread a tensor.
+
+    Leaves out shards, whose encodings are those of their tensors in all node groups.
+    """
+    whole = [decl for decl in decls if not decl.part.endswith(SHARD_SUFFIX)]
+    encodings = {
+        decl.key: encoding_named(decl.encoding, file=decl.fqn) for decl in whole if decl.encoding
+    }
+    return encoding_records(encodings, {decl.key: decl.spec for decl in whole}) if encodings else {}

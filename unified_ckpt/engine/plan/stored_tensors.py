@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from unified_ckpt.core.nodes.node_groups import parse_shard_key, shard_name
+from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import HolderGroup, TensorDecl
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.format.encoded_tensors import Encoding, MasterEncoding, encoding_named
@@ -65,16 +67,32 @@ def encoding_of(decl: TensorDecl) -> Encoding | None:
     return encoding_named(decl.encoding, file=decl.fqn) if decl.encoding else None
 
 
+def stored_specs(decl: TensorDecl) -> dict[str, TensorSpec]:
+    """Return what files store of a declaration, by name.
+
+    An encoded shard has whole rows: each of its stored tensors is a shard of those rows.
+    """
+    encoding = encoding_of(decl)
+    if encoding is None:
+        return {decl.fqn: decl.spec}
+    shard = parse_shard_key(decl.key)
+    if shard is None:
+        return encoding.stored_specs(decl.fqn, decl.spec.shape)
+    fqn, box, shape = shard
+    if box.shape[-1] != shape[-1]:
+        raise AssertionError(f"{decl.part}:{decl.fqn}: a shard that cuts rows is not encoded")
+    specs = {}
+    for name, spec in encoding.stored_specs(fqn, shape).items():
+        rows = Box(box.offsets, (*box.shape[:-1], spec.shape[-1]))
+        specs[shard_name(name, rows, spec.shape)] = TensorSpec(spec.dtype, rows.shape)
+    return specs
+
+
 def list_stored(decls: Sequence[TensorDecl]) -> StoredTensors:
     """Return the stored tensors of a group's declarations."""
     tensors: list[StoredTensor] = []
     starts = [0]
     for decl_index, decl in enumerate(decls):
-        encoding = encoding_of(decl)
-        if encoding is None:
-            tensors.append(StoredTensor(decl_index, decl.fqn, decl.spec))
-        else:
-            stored_specs = encoding.stored_specs(decl.fqn, decl.spec.shape)
-            tensors += [StoredTensor(decl_index, fqn, spec) for fqn, spec in stored_specs.items()]
+        tensors += [StoredTensor(decl_index, fqn, spec) for fqn, spec in stored_specs(decl).items()]
         starts.append(len(tensors))
     return StoredTensors(tuple(tensors), tuple(starts))

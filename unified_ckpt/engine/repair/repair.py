@@ -178,7 +178,8 @@ class FolderRepair:
             reason = "the save has no digests of a known algorithm"
             self._notes[f"{reason}: only sizes and headers were checked"] = None
         for part, part_record in manifest.parts.items():
-            if not file_names.isdisjoint((names.index_name(part), *part_record.files)):
+            presence_files = manifest.presence_files(part)
+            if not presence_files or not presence_files.isdisjoint(file_names):
                 self._repair_part(part, part_record)
             elif part_record.files:
                 reason = "neither its index nor any of its files exists"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from unified_ckpt.engine.encode.exceptions import ExceptionsByPart
+from unified_ckpt.engine.encode.exceptions import (
+    ExceptionsByPart,
+    broadcast_files,
+    exceptions_files,
+)
 from unified_ckpt.engine.folder.finalize import (
     StagedState,
     finalize_checkpoint,
@@ -14,8 +18,8 @@ from unified_ckpt.engine.folder.finalize import (
 from unified_ckpt.engine.folder.non_tensor_state import merge_non_tensor_state
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.planned_save import PlannedSave
-from unified_ckpt.format import codec, names
-from unified_ckpt.format.exceptions import encode_exceptions
+from unified_ckpt.format import codec
+from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.format.manifest import DigestFile, NamedFile, NodeGroupRecord, RankExtraFile
 
 
@@ -30,7 +34,8 @@ def finalize(
 ) -> None:
     """On rank 0: write all that the folder lacks but its name, the manifest last.
 
-    `states` are the encoded non-tensor states of all reporters.
+    `states` are the encoded non-tensor states of all reporters. `exceptions`: on rank 0 of all
+    node groups, those of the whole save.
     """
     request, global_plan, commit_group = (
         planned.request,
@@ -39,14 +44,22 @@ def finalize(
     )
     if global_plan is None:
         raise AssertionError("rank 0 has the global plan")
+    encodings, files = global_plan.tensors.encodings, exceptions_files(exceptions)
     if not commit_group.is_single:  # the folder of each node group describes the whole save
+        encodings = planned.call.cache.global_records.encodings
+        if planned.is_encoded:
+            with commit_group.waiting_for_groups():
+                files = broadcast_files(commit_group.collective, files)
         body = codec.pack(list(states), "states")
         gathered = commit_group.all_gather("non-tensor-state", body)
         states = [state for body in gathered for state in codec.unpack(body, "states")]
     # A requested part without tensors is named without files.
-    nbytes = {**dict.fromkeys(request.stored_part_names(), 0), **global_plan.tensors.nbytes}
+    part_names = (*request.stored_part_names(), *encodings)
     tensors = replace(
-        global_plan.tensors, nbytes=nbytes, exceptions=_write_exceptions(transaction, exceptions)
+        global_plan.tensors,
+        nbytes={**dict.fromkeys(part_names, 0), **global_plan.tensors.nbytes},
+        encodings=encodings,
+        exceptions=_write_exceptions(transaction, files),
     )
     caller_extra = planned.caller_extra
     state = StagedState(
@@ -67,15 +80,12 @@ def finalize(
     finalize_checkpoint(transaction, tensors, state, fields, attach=request.attach)
 
 
-def _write_exceptions(
-    transaction: Transaction, exceptions: ExceptionsByPart
-) -> dict[str, NamedFile]:
-    """Write the exceptions of each part that has any; return the records by part."""
+def _write_exceptions(transaction: Transaction, files: Mapping[str, bytes]) -> dict[str, NamedFile]:
+    """Write the exceptions files, given by part; return the records by part."""
     records = {}
-    for part, elements in exceptions.items():
-        body, records[part] = encode_exceptions(part, elements)
-        file = f"{transaction.folder}/{names.exceptions_name(part)}"
-        transaction.storage.put(file, body, fsync=False)
+    for part, body in files.items():
+        records[part] = exceptions_record(part, body)
+        transaction.storage.put(f"{transaction.folder}/{records[part].file}", body, fsync=False)
     return records
 
 
@@ -90,6 +100,6 @@ def _node_group_record(planned: PlannedSave) -> NodeGroupRecord | None:
         count=node_group.count,
         ranks=list(node_group.ranks),
         world_size=node_group.world_size,
-        totals=dict(cache.global_totals),
+        totals=dict(cache.global_records.totals),
         replicas=list(copy_plan.files_by_group) if copy_plan is not None else [],
     )

@@ -10,9 +10,15 @@ from functools import partial
 
 from unified_ckpt.core.text import format_list, human_size
 from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
-from unified_ckpt.engine.encode.stored_models import models_read_wrong
+from unified_ckpt.engine.encode.stored_models import (
+    masters_of_differing_models,
+    model_digests,
+    models_read_wrong,
+    read_model_digests,
+)
 from unified_ckpt.engine.folder.if_exists import resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.plan.save_plan import GlobalPlan
 from unified_ckpt.engine.save.caller_extra import write_rank_extra
 from unified_ckpt.engine.save.finalize import finalize
 from unified_ckpt.engine.save.node_local import CommitGroup
@@ -20,8 +26,9 @@ from unified_ckpt.engine.save.node_replicas import replicate
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.engine.save.write import sync_files, write_digests, write_tensors
-from unified_ckpt.errors import StorageError
+from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.format.manifest import DigestFile, Manifest, RankExtraFile
+from unified_ckpt.format.names import MASTER
 from unified_ckpt.runtime.comm.phases import PhaseReport, summarize_phases
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -36,7 +43,8 @@ class SaveReport:
     of it for `save`. `existed` means that nothing was saved because a checkpoint was kept, see
     `SaveOptions.if_exists`; `step` and `id` are then those of that checkpoint.
     With `SaveOptions.compression`, `encoded_nbytes` counts the bytes of encoded tensors among
-    `nbytes`, and `exceptions` their elements that are stored beside them.
+    `nbytes`, and `exceptions` the elements of all encoded tensors that are stored beside them.
+    `plain_tensors`: how many tensors of the save the compression encodes elsewhere, but not here.
 
     Only rank 0 has `parts`, the tensor bytes of each part, and `phases`, the steps of the ranks
     that share its folder. `failed_attempts`: those of the `CheckpointManager` before this commit.
@@ -50,6 +58,7 @@ class SaveReport:
     existed: bool = False
     encoded_nbytes: int = 0
     exceptions: int = 0
+    plain_tensors: int = 0
     blocked_seconds: float = 0.0
     parts: Mapping[str, int] = field(default_factory=dict, hash=False)
     phases: PhaseReport | None = field(default=None, hash=False, repr=False)
@@ -118,6 +127,7 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
         seconds,
         encoded_nbytes=planned.plan.encoded_nbytes,
         exceptions=planned.exceptions.total,
+        plain_tensors=len(call.cache.agreement.plain),
         blocked_seconds=seconds,
         parts=dict(global_plan.tensors.nbytes) if global_plan is not None else {},
         phases=phases,
@@ -182,7 +192,8 @@ def _fill_and_publish(
                 exceptions=exceptions,
             )
     if call.cache.copy_plan is not None:
-        replicate(planned.commit_group, transaction, call.cache.copy_plan)
+        parts = call.cache.global_records.encodings
+        replicate(planned.commit_group, transaction, call.cache.copy_plan, encoded_parts=parts)
     _publish(planned.commit_group, transaction)
     if not phases_by_rank:
         return None
@@ -206,8 +217,8 @@ def _write_files(
 ) -> tuple[list[bytes], DigestFile | None, RankExtraFile | None, ExceptionsByPart]:
     """Collective. Write tensors, digests and rank extras.
 
-    Returns, on rank 0, the non-tensor states of all reporters, the records of both files, and the
-    exceptions of all ranks.
+    Returns, on rank 0, the non-tensor states of all reporters, and the records of both files. On
+    rank 0 of all node groups, also the exceptions of all ranks.
     """
     call, collective, plan = planned.call, planned.collective, planned.plan
     file_writer = planned.file_writer(transaction)
@@ -221,16 +232,7 @@ def _write_files(
         encoded=planned.is_encoded,
     )
     if planned.is_encoded and plan.global_plan is not None:
-        names = models_read_wrong(collective, plan.global_plan.decls_by_group)
-        if names:
-            raise StorageError(
-                format_list(
-                    f"{call.path}: the file system gave back other bytes of these model tensors "
-                    "than ranks wrote, expected the same; save master weights with "
-                    'compression="none"',
-                    names,
-                )
-            )
+        _check_models(planned, plan.global_plan)
     rank_extra = write_rank_extra(collective, file_writer, planned.caller_extra.rank_extra)
     local_state = planned.non_tensor_state
     if local_state is None:
@@ -241,11 +243,40 @@ def _write_files(
     states = collective.collect("non-tensor-state", local_state, dst=0, ranks=reporters)
     exceptions: ExceptionsByPart = {}
     if planned.is_encoded:
-        encoded = plan.global_plan.encoded if plan.global_plan is not None else ()
-        exceptions = gather_exceptions(
-            collective, planned.exceptions, {decl.key: decl.spec.shape for decl in encoded}
-        )
-        if has_too_many(exceptions, encoded):
+        shapes = planned.encoded_shapes()
+        with planned.commit_group.waiting_for_groups():
+            exceptions = gather_exceptions(
+                planned.commit_group.collective, planned.exceptions, shapes
+            )
+        if has_too_many(exceptions, shapes):
             call.cache.plan = None  # the next save decides again what it encodes
     file_writer.flush()
     return states, digest_file, rank_extra, exceptions
+
+
+def _check_models(planned: PlannedSave, global_plan: GlobalPlan) -> None:
+    """On rank 0: raise if encoded masters could be decoded beside other bits of the model.
+
+    StorageError if the file system gave back other bits than ranks wrote. LayoutError if node
+    groups store different ones of the same box.
+    """
+    cache, decls = planned.call.cache, global_plan.decls_by_group
+    digest_by_key = read_model_digests(planned.collective, decls)
+    if names := models_read_wrong(decls, digest_by_key):
+        title = (
+            f"{planned.call.path}: the file system gave back other bytes of these model tensors "
+            'than ranks wrote, expected the same; save master weights with compression="none"'
+        )
+        raise StorageError(format_list(title, names))
+    if MASTER not in cache.global_records.encodings:
+        return
+    gathered = planned.commit_group.gather_json(
+        "stored-models", model_digests(decls, digest_by_key)
+    )
+    if names := masters_of_differing_models(gathered, planned.encoded_shapes()):
+        cache.plan = None  # the next save compares replicas again
+        title = (
+            f"{planned.call.path}: nodes hold different bytes of the model of these master "
+            'weights; mend the replicas, or pass compression="none"'
+        )
+        raise LayoutError(format_list(title, names))

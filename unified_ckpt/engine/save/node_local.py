@@ -10,22 +10,28 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, NodeGroup, group_sharding, shard_name
+from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl, group_tensors
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
+from unified_ckpt.engine.encode.agree import StoredForm
 from unified_ckpt.engine.plan.holders import (
     check_layout_rules,
     gather_declarations,
     read_memberships,
     send_groups,
 )
-from unified_ckpt.engine.plan.save_plan import checked_groups
+from unified_ckpt.engine.plan.save_plan import checked_groups, encoding_records_of
+from unified_ckpt.engine.plan.stored_tensors import stored_specs
 from unified_ckpt.engine.save.caller_extra import CallerExtra
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import codec
+from unified_ckpt.format.manifest import EncodingRecord
+from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.error_spread import demote_shared
@@ -34,7 +40,19 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 # By key of the global declaration: the sharding within the node group, None for a tensor that the
 # group stores as shards.
 LocalShardings = Mapping[Key, Sharding | None]
-GlobalTotals = Mapping[str, list[int]]  # part -> [tensors, bytes] over all node groups
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalRecords:
+    """What the folders of all node groups record of the whole save.
+
+    `totals`: stored tensors and their bytes, by part. `encodings`: as in the manifest.
+    `encoded_shapes`: of all encoded tensors, on rank 0.
+    """
+
+    totals: Mapping[str, list[int]] = field(default_factory=dict)
+    encodings: Mapping[str, Mapping[str, EncodingRecord]] = field(default_factory=dict)
+    encoded_shapes: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +87,31 @@ class CommitGroup:
         """
         if self.is_single:
             return [value]
-        try:
+        with self.waiting_for_groups():
             self.collective.put(f"{key}/{self.node_group.number}", b"." + value)
             numbers = range(self.node_group.count)
             return [self.collective.get(f"{key}/{number}")[1:] for number in numbers]
+
+    def gather_json(self, key: str, value: object) -> list[Any]:
+        """Return the values of all node groups on rank 0 of all, an empty list elsewhere.
+
+        The first rank of each group calls, inside a step of the group.
+        """
+        if self.is_single:
+            return [value]
+        with self.waiting_for_groups():
+            self.collective.put_json(f"{key}/{self.node_group.number}", value)
+            numbers = range(self.node_group.count if self.collective.rank == 0 else 0)
+            return [self.collective.get_json(f"{key}/{number}") for number in numbers]
+
+    @contextmanager
+    def waiting_for_groups(self) -> Iterator[None]:
+        """Let an error of other node groups end the step of this one on all of its ranks."""
+        try:
+            yield
         except CheckpointError as error:
-            demote_shared(error)  # the groups know it, but not yet the other ranks of this one
+            if not self.is_single:
+                demote_shared(error)  # the groups know it, but not the other ranks of this one
             raise
 
     @contextmanager
@@ -117,24 +154,35 @@ def check_global(
     *,
     layout: Layout | None,
     matched_rules: set[str],
-) -> GlobalTotals:
-    """Collective over all ranks. Check the claims of all ranks; return the totals of the save.
+) -> GlobalRecords:
+    """Collective over all ranks. Check the claims of all ranks; return the records of the save.
 
     LayoutError or MismatchError if the claims do not add up to whole tensors.
     """
+    shapes: dict[Key, tuple[int, ...]] = {}
     with collective.step("check-global"):
         check_layout_rules(collective, layout, matched_rules)
         _, declarations = gather_declarations(collective, [tensor.decl for tensor in tensors])
         if declarations is not None:
             groups = checked_groups(declarations)
-            specs = {decl.key: decl.spec for group in groups for decl in group.decls}
+            decls = list({decl.key: decl for group in groups for decl in group.decls}.values())
             totals: dict[str, list[int]] = {}
-            for (part, _), spec in specs.items():
-                count, nbytes = totals.get(part, [0, 0])
-                totals[part] = [count + 1, nbytes + spec.nbytes]
-            collective.put_json("totals", totals)
-    totals_by_part: GlobalTotals = collective.get_json("totals")
-    return totals_by_part
+            for decl in decls:
+                for spec in stored_specs(decl).values():
+                    count, nbytes = totals.get(decl.part, [0, 0])
+                    totals[decl.part] = [count + 1, nbytes + spec.nbytes]
+            shapes = {decl.key: decl.spec.shape for decl in decls if decl.encoding}
+            records = {
+                part: {state: record.model_dump() for state, record in by_state.items()}
+                for part, by_state in encoding_records_of(decls).items()
+            }
+            collective.put_json("totals", [totals, records])
+    totals, records = collective.get_json("totals")
+    encodings = {
+        part: {state: EncodingRecord(**record) for state, record in by_state.items()}
+        for part, by_state in records.items()
+    }
+    return GlobalRecords(totals, encodings, shapes)
 
 
 def local_shardings(
@@ -161,6 +209,35 @@ def local_shardings(
     return shardings
 
 
+def stored_forms(
+    tensors: Sequence[LocalTensor],
+    shardings: LocalShardings,
+    node_group: NodeGroup,
+    group_rank: int,
+) -> dict[Key, StoredForm]:
+    """Return how the node group stores the tensors of this rank.
+
+    `group_rank` is this rank's index in the group.
+    """
+    rank, forms = node_group.ranks[group_rank], dict[Key, StoredForm]()
+    boxes: dict[Key, list[Box] | None] = {}  # that this rank stores of shards; None: all or nothing
+    for decl in (tensor.decl for tensor in tensors):
+        sharding, shape = shardings[decl.key], decl.spec.shape
+        if sharding is None:
+            found = [box for box, _ in decl.sharding.boxes(rank, shape) if box.numel]
+            boxes[decl.key] = found
+            has_rows = all(box.shape[-1:] == shape[-1:] for box in found)
+            forms[decl.key] = "rows" if has_rows else "cut"
+        else:
+            boxes[decl.key] = [] if sharding.position(group_rank) is None else None
+            forms[decl.key] = "whole"
+    for part, fqn in forms:
+        # A rank whose part of a whole tensor is not stored needs no model.
+        if part == MASTER and boxes[part, fqn] not in ([], boxes.get((MODEL, fqn), [])):
+            forms[part, fqn] = "cut"
+    return forms
+
+
 def localize(
     tensors: Sequence[LocalTensor],
     shardings: LocalShardings,
@@ -179,7 +256,7 @@ def localize(
         if sharding is not None:
             # A rank without a position holds a part of a replica that is not whole in the group.
             if sharding.position(group_rank) is not None:
-                whole = TensorDecl(part, decl.fqn, decl.spec, sharding)
+                whole = replace(decl, sharding=sharding)
                 localized.append(LocalTensor(whole, local))
         elif decl.spec.nbytes == 0:
             empty = TensorDecl(part, decl.fqn, decl.spec, Sharding())
@@ -189,7 +266,7 @@ def localize(
                 if box.numel:
                     name = shard_name(decl.fqn, box, shape)
                     spec = TensorSpec(decl.spec.dtype, box.shape)
-                    shard = TensorDecl(part + SHARD_SUFFIX, name, spec, Sharding())
+                    shard = TensorDecl(part + SHARD_SUFFIX, name, spec, Sharding(), decl.encoding)
                     starts = zip(local_box.offsets, local_box.shape, strict=True)
                     slices = tuple(slice(start, start + size) for start, size in starts)
                     localized.append(LocalTensor(shard, local[slices]))

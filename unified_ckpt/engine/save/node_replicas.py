@@ -134,10 +134,17 @@ def _content_id(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
-def replicate(commit_group: CommitGroup, transaction: Transaction, copy_plan: CopyPlan) -> None:
+def replicate(
+    commit_group: CommitGroup,
+    transaction: Transaction,
+    copy_plan: CopyPlan,
+    *,
+    encoded_parts: Collection[str],
+) -> None:
     """Collective over all node groups. Copy what the plan says into the finalized staging folder.
 
-    The ranks of this node group share the files to copy; its first rank serves the folder.
+    The ranks of this node group share the files to copy; its first rank serves the folder. Copies
+    have the exceptions files of `encoded_parts`.
     StorageError or IntegrityError on every rank of all groups if one fails.
     """
     files_by_group = copy_plan.files_by_group
@@ -159,7 +166,8 @@ def replicate(commit_group: CommitGroup, transaction: Transaction, copy_plan: Co
             # Set once the folders of the copies exist.
             commit_group.collective.get(_server_key(number))
             nearest = sorted(files_by_group, key=lambda source: (number - source) % count)
-            auxiliary = (names.DIGESTS, names.EXTRA, names.RANK_EXTRA)
+            exceptions = map(names.exceptions_name, encoded_parts)
+            auxiliary = (names.DIGESTS, names.EXTRA, names.RANK_EXTRA, *exceptions)
             tasks = [
                 (source, file)
                 for source in nearest
@@ -287,13 +295,14 @@ def _require_manifest(folder: Folder) -> Manifest:
 
 
 def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
-    """Return the bytes of these part files and of all auxiliary files."""
+    """Return the bytes of these part files, and of all auxiliary and exceptions files."""
     manifest = _require_manifest(folder)
     part_files = {
         name: file for part in manifest.parts.values() for name, file in part.files.items()
     }
     nbytes = sum(file.nbytes for name, file in part_files.items() if name in files)
-    return nbytes + sum(auxiliary.nbytes for auxiliary in manifest.auxiliary_files())
+    whole_files = (*manifest.auxiliary_files(), *manifest.exceptions_files().values())
+    return nbytes + sum(file.nbytes for file in whole_files)
 
 
 def _finalize_copy(

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.encode.agree import Agreement
 from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.non_tensor_state import encode_non_tensor_state
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import SavePlan
 from unified_ckpt.engine.save.caller_extra import CallerExtra
-from unified_ckpt.engine.save.node_local import CommitGroup, GlobalTotals, LocalShardings
+from unified_ckpt.engine.save.node_local import CommitGroup, GlobalRecords, LocalShardings
 from unified_ckpt.engine.save.node_replicas import CopyPlan
 from unified_ckpt.engine.save.probe_topology import Connections
 from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
@@ -62,8 +63,8 @@ class Staging:
 class SaveCache:
     """Plans and buffers that one save leaves for the next save of the same ranks.
 
-    `omitted_parts` and `encodings`, the names of encodings by tensor, belong to `plan`. Only node
-    groups have `local_shardings` and a `copy_plan`.
+    `omitted_parts` and `agreement` belong to `plan`. Only node groups have `local_shardings`,
+    `global_records` and a `copy_plan`.
     """
 
     tile_buffers: TileBuffers = field(default_factory=TileBuffers)
@@ -72,10 +73,10 @@ class SaveCache:
     snapshot_memory: SnapshotMemory = field(default_factory=SnapshotMemory)
     plan: SavePlan | None = None
     omitted_parts: OmittedParts = field(default_factory=OmittedParts)
-    encodings: Mapping[Key, str] = field(default_factory=dict)
+    agreement: Agreement = field(default_factory=Agreement)
     connections: Connections | None = None
     local_shardings: LocalShardings | None = None
-    global_totals: GlobalTotals = field(default_factory=dict)
+    global_records: GlobalRecords = field(default_factory=GlobalRecords)
     copy_plan: CopyPlan | None = None
 
     def reset_for(self, connections: Connections) -> None:
@@ -141,7 +142,15 @@ class PlannedSave:
     @property
     def is_encoded(self) -> bool:
         """Whether some tensors of this save may be stored encoded; equal on all ranks."""
-        return self.request.options.compression != "none" and self.commit_group.is_single
+        return self.request.options.compression != "none"
+
+    def encoded_shapes(self) -> Mapping[Key, Sequence[int]]:
+        """Return the shapes of all encoded tensors of the save, on rank 0 of all ranks."""
+        if not self.commit_group.is_single:
+            return self.call.cache.global_records.encoded_shapes
+        global_plan = self.plan.global_plan
+        encoded = global_plan.encoded if global_plan is not None else ()
+        return {decl.key: decl.spec.shape for decl in encoded}
 
     def target(self) -> PublishTarget:
         """Return the name to publish under, for the rank that publishes."""

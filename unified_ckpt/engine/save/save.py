@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 
 from unified_ckpt.core.nodes.node_groups import base_key
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.encode.agree import agree_on_encodings, with_encodings
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.encode.agree import (
+    Agreement,
+    StoredForm,
+    agree_on_encodings,
+    with_encodings,
+)
 from unified_ckpt.engine.folder.if_exists import (
     PublishTarget,
     check_target_name,
@@ -26,6 +33,7 @@ from unified_ckpt.engine.save.node_local import (
     join_commit_group,
     local_shardings,
     localize,
+    stored_forms,
 )
 from unified_ckpt.engine.save.node_replicas import check_copy_count, plan_copies
 from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall
@@ -39,7 +47,6 @@ from unified_ckpt.engine.save.snapshot import (
     record_events,
     wait_events,
 )
-from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.flatten import keys_changed_only_by_step
@@ -245,14 +252,14 @@ def _plan_save(
         tensors = request.stored_tensors()
         if not cached:
             cache.plan = None
-            cache.encodings = agree_on_encodings(
-                collective, tensors, _compression(call, collective, request)
-            )
+            if node_group.count == 1:
+                cache.agreement = _agree_on_encodings(call, collective, request)
     commit_group = join_commit_group(collective, node_group)
     with commit_group.sharing_errors_with_groups():
-        tensors = with_encodings(tensors, cache.encodings)
         plan_request, group_collective = request, collective
-        if not commit_group.is_single:
+        if commit_group.is_single:
+            tensors = with_encodings(tensors, cache.agreement.encodings)
+        else:
             tensors = _to_node_local(call, commit_group, request, cached=cached)
             # The layout is already checked for all node groups.
             plan_request = replace(request, layout=None, matched_rules=set())
@@ -292,21 +299,22 @@ def _plan_save(
             raise
 
 
-def _compression(call: SaveCall, collective: Collective, request: SaveRequest) -> Compression:
-    """Return the compression of this save; rank 0 warns if it is not the requested one."""
-    requested = request.options.compression
-    if requested == "none" or call.connections.topology.node_group.count == 1:
-        return requested
-    if collective.rank == 0:
-        _LOG.warning(
-            "%s: compression=%r has no effect where nodes have folders of their own; tensors are "
-            "stored as they are. To compress them, merge the folders with "
-            "`unified-ckpt convert --compression %s FOLDER... TARGET`",
-            call.path,
-            requested,
-            requested,
+def _agree_on_encodings(
+    call: SaveCall,
+    collective: Collective,
+    request: SaveRequest,
+    forms: Mapping[Key, StoredForm] = MappingProxyType({}),
+) -> Agreement:
+    """Collective. Agree on what is encoded; rank 0 logs what is not, although it could be."""
+    compression = request.options.compression
+    agreement = agree_on_encodings(collective, request.stored_tensors(), compression, forms=forms)
+    if agreement.plain and collective.rank == 0:
+        title = (
+            f"{call.path}: compression={compression!r}: these tensors are stored as they are; "
+            "docs/guide/compression.md says which"
         )
-    return "none"
+        _LOG.warning("%s", format_list(title, [":".join(key) for key in agreement.plain]))
+    return agreement
 
 
 def _to_node_local(
@@ -314,17 +322,23 @@ def _to_node_local(
 ) -> list[LocalTensor]:
     """Collective over all node groups. Check all claims; return what this rank's group stores."""
     cache, tensors, comm = call.cache, request.stored_tensors(), call.connections.comm
+    collective, node_group = commit_group.collective, commit_group.node_group
     if not cached or cache.local_shardings is None:
         cache.copy_plan = None
         check_copy_count(commit_group, request.options.node_copies)
-        cache.global_totals = check_global(
-            commit_group.collective,
-            tensors,
+        shardings = local_shardings(commit_group, comm, tensors)
+        with collective.step("agree-on-encodings"):
+            forms = stored_forms(tensors, shardings, node_group, comm.rank)
+            cache.agreement = _agree_on_encodings(call, collective, request, forms)
+        cache.global_records = check_global(
+            collective,
+            with_encodings(tensors, cache.agreement.encodings),
             layout=request.layout,
             matched_rules=request.matched_rules,
         )
-        cache.local_shardings = local_shardings(commit_group, comm, tensors)
-    return localize(tensors, cache.local_shardings, commit_group.node_group, group_rank=comm.rank)
+        cache.local_shardings = shardings
+    tensors = with_encodings(tensors, cache.agreement.encodings)
+    return localize(tensors, cache.local_shardings, node_group, group_rank=comm.rank)
 
 
 def _get_or_make_plan(

@@ -217,7 +217,8 @@ class DecodedSource(WrappedSource):
                 encoded = (name for name in specs if self._encoded[part, name] is not None)
                 shapes = {name: specs[name].shape for name in encoded}
             file = f"{self._label}/{exceptions_name(part)}"
+            others = self._source.is_node_folder
             self._exceptions[part] = (
-                {} if body is None else parse_exceptions(body, shapes, file=file)
+                {} if body is None else parse_exceptions(body, shapes, file=file, others=others)
             )
         return self._exceptions[part]

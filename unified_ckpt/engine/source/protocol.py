@@ -101,11 +101,12 @@ class Source(ABC):
     and a box is a few such ranges (`read_box`).
 
     `verification`: what was verified so far; a view has that of the Source it reads. `format`: its
-    name, for messages.
+    name, for messages. `is_node_folder`: other folders have more tensors of its parts.
     """
 
     verification: VerificationLog
     format: str
+    is_node_folder: bool = False
 
     @property
     @abstractmethod

@@ -30,7 +30,14 @@ from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave, lazy_error
 from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
 from unified_ckpt.engine.save.probe_topology import Topologies
-from unified_ckpt.engine.save.request import SaveArguments, SaveRequest, save_request
+from unified_ckpt.engine.save.request import (
+    SaveArguments,
+    SaveRequest,
+    StateArguments,
+    capture,
+    save_request,
+    with_master_check,
+)
 from unified_ckpt.engine.save.save import begin_save
 from unified_ckpt.engine.save.save import save as _save
 from unified_ckpt.engine.source.protocol import ReadPolicy
@@ -165,6 +172,20 @@ class Checkpointer:
             self._pending.start(background_save, lazy_optimizers=optimizers)
             return self._pending
 
+    def _capture(self, state: StateArguments, options: SaveOptions) -> SaveRequest:
+        """Return what `save` would store now, for `_save_captured`. Tensors are not copied."""
+        comm, arguments = self._get_comm(), SaveArguments(**state, step=None, metrics=None)
+        request = save_request(comm, arguments, options, reads_values=False)
+        return capture(request, rank=comm.rank)
+
+    def _save_captured(self, path: Path, request: SaveRequest) -> SaveReport:
+        """Collective. Save what was captured. CheckpointError, and nothing is saved, if a tensor
+        has changed since, or changes before its bytes are written.
+        """
+        self.wait()
+        with gc_paused:
+            return _save(self._save_call(path, request, FOREGROUND))
+
     def idle(self) -> bool:
         """Collective. Return whether no rank has a save in flight, without waiting for one."""
         busy = self._pending is not None and not self._pending.done()
@@ -256,21 +277,29 @@ class Checkpointer:
     def _save_call(
         self,
         path: Path,
-        arguments: SaveArguments,
+        arguments: SaveArguments | SaveRequest,
         write_policy: WritePolicy,
         *,
         lazy_optimizers: Sequence[Optimizer] | None = None,
     ) -> SaveCall:
         """Build the request and resolve the topology. An error in the request goes to all ranks.
 
+        `arguments`: of a save, or what was captured.
         `lazy_optimizers`: the optimizers whose step waits for a lazy save.
         """
-        comm, options = self._get_comm(), arguments.get("options") or self._options
+        comm = self._get_comm()
+        if isinstance(arguments, SaveRequest):
+            options = arguments.options
+        else:
+            options = arguments.get("options") or self._options
         storage, name = LocalStorage("/"), ""
         request: SaveRequest | Exception
         try:
             storage, name = self._locate(path, write_policy)
-            request = save_request(comm, arguments, options)
+            if isinstance(arguments, SaveRequest):
+                request = with_master_check(arguments, rank=comm.rank)
+            else:
+                request = save_request(comm, arguments, options)
             request = replace(request, is_managed_path=isinstance(path, ManagedPath))
             if lazy_optimizers is not None:
                 request = lazy_error(lazy_optimizers) or request

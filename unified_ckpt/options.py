@@ -254,6 +254,8 @@ class ManagerOptions(_Options):
     `continuous`: as soon as the last save has ended, at least `interval_seconds` apart if set.
     `on_preemption`: on SIGTERM, SIGINT, SIGUSR1 (of SLURM, unless it has a handler) or
     `request_stop`, at a step on which all ranks agree.
+    `save_on_exception`: when an exception leaves the `with` block, if no optimizer step is under
+    way and all ranks are at the end of the same step. Captures the state in each call of `save`.
     `enabled`: False saves nothing and loads nothing.
 
     **What to keep.** A step is kept if any of these asks for it; if none is set, all are kept.
@@ -297,6 +299,7 @@ class ManagerOptions(_Options):
     on_completion: bool = True
     continuous: bool = False
     on_preemption: bool = True
+    save_on_exception: bool = False
 
     keep_latest: Count | None = None
     keep_every_steps: Count | None = None

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from unified_ckpt.api import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.restore.targets import (
@@ -30,6 +32,7 @@ from unified_ckpt.manager.run_steps import RunSteps
 from unified_ckpt.manager.save_job import SaveJob, StepState
 from unified_ckpt.manager.save_scheduler import SaveScheduler
 from unified_ckpt.manager.steps.scan import step_name
+from unified_ckpt.manager.stopping.on_exception import ExceptionSave
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
 from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import RunOptions
@@ -79,6 +82,12 @@ class Run:
         self._last_reasons: tuple[int, tuple[str, ...]] | None = None
         self._begun_at: int | None = None  # last step of the loop whose save began
         self._stop_signals = StopSignals(self.options)
+        self._on_exception = ExceptionSave(
+            self.options,
+            self.checkpointer._get_comm,
+            root=self.root,
+            timeout_seconds=self.save_options.timeout_seconds,
+        )
         self._metrics = Metrics(best_metric=self.options.best_metric)
         self._warned = when.saves_automatically(self.options) or not self.options.enabled
 
@@ -139,18 +148,40 @@ class Run:
             self._begun_at = self._last_reasons[0]
         job = self._save_job(state, for_root=reasons != (when.LOCAL_INTERVAL,))
         is_last = is_last or self.should_stop
-        if self.options.asynchronous and not is_last:
-            return self.scheduler.save_async(job, retried=reasons == ("retry",))
-        return self.scheduler.save_sync(job, is_last=is_last)
+        with self._on_exception.lock:
+            if self.options.asynchronous and not is_last:
+                return self.scheduler.save_async(job, retried=reasons == ("retry",))
+            return self.scheduler.save_sync(job, is_last=is_last)
 
     def finish(self, state: StepState) -> SaveReport | None:
         """Do what `CheckpointManager.finish` does."""
         if not (self.options.enabled and self.options.on_completion):
             self.wait()
             return None
-        report = self.scheduler.save_sync(self._save_job(state, for_root=True), is_last=True)
-        self._flush()
+        with self._on_exception.lock:
+            report = self.scheduler.save_sync(self._save_job(state, for_root=True), is_last=True)
+            self._flush()
         return report
+
+    @property
+    def saves_on_exception(self) -> bool:
+        """Whether `record` has an effect."""
+        return self._on_exception.enabled
+
+    def record(self, state: StepState) -> None:
+        """Record the state at the end of a step for `save_on_exception`. Every rank calls it after
+        each step. Calls `state.prepare` now. Raises nothing and waits for no rank.
+        """
+
+        def capture() -> SaveRequest:
+            options = state.options or self.save_options
+            return self.checkpointer._capture(state.prepare(), options)
+
+        def save(request: SaveRequest) -> None:
+            job = self._save_job(replace(state, captured=request), for_root=True)
+            self.scheduler.save_sync(job, is_last=True)
+
+        self._on_exception.record(state.step, capture, save)
 
     def restore(
         self, request: RestoreRequest, load: Callable[[RestorePoint], LoadReport]
@@ -162,7 +193,7 @@ class Run:
         last_error: CheckpointError | None = None
         timeout = self.load_options.timeout_seconds
         while True:
-            with contextlib.ExitStack() as locks:
+            with self._on_exception.lock, contextlib.ExitStack() as locks:
                 point = self.steps.select(request, load_failures, locks, timeout_seconds=timeout)
                 if point.kind == "none":
                     break
@@ -185,12 +216,13 @@ class Run:
 
     def wait(self) -> None:
         """As `CheckpointManager.wait`."""
-        self.scheduler.collect(strict=True)
-        self._flush()
+        with self._on_exception.lock:
+            self.scheduler.collect(strict=True)
+            self._flush()
 
     def close(self, error: BaseException | None = None) -> None:
         """As `CheckpointManager.close`. `error`: it ends the run on this rank, so no collective is
-        run, and a failure is logged.
+        run but that of `save_on_exception`, and a failure is logged.
         """
         try:
             self._close(this_rank_only=error is not None)
@@ -202,6 +234,11 @@ class Run:
     def _close(self, *, this_rank_only: bool) -> None:
         self._stop_signals.defer()
         try:
+            try:
+                if this_rank_only and not self.should_stop:
+                    self._on_exception.save_last()
+            finally:
+                self._on_exception.close()
             self._finish_saves(this_rank_only=this_rank_only)
         finally:
             try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unified_ckpt.api import Path
 from unified_ckpt.engine.folder.if_exists import ManagedPath
-from unified_ckpt.engine.save.request import SaveArguments, StateArguments
+from unified_ckpt.engine.save.request import SaveArguments, SaveRequest, StateArguments
 from unified_ckpt.manager.events.run_events import SaveAttempt
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.options import SaveOptions
@@ -22,7 +22,8 @@ class StepState:
 
     `metrics`, `options`: as in `CheckpointManager.save`. `counted`: steps that stay in place of one
     of the latest. `path`: where a trainer wants it; None for the step's folder. The manager neither
-    counts nor removes checkpoints at such paths, and one step may be saved at several.
+    counts nor removes checkpoints at such paths, and one step may be saved at several. `captured`:
+    the state as it was at an earlier time, in place of `prepare`.
     """
 
     step: int
@@ -31,6 +32,7 @@ class StepState:
     options: SaveOptions | None = None
     counted: Sequence[int] = ()
     path: Path | None = None
+    captured: SaveRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +63,25 @@ class SaveJob:
         """Return the path for this target."""
         return ManagedPath(target.path) if self.state.path is None else self.state.path
 
-    def arguments_at(self, target: SaveTarget) -> SaveArguments:
-        """Return the arguments for this target, with the options.
-
-        A local save replaces what has its name: `if_exists` is about the root.
+    def options_at(self, target: SaveTarget) -> SaveOptions:
+        """Return the options for this target. A local save replaces what has its name: `if_exists`
+        is about the root.
         """
-        options = self.options
-        if target.local:
-            options = options.model_copy(update={"if_exists": "replace"})
+        return self.options.model_copy(update={"if_exists": "replace"} if target.local else {})
+
+    def arguments_at(self, target: SaveTarget) -> SaveArguments:
+        """Return the arguments for this target, with the options."""
         return {
             **self.state.prepare(),
             "step": self.step,
             "metrics": self.metrics,
-            "options": options,
+            "options": self.options_at(target),
         }
+
+    def captured_at(self, target: SaveTarget) -> SaveRequest | None:
+        """Return the captured state for this target, if the state is captured."""
+        request = self.state.captured
+        if request is None:
+            return None
+        options = self.options_at(target)
+        return replace(request, step=self.step, metrics=self.metrics, options=options)

@@ -87,6 +87,9 @@ class SaveScheduler:
 
         def start(attempt: SaveAttempt) -> SaveReport:
             target = attempt.target
+            captured = job.captured_at(target)
+            if captured is not None:
+                return self._checkpointer._save_captured(job.path_at(target), captured)
             return self._checkpointer.save(job.path_at(target), **job.arguments_at(target))
 
         result = self._save_with_fallback(job, start, retried=False, is_last=is_last)

@@ -112,6 +112,40 @@ def test_signal_stops_and_the_resume_is_bitwise(tmp_path: Path) -> None:
     check_same(resumed, straight)
 
 
+class RaiseAt(TrainerCallback):
+    """Raises in a method of callbacks at a step."""
+
+    def __init__(self, method: str, step: int) -> None:
+        self._step = step
+        setattr(self, method, self._fail)
+
+    def _fail(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            raise ValueError("raised by the test")
+
+
+@pytest.mark.parametrize(
+    ("method", "step", "saved"),
+    [("on_step_begin", 3, 3), ("on_evaluate", 3, 3), ("on_optimizer_step", 3, 2)],
+)
+def test_exception_saves_a_whole_step(tmp_path: Path, method: str, step: int, saved: int) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 3}
+    straight, _ = trainer(tmp_path / "straight", **settings)
+    straight.train()
+    options = OPTIONS.model_copy(update={"save_on_exception": True})
+    run, callback = trainer(tmp_path / "run", RaiseAt(method, step), options=options, **settings)
+    with pytest.raises(ValueError, match="raised by the test"):
+        run.train()
+    assert callback.checkpoints.steps()[-1].step == saved
+    folders = [tmp_path / "run" / f"checkpoint-{saved}", tmp_path / "straight" / "checkpoint-2"]
+    assert sorted(os.listdir(folders[0])) == sorted(os.listdir(folders[1]))
+    resumed, _ = trainer(tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    if method != "on_evaluate":  # the random numbers of that evaluation are not drawn again
+        check_same(resumed, straight)
+
+
 @pytest.mark.integration
 def test_stopped_run_keeps_its_model_and_last_checkpoint(tmp_path: Path) -> None:
     """Stock training ends by loading the best model and removing all others."""

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import unified_ckpt as uc
 from tests.support.processes.launch import start_torchrun, torchrun
@@ -24,6 +26,10 @@ STEPS, SIGNAL_STEP, OUTSIDE_STEP = 24, 6, 10
 SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1}
 # what happens from outside: a signal to the launcher, or None to kill the last rank
 FROM_OUTSIDE = {"launcher-term": signal.SIGTERM, "launcher-int": signal.SIGINT, "killed": None}
+
+# an exception on the last rank: when torch calls what raises it, and the step of the last save
+RAISED = {"raised": (register_module_forward_pre_hook, OUTSIDE_STEP)}
+RAISED |= {"raised-in-step": (register_optimizer_step_post_hook, 8)}
 
 AfterStep = Callable[[int], object]
 # Called as train(root, after_step, resume=…). Returns the manager, and the weights and losses of a
@@ -47,6 +53,8 @@ def run_cases(train: Train, others: Mapping[str, Callable[[Path], object]]) -> N
         place.mkdir(exist_ok=True)
         if name in others:
             others[name](place)
+        elif name in RAISED:
+            raise_on_last_rank(train, place, name)
         elif name in SIGNALS:
             stop_and_resume(train, place, SIGNALS[name], rank=int(os.environ["WORLD_SIZE"]) - 1)
         else:
@@ -73,7 +81,7 @@ def run(
     manager, end = train(root, count, resume=resume, **settings)
     assert manager.should_stop == (end is None)
     if end is None:
-        assert max(uc.open(folder).step or 0 for folder in complete(root)) == last
+        assert last_step(root) == last
         (root / f"stop-{os.environ['RANK']}").write_text(str(last))
     elif os.environ["RANK"] == "0":
         torch.save(end, root / "ended.pt")
@@ -95,6 +103,25 @@ def stop_and_resume(train: Train, root: Path, number: int, *, rank: int, **setti
     run(train, root, send, **settings)
     assert not (root / "ended.pt").exists()
     run(train, root, nothing, resume=True, **settings)
+
+
+def raise_on_last_rank(train: Train, root: Path, name: str) -> None:
+    """Train until the last rank raises. The others wait for it in a collective."""
+    is_armed = False
+
+    def arm(step: int) -> None:
+        nonlocal is_armed
+        is_armed = step == OUTSIDE_STEP and os.environ["RANK"] == str(
+            int(os.environ["WORLD_SIZE"]) - 1
+        )
+
+    def fail(*_: object) -> None:
+        if is_armed:
+            raise ValueError("raised by the test")
+
+    register, _ = RAISED[name]
+    register(fail)
+    run(train, root, arm, save_on_exception=True)
 
 
 def await_outside(root: Path) -> AfterStep:
@@ -125,8 +152,12 @@ def check_runs(root: Path, world: int, worker: str, cases: Sequence[str]) -> Non
     torchrun(world, worker, root, *cases, timeout_seconds=240)
     for case, number in FROM_OUTSIDE.items():
         act_from_outside(root, world, worker, case, number)
-    torchrun(world, worker, root, *(f"{case}/resume" for case in FROM_OUTSIDE), timeout_seconds=240)
-    for case in (*cases, *FROM_OUTSIDE):
+    for case, (_, last) in RAISED.items():
+        launch_raising(root, world, worker, case)
+        assert last_step(root / case) == last, case
+    ended = (*FROM_OUTSIDE, *RAISED)
+    torchrun(world, worker, root, *(f"{case}/resume" for case in ended), timeout_seconds=240)
+    for case in (*cases, *ended):
         check_same(root, case)
         first = OUTSIDE_STEP if case in FROM_OUTSIDE else SIGNAL_STEP
         stops = [int(path.read_text()) for path in (root / case).glob("stop-*")]
@@ -142,6 +173,20 @@ def check_same(root: Path, case: str) -> None:
     again, last = torch.load(root / case / "ended.pt")
     assert last == losses[len(losses) - len(last) :], case
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items()), case
+
+
+def last_step(root: Path) -> int:
+    """Return the last step that is saved."""
+    return max(uc.open(folder).step or 0 for folder in complete(root))
+
+
+def launch_raising(root: Path, world: int, worker: str, case: str) -> str:
+    """Run a case in which the last rank raises, which ends all ranks. Returns the output."""
+    with start_torchrun(world, worker, root, case) as launcher:
+        output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode != 0, case
+    assert "raised by the test" in output, output
+    return output
 
 
 def act_from_outside(root: Path, world: int, worker: str, case: str, number: int | None) -> None:

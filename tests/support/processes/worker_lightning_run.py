@@ -49,6 +49,7 @@ def train(
     after_step: AfterStep,
     *,
     resume: bool = False,
+    save_on_exception: bool = False,
     options: uc.ManagerOptions = RUN_OPTIONS,
     last: str | None = "last",
 ) -> Any:
@@ -56,6 +57,7 @@ def train(
     world = int(os.environ["WORLD_SIZE"])
     batch = max(4 // world, 2)  # running statistics need two
     net = Net(batch=batch)
+    options = options.model_copy(update={"save_on_exception": save_on_exception})
     ours = UnifiedCheckpointCallback(manager_options=options, save_options=OPTIONS)
     distributed = (
         {"strategy": DDPStrategy(process_group_backend="gloo"), "devices": world}

@@ -62,9 +62,11 @@ def train(
     *,
     resume: bool = False,
     options: uc.ManagerOptions = OPTIONS,
+    save_on_exception: bool = False,
     disk: Disk | None = None,
     make: Make = make_trainer,
 ) -> Any:
+    options = options.model_copy(update={"save_on_exception": save_on_exception})
     ours = UnifiedCheckpointCallback(
         manager_options=options, save_options=uc.SaveOptions(fsync=False)
     )

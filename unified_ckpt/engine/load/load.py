@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.autograd.graph import increment_version
+
 from unified_ckpt.core.planning.load_plan import plan_reads
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.engine.load.match import (
@@ -113,6 +115,8 @@ def _load(
     reader = TensorReader(request.source, matched.storage, collective.heartbeat)
     try:
         with collective.step("read"):
+            # bytes are read straight into memory, which torch does not count as a change
+            increment_version([match.target.local for match in matched.matches])
             group_results = _read(collective, group_plans, by_decl, reader, tile_buffers, topology)
             verified_nbytes = verify_read(
                 collective, group_results, reader, mode=request.options.verify

@@ -5,6 +5,7 @@ Changes nothing of the caller's and touches no file.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,8 @@ from typing import Any, TypedDict
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
-from unified_ckpt.errors import FormatError
+from unified_ckpt.engine.save.caller_extra import CallerExtra, encode_extra
+from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.comm.comm import Comm
@@ -87,14 +89,53 @@ def save_request(
         attach=arguments.get("attach"),
         options=options,
     )
+    if reads_values:
+        return with_master_check(request, rank=comm.rank)
     if request.omitted_model_tensors:
         masters = {tensor.decl.fqn for tensor in state.tensors if tensor.decl.part == MASTER}
         names = {tensor.decl.fqn for tensor in request.omitted_model_tensors}
         check = MasterComparison(rounded=frozenset(masters & names))
-        if reads_values:
-            check = compare_masters(state, rank=comm.rank)
         return replace(request, master_check=check)
     return request
+
+
+def with_master_check(request: SaveRequest, *, rank: int) -> SaveRequest:
+    """Return the request with an omitted model compared with its master weights."""
+    if not request.omitted_model_tensors:
+        return request
+    return replace(request, master_check=compare_masters(request.state, rank=rank))
+
+
+def capture(request: SaveRequest, *, rank: int) -> SaveRequest:
+    """Return a request that stores the state as it is now: tensors by reference, the rest by value.
+
+    `check_unchanged` then says whether the tensors are still those of now. Every rank calls, as
+    `state_dict` of objects may be collective. FormatError for what cannot be stored.
+    """
+    state = request.state
+    captured = CapturedState(
+        encode_extra(request.extra, request.rank_extra, keeps_extra=rank == 0, copy=True),
+        tuple(_version(tensor) for tensor in state.tensors),
+    )
+    optimizer = state.optimizer
+    state.optimizer = replace(
+        optimizer,
+        groups=copy.deepcopy(optimizer.groups),
+        scalars=copy.deepcopy(optimizer.scalars),
+    )
+    for flat in (state.model, *state.extra_parts.values()):
+        flat.extra_state = copy.deepcopy(flat.extra_state)
+    return replace(request, captured=captured)
+
+
+def _version(tensor: LocalTensor) -> int:
+    """Return torch's count of changes in place."""
+    if tensor.local.is_inference():
+        raise FormatError(
+            f"{tensor.decl.part}:{tensor.decl.fqn}: got a tensor of inference mode, whose changes "
+            "torch does not count; create it under torch.no_grad"
+        )
+    return tensor.local._version
 
 
 def _finite_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -118,12 +159,21 @@ class OmittedParts:
 
 
 @dataclass(frozen=True, slots=True)
+class CapturedState:
+    """What the caller passed beside tensors, encoded, and the version of each tensor."""
+
+    caller_extra: CallerExtra
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SaveRequest:
     """What one rank saves.
 
     `matched_rules` are the Layout rules that applied on this rank. `mesh` describes the meshes for
     people. `master_check` compares an omitted model with its master weights. `omitted_parts`: what
     all ranks agreed to leave out. `is_managed_path`: a manager or a trainer chose the name.
+    `captured`: the state is that of an earlier time, see `capture`.
     """
 
     state: FlatState
@@ -139,6 +189,17 @@ class SaveRequest:
     master_check: MasterComparison = field(default_factory=MasterComparison)
     omitted_parts: OmittedParts = field(default_factory=OmittedParts)
     is_managed_path: bool = False
+    captured: CapturedState | None = None
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError, naming a tensor, if one has changed since the capture."""
+        if self.captured is None:
+            return
+        for tensor, version in zip(self.state.tensors, self.captured.versions, strict=True):
+            if tensor.local._version != version:
+                raise CheckpointError(
+                    f"{tensor.decl.part}:{tensor.decl.fqn} has changed since the end of the step"
+                )
 
     @property
     def omitted_model_tensors(self) -> list[LocalTensor]:

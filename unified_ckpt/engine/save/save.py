@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 
 from unified_ckpt.core.nodes.node_groups import base_key
@@ -24,7 +25,7 @@ from unified_ckpt.engine.folder.if_exists import (
     resolve_if_exists,
 )
 from unified_ckpt.engine.plan.save_plan import PlanKey, SavePlan, make_plan, make_plan_key
-from unified_ckpt.engine.save.caller_extra import encode_extra
+from unified_ckpt.engine.save.caller_extra import CallerExtra, encode_extra
 from unified_ckpt.engine.save.job import SaveReport, write_and_commit
 from unified_ckpt.engine.save.node_local import (
     CommitGroup,
@@ -128,7 +129,7 @@ class BackgroundSave:
         lazy: bool,
     ) -> None:
         self._planned, self._snapshot, self._deferred_keys = planned, snapshot, deferred_keys
-        self._events = record_events(snapshot)
+        self._events = record_events(chain.from_iterable(snapshot.tensors_by_group))
         self.holds_caller = not lazy or not snapshot.uncopied_keys() <= set(deferred_keys)
         self.staging, self.blocked = planned.staging, BlockedTime()
         self.started = planned.call.started
@@ -228,37 +229,17 @@ def _plan_save(
 
     In the `background`, `extra` is copied, and `if_exists` is resolved when the folder is created.
     """
-    request, cache, node_group = call.request, call.cache, call.connections.topology.node_group
-    entries_before = frozenset[str]()
+    cache, node_group = call.cache, call.connections.topology.node_group
     cached = collective.all_cached and cache.plan is not None
     # A background save with a cached plan agrees once, after everything is copied.
     with nullcontext() if background and collective.all_cached else collective.step("check-state"):
-        if isinstance(request, Exception):
-            raise request
-        caller_extra = encode_extra(
-            request.extra, request.rank_extra, keeps_extra=collective.rank == 0, copy=background
-        )
-        if collective.rank == node_group.ranks[0]:
-            target = PublishTarget(
-                call.name, request.options.if_exists, is_managed_path=request.is_managed_path
-            )
-            entries_before = check_target_name(call.storage, target)
-            if node_group.count == 1 and not background:
-                # Fails before any work is done; asked again when the folder is created.
-                resolve_if_exists(call.storage, target)
-        if not cached:
-            cache.omitted_parts = agree_on_parts(collective, request)
-        request = request.with_omitted_parts(cache.omitted_parts)
-        tensors = request.stored_tensors()
-        if not cached:
-            cache.plan = None
-            if node_group.count == 1:
-                cache.agreement = _agree_on_encodings(call, collective, request)
+        checked = _check_state(call, collective, cached=cached, background=background)
+    request, caller_extra = checked.request, checked.caller_extra
     commit_group = join_commit_group(collective, node_group)
     with commit_group.sharing_errors_with_groups():
         plan_request, group_collective = request, collective
         if commit_group.is_single:
-            tensors = with_encodings(tensors, cache.agreement.encodings)
+            tensors = with_encodings(request.stored_tensors(), cache.agreement.encodings)
         else:
             tensors = _to_node_local(call, commit_group, request, cached=cached)
             # The layout is already checked for all node groups.
@@ -290,13 +271,57 @@ def _plan_save(
                     plan,
                     _tensors_by_group(plan, tensors),
                     caller_extra,
-                    entries_before=entries_before,
+                    entries_before=checked.entries_before,
                 )
             )
         except BaseException:
             if group_collective is not collective:
                 group_collective.finish()
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedState:
+    """What this rank saves. `entries_before`: of the replaced folder, on the rank that publishes."""
+
+    request: SaveRequest
+    caller_extra: CallerExtra
+    entries_before: frozenset[str]
+
+
+def _check_state(
+    call: SaveCall, collective: Collective, *, cached: bool, background: bool
+) -> _CheckedState:
+    """Encode `extra`, check what is at the path, and agree on what is stored.
+
+    Collective, inside a step.
+    """
+    request, cache, node_group = call.request, call.cache, call.connections.topology.node_group
+    if isinstance(request, Exception):
+        raise request
+    if request.captured is not None:
+        caller_extra = request.captured.caller_extra
+    else:
+        caller_extra = encode_extra(
+            request.extra, request.rank_extra, keeps_extra=collective.rank == 0, copy=background
+        )
+    entries_before = frozenset[str]()
+    if collective.rank == node_group.ranks[0]:
+        target = PublishTarget(
+            call.name, request.options.if_exists, is_managed_path=request.is_managed_path
+        )
+        entries_before = check_target_name(call.storage, target)
+        if node_group.count == 1 and not background:
+            # Fails before any work is done; asked again when the folder is created.
+            resolve_if_exists(call.storage, target)
+    if not cached:
+        cache.omitted_parts = agree_on_parts(collective, request)
+    request = request.with_omitted_parts(cache.omitted_parts)
+    if not cached:
+        cache.plan = None
+        if node_group.count == 1:
+            cache.agreement = _agree_on_encodings(call, collective, request)
+    return _CheckedState(request, caller_extra, entries_before)
 
 
 def _agree_on_encodings(

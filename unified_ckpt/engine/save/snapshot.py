@@ -12,7 +12,7 @@ while the caller waits; see `Staging`.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -248,14 +248,9 @@ def _check_memory(nbytes: int) -> None:
         )
 
 
-def record_events(snapshot: Snapshot) -> list[torch.cuda.Event]:
+def record_events(tensors: Iterable[LocalTensor]) -> list[torch.cuda.Event]:
     """Record events after all work queued so far on the streams of the tensors' CUDA devices."""
-    devices = {
-        tensor.local.device
-        for tensors in snapshot.tensors_by_group
-        for tensor in tensors
-        if tensor.local.device.type == "cuda"
-    }
+    devices = {tensor.local.device for tensor in tensors if tensor.local.device.type == "cuda"}
     return [torch.cuda.current_stream(device).record_event() for device in devices]
 
 

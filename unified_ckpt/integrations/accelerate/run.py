@@ -45,6 +45,7 @@ def options_of_run(accelerator: Any, options: ManagerOptions) -> ManagerOptions:
     settings = settings_without(START_PATHS, "load_state(path), which decides what to load")
     settings["enabled"] = Setting(True, "attach(manager_options=...)")
     settings["step_prefix"] = Setting(folders.PREFIX, f"Accelerate's names, {folders.PREFIX}<n>")
+    settings["save_on_exception"] = Setting(False, "attach(), which sees no exception")
     settings["on_completion"] = Setting(False, "save_state(), which saves the last step")
     if not configuration.automatic_checkpoint_naming:
         text = "ProjectConfiguration(automatic_checkpoint_naming=False): save_state(path) decides"

@@ -137,6 +137,7 @@ class UnifiedCheckpointCallback(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         """Save if the run is to stop."""
         self._attached().run.after_batch()
+        self._attached().record()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """End the run without the other ranks."""

@@ -73,7 +73,7 @@ class LightningRun:
         self.stopped = False  # after the last save of a stopped run
         self._batches = 0  # that ended with an optimizer step: the ranks count them alike
         self._postponed = False
-        self._last_step = trainer.global_step
+        self._last_step = self._recorded_step = trainer.global_step
         self._in_flight: tuple[PendingSave, str, str] | None = None  # with path and renamed link
         self._failed_path = ""  # of the last save, if it failed
         self._last_committed = ""
@@ -224,6 +224,15 @@ class LightningRun:
             path = self._failed_path or (self._in_flight[1] if self._in_flight else "")
             trainer.save_checkpoint(path)
 
+    def records(self) -> bool:
+        """Whether the state is to be recorded after this batch: it ended with an optimizer step."""
+        recorded, self._recorded_step = self._recorded_step, self._trainer.global_step
+        return self.checkpoints.run.saves_on_exception and recorded != self._recorded_step
+
+    def stopped_path(self) -> str:
+        """Return the path of the last checkpoint of a run that ends early."""
+        return os.path.join(self._folder(), "last-stopped.ckpt")
+
     def _save_last(self) -> None:
         """Save what a stopped run resumes from: for SLURM's requeue, or as the last checkpoint."""
         trainer = self._trainer
@@ -232,7 +241,7 @@ class LightningRun:
             connector = trainer._signal_connector
             connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # saves and requeues
         elif trainer.checkpoint_callbacks:
-            trainer.save_checkpoint(os.path.join(self._folder(), "last-stopped.ckpt"))
+            trainer.save_checkpoint(self.stopped_path())
         else:
             connector = trainer._checkpoint_connector
             trainer.save_checkpoint(connector.hpc_save_path(trainer.default_root_dir))

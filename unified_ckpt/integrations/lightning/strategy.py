@@ -12,6 +12,7 @@ import torch
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.folder.if_exists import ManagedPath
+from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import (
     CheckpointError,
     FormatError,
@@ -152,9 +153,34 @@ class PatchedStrategy:
                 "save_checkpoint: got storage_options, expected None; "
                 "CheckpointIO plugins are not used"
             )
-        trainer, rank = self.trainer, self.trainer.global_rank
         # metrics in file names may differ between ranks
         path: str = self.strategy.broadcast(_absolute(filepath))
+        metrics = _finite_metrics(self.trainer.callback_metrics)
+        arguments = self._state_arguments(checkpoint)
+        state = self._step_state(lambda: arguments, path, metrics)
+        try:
+            self.run.save(state, path)
+        except FormatError as error:
+            if "hyper_parameters" in str(error):
+                error.add_note("exclude arguments with save_hyperparameters(ignore=[...])")
+            raise
+        self._offered_state = {}
+
+    def record(self) -> None:
+        """Record the state after a batch for a save after an exception."""
+        if self.run.records():
+            path = _absolute(self.run.stopped_path())
+            connector = self.trainer._checkpoint_connector
+
+            def prepare() -> StateArguments:
+                return self._state_arguments(connector.dump_checkpoint(weights_only=False))
+
+            self.run.checkpoints.run.record(self._step_state(prepare, path, None))
+            self._offered_state = {}
+
+    def _state_arguments(self, checkpoint: Mapping[str, Any]) -> StateArguments:
+        """Return the arguments of a save of a checkpoint as Lightning gathers it."""
+        rank = self.trainer.global_rank
         lightning_state = {
             key: value
             for key, value in checkpoint.items()
@@ -173,27 +199,23 @@ class PatchedStrategy:
             "replicas": self._position.num_replicas(),
         }
         rank_extra = self._position.state_dict() if has_optimizer else None
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "parts": parts or None,
+            "extra": extra,
+            "rank_extra": rank_extra,
+        }
+
+    def _step_state(
+        self,
+        prepare: Callable[[], StateArguments],
+        path: str,
+        metrics: Mapping[str, float] | None,
+    ) -> StepState:
         managed = ManagedPath(path) if path.endswith(self._checkpoint_suffixes()) else path
-        state = StepState(
-            trainer.global_step,
-            lambda: {
-                "model": model,
-                "optimizer": optimizer,
-                "parts": parts or None,
-                "extra": extra,
-                "rank_extra": rank_extra,
-            },
-            _finite_metrics(trainer.callback_metrics),
-            self._save_options,
-            path=managed,
-        )
-        try:
-            self.run.save(state, path)
-        except FormatError as error:
-            if "hyper_parameters" in str(error):
-                error.add_note("exclude arguments with save_hyperparameters(ignore=[...])")
-            raise
-        self._offered_state = {}
+        step, options = self.trainer.global_step, self._save_options
+        return StepState(step, prepare, metrics, options, path=managed)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint that Lightning drops. All ranks call it."""

@@ -8,6 +8,7 @@ other ranks wait for it there; then the save fails on all ranks.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers import trainer as hf_trainer
+from transformers.trainer_callback import ExportableState
 
 from unified_ckpt.errors import StorageError
 from unified_ckpt.integrations.transformers.adapters import (
@@ -78,6 +80,28 @@ class SmallFiles:
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
         return lambda target: _attach(unwrapped, folder, target)
 
+    def capture(self, trial: Any) -> Callable[[str], None]:
+        """Return the function that writes the files of the current step into a checkpoint later, on
+        one rank.
+
+        The Trainer's own save is not run: other ranks may not take part in it.
+        """
+        trainer, state = self._trainer, _exported_state(self._trainer)
+        if state.best_global_step:
+            run_folder = trainer._get_output_dir(trial=trial)
+            best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
+            if state.best_global_step == state.global_step or os.path.isdir(best_path):
+                state.best_model_checkpoint = best_path
+        model = trainer.accelerator.unwrap_model(trainer.model)
+
+        def attach(target: str) -> None:
+            self._write_configs(target)
+            state.save_to_json(os.path.join(target, hf_trainer.TRAINER_STATE_NAME))
+            if has_adapters(model):
+                link_adapters(model, target)
+
+        return attach
+
     def remove(self) -> None:
         """Remove the files of the last save, which has ended."""
         folder, self._folder, self._error = self._folder, None, None
@@ -138,6 +162,21 @@ class SmallFiles:
         torch.save(trainer.args, arguments)
         with open(os.path.join(output_dir, "training_args.bin"), "wb") as file:
             file.write(arguments.getvalue())
+
+
+def _exported_state(trainer: Any) -> Any:
+    """Return a copy of the Trainer's state, with that of its callbacks as its own save adds it."""
+    state = copy.copy(trainer.state)
+    state.log_history = list(state.log_history)
+    state.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            name, exported = type(callback).__name__, copy.deepcopy(callback.state())
+            if isinstance(state.stateful_callbacks[name], list):
+                state.stateful_callbacks[name].append(exported)
+            else:
+                state.stateful_callbacks[name] = exported
+    return state
 
 
 def _is_storage_failure(error: Exception) -> bool:

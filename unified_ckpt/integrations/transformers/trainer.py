@@ -154,9 +154,14 @@ class PatchedTrainer:
         after_loop = self._stopped_at == step
         if after_loop and not ended:
             return  # the loop was left within an epoch, which the resumed run ends
+        control = trainer.control
+        goes_on = control.should_log or control.should_evaluate or control.should_save
+        self._record(trial)  # an evaluation may raise
         self._originals["_maybe_log_save_evaluate"](
             tr_loss, grad_norm, model, trial, *args, **kwargs
         )
+        if goes_on:
+            self._record(trial)
         # The end of an epoch has its own evaluation, which belongs to the state.
         if self.checkpoints.run.is_due(step) and (after_loop or not (stopping and ended)):
             self._save(model, trial, force=False)
@@ -172,13 +177,7 @@ class PatchedTrainer:
         the manager.
         """
         trainer, state = self.trainer, self.trainer.state
-        step_state = StepState(
-            state.global_step,
-            lambda: self._save_arguments(model, trial),
-            step_metrics(state),
-            self._state_options(),
-            counted=self._steps_in_use(),
-        )
+        step_state = self._step_state(lambda: self._save_arguments(model, trial))
         ends = state.global_step >= state.max_steps or trainer.control.should_training_stop
         run = self.checkpoints.run
         reasons = run.save_reasons(state.global_step) + FORCED * force
@@ -186,6 +185,20 @@ class PatchedTrainer:
         if trainer.args.push_to_hub and isinstance(report, SaveReport):
             self._pushed_step = state.global_step
             trainer._push_from_checkpoint(report.path)
+
+    def _step_state(self, prepare: Callable[[], StateArguments]) -> StepState:
+        state = self.trainer.state
+        metrics, options = step_metrics(state), self._state_options()
+        counted = self._steps_in_use()
+        return StepState(state.global_step, prepare, metrics, options, counted=counted)
+
+    def _record(self, trial: Any) -> None:
+        """Record the state for a save after an exception."""
+        run = self.checkpoints.run
+        if run.saves_on_exception:
+            run.record(
+                self._step_state(lambda: self._state_arguments(self._small_files.capture(trial)))
+            )
 
     def _steps_in_use(self) -> list[int]:
         """Return the best step, and the one that is being uploaded."""
@@ -202,11 +215,13 @@ class PatchedTrainer:
 
     def _save_arguments(self, model: torch.nn.Module, trial: Any) -> StateArguments:
         """Write the small files and return the arguments of a save. Collective."""
-        trainer = self.trainer
         collective = self.checkpoints.run.comm.begin_collective(
             "trainer files", timeout_seconds=self._save_options.timeout_seconds
         )
-        attach = self._small_files.write(collective, model, trial)
+        return self._state_arguments(self._small_files.write(collective, model, trial))
+
+    def _state_arguments(self, attach: Callable[[str], None]) -> StateArguments:
+        trainer = self.trainer
         only_model = (
             trainer.args.save_only_model if self._save_only_model is None else self._save_only_model
         )

@@ -1,0 +1,27 @@
+"""A plain loop in which one rank raises: the step is saved, or the last save stays, and the resumed
+run equals the one in which nothing happened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes.launch import torchrun
+from tests.support.processes.run_cases import RAISED, check_same, last_step, launch_raising
+
+WORKER = "worker_loop_run.py"
+
+
+@pytest.mark.parametrize("case", [*RAISED, "ahead"])
+def test_exception_on_one_rank(tmp_path: Path, case: str) -> None:
+    output = launch_raising(tmp_path, 2, WORKER, case)
+    step, text = RAISED.get(case, (None, 8))[1], "the last save stays"
+    assert last_step(tmp_path / case) == step, output
+    assert (text in output) == (case != "raised"), output
+    if case == "ahead":
+        assert "the ranks are at different steps: rank(s) 0 at 11, rank(s) 1 at 10" in output
+    else:
+        torchrun(2, WORKER, tmp_path, "straight", f"{case}/resume", timeout_seconds=120)
+        check_same(tmp_path, case)

@@ -1,0 +1,134 @@
+"""Agrees, over the store alone, whether all ranks are at the end of the same whole step.
+
+Why no rank hangs: a rank waits for positions for a limited time, and for nothing else. Ranks could
+disagree if one ran out of time while another had all positions; so only the first outcome that any
+rank sets counts, and every rank follows it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from unified_ckpt.core.text import format_ranks
+from unified_ckpt.runtime.comm.key_store import KeyStore
+
+_POLL_SECONDS = 0.02
+_POLLS_PER_SECOND = 10_000  # upper bound for all ranks together
+_SAVE = "save"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is: at the end of `step`, unless there is a `problem`."""
+
+    step: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`problem`: why nothing is saved, or "". `is_author`: this rank found it, so it logs it."""
+
+    problem: str
+    is_author: bool
+
+
+def find_problem(positions: Sequence[Position], ranks: Sequence[int]) -> str:
+    """Return why these ranks are not at the end of one step; "" if they are."""
+    for rank, position in zip(ranks, positions, strict=True):
+        if position.problem:
+            return f"rank {rank}: {position.problem}"
+    by_step: dict[int | None, list[int]] = {}
+    for rank, position in zip(ranks, positions, strict=True):
+        by_step.setdefault(position.step, []).append(rank)
+    if len(by_step) == 1:
+        return ""
+    parts = (f"rank(s) {format_ranks(members)} at {step}" for step, members in by_step.items())
+    return f"the ranks are at different steps: {', '.join(parts)}"
+
+
+class ExceptionAgreement:
+    """One agreement of all ranks. `store` holds no other keys.
+
+    `seconds`: the longest wait. `silent_seconds`: for a rank that has not called `acknowledge`.
+    """
+
+    def __init__(
+        self,
+        store: KeyStore,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        seconds: float,
+        silent_seconds: float,
+    ) -> None:
+        self._store, self._rank, self._ranks = store, rank, tuple(ranks)
+        self.seconds, self._silent_seconds = seconds, min(silent_seconds, seconds)
+
+    def requested_step(self) -> int | None:
+        """Return the step of a rank whose loop has ended with an exception, -1 if it is at the end
+        of none, or None if no loop has. Never waits.
+        """
+        return int(self._store.get("request")) if self._store.check(["request"]) else None
+
+    def acknowledge(self) -> None:
+        """Publish that this rank will answer, within `seconds`."""
+        self._store.set(f"alive/{self._rank}", "1")
+
+    def leave(self) -> None:
+        """Publish that the loop of this rank has ended as it should. Never waits."""
+        self._publish(Position(problem="its loop has ended without an exception"))
+
+    def reach(self, position: Position) -> Outcome:
+        """Publish the position of this rank and return the outcome, the same on every rank."""
+        step = -1 if position.step is None else position.step
+        self._store.compare_set("request", "", str(step))
+        started = time.monotonic()
+        author = self._publish(position)
+        # the store serves all ranks
+        pause = max(_POLL_SECONDS, len(self._ranks) / _POLLS_PER_SECOND)
+        while not self._store.check(["outcome"]):
+            waited = time.monotonic() - started
+            if waited > self.seconds:
+                author = self._conclude_without(self._missing("position"), self.seconds)
+            elif waited > self._silent_seconds and (silent := self._missing("position", "alive")):
+                author = self._conclude_without(silent, self._silent_seconds)
+            else:
+                time.sleep(pause)
+        outcome = self._store.get("outcome").decode().partition(" ")[2]
+        return Outcome("" if outcome == _SAVE else outcome, author)
+
+    def _publish(self, position: Position) -> bool:
+        """Set the position of this rank. Sets the outcome if that decides it, and returns whether
+        it did.
+        """
+        self._store.set(f"position/{self._rank}", json.dumps(asdict(position)))
+        is_last = self._store.add("positions", 1) == len(self._ranks)
+        if position.problem:  # nobody has to wait for the others
+            return self._conclude(find_problem([position], [self._ranks[self._rank]]))
+        if is_last:
+            keys = [f"position/{index}" for index in range(len(self._ranks))]
+            positions = [Position(**json.loads(body)) for body in self._store.multi_get(keys)]
+            return self._conclude(find_problem(positions, self._ranks))
+        return False
+
+    def _missing(self, *kinds: str) -> list[int]:
+        """Return the ranks that have set none of these keys."""
+        return [
+            rank
+            for index, rank in enumerate(self._ranks)
+            if not any(self._store.check([f"{kind}/{index}"]) for kind in kinds)
+        ]
+
+    def _conclude_without(self, missing: Sequence[int], seconds: float) -> bool:
+        return self._conclude(
+            f"rank(s) {format_ranks(missing)} did not answer within {seconds:g} s"
+        )
+
+    def _conclude(self, problem: str) -> bool:
+        """Set the outcome unless another rank has. Returns whether it is this rank's."""
+        outcome = f"{self._rank} {problem or _SAVE}"
+        return self._store.compare_set("outcome", "", outcome) == outcome.encode()

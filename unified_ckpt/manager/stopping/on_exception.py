@@ -1,0 +1,257 @@
+"""Saves the last whole step when an exception ends the loop of a rank.
+
+How a wrong state could be saved, and what prevents it:
+- An optimizer has changed some parameters. Every step of an optimizer marks the state as not
+  whole, until the loop calls `save` after it. (Fused optimizers change tensors uncounted.) A
+  closure, in which Lightning runs forward and backward pass, belongs to the time before.
+- Something else has changed a tensor, such as BatchNorm in the next forward pass. torch counts
+  changes in place; the counts are compared before the agreement, and again once all bytes are
+  written and before the commit.
+- Random states, samplers and schedulers have moved on. They are stored as `save` got them.
+- The ranks are at different steps, or one is gone. They agree before the save.
+
+The loops of other ranks may run on, or wait in a collective for the rank that failed. A thread of
+each rank answers for it and saves. Meanwhile an optimizer step of that loop waits, and so does a
+call of the manager. On a CUDA device the save uses a stream of its own, as the stream of the loop
+may wait for the rank that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.engine.save.snapshot import record_events
+from unified_ckpt.errors import CheckpointError, RankError
+from unified_ckpt.manager.stopping.agreement import poll_interval
+from unified_ckpt.manager.stopping.exception_agreement import ExceptionAgreement, Position
+from unified_ckpt.options import ManagerOptions
+from unified_ckpt.runtime.comm.comm import Comm
+
+_LOG = logging.getLogger("unified_ckpt")
+_ANSWER_SECONDS = 60.0  # for a loop that is behind to reach the step
+_SILENT_SECONDS = 10.0  # for the thread of a living rank to notice the request
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _LastStep:
+    """The last step for which the loop called `save`. `error`: why it cannot be saved."""
+
+    step: int
+    save: Callable[[SaveRequest], object]
+    request: SaveRequest | None = None
+    events: Sequence[torch.cuda.Event] = ()
+    error: str = ""
+
+
+class ExceptionSave:
+    """Follows the loop of this rank from its first `record` until `close`.
+
+    `root`: for messages. `lock`: hold it in each call of the loop that saves or loads.
+    """
+
+    def __init__(
+        self,
+        options: ManagerOptions,
+        get_comm: Callable[[], Comm],
+        *,
+        root: str,
+        timeout_seconds: float,
+    ) -> None:
+        self.enabled = options.enabled and options.save_on_exception
+        self.lock = threading.RLock()
+        self._options, self._get_comm, self._root = options, get_comm, root
+        self._seconds = min(_ANSWER_SECONDS, timeout_seconds)
+        self._agreement: ExceptionAgreement | None = None
+        self._last: _LastStep | None = None
+        self._step_begun = self._answered = False
+        self._hook: RemovableHandle | None = None
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def record(
+        self,
+        step: int,
+        capture: Callable[[], SaveRequest],
+        save: Callable[[SaveRequest], object],
+    ) -> None:
+        """Record the state at the end of a step; the next record replaces it. Every rank calls.
+
+        `save` saves what `capture` returns now, perhaps in another thread. Raises nothing: an error
+        of `capture` is the reason why the step cannot be saved.
+        """
+        if not self.enabled:
+            return
+        with self.lock:
+            self._begin()
+            self._step_begun = False
+            try:
+                request = capture()
+            except Exception as error:
+                self._last = _LastStep(step, save, error=str(error))
+            else:
+                events = record_events(request.state.tensors)
+                self._last = _LastStep(step, save, request, events)
+
+    def save_last(self) -> None:
+        """Save the last step, on the rank whose loop an exception ends, if all ranks are at it.
+
+        Waits for other ranks for at most a minute. Logs why nothing is saved; raises nothing.
+        """
+        if not self.enabled:
+            return
+        with self.lock:
+            self._begin()
+            self._answer(self._position())
+
+    def close(self) -> None:
+        """End the thread, after its answer if another rank has asked, and remove the hook."""
+        self._closed.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        if self._hook is not None:
+            self._hook.remove()
+        if self._agreement is not None and not self._answered:
+            with contextlib.suppress(RankError):  # the process with the store has ended
+                self._agreement.leave()
+
+    def _begin(self) -> None:
+        """Begin to follow optimizers and other ranks, once."""
+        if self._agreement is not None:
+            return
+        comm = self._get_comm()
+        poll_seconds = poll_interval(self._options.notice_seconds, pollers=comm.world)
+        # a new manager sees no keys of an earlier one
+        index = comm.key_store("manager").add(f"exceptions/{comm.rank}", 1)
+        self._agreement = ExceptionAgreement(
+            comm.key_store(f"manager/{index}/exception"),
+            rank=comm.rank,
+            ranks=comm.ranks,
+            seconds=self._seconds,
+            silent_seconds=_SILENT_SECONDS + poll_seconds,
+        )
+        self._hook = register_optimizer_step_pre_hook(self._on_optimizer_step)
+        if comm.world > 1:
+            self._watcher = threading.Thread(
+                target=self._watch,
+                args=(self._agreement, poll_seconds),
+                name="unified_ckpt-exception",
+                daemon=True,
+            )
+            self._watcher.start()
+
+    def _on_optimizer_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Mark the state before the optimizer changes it; torch's own run the closure first."""
+        has_argument = len(args) > 1
+        closure = args[1] if has_argument else kwargs.get("closure")
+        if closure is None or not type(optimizer).__module__.startswith("torch.optim"):
+            self._mark_step()
+            return None
+
+        def run_closure() -> Any:
+            result = closure()
+            self._mark_step()
+            return result
+
+        if has_argument:
+            return (args[0], run_closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": run_closure}
+
+    def _mark_step(self) -> None:
+        """Mark the state as not whole, after a save that another thread makes of it."""
+        with self.lock:
+            self._step_begun = True
+
+    def _watch(self, agreement: ExceptionAgreement, seconds: float) -> None:
+        """Answer for the loop of this rank once that of another has ended with an exception."""
+        try:
+            while not self._closed.wait(seconds):
+                step = agreement.requested_step()
+                if step is not None:
+                    agreement.acknowledge()
+                    self._answer_at(step, time.monotonic() + agreement.seconds / 2)
+                    return
+        except RankError:
+            return  # the process with the store has ended
+
+    def _answer_at(self, step: int, deadline: float) -> None:
+        """Answer once the loop is at the end of `step`, as it may be a little behind."""
+        while not self._closed.wait(_POLL_SECONDS):
+            in_time = time.monotonic() < deadline
+            if not self.lock.acquire(timeout=_POLL_SECONDS):
+                if not in_time:
+                    self._answer(Position(problem="it is saving"))
+                    return
+                continue
+            try:
+                if not in_time or (self._last is not None and self._last.step >= step):
+                    self._answer(self._position())
+                    return
+            finally:
+                self.lock.release()
+
+    def _answer(self, position: Position) -> None:
+        """Agree with the other ranks, once, and save. Without a problem the lock is held."""
+        if self._answered or self._agreement is None:
+            return
+        self._answered = True
+        try:
+            outcome = self._agreement.reach(position)
+        except RankError as error:  # the process with the store has ended
+            self._warn(error)
+            return
+        last = self._last
+        if outcome.problem and outcome.is_author:
+            self._warn(outcome.problem)
+        elif not outcome.problem and last is not None and last.request is not None:
+            try:
+                with _own_streams(last.events):
+                    last.save(last.request)
+            except Exception as error:  # the exception of the loop is the one to raise
+                if self._get_comm().rank == 0:
+                    self._warn(error)
+
+    def _warn(self, problem: object) -> None:
+        text = "%s: nothing is saved after the exception, the last save stays: %s"
+        _LOG.warning(text, self._root, problem)
+
+    def _position(self) -> Position:
+        last = self._last
+        if last is None:
+            return Position(problem="no step has ended since the run began or resumed")
+        if last.request is None:
+            return Position(problem=f"step {last.step} cannot be saved: {last.error}")
+        if self._step_begun:
+            return Position(
+                problem=f"an optimizer step has begun since the end of step {last.step}"
+            )
+        try:
+            last.request.check_unchanged()
+        except CheckpointError as error:
+            return Position(problem=f"step {last.step}: {error}")
+        return Position(last.step)
+
+
+@contextlib.contextmanager
+def _own_streams(events: Sequence[torch.cuda.Event]) -> Iterator[None]:
+    """Make new streams current on the devices of the events, and let them wait for these."""
+    with contextlib.ExitStack() as stack:
+        for event in events:
+            stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
+            stream.wait_event(event)
+            stack.enter_context(torch.cuda.stream(stream))
+        yield

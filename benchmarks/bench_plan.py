@@ -33,7 +33,8 @@ from unified_ckpt.engine.plan.save_plan import (
 )
 from unified_ckpt.format.encoded_tensors import Compression, choose_encodings
 from unified_ckpt.format.index import encode_index
-from unified_ckpt.format.manifest import IndexFile, Manifest, Part, encode_manifest
+from unified_ckpt.format.manifest import Manifest, Part, encode_manifest
+from unified_ckpt.format.manifest_fields import IndexFile
 
 BOUND = 5_000_000_000
 TP, PP = 8, 4

@@ -27,6 +27,7 @@ LAYERS = [
     ["views"],
     ["sources"],
     ["exports"],
+    ["checkpointer.py"],
     ["api.py"],
     ["testing.py"],
     ["manager"],
@@ -275,7 +276,7 @@ def test_ranks_talk_in_one_folder(trees: dict[str, ast.Module]) -> None:
 
 def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:
     lines = {relative(path): len(path.read_text().splitlines()) for path in FILES}
-    assert {path: count for path, count in lines.items() if count > 550} == {}
+    assert {path: count for path, count in lines.items() if count > 400} == {}
 
 
 PUBLIC = {("api.py", "load")}

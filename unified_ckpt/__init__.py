@@ -24,7 +24,6 @@ from unified_ckpt.errors import (
 
 if TYPE_CHECKING:
     from unified_ckpt.api import (
-        Checkpointer,
         estimate,
         load,
         open,  # noqa: A004
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         save_async,
         verify,
     )
+    from unified_ckpt.checkpointer import Checkpointer
     from unified_ckpt.core.sharding.layouts import Layout, Strided
     from unified_ckpt.engine.estimate.estimate import Estimate
     from unified_ckpt.engine.folder.verify import VerifyReport
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "CheckpointManager": "manager.manager",
-    "Checkpointer": "api",
+    "Checkpointer": "checkpointer",
     "ConvertOptions": "options",
     "ConvertReport": "engine.rewrite.convert",
     "ElasticSampler": "runtime.torch_state.sampler",

@@ -254,8 +254,7 @@ class ManagerOptions(_Options):
     `continuous`: as soon as the last save has ended, at least `interval_seconds` apart if set.
     `on_preemption`: on SIGTERM, SIGINT, SIGUSR1 (of SLURM, unless it has a handler) or
     `request_stop`, at a step on which all ranks agree.
-    `save_on_exception`: when an exception leaves the `with` block, if no optimizer step is under
-    way and all ranks are at the end of the same step. Captures the state in each call of `save`.
+    `save_on_exception`: after an exception, if all ranks are at the end of the same whole step.
     `enabled`: False saves nothing and loads nothing.
 
     **What to keep.** A step is kept if any of these asks for it; if none is set, all are kept.
@@ -397,7 +396,5 @@ def with_root(options: RunOptions, root: str | None) -> RunOptions:
     if root is None and options.root is None:
         raise FormatError("root: got none, expected the folder of the checkpoints")
     if root is not None and options.root not in (None, os.path.abspath(root)):
-        raise FormatError(
-            f"root: got {root}, expected {options.root} as configured; pass one of them"
-        )
+        raise FormatError(f"root: got {root}, expected {options.root} as configured; pass one")
     return replace(options, root=root or options.root)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 from typing_extensions import override
 
-from unified_ckpt.api import Checkpointer
+from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize

@@ -15,7 +15,7 @@ from unified_ckpt.format.encoded_tensors import (
     encoding_records,
     is_scale,
 )
-from unified_ckpt.format.manifest import EncodingRecord
+from unified_ckpt.format.manifest_fields import EncodingRecord
 
 Key = tuple[str, str]
 NAMES = ["masters-16", "signed-sqrt-8", "signed-sqrt-6", "log-8", "log-4"]

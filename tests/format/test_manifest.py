@@ -17,19 +17,21 @@ from unified_ckpt.format.codec import MAX_DEPTH, decode, encode
 from unified_ckpt.format.manifest import (
     FORMAT_VERSION,
     ConvertedFrom,
-    DigestFile,
-    FileRecord,
-    IndexFile,
     Manifest,
-    NamedFile,
     NodeGroupRecord,
     OptimizerRecord,
     ParamGroup,
     Part,
-    RankExtraFile,
     encode_manifest,
     has_valid_crc,
     parse_manifest,
+)
+from unified_ckpt.format.manifest_fields import (
+    DigestFile,
+    FileRecord,
+    IndexFile,
+    NamedFile,
+    RankExtraFile,
 )
 
 FILE = "unified_checkpoint.json"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unified_ckpt.format.manifest import IndexFile, add_crc
+from unified_ckpt.format.manifest import add_crc
+from unified_ckpt.format.manifest_fields import IndexFile
 from unified_ckpt.format.names import MANIFEST, index_name
 
 

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unified_ckpt.cli.demo_job import Job, tail
 from unified_ckpt.core.text import human_size
 
 KILL_AFTER = 16  # steps; 4 processes are killed in the first save after this one
@@ -41,39 +41,6 @@ class DemoError(Exception):
 
 
 @dataclass(slots=True)
-class Run:
-    """A training job in its own processes, and the log that it writes."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    output: Path
-    lines_read: int = 0
-    killed: bool = False
-    pids: list[int] = field(default_factory=list)
-
-    def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield the log entries that are new since the last call."""
-        lines = self.log.read_bytes().split(b"\n")[:-1] if self.log.exists() else []
-        for line in lines[self.lines_read :]:
-            self.lines_read += 1
-            entry = json.loads(line)
-            if entry["event"] == "started":
-                self.pids.append(entry["pid"])
-            yield entry
-
-    def kill(self) -> int:
-        """Send SIGKILL to torchrun and every rank. Return the number of ranks."""
-        self.killed = True
-        self.process.kill()
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-        return len(self.pids)
-
-
-@dataclass(slots=True)
 class Demo:
     """The demo's folder and processes, and what it has measured.
 
@@ -84,14 +51,14 @@ class Demo:
     quiet: bool
     baseline: dict[int, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    jobs: list[Run] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
 
     def print_line(self, text: str = "") -> None:
         """Print a line, except with `--json`."""
         if not self.quiet:
             print(text, flush=True)
 
-    def launch(self, name: str, *, dp: int, tp: int, until: int, resume: Path | None = None) -> Run:
+    def launch(self, name: str, *, dp: int, tp: int, until: int, resume: Path | None = None) -> Job:
         """Start a training job on dp * tp processes that trains until step `until`.
 
         All but the baseline save.
@@ -114,10 +81,10 @@ class Demo:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=environment
             )
-        self.jobs.append(Run(name, process, log, output))
+        self.jobs.append(Job(name, process, log, output))
         return self.jobs[-1]
 
-    def follow(self, job: Run, layout: str) -> Iterator[dict[str, Any]]:
+    def follow(self, job: Job, layout: str) -> Iterator[dict[str, Any]]:
         """Yield a job's log entries as they appear, and print its steps, until it ends."""
         ended, deadline = None, time.monotonic() + TIMEOUT_SECONDS
         while ended is None:
@@ -155,11 +122,6 @@ class Demo:
                 "difference": difference,
             }
         )
-
-
-def tail(output: Path) -> str:
-    """Return the last part of a run's output, for errors."""
-    return output.read_text(errors="replace")[-6000:]
 
 
 def write_corpus(path: Path) -> int:
@@ -283,7 +245,7 @@ def generate(demo: Demo, folder: Path) -> tuple[str, float]:
 
 
 def run_demo(demo: Demo) -> dict[str, Any]:
-    """Run the demo and return what it measured. Raises `DemoError` if an event did not happen."""
+    """Job the demo and return what it measured. Raises `DemoError` if an event did not happen."""
     started = time.perf_counter()
     size = write_corpus(demo.root / "corpus.txt")
     python = sys.version.split()[0]
@@ -372,7 +334,7 @@ def write_report(root: Path, *, keep: bool) -> str | None:
 
 
 def run(arguments: Any) -> int:
-    """Run the demo; return 0 if it passed.
+    """Job the demo; return 0 if it passed.
 
     `arguments` may lack any of `dir`, `keep` and `json`.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.format import digests, header, names
-from unified_ckpt.format.manifest import DigestFile
+from unified_ckpt.format.manifest_fields import DigestFile
 
 
 def encode_digest_header(block_counts: Iterable[tuple[Key, int]]) -> bytes:

@@ -27,7 +27,7 @@ from unified_ckpt.format.encodings import (
     first_moment,
     second_moment,
 )
-from unified_ckpt.format.manifest import EncodingRecord
+from unified_ckpt.format.manifest_fields import EncodingRecord
 
 Compression = Literal["none", "lossless", "O1", "O2"]
 Bytes = NDArray[np.uint8]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest import NamedFile
+from unified_ckpt.format.manifest_fields import NamedFile
 
 # The flat indices of some elements of a tensor, ascending, and the bits of their float32 values.
 Elements = tuple[NDArray[np.int64], NDArray[np.uint32]]

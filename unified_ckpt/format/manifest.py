@@ -16,7 +16,7 @@ from collections import Counter
 from math import prod
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.errors import FormatError, IntegrityError
@@ -24,11 +24,19 @@ from unified_ckpt.format import digests
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.manifest_fields import (
     MAX_RANKS,
+    SHOWN_CHARS,
     Crc,
+    DigestFile,
+    EncodingRecord,
     FileName,
+    FileRecord,
+    IndexFile,
+    NamedFile,
     PartName,
     Rank,
+    RankExtraFile,
     Ranks,
+    Record,
     SaveId,
     Size,
     UtcTime,
@@ -41,96 +49,9 @@ FORMAT_VERSION = "1.0"
 _NO_CRC = "0" * 16  # stands for the digits of the manifest's own CRC while it is computed
 _DIGITS = re.compile("[0-9a-f]{16}")
 _MAX_SHOWN = 5
-_SHOWN_CHARS = 80
 
 
-class _Record(BaseModel):
-    # Unknown fields come from a newer minor version.
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class FileRecord(_Record):
-    """A safetensors file of a part: its size, and the CRC of its prefix, JSON and padding."""
-
-    nbytes: Size
-    header_crc: Crc
-
-
-class NamedFile(FileRecord):
-    """A safetensors file of no part: it has no block digests, but a CRC of all its bytes."""
-
-    file: FileName
-    crc: Crc
-
-
-class RankExtraFile(NamedFile):
-    """The file of the per-rank extra state, with `world_size` entries.
-
-    `table_crc`: of all bytes before the entries. They include the CRC of each entry, so one entry
-    can be verified alone.
-    """
-
-    world_size: Ranks
-    table_crc: Crc
-
-    @model_validator(mode="after")
-    def _check_entries(self) -> RankExtraFile:
-        if self.nbytes < 16 * self.world_size:
-            raise ValueError(
-                f"got {self.nbytes} bytes, "
-                f"expected at least {16 * self.world_size} for {self.world_size} entries"
-            )
-        return self
-
-
-class DigestFile(_Record):
-    """The file of the block digests, with the CRC of all its bytes."""
-
-    file: FileName
-    algorithm: str
-    block_nbytes: Annotated[int, Field(ge=1)]
-    nbytes: Size
-    crc: Crc
-
-    @property
-    def is_supported(self) -> bool:
-        """Whether this library can compute digests of this kind."""
-        return self.algorithm == digests.ALGORITHM and self.block_nbytes == digests.BLOCK_NBYTES
-
-    def check_supported(self, folder: str) -> None:
-        """Raise FormatError if this library cannot compute digests of this kind."""
-        if not self.is_supported:
-            raise FormatError(
-                f"{folder}/{self.file}: got digests {self.algorithm[:_SHOWN_CHARS]!r} "
-                f"of {self.block_nbytes} bytes, "
-                f"expected {digests.ALGORITHM!r} of {digests.BLOCK_NBYTES}; install a newer "
-                'unified_ckpt, or load without verification: LoadOptions(verify="off")'
-            )
-
-
-class IndexFile(_Record):
-    """The index of a part, with the CRC of all its bytes."""
-
-    nbytes: Size
-    crc: Crc
-
-    @classmethod
-    def from_bytes(cls, body: bytes) -> IndexFile:
-        """Return the record of an index with these bytes."""
-        return cls(nbytes=len(body), crc=f"{digests.crc(body):016x}")
-
-
-class EncodingRecord(_Record):
-    """How some tensors of a part are stored: see `encoded_tensors`.
-
-    `row_lengths`: the last dim of each tensor whose packed rows fit several lengths.
-    """
-
-    name: str
-    row_lengths: dict[str, Size] = {}
-
-
-class Part(_Record):
+class Part(Record):
     """A part: its files, index and aliases.
 
     `index`: None for a part without files. `total_nbytes`: bytes of the stored tensors.
@@ -163,7 +84,7 @@ class Part(_Record):
         return self
 
 
-class ParamGroup(_Record):
+class ParamGroup(Record):
     """One optimizer param group: parameter names, and hyperparameters as a tree of `codec`.
 
     `optimizer`: name of its class. `masters`: name of the master weights in its state.
@@ -175,14 +96,14 @@ class ParamGroup(_Record):
     masters: str | None = None
 
 
-class OptimizerRecord(_Record):
+class OptimizerRecord(Record):
     """The optimizer's state that is not tensors; `scalars`: a tree of `codec` by parameter name."""
 
     groups: list[ParamGroup]
     scalars: Any = None
 
 
-class NodeGroupRecord(_Record):
+class NodeGroupRecord(Record):
     """The node group that wrote this folder: group `number` of `count`, with ranks `ranks`.
 
     `totals`: for each part of the whole save, its number of tensors and their bytes. `replicas`:
@@ -205,7 +126,7 @@ class NodeGroupRecord(_Record):
         return self
 
 
-class ConvertedFrom(_Record):
+class ConvertedFrom(Record):
     """The source of a conversion, and the results of its checks.
 
     `tensors`, `nbytes`, `digests`: by part. A digest is the CRC of the names, dtypes, shapes and
@@ -225,7 +146,7 @@ class ConvertedFrom(_Record):
     notes: list[str] = []
 
 
-class RankSet(_Record):
+class RankSet(Record):
     """Ranks in row-major order: `first` + i * stride + j * stride …, for each (size, stride) of
     `grid`, outermost first. None if the grid is empty.
     """
@@ -249,7 +170,7 @@ class RankSet(_Record):
         return ranks
 
 
-class ShardDimRecord(_Record):
+class ShardDimRecord(Record):
     """One split of a tensor dim over `size` coordinates of the mesh dim `name`.
 
     The coordinate of mesh position p is p // `stride` % `size`. `sections` are split separately.
@@ -264,7 +185,7 @@ class ShardDimRecord(_Record):
     name: str = ""
 
 
-class ShardingRule(_Record):
+class ShardingRule(Record):
     """How ranks held some tensors: split by `dims`, outermost first; whole without any.
 
     `mesh_ranks`: the ranks by mesh position; empty if the position is the rank.
@@ -275,7 +196,7 @@ class ShardingRule(_Record):
     dims: list[ShardDimRecord]
 
 
-class ShardingRecords(_Record):
+class ShardingRecords(Record):
     """How the ranks of the save held its tensors.
 
     `parts`: for the stored tensors of a part in the order of their names, runs of
@@ -286,7 +207,7 @@ class ShardingRecords(_Record):
     parts: dict[str, list[Annotated[list[Size], Field(min_length=2, max_length=2)]]]
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """The commit record of a checkpoint; `docs/format.md` defines each field.
 
     `created`: ISO 8601 in UTC. `seconds`: from call to commit. `metrics`: passed by the caller;
@@ -423,7 +344,7 @@ def _parse_with_crc(encoded: bytes, file: str) -> dict[str, Any]:
 def _check_crc(encoded: bytes, recorded: object, file: str) -> None:
     if not isinstance(recorded, str) or not _DIGITS.fullmatch(recorded):
         raise FormatError(
-            f"{file}: got crc {ascii(recorded)[:_SHOWN_CHARS]}, expected 16 lower-case hex digits"
+            f"{file}: got crc {ascii(recorded)[:SHOWN_CHARS]}, expected 16 lower-case hex digits"
         )
     before, _, after = encoded.rpartition(recorded.encode())  # crc is the last field
     computed = f"{digests.crc(before + _NO_CRC.encode() + after):016x}"
@@ -461,7 +382,7 @@ def _validation_text(error: ValidationError) -> str:
     for item in error.errors(include_url=False, include_context=False)[:_MAX_SHOWN]:
         field = ".".join(str(step) for step in item["loc"]) or "manifest"
         value_text = (
-            "" if item["type"] == "missing" else f"; got {ascii(item['input'])[:_SHOWN_CHARS]}"
+            "" if item["type"] == "missing" else f"; got {ascii(item['input'])[:SHOWN_CHARS]}"
         )
         reasons.append(f"{field}: {item['msg'].removeprefix('Value error, ')}{value_text}")
     more_count = error.error_count() - len(reasons)

@@ -1,4 +1,4 @@
-"""The types of the manifest's fields: names, sizes and times, checked when they are parsed."""
+"""The types of the manifest's fields, checked when they are parsed: names, sizes, times, files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format import digests
 from unified_ckpt.format.index import check_file_name
 from unified_ckpt.format.names import check_part_name, check_save_id
 
+SHOWN_CHARS = 80  # of untrusted text, in errors
 MAX_RANKS = 1 << 20  # limits the rank tables that are allocated from an untrusted manifest
 
 
@@ -42,3 +44,91 @@ Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # 64 bits, lower-case he
 PartName = Annotated[str, _checked_by(check_part_name)]
 SaveId = Annotated[str, _checked_by(check_save_id)]
 UtcTime = Annotated[str, AfterValidator(_validate_utc)]
+
+
+class Record(BaseModel):
+    """A part of the manifest."""
+
+    # Unknown fields come from a newer minor version.
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class FileRecord(Record):
+    """A safetensors file of a part: its size, and the CRC of its prefix, JSON and padding."""
+
+    nbytes: Size
+    header_crc: Crc
+
+
+class NamedFile(FileRecord):
+    """A safetensors file of no part: it has no block digests, but a CRC of all its bytes."""
+
+    file: FileName
+    crc: Crc
+
+
+class RankExtraFile(NamedFile):
+    """The file of the per-rank extra state, with `world_size` entries.
+
+    `table_crc`: of all bytes before the entries. They include the CRC of each entry, so one entry
+    can be verified alone.
+    """
+
+    world_size: Ranks
+    table_crc: Crc
+
+    @model_validator(mode="after")
+    def _check_entries(self) -> RankExtraFile:
+        if self.nbytes < 16 * self.world_size:
+            raise ValueError(
+                f"got {self.nbytes} bytes, "
+                f"expected at least {16 * self.world_size} for {self.world_size} entries"
+            )
+        return self
+
+
+class DigestFile(Record):
+    """The file of the block digests, with the CRC of all its bytes."""
+
+    file: FileName
+    algorithm: str
+    block_nbytes: Annotated[int, Field(ge=1)]
+    nbytes: Size
+    crc: Crc
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether this library can compute digests of this kind."""
+        return self.algorithm == digests.ALGORITHM and self.block_nbytes == digests.BLOCK_NBYTES
+
+    def check_supported(self, folder: str) -> None:
+        """Raise FormatError if this library cannot compute digests of this kind."""
+        if not self.is_supported:
+            raise FormatError(
+                f"{folder}/{self.file}: got digests {self.algorithm[:SHOWN_CHARS]!r} "
+                f"of {self.block_nbytes} bytes, "
+                f"expected {digests.ALGORITHM!r} of {digests.BLOCK_NBYTES}; install a newer "
+                'unified_ckpt, or load without verification: LoadOptions(verify="off")'
+            )
+
+
+class IndexFile(Record):
+    """The index of a part, with the CRC of all its bytes."""
+
+    nbytes: Size
+    crc: Crc
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> IndexFile:
+        """Return the record of an index with these bytes."""
+        return cls(nbytes=len(body), crc=f"{digests.crc(body):016x}")
+
+
+class EncodingRecord(Record):
+    """How some tensors of a part are stored: see `encoded_tensors`.
+
+    `row_lengths`: the last dim of each tensor whose packed rows fit several lengths.
+    """
+
+    name: str
+    row_lengths: dict[str, Size] = {}

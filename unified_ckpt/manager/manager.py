@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
-from unified_ckpt.api import Path
+from unified_ckpt.checkpointer import Path
 from unified_ckpt.core.keywords import check_argument_names, show_keywords
 from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.load.report import LoadReport

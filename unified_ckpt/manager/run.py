@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from unified_ckpt.api import Checkpointer
+from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave

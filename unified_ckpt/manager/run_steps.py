@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from unified_ckpt.api import Checkpointer
+from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.restore.select import diagnose, select

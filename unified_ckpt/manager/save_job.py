@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from unified_ckpt.api import Path
+from unified_ckpt.checkpointer import Path
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.save.request import SaveArguments, SaveRequest, StateArguments
 from unified_ckpt.manager.events.run_events import SaveAttempt

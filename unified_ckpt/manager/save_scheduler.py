@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from unified_ckpt.api import Checkpointer
+from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.manager.events.run_events import RunEvents, SaveAttempt

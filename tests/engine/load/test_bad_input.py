@@ -21,7 +21,7 @@ import unified_ckpt as uc
 from tests.support.manifests import edit_index, edit_manifest
 from tests.support.refusals import HARD, REFUSED, same_error
 from unified_ckpt.cli.main import main
-from unified_ckpt.format.manifest import IndexFile
+from unified_ckpt.format.manifest_fields import IndexFile
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import make_checkpointer, try_ranks
 

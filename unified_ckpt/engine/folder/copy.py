@@ -19,7 +19,8 @@ from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
-from unified_ckpt.format.manifest import DigestFile, IndexFile, Manifest, NamedFile, parse_manifest
+from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile
 from unified_ckpt.runtime.comm.comm import single_process
 from unified_ckpt.runtime.storage.storage import LocalStorage
 

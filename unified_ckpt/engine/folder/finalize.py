@@ -20,15 +20,8 @@ from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import StagedTensors
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import index, names
-from unified_ckpt.format.manifest import (
-    FORMAT_VERSION,
-    DigestFile,
-    IndexFile,
-    Manifest,
-    Part,
-    RankExtraFile,
-    encode_manifest,
-)
+from unified_ckpt.format.manifest import FORMAT_VERSION, Manifest, Part, encode_manifest
+from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, RankExtraFile
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Attach = Callable[[str], object]  # adds files to the folder at this path

@@ -40,13 +40,8 @@ from unified_ckpt.errors import (
 from unified_ckpt.format import codec, digests, header
 from unified_ckpt.format import names as format_names
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest import (
-    DigestFile,
-    EncodingRecord,
-    Manifest,
-    OptimizerRecord,
-    RankExtraFile,
-)
+from unified_ckpt.format.manifest import Manifest, OptimizerRecord
+from unified_ckpt.format.manifest_fields import DigestFile, EncodingRecord, RankExtraFile
 from unified_ckpt.runtime.storage.storage import (
     Buffer,
     LocalStorage,

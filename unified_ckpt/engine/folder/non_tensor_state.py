@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unified_ckpt.format import blobs, codec, digests, header, names
-from unified_ckpt.format.manifest import NamedFile, OptimizerRecord, ParamGroup
+from unified_ckpt.format.manifest import OptimizerRecord, ParamGroup
+from unified_ckpt.format.manifest_fields import NamedFile
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer

@@ -14,7 +14,7 @@ from unified_ckpt.engine.folder.stored_files import check_crc, read_range
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest import RankExtraFile
+from unified_ckpt.format.manifest_fields import RankExtraFile
 from unified_ckpt.runtime.storage.storage import Reader
 
 

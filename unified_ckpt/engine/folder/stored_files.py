@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import digests, header
-from unified_ckpt.format.manifest import DigestFile, IndexFile, NamedFile
+from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile
 from unified_ckpt.runtime.storage.storage import Reader
 
 

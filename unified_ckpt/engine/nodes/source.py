@@ -22,7 +22,8 @@ from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.source.protocol import ReadPolicy, Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names as format_names
-from unified_ckpt.format.manifest import EncodingRecord, Manifest
+from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.runtime.storage.storage import Buffer
 
 _Result = TypeVar("_Result")

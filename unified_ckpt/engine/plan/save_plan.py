@@ -7,11 +7,10 @@ every member computes its own `GroupPlan`: what it writes of the group, at which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.planning.exchange import RankIO
 from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
 from unified_ckpt.core.sharding.declarations import (
@@ -33,11 +32,16 @@ from unified_ckpt.engine.plan.holders import (
     send_groups,
 )
 from unified_ckpt.engine.plan.sharding_records import encode_shardings
-from unified_ckpt.engine.plan.stored_tensors import StoredTensors, list_stored, masters_last
+from unified_ckpt.engine.plan.stored_tensors import (
+    StoredTensors,
+    encoding_records_of,
+    list_stored,
+    masters_last,
+)
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.digest_file import encode_digest_header
-from unified_ckpt.format.encoded_tensors import encoding_named, encoding_records
-from unified_ckpt.format.manifest import EncodingRecord, FileRecord, NamedFile, ShardingRecords
+from unified_ckpt.format.manifest import ShardingRecords
+from unified_ckpt.format.manifest_fields import EncodingRecord, FileRecord, NamedFile
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -360,8 +364,7 @@ def build_global_plan(
         for contents in group_files.files:
             part, name = contents.part, _file_name(contents, group_files.group_info)
             nbytes, crc = file_stats[name]
-            record = FileRecord(nbytes=nbytes, header_crc=crc)
-            records_by_part.setdefault(part, {})[name] = record
+            records_by_part.setdefault(part, {})[name] = FileRecord(nbytes=nbytes, header_crc=crc)
             stored = group_files.stored
             tensors_of_file = [
                 stored.tensors[index]
@@ -378,10 +381,8 @@ def build_global_plan(
         for decl, nbytes in zip(files.group.decls, files.stored.nbytes_by_decl(), strict=True)
         if decl.encoding
     }
-    decls = [decl for files in all_files for decl in files.group.decls]
-    tensors = StagedTensors(
-        weight_maps, records_by_part, part_nbytes, encodings=encoding_records_of(decls)
-    )
+    encodings = encoding_records_of(decl for files in all_files for decl in files.group.decls)
+    tensors = StagedTensors(weight_maps, records_by_part, part_nbytes, encodings=encodings)
     return GlobalPlan(
         tensors,
         [files.group.decls for files in all_files],
@@ -397,15 +398,3 @@ def build_global_plan(
             for index in files.stored.of(decl_index)
         ),
     )
-
-
-def encoding_records_of(decls: Iterable[TensorDecl]) -> dict[str, dict[str, EncodingRecord]]:
-    """Return the manifest's records of encodings. FormatError if a reader would misread a tensor.
-
-    Leaves out shards, whose encodings are those of their tensors in all node groups.
-    """
-    whole = [decl for decl in decls if not decl.part.endswith(SHARD_SUFFIX)]
-    encodings = {
-        decl.key: encoding_named(decl.encoding, file=decl.fqn) for decl in whole if decl.encoding
-    }
-    return encoding_records(encodings, {decl.key: decl.spec for decl in whole}) if encodings else {}

@@ -6,15 +6,21 @@ those of stored tensors. Rows of an encoded tensor are rows of each stored tenso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from unified_ckpt.core.nodes.node_groups import parse_shard_key, shard_name
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, parse_shard_key, shard_name
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import HolderGroup, TensorDecl
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.format.encoded_tensors import Encoding, MasterEncoding, encoding_named
+from unified_ckpt.format.encoded_tensors import (
+    Encoding,
+    MasterEncoding,
+    encoding_named,
+    encoding_records,
+)
+from unified_ckpt.format.manifest_fields import EncodingRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +102,15 @@ def list_stored(decls: Sequence[TensorDecl]) -> StoredTensors:
         tensors += [StoredTensor(decl_index, fqn, spec) for fqn, spec in stored_specs(decl).items()]
         starts.append(len(tensors))
     return StoredTensors(tuple(tensors), tuple(starts))
+
+
+def encoding_records_of(decls: Iterable[TensorDecl]) -> dict[str, dict[str, EncodingRecord]]:
+    """Return the manifest's records of encodings. FormatError if a reader would misread a tensor.
+
+    Leaves out shards, whose encodings are those of their tensors in all node groups.
+    """
+    whole = [decl for decl in decls if not decl.part.endswith(SHARD_SUFFIX)]
+    encodings = {
+        decl.key: encoding_named(decl.encoding, file=decl.fqn) for decl in whole if decl.encoding
+    }
+    return encoding_records(encodings, {decl.key: decl.spec for decl in whole}) if encodings else {}

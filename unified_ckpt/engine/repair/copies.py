@@ -20,13 +20,8 @@ from unified_ckpt.errors import (
 )
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest import (
-    DigestFile,
-    FileRecord,
-    Manifest,
-    has_valid_crc,
-    parse_manifest,
-)
+from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
+from unified_ckpt.format.manifest_fields import DigestFile, FileRecord
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 
 Notes = dict[str, None]  # damage of the sources, one sentence each, without repetitions

@@ -47,7 +47,8 @@ from unified_ckpt.engine.repair.copies import (
 from unified_ckpt.engine.repair.shards import assemble_block, open_shards
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import digests, index, names
-from unified_ckpt.format.manifest import DigestFile, FileRecord, IndexFile, NamedFile, Part
+from unified_ckpt.format.manifest import Part
+from unified_ckpt.format.manifest_fields import DigestFile, FileRecord, IndexFile, NamedFile
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
 from unified_ckpt.runtime.storage.storage import (
     LocalStorage,

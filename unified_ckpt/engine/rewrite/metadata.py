@@ -18,7 +18,7 @@ from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import codec, digests, names
 from unified_ckpt.format.digest_file import digest_file_record, encode_digest_header
-from unified_ckpt.format.manifest import DigestFile, RankExtraFile
+from unified_ckpt.format.manifest_fields import DigestFile, RankExtraFile
 
 
 def write_state(

@@ -25,7 +25,7 @@ from unified_ckpt.errors import IntegrityError, StorageError
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest import FileRecord, NamedFile
+from unified_ckpt.format.manifest_fields import FileRecord, NamedFile
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
 from unified_ckpt.runtime.storage.storage import Buffer

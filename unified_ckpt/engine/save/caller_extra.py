@@ -8,7 +8,7 @@ from typing import Any
 from unified_ckpt.engine.folder.rank_extra_index import encode_rank_extra_index
 from unified_ckpt.engine.source.stateful import replace_with_states, stateful_objects
 from unified_ckpt.format import codec, digests, names
-from unified_ckpt.format.manifest import RankExtraFile
+from unified_ckpt.format.manifest_fields import RankExtraFile
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_writer import FileWriter
 

@@ -20,7 +20,8 @@ from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.format import codec
 from unified_ckpt.format.exceptions import exceptions_record
-from unified_ckpt.format.manifest import DigestFile, NamedFile, NodeGroupRecord, RankExtraFile
+from unified_ckpt.format.manifest import NodeGroupRecord
+from unified_ckpt.format.manifest_fields import DigestFile, NamedFile, RankExtraFile
 
 
 def finalize(

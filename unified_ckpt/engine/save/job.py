@@ -27,7 +27,8 @@ from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.engine.save.write import sync_files, write_digests, write_tensors
 from unified_ckpt.errors import LayoutError, StorageError
-from unified_ckpt.format.manifest import DigestFile, Manifest, RankExtraFile
+from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.format.manifest_fields import DigestFile, RankExtraFile
 from unified_ckpt.format.names import MASTER
 from unified_ckpt.runtime.comm.phases import PhaseReport, summarize_phases
 

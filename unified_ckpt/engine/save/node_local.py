@@ -25,12 +25,12 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
     send_groups,
 )
-from unified_ckpt.engine.plan.save_plan import checked_groups, encoding_records_of
-from unified_ckpt.engine.plan.stored_tensors import stored_specs
+from unified_ckpt.engine.plan.save_plan import checked_groups
+from unified_ckpt.engine.plan.stored_tensors import encoding_records_of, stored_specs
 from unified_ckpt.engine.save.caller_extra import CallerExtra
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import codec
-from unified_ckpt.format.manifest import EncodingRecord
+from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm

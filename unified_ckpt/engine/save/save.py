@@ -199,14 +199,13 @@ def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
             request.master_check,
             options.compression,
         )
-        checks_replicas = options.check_replicas == "first"
         # A failed save may have got further on one rank than on another. A step is skipped only
         # where every rank has completed it.
         cached = (
             cache.plan is not None
             and cache.plan.plan_key == plan_key
             and cache.copy_plan is not None
-            and (cache.plan.replicas_checked or not checks_replicas)
+            and (cache.plan.replicas_checked or options.check_replicas != "first")
         )
         arguments = {
             "asynchronous": background,
@@ -262,6 +261,7 @@ def _plan_save(
                 cache.copy_plan = plan_copies(
                     commit_group, plan.global_plan, copies=request.options.node_copies
                 )
+            by_key = {tensor.decl.key: tensor for tensor in tensors}
             return _verify_replicas(
                 PlannedSave(
                     call,
@@ -269,7 +269,7 @@ def _plan_save(
                     group_collective,
                     request,
                     plan,
-                    _tensors_by_group(plan, tensors),
+                    [[by_key[decl.key] for decl in group.decls] for group in plan.groups],
                     caller_extra,
                     entries_before=checked.entries_before,
                 )
@@ -282,7 +282,7 @@ def _plan_save(
 
 @dataclass(frozen=True, slots=True)
 class _CheckedState:
-    """What this rank saves. `entries_before`: of the replaced folder, on the rank that publishes."""
+    """What this rank saves. `entries_before`: as in `PlannedSave`."""
 
     request: SaveRequest
     caller_extra: CallerExtra
@@ -388,11 +388,6 @@ def _get_or_make_plan(
             plan_key=plan_key,
         )
     return cache.plan
-
-
-def _tensors_by_group(plan: SavePlan, tensors: Sequence[LocalTensor]) -> list[list[LocalTensor]]:
-    by_key = {tensor.decl.key: tensor for tensor in tensors}
-    return [[by_key[decl.key] for decl in group.decls] for group in plan.groups]
 
 
 def _verify_replicas(planned: PlannedSave) -> PlannedSave:

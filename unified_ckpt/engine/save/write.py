@@ -17,7 +17,7 @@ from unified_ckpt.engine.save.tiles import TileBufferSet, write_tiles
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.digest_file import digest_file_record
-from unified_ckpt.format.manifest import DigestFile
+from unified_ckpt.format.manifest_fields import DigestFile
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
 from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed

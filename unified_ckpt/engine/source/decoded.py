@@ -30,7 +30,7 @@ from unified_ckpt.format.encoded_tensors import (
     scale_name,
 )
 from unified_ckpt.format.exceptions import Elements, parse_exceptions
-from unified_ckpt.format.manifest import EncodingRecord
+from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import exceptions_name
 from unified_ckpt.runtime.storage.storage import Buffer
 

@@ -27,7 +27,7 @@ from unified_ckpt.format.encoded_tensors import (
     stored_elements,
 )
 from unified_ckpt.format.exceptions import Elements, encode_exceptions
-from unified_ckpt.format.manifest import EncodingRecord
+from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.runtime.storage.storage import Buffer
 
 # called with a key, a byte offset in the tensor, and the bytes there

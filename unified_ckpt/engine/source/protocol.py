@@ -13,7 +13,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.errors import FormatError
-from unified_ckpt.format.manifest import EncodingRecord
+from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.runtime.storage.storage import Buffer, Reader
 
 _OPTIMIZER = "optimizer"

@@ -25,7 +25,7 @@ except ImportError as error:
         "unified_ckpt.integrations.accelerate: run `pip install unified-ckpt[accelerate]`"
     ) from error
 
-from unified_ckpt.api import Checkpointer
+from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave

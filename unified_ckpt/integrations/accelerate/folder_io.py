@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
+from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.integrations.accelerate import folders, hooks

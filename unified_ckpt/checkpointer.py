@@ -1,0 +1,325 @@
+"""Saves and loads of one set of ranks, with what is kept from one call for the next."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+from unified_ckpt.core.keywords import check_argument_names, show_keywords
+from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.engine.folder.if_exists import ManagedPath
+from unified_ckpt.engine.load.load import load as _load
+from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.request import LoadArguments, try_load_request
+from unified_ckpt.engine.nodes.discover import OpenRequest
+from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
+from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.engine.save.pending import PendingSave, lazy_error
+from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
+from unified_ckpt.engine.save.probe_topology import Topologies
+from unified_ckpt.engine.save.request import (
+    SaveArguments,
+    SaveRequest,
+    StateArguments,
+    capture,
+    save_request,
+    with_master_check,
+)
+from unified_ckpt.engine.save.save import begin_save
+from unified_ckpt.engine.save.save import save as _save
+from unified_ckpt.engine.source.protocol import ReadPolicy
+from unified_ckpt.engine.source.view import SourceView
+from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.runtime.comm import comm as comms
+from unified_ckpt.runtime.comm.topology import Topology
+from unified_ckpt.runtime.gc_pause import gc_paused
+from unified_ckpt.runtime.storage.storage import (
+    LocalStorage,
+    absolute_path,
+    ensure_parent,
+)
+from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
+from unified_ckpt.runtime.torch_state.modules import ModelArgument
+from unified_ckpt.runtime.torch_state.optimizers import OptimizerArgument, as_optimizers
+from unified_ckpt.sources.open import open_on_all_ranks, try_wrap_in_views
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.optim import Optimizer
+
+Path = str | os.PathLike[str]
+
+
+class Checkpointer:
+    """Saves and loads for one set of ranks. Keeps the plan, the buffers and the save in flight.
+
+    `root`: the directory of relative paths. `group`: the ranks that make every call, None for all;
+    a single process needs no group. `options`: the default for saves. `node`: a name shared by the
+    ranks that share memory, if the kernel's identity does not tell them apart.
+
+    Use it as a context manager, or call `close` to release the buffers.
+    """
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        options: SaveOptions | None = None,
+        node: str | None = None,
+    ) -> None:
+        self._root = absolute_path(os.fspath(root)) if root is not None else ""
+        self._group, self._options, self._node = group, options or SaveOptions(), node
+        self._topologies: Topologies | None = None  # of the process group, from the first call on
+        self._cache = SaveCache()
+        self._pending: PendingSave | None = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the save in flight and release buffers and plan; later calls make them anew.
+
+        Raises the error of that save if no call has raised it yet.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._pending is None:  # an interrupted wait leaves the buffers to the thread
+                self._release()
+
+    def _release(self) -> None:
+        self._cache.close()
+        if self._topologies is not None:
+            self._topologies.close()
+        self._cache, self._topologies = SaveCache(), None
+
+    @show_keywords(SaveArguments)
+    def save(self, path: Path, **arguments: Unpack[SaveArguments]) -> SaveReport:
+        """Save like `uc.save`, with the plan and the buffers of this object. Every rank calls.
+
+        `options` overrides the options of this Checkpointer. Waits for an earlier `save_async` and
+        raises its error.
+        """
+        check_argument_names(arguments, SaveArguments, function="Checkpointer.save")
+        self.wait()
+        with gc_paused:
+            return _save(self._save_call(path, arguments, FOREGROUND))
+
+    @show_keywords(SaveArguments)
+    def save_async(
+        self,
+        path: Path,
+        *,
+        lazy: bool = False,
+        after_commit: Callable[[SaveReport], object] | None = None,
+        **arguments: Unpack[SaveArguments],
+    ) -> PendingSave:
+        """Save like `save`, but return once this rank's bytes are copied; a thread commits.
+
+        The thread's errors are raised by the next call of this Checkpointer, or by
+        `PendingSave.result`. Only one save is in flight: this call waits for an earlier one; `idle`
+        says whether it would. The thread calls `attach`, and on every rank `after_commit` once the
+        checkpoint is published.
+
+        `lazy`: the thread copies parameters and optimizer state beside the next forward and
+        backward pass, and the optimizer's step waits for it. Until `staged()`, nothing else may
+        change them or make a collective call of this Checkpointer.
+        """
+        check_argument_names(arguments, SaveArguments, function="Checkpointer.save_async")
+        return self._start_async(path, arguments, lazy=lazy, after_commit=after_commit, on_end=None)
+
+    def _start_async(
+        self,
+        path: Path,
+        arguments: SaveArguments,
+        *,
+        lazy: bool,
+        after_commit: Callable[[SaveReport], object] | None,
+        on_end: Callable[[BaseException | None], object] | None,
+    ) -> PendingSave:
+        self.wait()
+        optimizers: list[Optimizer] = []
+        if lazy:
+            owners = (arguments.get("optimizer"), arguments.get("master_weights"))
+            by_id = {id(opt): opt for owner in owners for opt in as_optimizers(owner)}
+            optimizers = list(by_id.values())
+        with gc_paused:
+            call = self._save_call(
+                path, arguments, BACKGROUND, lazy_optimizers=optimizers if lazy else None
+            )
+            background_save = begin_save(call, lazy=lazy)
+            self._pending = PendingSave(after_commit=after_commit, on_end=on_end)
+            self._pending.start(background_save, lazy_optimizers=optimizers)
+            return self._pending
+
+    def _capture(self, state: StateArguments, options: SaveOptions) -> SaveRequest:
+        """Return what `save` would store now, for `_save_captured`. Tensors are not copied."""
+        comm, arguments = self._get_comm(), SaveArguments(**state, step=None, metrics=None)
+        request = save_request(comm, arguments, options, reads_values=False)
+        return capture(request, rank=comm.rank)
+
+    def _save_captured(self, path: Path, request: SaveRequest) -> SaveReport:
+        """Collective. Save what was captured. CheckpointError, and nothing is saved, if a tensor
+        has changed since, or changes before its bytes are written.
+        """
+        self.wait()
+        with gc_paused:
+            return _save(self._save_call(path, request, FOREGROUND))
+
+    def idle(self) -> bool:
+        """Collective. Return whether no rank has a save in flight, without waiting for one."""
+        busy = self._pending is not None and not self._pending.done()
+        timeout = self._options.timeout_seconds
+        collective = self._get_comm().begin_collective("idle", timeout_seconds=timeout, busy=busy)
+        return not collective.any_busy
+
+    def wait(self) -> None:
+        """Wait for the save in flight, if any. Raises its error unless another call has."""
+        pending = self._pending
+        if pending is not None:
+            pending.wait()  # an interrupted wait leaves the save in flight, with its buffers
+            self._pending = None
+            pending.raise_pending()
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Host memory held for snapshots and tiles, in bytes."""
+        cache = self._cache
+        tile_nbytes = cache.tile_buffers.nbytes + cache.load_tile_buffers.nbytes
+        return cache.snapshot_memory.nbytes + tile_nbytes
+
+    def load(
+        self,
+        path: Path | Sequence[Path] | SourceView,
+        *,
+        model: ModelArgument | None = None,
+        optimizer: OptimizerArgument | None = None,
+        master_weights: OptimizerArgument | None = None,
+        parts: Mapping[str, ModelArgument] | None = None,
+        extra: Any = None,
+        rank_extra: Any = None,
+        layout: Layout | None = None,
+        strict: bool = True,
+        options: LoadOptions | None = None,
+    ) -> LoadReport:
+        """Load like `uc.load`, with the buffers of this object. Every rank calls.
+
+        Waits for an earlier `save_async` and raises its error.
+        """
+        self.wait()
+        options = options or LoadOptions()
+        comm, timeout = self._get_comm(), options.timeout_seconds
+        # Open until the end: other ranks may read this node's folder while this rank reads theirs.
+        policy = ReadPolicy(options.verify, options.share_reads)
+        with ExitStack() as resources:
+            if isinstance(path, SourceView):
+                label = f"an opened checkpoint ({path.format})"
+                topology = self._resolve_ranks(f"load of {label}", timeout)
+                source = try_wrap_in_views(path.source, options.source)
+            else:
+                paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+                label = ", ".join(os.fspath(folder) for folder in paths)
+                topology = self._resolve_ranks(f"load of {label}", timeout)
+                resolved = [self._resolve(path) for path in paths]
+                opening = OpenRequest(label, resolved, topology, timeout, policy)
+                source = open_on_all_ranks(comm, opening, options.source, resources)
+            arguments = LoadArguments(
+                model=model,
+                optimizer=optimizer,
+                master_weights=master_weights,
+                parts=parts,
+                extra=extra,
+                rank_extra=rank_extra,
+                layout=layout,
+                strict=strict,
+            )
+            with gc_paused:
+                request = try_load_request(comm, source, arguments, options=options, policy=policy)
+            return _load(
+                comm,
+                label,
+                request,
+                self._cache.load_tile_buffers,
+                topology=topology,
+                timeout_seconds=timeout,
+            )
+
+    def repair(self, path: Path) -> Reports:
+        """Repair each node's folder of a checkpoint from the other nodes' folders.
+
+        Every rank calls and gets the reports of all nodes.
+        """
+        self.wait()
+        resolved, timeout = self._resolve(path), self._options.timeout_seconds
+        topology = self._resolve_ranks(f"repair of {resolved}", timeout)
+        return repair_across_nodes(self._get_comm(), resolved, topology, timeout_seconds=timeout)
+
+    def _save_call(
+        self,
+        path: Path,
+        arguments: SaveArguments | SaveRequest,
+        write_policy: WritePolicy,
+        *,
+        lazy_optimizers: Sequence[Optimizer] | None = None,
+    ) -> SaveCall:
+        """Build the request and resolve the topology. An error in the request goes to all ranks.
+
+        `arguments`: of a save, or what was captured.
+        `lazy_optimizers`: the optimizers whose step waits for a lazy save.
+        """
+        comm = self._get_comm()
+        if isinstance(arguments, SaveRequest):
+            options = arguments.options
+        else:
+            options = arguments.get("options") or self._options
+        storage, name = LocalStorage("/"), ""
+        request: SaveRequest | Exception
+        try:
+            storage, name = self._locate(path, write_policy)
+            if isinstance(arguments, SaveRequest):
+                request = with_master_check(arguments, rank=comm.rank)
+            else:
+                request = save_request(comm, arguments, options)
+            request = replace(request, is_managed_path=isinstance(path, ManagedPath))
+            if lazy_optimizers is not None:
+                request = lazy_error(lazy_optimizers) or request
+        except Exception as error:
+            request = error
+        connections = self._get_topologies().resolve_folder(
+            storage,
+            name,
+            failure=request if isinstance(request, Exception) else None,
+            write_alignment=options.write_alignment,
+            timeout_seconds=options.timeout_seconds,
+        )
+        return SaveCall(
+            comm, storage, name, request, self._cache, options.timeout_seconds, connections
+        )
+
+    def _resolve_ranks(self, operation: str, timeout_seconds: float) -> Topology:
+        """Collective at the first load. Return the topology of the ranks."""
+        return self._get_topologies().resolve_ranks(operation, timeout_seconds=timeout_seconds)
+
+    def _get_topologies(self) -> Topologies:
+        if self._topologies and not self._pending and not self._topologies.is_current():
+            self._release()  # an elastic or in-process restart: plans and connections are void
+        if self._topologies is None:
+            self._topologies = Topologies(comms.from_torch(self._group), self._node)
+        return self._topologies
+
+    def _get_comm(self) -> comms.Comm:
+        return self._get_topologies().comm
+
+    def _resolve(self, path: Path) -> str:
+        return absolute_path(os.fspath(path), root=self._root)
+
+    def _locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:
+        parent, name = ensure_parent(self._resolve(path))
+        return LocalStorage(parent, write_policy=write_policy), name

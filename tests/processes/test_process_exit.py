@@ -16,7 +16,7 @@ SAVE = """
 import sys, time
 import torch
 import unified_ckpt as uc
-from unified_ckpt import api
+from unified_ckpt import checkpointer
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 class Slow(LocalStorage):
@@ -24,7 +24,7 @@ class Slow(LocalStorage):
         time.sleep(0.05)
         super().write_at(*args)
 
-api.LocalStorage = Slow
+checkpointer.LocalStorage = Slow
 net = torch.nn.Linear(600, 600)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 with torch.no_grad():

@@ -17,7 +17,7 @@ import pytest
 import unified_ckpt as uc
 from tests.support.oracles import local_part, where
 from tests.support.reshard_cases import Case, bits
-from unified_ckpt import api
+from unified_ckpt import checkpointer
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.load import request
 from unified_ckpt.engine.load.load import LoadRequest
@@ -40,7 +40,7 @@ Paths = Sequence[Path]
 @pytest.fixture(autouse=True)
 def states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept a `FlatState` as the model: tensors with shardings that no Layout can describe."""
-    save_request, load_request = api.save_request, request.load_request
+    save_request, load_request = checkpointer.save_request, request.load_request
 
     def to_save(comm: Comm, arguments: SaveArguments, options: uc.SaveOptions) -> SaveRequest:
         state: Any = arguments.get("model")
@@ -83,7 +83,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
             rank_extra=arguments["rank_extra"],
         )
 
-    monkeypatch.setattr(api, "save_request", to_save)
+    monkeypatch.setattr(checkpointer, "save_request", to_save)
     monkeypatch.setattr(request, "load_request", to_load)
 
 

@@ -447,6 +447,7 @@ def test_loop_that_is_a_little_behind_catches_up(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 2]
 
 
+@pytest.mark.slow
 def test_loop_that_is_saving_is_waited_for_in_vain(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

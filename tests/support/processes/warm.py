@@ -24,6 +24,7 @@ IMPORTS = {  # what is imported for a script that imports something of a package
         "torch.distributed.checkpoint",
         "torch._dynamo",  # which DTensor imports at its first operation
         "unified_ckpt.api",
+        "unified_ckpt.checkpointer",
         "unified_ckpt.manager.manager",
     ],
     "accelerate": ["accelerate"],

@@ -294,7 +294,7 @@ def main() -> None:
             make(arguments.root, kind)
         if arguments.make and world > 1:
             check_errors_reach_all(arguments.root, arguments.make[0])
-            check_stop(arguments.root, arguments.make[0])
+            check_stop(arguments.root / f"stop-{world}", arguments.make[0])
         for kind in [*arguments.make, *arguments.load]:
             for file in sorted(arguments.root.glob("*.pt")):
                 if file.stem != kind:

@@ -1,7 +1,8 @@
-"""Text for errors and reports: rank lists, and long lists with a limit."""
+"""Text for errors and reports: rank lists, sizes, sorted names, and long lists with a limit."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from unified_ckpt.core.intervals import to_intervals
@@ -9,7 +10,15 @@ from unified_ckpt.errors import CheckpointError
 
 MAX_SHOWN = 20  # items listed in one message; the others are counted
 
+_NUMBERS = re.compile(r"(\d+)")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key: numbers in names compare by value, `layers.9` before `layers.10`."""
+    pieces = _NUMBERS.split(name)  # text and numbers in turn
+    pieces[1::2] = (digits.lstrip("0") for digits in pieces[1::2])
+    return [(len(piece) if i % 2 else -1, piece) for i, piece in enumerate(pieces)]
 
 
 def size_unit(nbytes: float) -> tuple[int, str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from unified_ckpt.core.planning.file_layout import split_files
 from unified_ckpt.core.sharding.boxes import Box, chunk_boxes, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.core.text import format_list, natural_key, raise_if_any
 from unified_ckpt.engine.source.diff import diff_sources
 from unified_ckpt.engine.source.protocol import Source, read_box
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
@@ -162,7 +161,7 @@ def _plan_part(source: Source, part: str, model: ModelConfig) -> list[OutputTens
         except CheckpointError as error:
             problems.append(f"{part}:{name}: {error}")
     raise_if_any(FormatError, "PaddleNLP's format has no place for", problems)
-    return sorted(outputs, key=lambda out: _natural_key(out.name))
+    return sorted(outputs, key=lambda out: natural_key(out.name))
 
 
 def _weight_tensor(
@@ -215,12 +214,6 @@ def _state_tensors(
             power=beta_power(beta, steps),
         )
         for power, beta in zip(POWER_STATES, betas, strict=True)
-    ]
-
-
-def _natural_key(name: str) -> list[tuple[int, str]]:
-    return [
-        (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)
     ]
 
 

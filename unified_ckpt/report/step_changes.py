@@ -7,7 +7,6 @@ exactly.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.core.text import natural_key
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.stored_files import read_file
@@ -33,7 +33,6 @@ _MAX_NUMBERS = 300_000  # of the patterns in the page; about 1 MB
 _MAX_LAYERS = 200  # of a chart
 _CHUNK = 16  # tensors whose patterns are found at once
 _OTHERS = "other layers"
-_DIGITS = re.compile(r"(\d+)")
 
 ProgressCallback = Callable[[int, int], object]
 _Tensor = tuple[str, str, TensorSpec]  # part, name and spec: another shape is another tensor
@@ -172,16 +171,8 @@ def _rows(
 
 
 def _sort_key(tensor: _Tensor) -> tuple[Any, ...]:
-    """Return a key that compares the numbers in names by value."""
     part, name, spec = tensor
-    return (
-        part,
-        [
-            (len(digits), digits) if i % 2 else (0, digits)
-            for i, digits in enumerate(_DIGITS.split(name))
-        ],
-        str(spec),
-    )
+    return part, natural_key(name), name, str(spec)
 
 
 def _first_equal(table: NDArray[Any]) -> Array:

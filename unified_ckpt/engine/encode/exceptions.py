@@ -76,11 +76,7 @@ def gather_exceptions(
     `shapes`: on rank 0, those of all encoded tensors.
     """
     bodies = exceptions_files(exceptions.by_part())
-    joined = b"".join(bodies.values())
-    pieces = chunks(0, len(joined))  # the store limits the bytes of a value
-    for number, (start, stop) in enumerate(pieces):
-        collective.put(f"exceptions/{collective.rank}/{number}", joined[start:stop])
-    sizes = {part: len(body) for part, body in bodies.items()}
+    sizes = _put_files(collective, f"exceptions/{collective.rank}", bodies)
     ranks = range(collective.world)
     sizes_by_rank = collective.collect_json("exception-sizes", sizes, dst=0, ranks=ranks)
     shapes_by_part: dict[str, dict[str, Sequence[int]]] = {}
@@ -88,10 +84,7 @@ def gather_exceptions(
         shapes_by_part.setdefault(part, {})[fqn] = shape
     gathered = Exceptions()
     for rank, sizes in enumerate(sizes_by_rank):
-        count = -(-sum(sizes.values()) // CHUNK_NBYTES)
-        joined = b"".join(collective.get(f"exceptions/{rank}/{number}") for number in range(count))
-        for part, nbytes in sizes.items():
-            body, joined = joined[:nbytes], joined[nbytes:]
+        for part, body in _get_files(collective, f"exceptions/{rank}", sizes).items():
             label = f"exceptions of rank {rank}"
             for fqn, elements in parse_exceptions(body, shapes_by_part[part], file=label).items():
                 gathered.add((part, fqn), elements)
@@ -108,15 +101,27 @@ def exceptions_files(exceptions: ExceptionsByPart) -> dict[str, bytes]:
 
 def broadcast_files(collective: Collective, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return rank 0's exceptions files. Some other ranks call, too; rank 0 waits for none."""
-    sizes = {part: len(body) for part, body in files.items()}
-    joined = b"".join(files.values())
+    sizes: dict[str, int] = {}
     if collective.rank == 0:
-        for number, (start, stop) in enumerate(chunks(0, len(joined))):
-            collective.put(f"exceptions-of-all/{number}", joined[start:stop])
+        sizes = _put_files(collective, "exceptions-of-all", files)
     sizes = collective.broadcast_json("exceptions-of-all-sizes", sizes)
+    return _get_files(collective, "exceptions-of-all", sizes)
+
+
+def _put_files(collective: Collective, key: str, files: Mapping[str, bytes]) -> dict[str, int]:
+    """Set the keys `key`/0 and so on, and return the bytes of each part."""
+    joined = b"".join(files.values())
+    pieces = chunks(0, len(joined))  # the store limits the bytes of a value
+    for number, (start, stop) in enumerate(pieces):
+        collective.put(f"{key}/{number}", joined[start:stop])
+    return {part: len(body) for part, body in files.items()}
+
+
+def _get_files(collective: Collective, key: str, sizes: Mapping[str, int]) -> dict[str, bytes]:
+    """Return the files that some rank sends with `_put_files`. `sizes`: what that returned."""
     count = -(-sum(sizes.values()) // CHUNK_NBYTES)
-    joined = b"".join(collective.get(f"exceptions-of-all/{number}") for number in range(count))
-    ends = list(accumulate(sizes.values()))
+    joined = b"".join(collective.get(f"{key}/{number}") for number in range(count))
+    ends = accumulate(sizes.values())
     return {
         part: joined[end - nbytes : end]
         for (part, nbytes), end in zip(sizes.items(), ends, strict=True)

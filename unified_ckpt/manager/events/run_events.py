@@ -17,6 +17,7 @@ from unified_ckpt.format.events import (
     CopyFailedEvent,
     CopyStartedEvent,
     DeleteEvent,
+    Event,
     LoadEvent,
     Phases,
     SaveEvent,
@@ -136,7 +137,7 @@ class RunEvents:
             metrics=attempt.metrics,
             phases=_phases(report.phases),
         )
-        self._file.append(event)
+        self._append(event)
         _call_hooks(self.hooks, report, f"step {attempt.step} is saved; its on_commit")
 
     def save_failed(self, attempt: SaveAttempt, error: BaseException, *, will_retry: bool) -> None:
@@ -167,67 +168,65 @@ class RunEvents:
             seconds=round(failure.seconds, 4),
             will_retry=will_retry,
         )
-        self._file.append(event)
+        self._append(event)
         _call_hooks(
             self.failure_hooks, failure, f"step {attempt.step} is not saved; its on_failure"
         )
 
     def copy_started(self, attempt: CopyAttempt) -> None:
         """Record that a copy to the root has begun."""
-        if self.get_comm().rank == 0:
-            path, number = self._relative(attempt.name), attempt.number
-            event = CopyStartedEvent(time=_now(), path=path, step=attempt.step, attempt=number)
-            self._file.append(event)
+        path, number = self._relative(attempt.name), attempt.number
+        self._append(CopyStartedEvent(time=_now(), path=path, step=attempt.step, attempt=number))
 
     def copied(self, attempt: CopyAttempt, nbytes: int) -> None:
         """Record a copy in the root."""
-        if self.get_comm().rank == 0:
-            event = CopyEvent(
-                time=_now(),
-                path=self._relative(attempt.name),
-                step=attempt.step,
-                attempt=attempt.number,
-                nbytes=nbytes,
-                seconds=attempt.seconds,
-            )
-            self._file.append(event)
+        event = CopyEvent(
+            time=_now(),
+            path=self._relative(attempt.name),
+            step=attempt.step,
+            attempt=attempt.number,
+            nbytes=nbytes,
+            seconds=attempt.seconds,
+        )
+        self._append(event)
 
     def copy_failed(
         self, attempt: CopyAttempt, error: BaseException | str, *, will_retry: bool = False
     ) -> None:
         """Record a failed attempt to copy, or why a copy is not made."""
-        if self.get_comm().rank == 0:
-            event = CopyFailedEvent(
-                time=_now(),
-                path=self._relative(attempt.name),
-                step=attempt.step,
-                attempt=attempt.number,
-                error=_error_text(error),
-                seconds=attempt.seconds,
-                will_retry=will_retry,
-            )
-            self._file.append(event)
+        event = CopyFailedEvent(
+            time=_now(),
+            path=self._relative(attempt.name),
+            step=attempt.step,
+            attempt=attempt.number,
+            error=_error_text(error),
+            seconds=attempt.seconds,
+            will_retry=will_retry,
+        )
+        self._append(event)
 
     def loaded(self, path: str, report: LoadReport, *, source: str) -> None:
         """Record a restore. `source`: what was loaded, such as "unified"."""
-        if self.get_comm().rank == 0:
-            event = LoadEvent(
-                time=_now(),
-                path=self._relative(path),
-                step=report.step,
-                source=source,
-                bytes_read=report.bytes_read,
-                seconds=round(report.seconds, 4),
-                phases=_phases(report.phases),
-            )
-            self._file.append(event)
+        event = LoadEvent(
+            time=_now(),
+            path=self._relative(path),
+            step=report.step,
+            source=source,
+            bytes_read=report.bytes_read,
+            seconds=round(report.seconds, 4),
+            phases=_phases(report.phases),
+        )
+        self._append(event)
 
     def removed(self, records: Iterable[StepRecord], *, tier: Tier) -> None:
         """Record checkpoints that the retention rules removed."""
+        for record in records:
+            path = self._relative(record.path)
+            self._append(DeleteEvent(time=_now(), path=path, step=record.step, tier=tier))
+
+    def _append(self, event: Event) -> None:
         if self.get_comm().rank == 0:
-            for record in records:
-                path = self._relative(record.path)
-                self._file.append(DeleteEvent(time=_now(), path=path, step=record.step, tier=tier))
+            self._file.append(event)
 
     def _relative(self, path: str) -> str:
         path = _text(os.path.join(self._root, path))

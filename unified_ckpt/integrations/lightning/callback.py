@@ -135,9 +135,9 @@ class UnifiedCheckpointCallback(Callback):
             raise SystemExit(0)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Save if the run is to stop."""
-        self._attached().run.after_batch()
-        self._attached().record()
+        """Save if the run is to stop, and record the state for a save after an exception."""
+        if self._attached().run.after_batch():
+            self._attached().record()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """End the run without the other ranks."""

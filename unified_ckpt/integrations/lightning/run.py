@@ -73,7 +73,7 @@ class LightningRun:
         self.stopped = False  # after the last save of a stopped run
         self._batches = 0  # that ended with an optimizer step: the ranks count them alike
         self._postponed = False
-        self._last_step = self._recorded_step = trainer.global_step
+        self._last_step = trainer.global_step
         self._in_flight: tuple[PendingSave, str, str] | None = None  # with path and renamed link
         self._failed_path = ""  # of the last save, if it failed
         self._last_committed = ""
@@ -195,14 +195,19 @@ class LightningRun:
             text = "the run starts fresh beside %s; to continue, pass it as ckpt_path"
             _LOG.warning(text, records[-1].path)
 
-    def after_batch(self) -> None:
+    def after_batch(self) -> bool:
         """Save if a stop, a repeated save or a local one is due after this batch. All ranks call
-        it.
+        it. Returns whether the batch ended with an optimizer step.
         """
+        step = self._trainer.global_step
+        if step == self._last_step:
+            return False
+        self._last_step, self._batches = step, self._batches + 1
+        self._save_if_due()
+        return True
+
+    def _save_if_due(self) -> None:
         trainer = self._trainer
-        if trainer.global_step == self._last_step:
-            return  # gradients are accumulated
-        self._last_step, self._batches = trainer.global_step, self._batches + 1
         reasons = self.checkpoints.run.save_reasons(self._batches)
         if not reasons and not self._postponed:
             return
@@ -223,11 +228,6 @@ class LightningRun:
         elif self._failed_path or self._in_flight is not None:
             path = self._failed_path or (self._in_flight[1] if self._in_flight else "")
             trainer.save_checkpoint(path)
-
-    def records(self) -> bool:
-        """Whether the state is to be recorded after this batch: it ended with an optimizer step."""
-        recorded, self._recorded_step = self._recorded_step, self._trainer.global_step
-        return self.checkpoints.run.saves_on_exception and recorded != self._recorded_step
 
     def stopped_path(self) -> str:
         """Return the path of the last checkpoint of a run that ends early."""

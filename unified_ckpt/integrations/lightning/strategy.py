@@ -168,7 +168,7 @@ class PatchedStrategy:
 
     def record(self) -> None:
         """Record the state after a batch for a save after an exception."""
-        if self.run.records():
+        if self.run.checkpoints.run.saves_on_exception:
             path = _absolute(self.run.stopped_path())
             connector = self.trainer._checkpoint_connector
 

@@ -155,12 +155,12 @@ class PatchedTrainer:
         if after_loop and not ended:
             return  # the loop was left within an epoch, which the resumed run ends
         control = trainer.control
-        goes_on = control.should_log or control.should_evaluate or control.should_save
+        has_actions = control.should_log or control.should_evaluate or control.should_save
         self._record(trial)  # an evaluation may raise
         self._originals["_maybe_log_save_evaluate"](
             tr_loss, grad_norm, model, trial, *args, **kwargs
         )
-        if goes_on:
+        if has_actions:  # they may have changed the state
             self._record(trial)
         # The end of an epoch has its own evaluation, which belongs to the state.
         if self.checkpoints.run.is_due(step) and (after_loop or not (stopping and ended)):

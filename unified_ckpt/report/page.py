@@ -138,7 +138,7 @@ def _add_summary(page: _Page, data: ReportData) -> None:
         share = blocked / max((last - first).total_seconds(), blocked, 1e-9)
         facts += [
             ("latest step", str(saves[-1].step)),
-            ("saved at (UTC)", saves[-1].time[:19].replace("T", " ")),
+            ("saved at (UTC)", _time(saves[-1].time)),
             ("last save", _seconds(saves[-1].seconds)),
             ("of which training blocked", _seconds(saves[-1].blocked_seconds)),
             ("rate of the last save", f"{human_size(_rate(saves[-1]))}/s"),
@@ -146,6 +146,11 @@ def _add_summary(page: _Page, data: ReportData) -> None:
         ]
     if facts:
         page.facts(facts)
+
+
+def _time(text: str) -> str:
+    """Return a time of ISO 8601 without its fraction and offset."""
+    return text[:19].replace("T", " ")
 
 
 def _rate(save: SaveEvent) -> float:
@@ -174,7 +179,7 @@ def _add_copies(page: _Page, events: Sequence[Event]) -> None:
         [
             (
                 "" if row.step is None else str(row.step),
-                row.time[:19].replace("T", " "),
+                _time(row.time),
                 "" if row.nbytes is None else human_size(row.nbytes),
                 "" if row.seconds is None else _seconds(row.seconds),
                 str(row.attempt),
@@ -220,7 +225,7 @@ def _add_steps(page: _Page, rows: Sequence[StepRow]) -> None:
         [
             (
                 "" if row.step is None else str(row.step),
-                row.created[:19].replace("T", " "),
+                _time(row.created),
                 "" if row.ranks is None else str(row.ranks),
                 "" if row.nbytes is None else human_size(row.nbytes),
                 *(human_size(row.parts[part]) if part in row.parts else "" for part in parts),

@@ -94,12 +94,12 @@ class IOAssignment:
             i = shares.ranks.index(rank)
             start, stop = (shares.ends[i - 1] if i else 0), shares.ends[i]
             ends = self._segment_ends(io_class, coordinates)
-            for number in range(bisect_right(ends, start), bisect_left(ends, stop) + 1):
-                if number < len(ends):
-                    offset = ends[number - 1] if number else 0
-                    yield from self._ranges_of_decl(
-                        decl_indices[number], coordinates, start - offset, stop - offset, shares
-                    )
+            last = min(bisect_left(ends, stop), len(ends) - 1)
+            for number in range(bisect_right(ends, start), last + 1):
+                offset = ends[number - 1] if number else 0
+                yield from self._ranges_of_decl(
+                    decl_indices[number], coordinates, start - offset, stop - offset, shares
+                )
 
     def _segment_ends(self, io_class: IOClass, coordinates: Coordinates) -> list[int]:
         """Return the running sum of a class's segments at these coordinates, which ranks share."""

@@ -47,7 +47,7 @@ UtcTime = Annotated[str, AfterValidator(_validate_utc)]
 
 
 class Record(BaseModel):
-    """A part of the manifest."""
+    """One JSON object of the manifest."""
 
     # Unknown fields come from a newer minor version.
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)

@@ -16,8 +16,8 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
     """Return the parts that are on disk, and what is missing of the others, as text.
 
-    A part may be deleted if all its files and its index are; its exceptions then mean nothing. A
-    part of which the folder has only shards is deleted with them.
+    A part may be deleted with all its files and its index; its exceptions are then ignored. A part
+    of which the folder has only shards is deleted with them.
     """
     parts, problems = [], []
     expected: dict[str, int] = {}

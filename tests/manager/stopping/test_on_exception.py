@@ -21,8 +21,8 @@ import unified_ckpt as uc
 from tests.support.managers import manager_of, state, steps_in, warnings_of
 from unified_ckpt.manager.stopping.exception_agreement import (
     ExceptionAgreement,
+    LoopStatus,
     Outcome,
-    Position,
     find_problem,
 )
 from unified_ckpt.runtime.comm.comm import Comm
@@ -33,21 +33,21 @@ from unified_ckpt.testing import run_ranks
 
 
 @pytest.mark.parametrize(
-    ("positions", "problem"),
+    ("statuses", "problem"),
     [
-        ([Position(7)], ""),
-        ([Position(7), Position(7)], ""),
+        ([LoopStatus(7)], ""),
+        ([LoopStatus(7), LoopStatus(7)], ""),
         (
-            [Position(7), Position(8), Position(8)],
+            [LoopStatus(7), LoopStatus(8), LoopStatus(8)],
             "different steps: rank(s) 4 at 7, rank(s) 5-6 at 8",
         ),
-        ([Position(7), Position(problem="late")], "rank 5: late"),
+        ([LoopStatus(7), LoopStatus(problem="late")], "rank 5: late"),
     ],
 )
-def test_ranks_agree_only_on_one_whole_step(positions: list[Position], problem: str) -> None:
-    ranks = range(4, 4 + len(positions))
-    assert find_problem(positions, ranks).endswith(problem)
-    assert bool(find_problem(positions, ranks)) == bool(problem)
+def test_ranks_agree_only_on_one_whole_step(statuses: list[LoopStatus], problem: str) -> None:
+    ranks = range(4, 4 + len(statuses))
+    assert find_problem(statuses, ranks).endswith(problem)
+    assert bool(find_problem(statuses, ranks)) == bool(problem)
 
 
 def agreement_of(store: KeyStore, rank: int, world: int, seconds: float) -> ExceptionAgreement:
@@ -57,32 +57,32 @@ def agreement_of(store: KeyStore, rank: int, world: int, seconds: float) -> Exce
 
 
 def outcomes(
-    positions: list[Position | None], *, seconds: float = 30.0, alive: bool = False
+    statuses: list[LoopStatus | None], *, seconds: float = 30.0, alive: bool = False
 ) -> list[Outcome]:
     """What each rank that answers concludes; None never answers, but may be alive."""
     store = KeyStore(dist.HashStore())
 
     def answer(comm: Comm) -> Outcome | None:
-        agreement = agreement_of(store, comm.rank, len(positions), seconds)
+        agreement = agreement_of(store, comm.rank, len(statuses), seconds)
         if alive:
             agreement.acknowledge()
-        position = positions[comm.rank]
-        return agreement.reach(position) if position is not None else None
+        status = statuses[comm.rank]
+        return agreement.reach(status) if status is not None else None
 
-    return [outcome for outcome in run_ranks(len(positions), answer) if outcome is not None]
+    return [outcome for outcome in run_ranks(len(statuses), answer) if outcome is not None]
 
 
 @pytest.mark.parametrize(
-    ("positions", "problem"),
+    ("statuses", "problem"),
     [
-        ([Position(7)] * 4, ""),
-        ([Position(7), Position(7), Position(8)], "different steps"),
-        ([Position(problem="it is saving"), None, None], "rank 0: it is saving"),
+        ([LoopStatus(7)] * 4, ""),
+        ([LoopStatus(7), LoopStatus(7), LoopStatus(8)], "different steps"),
+        ([LoopStatus(problem="it is saving"), None, None], "rank 0: it is saving"),
     ],
 )
-def test_all_ranks_reach_the_same_outcome(positions: list[Position | None], problem: str) -> None:
+def test_all_ranks_reach_the_same_outcome(statuses: list[LoopStatus | None], problem: str) -> None:
     """A rank with a problem does not wait for the others."""
-    answers = outcomes(positions)
+    answers = outcomes(statuses)
     assert len({outcome.problem for outcome in answers}) == 1
     assert problem in answers[0].problem
     assert bool(answers[0].problem) == bool(problem)
@@ -92,7 +92,7 @@ def test_all_ranks_reach_the_same_outcome(positions: list[Position | None], prob
 @pytest.mark.parametrize("alive", [False, True])
 def test_wait_for_a_silent_rank_is_bounded(alive: bool) -> None:
     started = time.monotonic()
-    answers = outcomes([Position(7), None, Position(7)], seconds=0.6, alive=alive)
+    answers = outcomes([LoopStatus(7), None, LoopStatus(7)], seconds=0.6, alive=alive)
     assert time.monotonic() - started < 10
     seconds = 0.6 if alive else 0.2
     problem = f"rank(s) 1 did not answer within {seconds} s"
@@ -104,7 +104,7 @@ def test_rank_whose_loop_has_ended_is_not_waited_for() -> None:
     first, ended = (agreement_of(store, rank, 2, 30) for rank in (0, 1))
     ended.leave()
     assert first.requested_step() is None
-    assert first.reach(Position(7)).problem == "rank 1: its loop has ended without an exception"
+    assert first.reach(LoopStatus(7)).problem == "rank 1: its loop has ended without an exception"
 
 
 # one rank

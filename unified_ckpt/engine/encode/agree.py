@@ -30,11 +30,11 @@ from unified_ckpt.runtime.torch_state.unfit import count_unfit_masters, count_un
 
 # How a node group stores a tensor: whole, as shards of whole rows, or as shards that cut rows. The
 # last also counts for masters that are not cut like their model.
-StoredForm = Literal["whole", "rows", "cut"]
+ShardKind = Literal["whole", "rows", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class EncodingAgreement:
     """What all ranks agreed on: the encodings of this rank's tensors, by name.
 
     `plain`: the tensors of all ranks that the compression would encode and this save does not.
@@ -49,23 +49,23 @@ def agree_on_encodings(
     tensors: Sequence[LocalTensor],
     compression: Compression,
     *,
-    forms: Mapping[Key, StoredForm] = MappingProxyType({}),
+    kinds: Mapping[Key, ShardKind] = MappingProxyType({}),
     reads_values: bool = True,
-) -> Agreement:
+) -> EncodingAgreement:
     """Collective, inside a step. Agree on what a save encodes.
 
-    `forms`: how the group of this rank stores its tensors; empty where all ranks share a folder.
+    `kinds`: how the group of this rank stores its tensors; empty where all ranks share a folder.
     Without `reads_values`, no element counts as an exception.
     """
     if compression == "none":
-        return Agreement()
+        return EncodingAgreement()
     by_key = {tensor.decl.key: tensor for tensor in tensors}
     specs = {key: tensor.decl.spec for key, tensor in by_key.items()}
     chosen = choose_encodings(specs, compression)
     counts = {
         key: _count_exceptions(by_key, key, encoding, rank=collective.rank) if reads_values else 0
         for key, encoding in chosen.items()
-        if forms.get(key) != "cut"
+        if kinds.get(key) != "cut"
     }
     report = {
         "plain": sorted(
@@ -81,10 +81,12 @@ def agree_on_encodings(
         ),
         "chosen": sorted(chosen),
     }
-    for form in ("whole", "rows", "cut"):
-        report[form] = sorted(k for k, f in forms.items() if f == form and k[0] in (MODEL, MASTER))
+    for kind in ("whole", "rows", "cut"):
+        report[kind] = sorted(
+            key for key in kinds if kinds[key] == kind and key[0] in (MODEL, MASTER)
+        )
     _, reports = gather_distinct_json(collective, "encodings", report)
-    agreed = collective.broadcast_json("encodings-agreed", _joined(list(reports.values())))
+    agreed = collective.broadcast_json("encodings-agreed", _combine_reports(list(reports.values())))
     plain, suspects, refused = (
         {(part, fqn) for part, fqn in agreed[name]} for name in ("plain", "suspects", "refused")
     )
@@ -92,10 +94,12 @@ def agree_on_encodings(
         too_many = _agree_on_suspects(collective, by_key, counts, suspects)
         plain, refused = plain | too_many, refused | too_many
     encodings = {key: encoding.name for key, encoding in chosen.items() if key not in plain}
-    return Agreement(encodings, sorted(refused))
+    return EncodingAgreement(encodings, sorted(refused))
 
 
-def _joined(reports: Sequence[Mapping[str, Sequence[Sequence[str]]]]) -> dict[str, list[Key]]:
+def _combine_reports(
+    reports: Sequence[Mapping[str, Sequence[Sequence[str]]]],
+) -> dict[str, list[Key]]:
     """Return, on rank 0, what follows from the reports of all ranks."""
     plain, suspects, chosen, whole, rows, cut = (
         {(part, fqn) for report in reports for part, fqn in report[name]}

@@ -18,7 +18,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl, group_tensors
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
-from unified_ckpt.engine.encode.agree import StoredForm
+from unified_ckpt.engine.encode.agree import ShardKind
 from unified_ckpt.engine.plan.holders import (
     check_layout_rules,
     gather_declarations,
@@ -209,33 +209,33 @@ def local_shardings(
     return shardings
 
 
-def stored_forms(
+def shard_kinds(
     tensors: Sequence[LocalTensor],
     shardings: LocalShardings,
     node_group: NodeGroup,
     group_rank: int,
-) -> dict[Key, StoredForm]:
+) -> dict[Key, ShardKind]:
     """Return how the node group stores the tensors of this rank.
 
     `group_rank` is this rank's index in the group.
     """
-    rank, forms = node_group.ranks[group_rank], dict[Key, StoredForm]()
+    rank, kinds = node_group.ranks[group_rank], dict[Key, ShardKind]()
     boxes: dict[Key, list[Box] | None] = {}  # that this rank stores of shards; None: all or nothing
     for decl in (tensor.decl for tensor in tensors):
         sharding, shape = shardings[decl.key], decl.spec.shape
         if sharding is None:
-            found = [box for box, _ in decl.sharding.boxes(rank, shape) if box.numel]
-            boxes[decl.key] = found
-            has_rows = all(box.shape[-1:] == shape[-1:] for box in found)
-            forms[decl.key] = "rows" if has_rows else "cut"
+            shards = [box for box, _ in decl.sharding.boxes(rank, shape) if box.numel]
+            boxes[decl.key] = shards
+            has_rows = all(box.shape[-1:] == shape[-1:] for box in shards)
+            kinds[decl.key] = "rows" if has_rows else "cut"
         else:
             boxes[decl.key] = [] if sharding.position(group_rank) is None else None
-            forms[decl.key] = "whole"
-    for part, fqn in forms:
+            kinds[decl.key] = "whole"
+    for part, fqn in kinds:
         # A rank whose part of a whole tensor is not stored needs no model.
         if part == MASTER and boxes[part, fqn] not in ([], boxes.get((MODEL, fqn), [])):
-            forms[part, fqn] = "cut"
-    return forms
+            kinds[part, fqn] = "cut"
+    return kinds
 
 
 def localize(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.encode.agree import Agreement
+from unified_ckpt.engine.encode.agree import EncodingAgreement
 from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.non_tensor_state import encode_non_tensor_state
@@ -73,7 +73,7 @@ class SaveCache:
     snapshot_memory: SnapshotMemory = field(default_factory=SnapshotMemory)
     plan: SavePlan | None = None
     omitted_parts: OmittedParts = field(default_factory=OmittedParts)
-    agreement: Agreement = field(default_factory=Agreement)
+    agreement: EncodingAgreement = field(default_factory=EncodingAgreement)
     connections: Connections | None = None
     local_shardings: LocalShardings | None = None
     global_records: GlobalRecords = field(default_factory=GlobalRecords)

@@ -14,8 +14,8 @@ from unified_ckpt.core.nodes.node_groups import base_key
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.encode.agree import (
-    Agreement,
-    StoredForm,
+    EncodingAgreement,
+    ShardKind,
     agree_on_encodings,
     with_encodings,
 )
@@ -34,7 +34,7 @@ from unified_ckpt.engine.save.node_local import (
     join_commit_group,
     local_shardings,
     localize,
-    stored_forms,
+    shard_kinds,
 )
 from unified_ckpt.engine.save.node_replicas import check_copy_count, plan_copies
 from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall
@@ -328,11 +328,11 @@ def _agree_on_encodings(
     call: SaveCall,
     collective: Collective,
     request: SaveRequest,
-    forms: Mapping[Key, StoredForm] = MappingProxyType({}),
-) -> Agreement:
+    kinds: Mapping[Key, ShardKind] = MappingProxyType({}),
+) -> EncodingAgreement:
     """Collective. Agree on what is encoded; rank 0 logs what is not, although it could be."""
     compression = request.options.compression
-    agreement = agree_on_encodings(collective, request.stored_tensors(), compression, forms=forms)
+    agreement = agree_on_encodings(collective, request.stored_tensors(), compression, kinds=kinds)
     if agreement.plain and collective.rank == 0:
         title = (
             f"{call.path}: compression={compression!r}: these tensors are stored as they are; "
@@ -353,8 +353,8 @@ def _to_node_local(
         check_copy_count(commit_group, request.options.node_copies)
         shardings = local_shardings(commit_group, comm, tensors)
         with collective.step("agree-on-encodings"):
-            forms = stored_forms(tensors, shardings, node_group, comm.rank)
-            cache.agreement = _agree_on_encodings(call, collective, request, forms)
+            kinds = shard_kinds(tensors, shardings, node_group, comm.rank)
+            cache.agreement = _agree_on_encodings(call, collective, request, kinds)
         cache.global_records = check_global(
             collective,
             with_encodings(tensors, cache.agreement.encodings),

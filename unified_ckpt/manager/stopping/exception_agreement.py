@@ -1,7 +1,7 @@
 """Agrees, over the store alone, whether all ranks are at the end of the same whole step.
 
-Why no rank hangs: a rank waits for positions for a limited time, and for nothing else. Ranks could
-disagree if one ran out of time while another had all positions; so only the first outcome that any
+Why no rank hangs: a rank waits for statuses for a limited time, and for nothing else. Ranks could
+disagree if one ran out of time while another had all statuses; so only the first outcome that any
 rank sets counts, and every rank follows it.
 """
 
@@ -21,7 +21,7 @@ _SAVE = "save"
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class LoopStatus:
     """Where a rank is: at the end of `step`, unless there is a `problem`."""
 
     step: int | None = None
@@ -36,14 +36,14 @@ class Outcome:
     is_author: bool
 
 
-def find_problem(positions: Sequence[Position], ranks: Sequence[int]) -> str:
+def find_problem(statuses: Sequence[LoopStatus], ranks: Sequence[int]) -> str:
     """Return why these ranks are not at the end of one step; "" if they are."""
-    for rank, position in zip(ranks, positions, strict=True):
-        if position.problem:
-            return f"rank {rank}: {position.problem}"
+    for rank, status in zip(ranks, statuses, strict=True):
+        if status.problem:
+            return f"rank {rank}: {status.problem}"
     by_step: dict[int | None, list[int]] = {}
-    for rank, position in zip(ranks, positions, strict=True):
-        by_step.setdefault(position.step, []).append(rank)
+    for rank, status in zip(ranks, statuses, strict=True):
+        by_step.setdefault(status.step, []).append(rank)
     if len(by_step) == 1:
         return ""
     parts = (f"rank(s) {format_ranks(members)} at {step}" for step, members in by_step.items())
@@ -80,39 +80,39 @@ class ExceptionAgreement:
 
     def leave(self) -> None:
         """Publish that the loop of this rank has ended as it should. Never waits."""
-        self._publish(Position(problem="its loop has ended without an exception"))
+        self._publish(LoopStatus(problem="its loop has ended without an exception"))
 
-    def reach(self, position: Position) -> Outcome:
-        """Publish the position of this rank and return the outcome, the same on every rank."""
-        step = -1 if position.step is None else position.step
+    def reach(self, status: LoopStatus) -> Outcome:
+        """Publish the status of this rank and return the outcome, the same on every rank."""
+        step = -1 if status.step is None else status.step
         self._store.compare_set("request", "", str(step))
         started = time.monotonic()
-        author = self._publish(position)
+        author = self._publish(status)
         # the store serves all ranks
         pause = max(_POLL_SECONDS, len(self._ranks) / _POLLS_PER_SECOND)
         while not self._store.check(["outcome"]):
             waited = time.monotonic() - started
             if waited > self.seconds:
-                author = self._conclude_without(self._missing("position"), self.seconds)
-            elif waited > self._silent_seconds and (silent := self._missing("position", "alive")):
+                author = self._conclude_without(self._missing("status"), self.seconds)
+            elif waited > self._silent_seconds and (silent := self._missing("status", "alive")):
                 author = self._conclude_without(silent, self._silent_seconds)
             else:
                 time.sleep(pause)
         outcome = self._store.get("outcome").decode().partition(" ")[2]
         return Outcome("" if outcome == _SAVE else outcome, author)
 
-    def _publish(self, position: Position) -> bool:
-        """Set the position of this rank. Sets the outcome if that decides it, and returns whether
+    def _publish(self, status: LoopStatus) -> bool:
+        """Set the status of this rank. Sets the outcome if that decides it, and returns whether
         it did.
         """
-        self._store.set(f"position/{self._rank}", json.dumps(asdict(position)))
-        is_last = self._store.add("positions", 1) == len(self._ranks)
-        if position.problem:  # nobody has to wait for the others
-            return self._conclude(find_problem([position], [self._ranks[self._rank]]))
+        self._store.set(f"status/{self._rank}", json.dumps(asdict(status)))
+        is_last = self._store.add("statuses", 1) == len(self._ranks)
+        if status.problem:  # nobody has to wait for the others
+            return self._conclude(find_problem([status], [self._ranks[self._rank]]))
         if is_last:
-            keys = [f"position/{index}" for index in range(len(self._ranks))]
-            positions = [Position(**json.loads(body)) for body in self._store.multi_get(keys)]
-            return self._conclude(find_problem(positions, self._ranks))
+            keys = [f"status/{index}" for index in range(len(self._ranks))]
+            statuses = [LoopStatus(**json.loads(body)) for body in self._store.multi_get(keys)]
+            return self._conclude(find_problem(statuses, self._ranks))
         return False
 
     def _missing(self, *kinds: str) -> list[int]:

@@ -35,7 +35,7 @@ from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.snapshot import record_events
 from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.manager.stopping.agreement import poll_interval
-from unified_ckpt.manager.stopping.exception_agreement import ExceptionAgreement, Position
+from unified_ckpt.manager.stopping.exception_agreement import ExceptionAgreement, LoopStatus
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -114,7 +114,7 @@ class ExceptionSave:
             return
         with self.lock:
             self._begin()
-            self._answer(self._position())
+            self._answer(self._status())
 
     def close(self) -> None:
         """End the thread, after its answer if another rank has asked, and remove the hook."""
@@ -183,34 +183,34 @@ class ExceptionSave:
                 step = agreement.requested_step()
                 if step is not None:
                     agreement.acknowledge()
-                    self._answer_at(step, time.monotonic() + agreement.seconds / 2)
+                    self._answer_when_ready(step, time.monotonic() + agreement.seconds / 2)
                     return
         except RankError:
             return  # the process with the store has ended
 
-    def _answer_at(self, step: int, deadline: float) -> None:
+    def _answer_when_ready(self, step: int, deadline: float) -> None:
         """Answer once the loop is at the end of `step`, as it may be a little behind."""
         while not self._closed.wait(_POLL_SECONDS):
             in_time = time.monotonic() < deadline
             if not self.lock.acquire(timeout=_POLL_SECONDS):
                 if not in_time:
-                    self._answer(Position(problem="it is saving"))
+                    self._answer(LoopStatus(problem="it is saving"))
                     return
                 continue
             try:
                 if not in_time or (self._last is not None and self._last.step >= step):
-                    self._answer(self._position())
+                    self._answer(self._status())
                     return
             finally:
                 self.lock.release()
 
-    def _answer(self, position: Position) -> None:
+    def _answer(self, status: LoopStatus) -> None:
         """Agree with the other ranks, once, and save. Without a problem the lock is held."""
         if self._answered or self._agreement is None:
             return
         self._answered = True
         try:
-            outcome = self._agreement.reach(position)
+            outcome = self._agreement.reach(status)
         except RankError as error:  # the process with the store has ended
             self._warn(error)
             return
@@ -219,7 +219,7 @@ class ExceptionSave:
             self._warn(outcome.problem)
         elif not outcome.problem and last is not None and last.request is not None:
             try:
-                with _own_streams(last.events):
+                with _new_streams(last.events):
                     last.save(last.request)
             except Exception as error:  # the exception of the loop is the one to raise
                 if self._get_comm().rank == 0:
@@ -229,25 +229,25 @@ class ExceptionSave:
         text = "%s: nothing is saved after the exception, the last save stays: %s"
         _LOG.warning(text, self._root, problem)
 
-    def _position(self) -> Position:
+    def _status(self) -> LoopStatus:
         last = self._last
         if last is None:
-            return Position(problem="no step has ended since the run began or resumed")
+            return LoopStatus(problem="no step has ended since the run began or resumed")
         if last.request is None:
-            return Position(problem=f"step {last.step} cannot be saved: {last.error}")
+            return LoopStatus(problem=f"step {last.step} cannot be saved: {last.error}")
         if self._step_begun:
-            return Position(
+            return LoopStatus(
                 problem=f"an optimizer step has begun since the end of step {last.step}"
             )
         try:
             last.request.check_unchanged()
         except CheckpointError as error:
-            return Position(problem=f"step {last.step}: {error}")
-        return Position(last.step)
+            return LoopStatus(problem=f"step {last.step}: {error}")
+        return LoopStatus(last.step)
 
 
 @contextlib.contextmanager
-def _own_streams(events: Sequence[torch.cuda.Event]) -> Iterator[None]:
+def _new_streams(events: Sequence[torch.cuda.Event]) -> Iterator[None]:
     """Make new streams current on the devices of the events, and let them wait for these."""
     with contextlib.ExitStack() as stack:
         for event in events:

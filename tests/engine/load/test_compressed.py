@@ -165,8 +165,8 @@ def cases_on_nodes(draw: st.DrawFn, *, max_world: int) -> tuple[Case, list[int],
 def test_nodes_store_the_same_bytes(
     root: Path, drawn: tuple[Case, list[int], list[int]], compression: str, copies: int, away: int
 ) -> None:
-    """Folders of any nodes together hold a compressed save, also where a node is lost; merged and
-    loaded, they give the bytes that a save to one folder gives.
+    """Any nodes save compressed folders of their own, and one node may be lost. Merges and loads of
+    the rest give the bytes of a save to one folder.
     """
     case, nodes, loading = drawn
     present = sorted(set(nodes))

@@ -55,10 +55,10 @@ def test_dir_lists_the_public_names() -> None:
 @pytest.mark.parametrize(
     ("definition", "shown"),
     [
-        (uc.save, ["optimizer: 'OptimizerArgument | None' = None", "every tensor is whole"]),
+        (uc.save, ["optimizer: 'OptimizerArgument | None' = None", "Save whole tensors"]),
         (uc.save_async, ["metrics: 'Mapping[str, float] | None' = None", "lazy"]),
-        (uc.load, ["strict: 'bool' = True", "Fill state of any shape"]),
-        (uc.convert, ["to: 'str' = 'unified'", "verify what was written"]),
+        (uc.load, ["strict: 'bool' = True", "Load a checkpoint into state"]),
+        (uc.convert, ["to: 'str' = 'unified'", "verify the result"]),
         (uc.Checkpointer.save, ["step: 'int | None' = None"]),
         (uc.CheckpointManager.restore, ["model: 'ModelArgument | None' = None"]),
         (uc.SaveOptions, ["node_copies: 'Count' = 1"]),
@@ -734,7 +734,9 @@ def test_open_reads_lazily(tmp_path: Path) -> None:
                 view[index]
         with pytest.raises(KeyError, match="model:x"):
             opened["model"]["x"]
-        with pytest.raises(uc.NotFoundError, match=r"part 'optimizer': the checkpoint has model"):
+        with pytest.raises(
+            uc.NotFoundError, match=r"part 'optimizer': does not exist, expected one of model"
+        ):
             opened["optimizer"]
 
 

@@ -1,7 +1,7 @@
-"""Unified safetensors checkpoints for PyTorch training: saved merged, loaded into any layout.
+"""Distributed checkpoints for PyTorch, written as merged safetensors files that any layout loads.
 
-Use `import unified_ckpt as uc`. The names in `__all__` are the public API. They are imported on
-first use, so that `unified-ckpt inspect` starts without torch.
+Use `import unified_ckpt as uc`; `uc.save` and `uc.load` come first. The names in `__all__` are the
+public API. They are imported on first use, so that `unified-ckpt inspect` starts without torch.
 """
 
 from __future__ import annotations

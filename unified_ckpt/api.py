@@ -47,23 +47,24 @@ if TYPE_CHECKING:
 def save(
     path: Path, *, group: dist.ProcessGroup | None = None, **arguments: Unpack[SaveArguments]
 ) -> SaveReport:
-    """Write a checkpoint folder in which every tensor is whole. Every rank calls.
+    """Save whole tensors from any layout to a folder. Every rank calls.
 
+    `path`: the folder to write, local and equal on all ranks.
     `model`: a module, a list of modules, or {fqn: tensor}.
-    `optimizer`: the optimizer of the model's parameters, a list of them, or
-    {"fqn/state": tensor}; a parameter of an extra part is named "part.fqn".
+    `optimizer`: the optimizer of these parameters, a list of them, or {"fqn/state": tensor}.
+    Parameters of an extra part are named "part.fqn".
     `master_weights`: {fqn: tensor}, or an optimizer that holds them.
-    `parts`: models of extra parts by part name.
-    `extra`: any state; rank 0's is stored. `rank_extra`: any state of each rank.
+    `parts`: other models by part name, such as an EMA.
+    `extra`: any state, stored from rank 0. `rank_extra`: any state of each rank. Objects in both
+    are stored by their `state_dict()`, which every rank calls.
     `layout`: how plain tensors are split over the ranks.
     `step`: the training step, 0 or more.
-    `metrics`: finite numbers by name for people and retention; rank 0's are stored.
-    `attach`: called on rank 0 with the folder before the commit, to add files.
-    `options`: how to save, see SaveOptions. `group`: the ranks that call, None for all.
+    `metrics`: finite numbers by name, stored from rank 0.
+    `attach`: a function that rank 0 calls with the folder before the commit, to add files.
+    `options`: see SaveOptions. `group`: the ranks that call, None for all.
 
-    Objects in `extra` and `rank_extra` are stored by their `state_dict()`, which every rank
-    calls. Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same
-    on every rank; whatever was at `path` is then unchanged.
+    Raises the same error on every rank, and leaves `path` unchanged: LayoutError, MismatchError,
+    FormatError, StorageError or RankError.
     """
     check_argument_names(arguments, SaveArguments, function="save")
     with Checkpointer(group=group) as checkpointer:
@@ -79,10 +80,10 @@ def save_async(
     after_commit: Callable[[SaveReport], object] | None = None,
     **arguments: Unpack[SaveArguments],
 ) -> PendingSave:
-    """Save like `save`, but return once this rank's bytes are copied; a thread commits.
+    """Save like `save`, but return once this rank's bytes are copied. A thread writes them.
 
     `lazy`, `after_commit`: see `Checkpointer.save_async`, which also keeps its buffers for the next
-    save. `PendingSave.result` waits for the commit and raises the thread's error.
+    save. `PendingSave.result` waits for the commit and raises errors of the thread.
     """
     check_argument_names(arguments, SaveArguments, function="save_async")
     checkpointer = Checkpointer(group=group)
@@ -107,22 +108,22 @@ def load(
     group: dist.ProcessGroup | None = None,
     **arguments: Unpack[LoadArguments],
 ) -> LoadReport:
-    """Fill state of any shape in place from a checkpoint. Every rank calls.
+    """Load a checkpoint into state of any layout, in place. Every rank calls.
 
-    `path`: a checkpoint in any format that `uc.open` reads; several folders of this node; or a
-    view that every rank has opened, which stays open. Ranks on several nodes may have a folder
-    each. What a node's disk lacks comes from other nodes, once a complete copy of one save is
-    known to exist.
+    `path`: a checkpoint of any format that `uc.open` reads, a list of folders of one save, or the
+    result of `uc.open`, which stays open. If each node has its own folder, a node gets missing
+    slices from other nodes.
+    `model`, `optimizer`, `master_weights`, `parts`, `layout`: the targets, as in `save`. Missing
+    optimizer state is created from the checkpoint, never by a step. State that the checkpoint
+    lacks is cleared.
+    `extra`, `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were saved.
+    They are filled after the tensors.
+    `strict`: the targets and the checkpoint must have the same names.
+    `options`: see LoadOptions. `group`: the ranks that call, None for all.
 
-    The targets are as in `save`. Optimizer state that does not exist yet is created from the
-    checkpoint, never by a step; state that the checkpoint lacks is cleared. `extra` and
-    `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were saved; they
-    are filled after the tensors. `strict`: every target must be in the checkpoint and the
-    reverse.
-
-    Raises MismatchError listing every name, shape and dtype that differs, IncompleteError,
-    IntegrityError or FormatError before a target is modified. Two errors come later and
-    mean that the target is unusable: an IntegrityError of a digest, and a CheckpointError of an
+    Raises MismatchError, NotFoundError, IncompleteError, IntegrityError or FormatError before it
+    modifies a target. One MismatchError lists every name, shape and dtype that differs. The target
+    is unusable after two later errors: an IntegrityError of a digest, and a CheckpointError of an
     object that rejects its state.
     """
     check_argument_names(arguments, LoadArguments, function="load")
@@ -141,23 +142,21 @@ def estimate(
     group: dist.ProcessGroup | None = None,
     **arguments: Unpack[EstimateArguments],
 ) -> Estimate:
-    """Say what a save will write, before the run starts. Every rank calls. Writes no checkpoint.
+    """Predict the size and time of a save, without writing a checkpoint. Every rank calls.
 
-    `model`, `optimizer`, `parts`, `layout`, `options`: as in `save`. Tensors may be on the meta
-    device. An optimizer before its first step counts with the state that this step creates.
-    `model`: also the path of a checkpoint or model folder, or what `uc.open` returned, whose
-    parts then count. `optimizer`: also the name of a class of torch.optim, such as "adamw", which
-    trains all parameters, or all floating-point tensors of a dict or a checkpoint.
-    `master_weights`: also True, for float32 masters of the 16-bit tensors that are trained.
+    `model`, `parts`, `layout`, `options`: as in `save`. Tensors may be on the meta device. `model`
+    may also be the path of a checkpoint or model folder, or the result of `uc.open`.
+    `optimizer`: as in `save`, or the name of a class of torch.optim, such as "adamw", for all
+    parameters. Before its first step, the state that this step creates is included.
+    `master_weights`: as in `save`, or True for float32 masters of the trained 16-bit tensors.
+    `root`: the folder of the run. To measure its disk, up to 32 ranks write, sync and remove
+    128 MiB there.
+    `manager_options`: the rules of retention and the interval. Without them, one checkpoint stays
+    while the next one is written. `interval_seconds`: overrides their interval.
+    `group`: the ranks that call, None for all.
 
-    `root`: the folder of the run. Its disk is measured: all ranks, or up to 32 of them, write and
-    sync 128 MiB together, which are removed.
-    `manager_options`: what is kept, and `interval_seconds`, which the argument overrides. Without
-    them, one checkpoint stays while the next one is written.
-
-    All ranks are taken to share a folder. Raises OptionError for an optimizer before its first step
-    whose state cannot be predicted, StorageError if `root` cannot be measured, and the errors of
-    `save` for state that cannot be saved.
+    Assumes that all ranks share a folder. Raises OptionError if the state of a fresh optimizer
+    cannot be predicted, StorageError if `root` cannot be measured, and the errors of `save`.
     """
     check_argument_names(arguments, EstimateArguments, function="estimate")
     comm, options = comms.from_torch(group), arguments.get("options") or SaveOptions()
@@ -188,9 +187,10 @@ def estimate(
 
 # Called as uc.open; never import it bare.
 def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # noqa: A001
-    """Open a checkpoint in any format lazily, without a process group: data is read when indexed.
+    """Open a checkpoint of any format lazily, without a process group.
 
-    Raises NotFoundError, FormatError or IncompleteError.
+    `uc.open(path)["model"]["lm_head.weight"][0:1024]` reads these rows only. `options`: see
+    SourceOptions. Raises NotFoundError, FormatError, IntegrityError or IncompleteError.
     """
     return SourceView(open_source(os.fspath(path), options or SourceOptions()))
 
@@ -198,10 +198,10 @@ def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # 
 def verify(
     path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
-    """Check that all files are there with the right sizes and headers; `deep` also checks digests.
+    """Check that all files exist with the right sizes and headers; `deep` also checks digests.
 
-    Problems are in the report. Raises NotFoundError or FormatError if there is no checkpoint to
-    check. `progress` is called with the bytes of each check.
+    `progress`: called with the number of bytes of each check. Problems are in the report. Raises
+    NotFoundError or FormatError if there is no checkpoint at `path`.
     """
     try:
         source = open_path(os.fspath(path), lock=True)

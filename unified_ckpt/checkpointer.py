@@ -54,11 +54,12 @@ Path = str | os.PathLike[str]
 
 
 class Checkpointer:
-    """Saves and loads for one set of ranks. Keeps the plan, the buffers and the save in flight.
+    """Saves and loads of one set of ranks, which keeps the plan and buffers between calls.
 
-    `root`: the directory of relative paths. `group`: the ranks that make every call, None for all;
-    a single process needs no group. `options`: the default for saves. `node`: a name shared by the
-    ranks that share memory, if the kernel's identity does not tell them apart.
+    `root`: the directory of relative paths, None for the working directory.
+    `group`: the ranks that make every call, None for all. A single process needs no group.
+    `options`: the default for saves.
+    `node`: the name of this node, for ranks on one machine that cannot share memory.
 
     Use it as a context manager, or call `close` to release the buffers.
     """
@@ -84,9 +85,9 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Wait for the save in flight and release buffers and plan; later calls make them anew.
+        """Wait for the save in flight, and release the buffers and the plan.
 
-        Raises the error of that save if no call has raised it yet.
+        Later calls create them again. Raises the error of that save if no call has raised it yet.
         """
         try:
             self.wait()
@@ -104,7 +105,7 @@ class Checkpointer:
     def save(self, path: Path, **arguments: Unpack[SaveArguments]) -> SaveReport:
         """Save like `uc.save`, with the plan and the buffers of this object. Every rank calls.
 
-        `options` overrides the options of this Checkpointer. Waits for an earlier `save_async` and
+        `options`: overrides the options of this Checkpointer. Waits for an earlier `save_async` and
         raises its error.
         """
         check_argument_names(arguments, SaveArguments, function="Checkpointer.save")
@@ -121,16 +122,16 @@ class Checkpointer:
         after_commit: Callable[[SaveReport], object] | None = None,
         **arguments: Unpack[SaveArguments],
     ) -> PendingSave:
-        """Save like `save`, but return once this rank's bytes are copied; a thread commits.
+        """Save like `save`, but return once this rank's bytes are copied. A thread writes them.
 
-        The thread's errors are raised by the next call of this Checkpointer, or by
-        `PendingSave.result`. Only one save is in flight: this call waits for an earlier one; `idle`
-        says whether it would. The thread calls `attach`, and on every rank `after_commit` once the
-        checkpoint is published.
-
-        `lazy`: the thread copies parameters and optimizer state beside the next forward and
+        `lazy`: the thread copies parameters and optimizer state during the next forward and
         backward pass, and the optimizer's step waits for it. Until `staged()`, nothing else may
         change them or make a collective call of this Checkpointer.
+        `after_commit`: called in the thread of every rank after the commit. The thread also calls
+        `attach`.
+
+        One save is in flight at a time: this call waits for an earlier one, see `idle`. Errors in
+        the thread are raised by `PendingSave.result`, or by the next call of this Checkpointer.
         """
         check_argument_names(arguments, SaveArguments, function="Checkpointer.save_async")
         return self._start_async(path, arguments, lazy=lazy, after_commit=after_commit, on_end=None)
@@ -174,14 +175,14 @@ class Checkpointer:
             return _save(self._save_call(path, request, FOREGROUND))
 
     def idle(self) -> bool:
-        """Collective. Return whether no rank has a save in flight, without waiting for one."""
+        """Return whether no rank has a save in flight, equal on all ranks. Collective."""
         busy = self._pending is not None and not self._pending.done()
         timeout = self._options.timeout_seconds
         collective = self._get_comm().begin_collective("idle", timeout_seconds=timeout, busy=busy)
         return not collective.any_busy
 
     def wait(self) -> None:
-        """Wait for the save in flight, if any. Raises its error unless another call has."""
+        """Wait for the save in flight, if any. Raises its error if no call has raised it yet."""
         pending = self._pending
         if pending is not None:
             pending.wait()  # an interrupted wait leaves the save in flight, with its buffers
@@ -252,9 +253,9 @@ class Checkpointer:
             )
 
     def repair(self, path: Path) -> Reports:
-        """Repair each node's folder of a checkpoint from the other nodes' folders.
+        """Repair each node's folder of a checkpoint from the folders of the other nodes.
 
-        Every rank calls and gets the reports of all nodes.
+        Every rank calls. Returns the reports of all nodes.
         """
         self.wait()
         resolved, timeout = self._resolve(path), self._options.timeout_seconds

@@ -1,12 +1,12 @@
 """Every error that the library raises on purpose.
 
 CheckpointError
-  x LayoutError      the ranks' tensors do not add up to whole tensors
-  x FormatError      a file or a value is not valid
+  x LayoutError      the slices of the ranks do not form whole tensors
+  x FormatError      a file or a value is invalid
   x OptionError      an option has an unknown name or a wrong value; also a ValueError
-  x IntegrityError   bytes differ from those that were written
+  x IntegrityError   bytes have changed since they were written
   x NotFoundError    there is no checkpoint
-  x IncompleteError  no complete copy exists
+  x IncompleteError  files or tensors are missing
   x MismatchError    the checkpoint does not fit the target
   x StorageError     the storage failed
   x RankError        another rank failed
@@ -23,14 +23,14 @@ class CheckpointError(Exception):
 
 
 class LayoutError(CheckpointError):
-    """The tensors of the ranks do not add up to whole tensors.
+    """The slices of the ranks do not form whole tensors.
 
-    There is a gap, an unequal overlap, a shard outside the shape, or replicas differ.
+    There is a gap, an overlap, a slice outside the shape, or replicas differ.
     """
 
 
 class FormatError(CheckpointError):
-    """A file or a value is not valid in its format, or newer than this library reads."""
+    """A file or a value is invalid, or a file has a newer format."""
 
 
 class OptionError(CheckpointError, ValueError):
@@ -38,7 +38,7 @@ class OptionError(CheckpointError, ValueError):
 
 
 class IntegrityError(CheckpointError):
-    """Bytes are not those that were written: wrong size or wrong digest."""
+    """Bytes have changed since they were written: wrong size or wrong digest."""
 
 
 class NotFoundError(CheckpointError):
@@ -46,14 +46,14 @@ class NotFoundError(CheckpointError):
 
 
 class IncompleteError(CheckpointError):
-    """No complete copy exists; the text lists missing tensors and files."""
+    """Files or tensors are missing; the text lists them."""
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint and the target differ in names, shapes or dtypes. Nothing was written.
+    """The checkpoint and the target differ in names, shapes or dtypes. The target is unchanged.
 
-    `missing`: names that are wanted but not in the checkpoint. `unexpected`: names in the
-    checkpoint that no rank wants. `wrong`: a sentence for each tensor of another shape or dtype.
+    `missing`: names that only the target has. `unexpected`: names that only the checkpoint has.
+    `wrong`: a sentence for each tensor of another shape or dtype.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MismatchError(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """The storage refused or failed; the text names the file and the operation."""
+    """A file operation failed; the text names the file and the operation."""
 
 
 class RankError(CheckpointError):

@@ -1,4 +1,4 @@
-"""The options of every call with their defaults. Validated here, trusted everywhere else."""
+"""The options of every call, with their defaults. Only this module validates them."""
 
 from __future__ import annotations
 
@@ -70,38 +70,36 @@ def _error_text(options: type[_Options], error: ErrorDetails) -> str:
 class SaveOptions(_Options):
     """How to save.
 
-    `model_dtype`: stores the model's floating-point tensors in this dtype. What that would round is
-    kept at full precision in `master_weights`.
+    `model_dtype`: the dtype in which floating-point tensors of the model are stored. Tensors that
+    it rounds are also stored in `master_weights`, at full precision.
 
-    `parts`: stores only these parts of the state. The model may be left out if master weights are
-    stored; model tensors that are not their rounded master are then stored beside them.
+    `parts`: stores only these parts. The model may be left out if master weights are stored. Model
+    tensors that do not equal their rounded master weight are then stored too.
 
-    `max_file_bytes`: the size limit of a file. A larger tensor has a file of its own.
+    `max_file_bytes`: the size limit of a file. A larger tensor gets its own file.
 
     `check_replicas`: compares the bytes of replicas at the first save of a layout, always or never.
 
     `fsync`: syncs files before the commit, so that the checkpoint survives a power failure.
 
-    `if_exists`: what to do about a committed checkpoint of this name. "keep_complete" keeps one
-    that has all its files and the parts to be saved, and replaces any other.
+    `if_exists`: if `path` holds a checkpoint, "error" raises, "keep" saves nothing and "replace"
+    replaces it. "keep_complete" keeps only a complete one with the parts to be saved.
 
-    `timeout_seconds`: the save fails on all ranks after this long without a heartbeat of any rank.
+    `timeout_seconds`: the save fails on all ranks after this time without a heartbeat of any rank.
 
-    `write_alignment`: bytes of a block of a file in which only one node writes, where nodes share a
-    folder; 0 for whole files; None for what the file system needs. The first save to a folder
-    decides.
+    `write_alignment`: the bytes of a block of a file that only one node writes, for folders that
+    several nodes share: 1 for no limit, 0 for whole files, None for what the file system needs.
 
-    `compression`: how master weights and Adam's moments are stored; the model is stored as it is.
-    "lossless" stores float32 masters as 16 bits beside a bfloat16 model, from which every bit
-    comes back. "O1" and "O2" also store float32 moments: in 8 bits each, or in 6 and 4 bits. Where
-    nodes have folders of their own, a warning says that tensors are stored as they are.
+    `compression`: how master weights and Adam's moments are stored; the model is not compressed.
+    "lossless" stores float32 master weights in 16 bits beside a bfloat16 model, without loss. "O1"
+    also stores moments in 8 bits each, "O2" in 6 and 4 bits.
 
-    `host_bytes`: the limit of host memory in which each rank holds the snapshot of a save in the
-    background, beside the buffers of `save`; None for no limit. What does not fit is written before
-    the call returns, see `SaveReport.blocked_seconds`.
+    `host_bytes`: the limit of host memory for the snapshot of a background save, in bytes per rank;
+    None for no limit. The buffers of `save` are not included. Bytes that do not fit are written
+    before the call returns, see `SaveReport.blocked_seconds`.
 
-    `node_copies`: stores each byte on at least this many nodes, if nodes have folders of their own,
-    so that all but one of these may be lost. Has no effect if all ranks see one folder.
+    `node_copies`: if each node has its own folder, stores each byte on at least this many nodes.
+    One node fewer may then be lost. Has no effect if all ranks see one folder.
     """
 
     model_dtype: ModelDtype | None = None
@@ -138,20 +136,20 @@ class SourceOptions(_Options):
     depend on the model's.
 
     `names`: "huggingface" for the tensor names of Hugging Face, an error if the model is unknown;
-    "own" for those of the format; "auto" for the former where possible.
+    "own" for the names of the format; "auto" for Hugging Face names if the model is known.
 
     `optimizer_order`: for optimizer state stored by position, the parameter names of each param
     group in the order of that optimizer.
 
-    The following change what is read, whoever wrote it, in this order.
+    The options below apply to any format, in this order.
 
     `rename`: rules as mappings, or the path of a TOML or JSON file with rules.
 
     `layers`: "stacked" stacks the tensors of identical layers along dim `layer_dim`, "unstacked"
     splits them. `layer_lists` names the lists of layers; None detects them.
 
-    `conversion_fn`: "package.module:function", imported and called with
-    {part: {name: tensor that is read when indexed}}; returns the same structure.
+    `conversion_fn`: "package.module:function". It is imported and called with
+    {part: {name: tensor that is read when indexed}}, and returns the same structure.
     """
 
     format: str | None = None
@@ -180,20 +178,21 @@ class LoadOptions(_Options):
 
     `source`: how to read a checkpoint of another engine.
 
-    `verify`: "read" verifies the digests of blocks that are read whole; "full" also those of blocks
-    of which only a part is needed, and reads them whole; "off" verifies none. Sizes and headers are
+    `verify`: "read" verifies the digests of 1 MiB blocks that are read whole. "full" reads and
+    verifies all blocks from which anything is needed. "off" verifies none. Sizes and headers are
     always checked first.
 
-    `cast`: allows to load a tensor into another dtype.
+    `cast`: allows targets of another dtype.
 
-    `hyperparameters`: whether param groups take those of the checkpoint or keep their own.
+    `hyperparameters`: "checkpoint" loads those of the checkpoint, "current" keeps those of the
+    optimizer.
 
-    `max_over_read`: the limit of bytes read on a node over bytes wanted on it.
+    `max_over_read`: the limit of the bytes that a node reads, as a multiple of those it needs.
 
-    `share_reads`: where nodes see one folder, one node reads each byte and sends it to the others.
-    "auto" does so if they want the same bytes and the file system may be the bottleneck.
+    `share_reads`: on a folder that several nodes share, whether one node reads each byte and sends
+    it to the others. "auto" does so on network file systems if they need the same bytes.
 
-    `timeout_seconds`: the load fails on all ranks after this long without a heartbeat of any rank.
+    `timeout_seconds`: the load fails on all ranks after this time without a heartbeat of any rank.
     """
 
     parts: tuple[str, ...] | None = None
@@ -217,16 +216,16 @@ class ConvertOptions(_Options):
 
     `model_dtype`: the dtype in which the model's floating-point tensors are written.
 
-    `compare`: checks that master weights, rounded, equal the model, if the source has both.
+    `compare`: checks that rounded master weights equal the model, if the source has both.
 
     `adapter`: the path of a LoRA adapter to merge into the model. Only the model is then written.
 
     `compression`: how master weights and Adam's moments are stored, as in `SaveOptions`. "none"
-    decodes what the source has encoded. Other formats take only "none", and "paddle" also "O1" and
-    "O2": PaddleNLP's own quantization of moments.
+    decompresses them. Formats other than "unified" take only "none". "paddle" also takes "O1" and
+    "O2", PaddleNLP's own quantization of moments.
 
-    `max_file_bytes`, `if_exists`, `fsync`, `timeout_seconds`: as in `SaveOptions`. Formats other
-    than "unified" need a free name.
+    `max_file_bytes`, `if_exists`, `fsync`, `timeout_seconds`: as in `SaveOptions`. For formats
+    other than "unified", the target must not exist.
     """
 
     to: str = "unified"
@@ -243,44 +242,44 @@ class ConvertOptions(_Options):
 
 
 class ManagerOptions(_Options):
-    """When to save, what to keep, how to treat failures, and where to load from.
+    """When to save, what to keep, how to handle failures, and where to load from.
 
-    **When to save.** A step is saved if any of these asks for it.
+    **When to save.** A step is saved if any of these options requests it.
     `interval_steps`: at its multiples, but not at step 0.
-    `interval_seconds`: this long after the last save, by rank 0's clock.
+    `interval_seconds`: this time after the last save, by rank 0's clock.
     `steps`: at these steps.
     `on_start`: at the first step of a fresh run.
     `on_completion`: in `finish`.
     `continuous`: as soon as the last save has ended, at least `interval_seconds` apart if set.
-    `on_preemption`: on SIGTERM, SIGINT, SIGUSR1 (of SLURM, unless it has a handler) or
-    `request_stop`, at a step on which all ranks agree.
-    `save_on_exception`: after an exception, if all ranks are at the end of the same whole step.
-    `enabled`: False saves nothing and loads nothing.
+    `on_preemption`: on SIGTERM, SIGINT, `request_stop`, or SLURM's SIGUSR1 if the program has no
+    handler for it. All ranks save at the same step.
+    `save_on_exception`: after an exception, if all ranks have completed the same step.
+    `enabled`: False disables all saves and loads.
 
-    **What to keep.** A step is kept if any of these asks for it; if none is set, all are kept.
+    **What to keep.** A step is kept if any of these options keeps it. If none is set, all are kept.
     `keep_latest`, `keep_every_steps`, `keep_every_seconds` and `keep_best` (by `best_metric`) count
     full and model-only checkpoints separately. `keep_latest_model_only` and
-    `keep_every_steps_model_only` replace the common limit for model-only ones. The latest, the
-    latest full and the best checkpoint are always kept.
+    `keep_every_steps_model_only` are the limits of model-only ones. The latest, the latest full and
+    the best checkpoint are always kept.
     `trash_directory`: a folder on the root's file system to which other checkpoints are moved
     instead of being deleted. A relative path is below the root.
 
     **How to save.**
     `asynchronous`: saves in the background. `lazy`: see `Checkpointer.save_async`.
-    `in_flight`: whether a save that is due during another one waits for it or is skipped.
-    `retries`: attempts after a failed save, after `retry_seconds`, twice that, and so on.
-    `raise_after`: raises after this many failed saves in a row.
-    `notice_seconds`: how often a rank checks whether another wants to stop; longer in large worlds.
-    `margin_steps`: how far ahead the step to stop at lies. It must exceed the number of steps that
-    one rank can be ahead of another.
+    `in_flight`: a save that is due during another one waits for it ("wait") or is skipped ("skip").
+    `retries`: the number of retries of a failed save, after `retry_seconds`, twice that, and so on.
+    `raise_after`: raises the error after this many failed saves in a row.
+    `notice_seconds`: how often a rank checks for stop requests; less often in large jobs.
+    `margin_steps`: the steps from a stop request to the step at which all ranks stop. It must
+    exceed the number of steps that one rank can be ahead of another.
 
     **Two tiers.** Set both `local_directory` and `local_interval_steps`, or neither.
     `local_directory`: a folder on a local disk or in memory, used by one run at a time. It gets a
-    save every `local_interval_steps`. Steps that are due by the options above are saved there first
-    and copied to the root in the background.
-    `keep_latest_local`: how many saves stay there, besides those still to be copied.
+    save every `local_interval_steps`. Saves to the root are written there first, and copied to the
+    root in the background.
+    `keep_latest_local`: the number of saves that stay there, beside those still to be copied.
 
-    **Where to load from**, if the root holds nothing valid.
+    **Where to load from**, if the root has no valid step.
     `load_parameters_path`: weights to start from with a fresh optimizer.
     `load_full_state_path`: the whole state of another run.
     `load_adapters_path`: a PEFT folder, or the parent folder of several. It fills the parts
@@ -357,7 +356,7 @@ class ManagerOptions(_Options):
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """All options of a run as one value, as a configuration of another library gives them.
+    """All options of a run as one value, such as the result of `from_paddle`.
 
     `root`: the absolute path of the folder for the checkpoints; None if it is not configured.
     """

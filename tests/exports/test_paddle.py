@@ -229,7 +229,7 @@ def test_corrupt_export_is_detected_and_not_published(
     monkeypatch.setattr(paddle_write, "read_box", corrupt_read)
     with pytest.raises(
         uc.IntegrityError,
-        match=r"what was written differs from the source(.|\n)*lm_head.weight: 1 elements",
+        match=r"the written tensors differ from the source(.|\n)*lm_head.weight: 1 elements",
     ):
         convert_to_paddle(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
     assert list(tmp_path.iterdir()) == []

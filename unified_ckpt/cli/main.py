@@ -81,8 +81,8 @@ class _Verb:
 
 _VERBS = {
     "inspect": _Verb(
-        "show what a checkpoint holds",
-        "Show what a checkpoint holds. Reads headers only.",
+        "show the contents of a checkpoint",
+        "Show the contents of a checkpoint. Reads headers only.",
         (
             argument("path", metavar="PATH", help=_PATH_HELP),
             _MATCH,
@@ -102,7 +102,7 @@ _VERBS = {
             PREFIX_ARGUMENT,
             argument("--deep", action="store_true", help="also read and digest every byte"),
             argument(
-                "--repair", action="store_true", help="check every byte and repair what is damaged"
+                "--repair", action="store_true", help="check every byte and repair damaged files"
             ),
             argument(
                 "--from",
@@ -184,8 +184,8 @@ _VERBS = {
         source="SRC",
     ),
     "estimate": _Verb(
-        "say what the saves of a run will need",
-        "Say what the saves of a run that starts from PATH will need. Measures the disk of --root.",
+        "predict the size and time of saves",
+        "Predict the size and time of the saves of a run. Measures the disk of --root.",
         (
             argument("path", metavar="PATH", help="checkpoint or model folder of any format"),
             argument(
@@ -236,7 +236,7 @@ _VERBS = {
                 type=positive_number,
                 default=5.0,
                 metavar="SECONDS",
-                help="seconds between two looks (default: 5)",
+                help="seconds between updates (default: 5)",
             ),
         ),
         has_rules=True,

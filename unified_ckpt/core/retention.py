@@ -88,8 +88,8 @@ def retained(
 ) -> dict[int, tuple[str, ...]]:
     """Return the steps to keep, each with the reasons as text; all others may be removed.
 
-    The latest, the latest full one, the best by a metric of any rule, and `protected` steps are
-    always kept, and so are the counted steps of the rules. Steps must be unique.
+    Always kept: the latest, the latest full one, the best by a metric of any rule, `protected`
+    steps, and the counted steps of the rules. Steps must be unique.
     """
     reasons: dict[int, list[str]] = {}
 

@@ -77,16 +77,17 @@ def convert(
     progress: Callable[[int, int], object] | None = None,
     **options: Any,
 ) -> ConvertReport:
-    """Write the checkpoint at `src`, of any format, to `dst`, and verify what was written.
+    """Convert the checkpoint at `src`, of any format, to `dst`, and verify the result.
+
+    `src`: a checkpoint, or the folders of one save on several nodes.
+    `options`: the fields of ConvertOptions.
+    `progress`: called with the bytes that this rank has written, and about how many it will write.
 
     Every rank of a process group calls this and writes its share; a single process needs no group.
-    Uses a few MiB of memory beside what reading the source's format costs. `src` may name several
-    folders that nodes without a common folder wrote of one save.
-
-    `options` are the fields of ConvertOptions. `progress(nbytes, total)` reports bytes written by
-    this rank, and about how many it will write. Raises NotFoundError, FormatError, IncompleteError
-    or MismatchError for a source that cannot be read in full, IntegrityError if a check fails,
-    StorageError, or RankError: the same on every rank. After any error, nothing new is at `dst`.
+    A rank uses a few MiB of memory, plus the needs of the source format. Raises NotFoundError,
+    FormatError, IncompleteError or MismatchError for a source that cannot be read completely,
+    IntegrityError if a check fails, StorageError or RankError, the same on every rank. After an
+    error, `dst` is unchanged.
     """
     convert_options = ConvertOptions(**options)
     _check_options(convert_options, os.fspath(dst))
@@ -198,7 +199,7 @@ def _prepare(
     source, config = _select_parts(source, options, main_path), options.source.config
     if config is not None and not os.path.isfile(config_path(config)):
         raise NotFoundError(
-            f"{config}: does not exist; give a config.json, or a folder that has one"
+            f"{config}: does not exist; pass a config.json, or a folder that has one"
         )
     _check_maxtext_names(source, options, main_path)
     files = side_files(main_path, source.format, weights_only=request.without_manifest)

@@ -70,7 +70,7 @@ def write_paddle(
 
     `options.config` is the model's config.json, or a folder that has one. `quant_stage`: quantizes
     moments like PaddleNLP's option of this name. FormatError for what PaddleNLP's format cannot
-    hold. IntegrityError if what was written differs from the source.
+    hold. IntegrityError if the written tensors differ from the source.
     """
     config = read_optional_config(options.config) if options.config else None
     if config is None:
@@ -331,5 +331,5 @@ def _verify(
             for difference in differences
         ]
         raise IntegrityError(
-            format_list(f"{written}: what was written differs from the source", problems)
+            format_list(f"{written}: the written tensors differ from the source", problems)
         )

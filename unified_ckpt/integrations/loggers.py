@@ -1,8 +1,7 @@
-"""Loggers of what a run's saves cost, and of those that fail: hooks for
-`CheckpointManager.on_commit` and `on_failure`.
+"""Loggers of saves: hooks for `CheckpointManager.on_commit` and `on_failure`.
 
-Rank 0 calls a hook in the thread of the save. A logger therefore keeps to what its library allows
-in any thread, and changes nothing that the training loop logs.
+Rank 0 calls a hook in the thread of the save. So a logger uses only thread-safe calls of its
+library, and does not disturb the log of the training loop.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def metrics_of(report: SaveReport | SaveFailure) -> dict[str, float]:
 class TensorBoardLogger:
     """Writes scalars to TensorBoard, each at the step that was saved.
 
-    `writer`: a `SummaryWriter` of `torch.utils.tensorboard`, which stays yours to close.
+    `writer`: a `SummaryWriter` of `torch.utils.tensorboard`. Close it after the manager.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -60,12 +59,10 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Adds the numbers to a run of Weights & Biases, with `checkpoint/step` as the x-axis of those
-    of a commit.
+    """Adds the numbers of saves to a run of Weights & Biases, with `checkpoint/step` as the x-axis.
 
-    `run`: what `wandb.init` returned. The numbers join the row that the run logs next, so that the
-    steps of your own `run.log(…, step=…)` stay in order. Of several commits between two rows the
-    last one counts.
+    `run`: the result of `wandb.init`. The numbers are logged with your next `run.log`, so its steps
+    stay in order. Of several commits in between, the last one is logged.
     """
 
     def __init__(self, run: Any) -> None:
@@ -82,20 +79,20 @@ class WandbLogger:
 
 
 class PrometheusTextLogger:
-    """Replaces a text file for the textfile collector of Prometheus' node_exporter at each commit
+    """Writes a text file for the textfile collector of Prometheus' node_exporter.
+
+    `path`: a file in the collector's directory, ending with `.prom`. It is replaced at each commit
     and failed attempt.
+    `labels`: labels of every metric, different for each run on a node. `part` is reserved.
 
-    `path`: in the collector's directory, ending with `.prom`. `labels`: on every metric; they tell
-    runs on one node apart; `part` is taken. Requires the extra `prometheus`.
-
-    The metrics are about the last commit: `checkpoint_step`, `checkpoint_bytes`,
+    Requires the extra `prometheus`. The metrics of the last commit are `checkpoint_step`,
+    `checkpoint_bytes`,
     `checkpoint_part_bytes{part="model"}` for each part,
     `checkpoint_seconds`, `checkpoint_blocked_seconds`, `checkpoint_background_seconds` and
     `checkpoint_commit_timestamp_seconds`. The counters `checkpoint_commits_total` and
     `checkpoint_failed_attempts_total` begin at 0 in each process.
 
-    Raises CheckpointError for another ending, which node_exporter would ignore, and for a label
-    `part`.
+    Raises CheckpointError for another ending and for a label `part`.
     """
 
     def __init__(

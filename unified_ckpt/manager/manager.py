@@ -46,14 +46,16 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager:
-    """Checkpoints as `<prefix><step>` folders under a local root. A context manager that owns
-    signal handlers and a `Checkpointer`.
+    """The checkpoints of a run: when to save, what to keep, when to stop, where to resume.
 
-    `options`: when to save and what to keep, or all options of a run and its root. `save_options`
-    and `load_options`: how. An existing complete step stays unless `restore` loaded an earlier one;
-    `save_options` may set another `if_exists`. `group` and `node` are those of `Checkpointer`.
+    `root`: the folder of the checkpoints, which are named `<prefix><step>`.
+    `options`: when to save and what to keep; or all options of a run and its root.
+    `save_options`, `load_options`: how to save and load. A complete step stays unless `restore`
+    loaded an earlier one; `save_options` may set another `if_exists`.
+    `group`, `node`: as in `Checkpointer`.
 
-    `run`: what a trainer saves through, in place of `save` and `finish`.
+    Use it as a context manager: it owns signal handlers and a `Checkpointer`. Trainers save through
+    its `run`, in place of `save` and `finish`.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class CheckpointManager:
         """Call `hook(report)` on rank 0 after every commit, in the thread of the save. Returns
         `hook`.
 
-        The report's `blocked_seconds` include retries and the wait for an earlier save. An error of
+        The report's `blocked_seconds` include retries and the wait for an earlier save. An error in
         the hook is logged.
         """
         self.run.events.hooks.append(hook)
@@ -94,13 +96,13 @@ class CheckpointManager:
 
     def on_failure(self, hook: FailureHook) -> FailureHook:
         """Call `hook(failure)` with a `SaveFailure` on rank 0 after every failed attempt to save,
-        in the thread of the save. Returns `hook`. An error of the hook is logged.
+        in the thread of the save. Returns `hook`. An error in the hook is logged.
         """
         self.run.events.failure_hooks.append(hook)
         return hook
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would save at this step. The same on every rank; never waits."""
+        """Return whether `save` would save at this step. Equal on all ranks; never waits."""
         return bool(self.run.save_reasons(step))
 
     @show_keywords(StateArguments)
@@ -112,13 +114,12 @@ class CheckpointManager:
         force: bool = False,
         **arguments: Unpack[StateArguments],
     ) -> SaveReport | PendingSave | None:
-        """Save if the options ask for it, or with `force`. Call it on every rank after every step,
-        with the arguments of `Checkpointer.save`.
+        """Save if the options request it, or with `force`. Call it on every rank after every step.
 
-        Returns None if no save is due, the step is saved already, the save failed and may fail, or
-        an existing step stays (with a warning; a background save logs it when it ends). Wrong
-        arguments raise at once. Failures of the storage or of a rank raise after `raise_after`
-        failed saves in a row.
+        The other arguments are those of `Checkpointer.save`. Returns None if no save is due, if the
+        step is saved already, if the save failed, or if an existing step stays, with a warning.
+        Raises errors in the arguments at once. Raises failures of the storage or of a rank after
+        `raise_after` failed saves in a row.
         """
         check_argument_names(arguments, StateArguments, function="CheckpointManager.save")
         state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
@@ -133,22 +134,23 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         **arguments: Unpack[StateArguments],
     ) -> SaveReport | None:
-        """Save the last step, if `on_completion` and not saved yet, and wait. Raises if that fails.
-        An existing step stays as in `save`.
+        """Save the last step, unless it is saved or `on_completion` is off, and wait.
+
+        Raises the error of a failed save at once. An existing step stays, as in `save`.
         """
         check_argument_names(arguments, StateArguments, function="CheckpointManager.finish")
         state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
         return self.run.finish(state)
 
     def request_stop(self) -> None:
-        """Make all ranks save at an agreed step and set `should_stop`. Call it on any rank, from
-        any thread.
+        """Make all ranks save at the same step and set `should_stop`. Call it on any rank, in any
+        thread.
         """
         self.run.request_stop()
 
     @property
     def should_stop(self) -> bool:
-        """True on every rank from the step agreed after a signal or `request_stop`, a saved one."""
+        """True on every rank once the step of a stop is saved, after a signal or `request_stop`."""
         return self.run.should_stop
 
     @show_keywords(LoadArguments, strict=True)
@@ -159,17 +161,18 @@ class CheckpointManager:
         allow_fresh: bool = False,
         **targets: Unpack[LoadArguments],
     ) -> LoadReport | None:
-        """Load the latest valid step of both tiers that has the parts of the targets, or load
-        `step`. Takes the targets of `Checkpointer.load`.
+        """Load `step`, or the latest valid step of both tiers. Returns None for a fresh start.
 
-        `model` and `master_weights` stand in for each other. With strict=False, a step with some of
-        the parts is accepted if none has all. Without a valid step: the latest step that another
-        engine wrote under the root, then `load_parameters_path` (everything but the optimizer;
-        master weights follow the model; the report has no step and no extra), then
-        `load_full_state_path`, then `load_adapters_path`, else None: start fresh.
+        The targets are those of `Checkpointer.load`. A valid step has their parts; `model` or
+        `master_weights` is enough. With strict=False, a step with some of the parts is loaded if
+        none has all. Incomplete steps are skipped with a warning.
 
-        Incomplete steps are skipped with a warning and stay. Raises IncompleteError if steps exist,
-        none can be used and no path is set; `allow_fresh` logs a warning and returns None instead.
+        Without a valid step, loads the first of these that exists: the latest step that another
+        engine wrote under the root, `load_parameters_path` (all but the optimizer; the report has
+        no step and no extra), `load_full_state_path`, `load_adapters_path`.
+
+        Raises IncompleteError if steps exist, but none is valid and no path is set. `allow_fresh`
+        logs a warning instead.
         """
         check_argument_names(targets, LoadArguments, function="CheckpointManager.restore")
         self.wait()
@@ -186,8 +189,8 @@ class CheckpointManager:
     def steps(self) -> list[StepRecord]:
         """Return the complete checkpoints by step, each from its better tier.
 
-        `steps`, `latest` and `best` read the disk from this rank only, so nodes with folders of
-        their own may differ; see `common_steps`.
+        `steps`, `latest` and `best` read only what this rank sees. If each node has its own folder,
+        their results may differ; see `common_steps`.
         """
         return list({record.step: record for record in self.run.steps.scan().complete}.values())
 
@@ -196,8 +199,9 @@ class CheckpointManager:
         return next(reversed(self.steps()), None)
 
     def best(self, among: Sequence[StepRecord] | None = None) -> StepRecord | None:
-        """Return the best complete checkpoint by `best_metric`, of `among` or `steps()`. Of equal
-        ones the later wins.
+        """Return the best complete checkpoint by `best_metric`, of `among` or `steps()`, or None.
+
+        Of equal ones the later is returned.
         """
         if self.options.best_metric is None:
             raise CheckpointError("best() requires ManagerOptions(best_metric=…)")
@@ -210,27 +214,27 @@ class CheckpointManager:
         return by_step[ranking[0].step] if ranking else None
 
     def common_steps(self) -> list[StepRecord]:
-        """Return the steps that `restore` could load, the same on every rank. Collective.
+        """Return the steps that `restore` can load, equal on all ranks. Collective.
 
-        A step counts if the nodes have a complete copy of it between them. `path` is where this
-        node has it, or reads it in a load. Opens every checkpoint if there are several nodes.
+        If each node has its own folder, these are the steps that the nodes together have
+        completely. `path` is the folder from which this node would load. Opens every checkpoint if
+        there are several nodes.
         """
         return self.run.steps.common(timeout_seconds=self.run.save_options.timeout_seconds)
 
     def wait(self) -> None:
-        """Block until no save and no copy to the root is in flight. Raises the error of a failed
-        one.
+        """Wait until no save and no copy to the root is in flight, and raise their errors.
 
-        Also raises StorageError for a copy without progress for the `timeout_seconds` of
+        Raises StorageError for a copy without progress for the `timeout_seconds` of
         `save_options`; that copy may continue.
         """
         self.run.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, then restore signal handlers and free buffers. Raises what `wait`
-        raises; a hanging copy is abandoned.
+        """Wait as `wait` does, then restore signal handlers and release buffers.
 
-        A SIGTERM or first SIGINT that arrives meanwhile takes effect at the end.
+        Raises the errors of `wait`. A hanging copy is abandoned. A SIGTERM or first SIGINT in the
+        meantime takes effect at the end.
         """
         self.run.close()
 

@@ -308,8 +308,8 @@ def from_paddle(
     `ckpt_quant_stage`: "O0", "O1" or "O2", as `SaveOptions(compression=...)`. `output_dir`: the
     root; a relative path starts from the working directory.
 
-    `master_weight_compatible` is always on here: weights and master weights stand in for each
-    other. Raises FormatError for an unknown argument, flag or stage.
+    `master_weight_compatible` is always on here: weights are filled from master weights and the
+    reverse. Raises FormatError for an unknown argument, flag or stage.
     """
     _check_paddle_arguments(config, arguments)
     stage, output_dir = arguments.get("ckpt_quant_stage"), arguments.get("output_dir")
@@ -345,7 +345,7 @@ def _check_paddle_arguments(config: str | None, arguments: PaddleArguments) -> N
         )
     if str(arguments.get("unified_checkpoint", True)).lower() in ("false", "0"):
         raise FormatError(
-            "unified_checkpoint: got it off, expected on; every checkpoint here is a unified one"
+            "unified_checkpoint: got it off, expected on; every checkpoint is a unified one"
         )
     if config is not None and "unified_checkpoint_config" in arguments:
         raise FormatError("unified_checkpoint_config: got it twice, expected it once")

@@ -203,7 +203,7 @@ def _even_sizes(recipe: Recipe, dim: int, count: int) -> list[int]:
     size = recipe.shape[dim] if -len(recipe.shape) <= dim < len(recipe.shape) else 0
     if size % count:
         raise FormatError(
-            f"cannot split dim {dim} of shape {recipe.shape} into {count} equal pieces; give sizes"
+            f"cannot split dim {dim} of shape {recipe.shape} into {count} equal pieces; set `sizes`"
         )
     return [size // count] * count
 

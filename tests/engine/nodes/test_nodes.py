@@ -117,7 +117,7 @@ def check_load(
             in text
         )
     wrote = format_ranks(rank for rank, node in enumerate(nodes) if node in away)
-    assert f"are on no node present; rank(s) {wrote} of the save wrote them\n" in text
+    assert f"are on no node present; rank(s) {wrote} of the save wrote them; add the nodes" in text
     return False
 
 

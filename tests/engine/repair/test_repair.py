@@ -437,7 +437,7 @@ def test_command_refuses(
     flip(folder / FILES[0])
     before = stamps(folder)
     assert main(["verify", str(folder), "--repair", "--from", str(stranger)]) == 1
-    assert "give a copy of the same save" in capsys.readouterr().err
+    assert "pass a copy of the same save" in capsys.readouterr().err
     with pytest.raises(SystemExit) as left:
         main(["verify", str(folder), "--from", str(good)])
     assert left.value.code == 2

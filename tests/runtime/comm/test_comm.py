@@ -153,8 +153,8 @@ def test_collective_exchanges_values_of_all_ranks(connected: Connect) -> None:
     ("where", "text"),
     [
         ("begin", r"^save: rank\(s\) 7, 9 did not arrive within 0.5 s; expected the same call"),
-        ("agree", r"^rank\(s\) 7, 9 did not finish 'written' within 0.5 s$"),
-        ("collect", r"^rank\(s\) 7, 9 did not reach 'sizes' within 0.5 s$"),
+        ("agree", r"^rank\(s\) 7, 9 did not finish 'written' within 0.5 s; see their logs$"),
+        ("collect", r"^rank\(s\) 7, 9 did not reach 'sizes' within 0.5 s; see their logs$"),
         ("get", r"^rank 4 waited 0.5 s for 'window/0', which no rank set$"),
     ],
 )
@@ -330,9 +330,9 @@ def test_wait_lasts_as_long_as_heartbeats(connected: Connect, way: str, beats: i
         assert results == expected[way]
         return
     text = {
-        "agree": r"^rank\(s\) 1 did not finish 'written' within 0.3 s$",
+        "agree": r"^rank\(s\) 1 did not finish 'written' within 0.3 s; see their logs$",
         "get": r"^rank 0 waited 0.3 s for 'id', which no rank set$",
-        "collect": r"^rank\(s\) 1 did not reach 'sizes' within 0.3 s$",
+        "collect": r"^rank\(s\) 1 did not reach 'sizes' within 0.3 s; see their logs$",
     }
     with pytest.raises(RankError, match=text[way]):
         raise results[0]

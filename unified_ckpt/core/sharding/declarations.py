@@ -175,7 +175,8 @@ def check_consistent(
                 sharding_problems.append(
                     f"{decl.part}:{decl.fqn}: got {describe_sharding(first.sharding)} on rank "
                     f"{first_rank} and {describe_sharding(decl.sharding)} on rank {rank}, "
-                    "expected one sharding"
+                    "expected one sharding; use the same placements on all ranks, or "
+                    "declare plain slices with a Layout"
                 )
     if spec_problems:
         raise MismatchError(
@@ -201,7 +202,8 @@ def check_complete(group: HolderGroup, holders: Sequence[int]) -> None:
             problems.append(
                 f"{decl.part}:{decl.fqn}: no rank holds the shard at "
                 f"{missing_by_sharding[decl.sharding][0]} of ({dims}); "
-                f"ranks {format_ranks(holders)} declare the tensor, expected all its shards there"
+                f"ranks {format_ranks(holders)} declare the tensor, expected all its shards there; "
+                "save on all ranks of the mesh, or correct the Layout"
             )
     if problems:
         raise LayoutError(format_list("tensors with missing shards", problems))

@@ -30,13 +30,13 @@ class Strided:
 class Layout:
     """Declares which plain tensors are shards, and of which global tensor.
 
-    `mesh`: size by mesh dim name, row-major over the ranks in the order given.
+    `mesh`: {mesh dim: size}, in row-major order over the ranks.
 
-    `rules`: glob over parameter names -> {mesh dim: tensor dim or `Strided`}. The first match wins.
-    Mesh dims that a rule omits replicate. Several splits of one tensor dim nest in the order given.
-    Splits are `torch.chunk`'s.
+    `rules`: {glob over parameter names: {mesh dim: tensor dim or `Strided`}}. The first match
+    applies. Tensors are split as by `torch.chunk`, and replicated over mesh dims that a rule omits.
+    Several splits of one tensor dim nest in the order of the rule.
 
-    `shapes`: glob -> global shape, for tensors with uneven or padded shards.
+    `shapes`: {glob: global shape}, for tensors with uneven or padded shards.
     """
 
     mesh: Mapping[str, int]

@@ -29,15 +29,15 @@ _DAY = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a save will write, and what it needs.
+    """The predicted size and time of a save.
 
-    `compression`: that of the options. `files`: bytes of each file of tensors, index and digest
-    file in this form; the manifest, `extra` and exceptions come on top. `parts_by_compression`:
-    tensor bytes by part in every form. Forms other than "none" are exact up to exceptions.
-
-    `kept`: checkpoints that stay at once; None if the rules keep ever more. `free_nbytes` of the
-    disk, and `bytes_per_second` that up to 32 ranks together wrote to it and synced: measured, or
-    None without a folder. `interval_seconds`: from one save to the next, or None.
+    `compression`: that of the options. `files`: bytes of each tensor, index and digest file. The
+    manifest, `extra` and exceptions are not included.
+    `parts_by_compression`: tensor bytes by part for each compression, except exceptions.
+    `kept`: the number of checkpoints on disk; None if the rules keep ever more.
+    `interval_seconds`: from one save to the next, or None.
+    `free_nbytes`, `bytes_per_second`: free space, and the measured speed of up to 32 ranks that
+    write and sync; None without a folder.
     """
 
     compression: Compression
@@ -70,7 +70,7 @@ class Estimate:
 
     @property
     def bytes_per_day(self) -> float | None:
-        """Bytes that are written per day, whatever is kept of them."""
+        """Bytes written per day, including those of checkpoints that are later removed."""
         return self.nbytes * _DAY / self.interval_seconds if self.interval_seconds else None
 
     def __str__(self) -> str:

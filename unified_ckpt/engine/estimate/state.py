@@ -90,7 +90,7 @@ def arguments_from_source(
         ("layout", arguments.get("layout")),
     ):
         if given and (part in stored or part in ("parts", "layout")):
-            raise OptionError(f"{part}: got it beside a checkpoint, whose own counts; omit {part}=")
+            raise OptionError(f"{part}: got it beside a checkpoint, which has one; omit {part}=")
     model = stored.pop(MODEL, None)
     without_masters = stored.pop(WITHOUT_MASTERS, {})
     if model is None and MASTER in stored:  # a save without its model; a run saves one

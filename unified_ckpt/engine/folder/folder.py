@@ -168,6 +168,8 @@ class Folder(Source):
                     f"{self.storage.root}: files are missing",
                     [self._describe_missing(file) for file in sorted(missing)],
                 )
+                + "\n  load another step, or restore them with "
+                "`unified-ckpt verify PATH --repair --from COPY`"
             )
         for file, size in sorted(sizes.items()):
             self._headers[file] = self._read_header(file, size or 0)

@@ -1,8 +1,9 @@
-"""The one way in which a checkpoint folder comes into being: staged, then renamed, or removed.
+"""The only way to create a checkpoint folder: it is staged, then renamed, or removed.
 
-Data could be lost if the older checkpoint goes before the newer one is durable; if a folder that is
-not ours is deleted or renamed to a name that nobody looks for; and if a crash between two renames
-leaves the only copy under such a name. Each is tested in tests/engine/save/test_crash.py.
+How data could be lost, each with a test in tests/engine/save/test_crash.py:
+- The older checkpoint is removed before the newer one is durable.
+- A folder that is not ours is deleted, or renamed to a hidden name.
+- A crash between two renames leaves the only copy under a hidden name.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ def block_mismatch(part: str, name: str, file: str, block: int, actual: int, exp
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of a check. `tensors`, `nbytes`: how much was checked.
+    """The result of a check. `tensors`, `nbytes`: the number of checked tensors and bytes.
 
-    `problems`: a sentence for each missing or damaged file, empty if the folder is sound. `damage`:
-    each damaged block or tensor. `notes`: what could not be checked.
+    `problems`: a sentence for each missing or damaged file; empty if the folder is intact.
+    `damage`: each damaged block or tensor. `notes`: what could not be checked.
     """
 
     path: str

@@ -123,7 +123,8 @@ def _load(
             )
     except CheckpointError as error:
         failure = type(error)(
-            f"{error}; the target holds a mix of old and new bytes and is unusable"
+            f"{error}; the target holds a mix of old and new bytes and is unusable; load again, "
+            "from another step if the bytes are damaged"
         )
         mark(failure, spread_of(error))
         raise failure from error

@@ -18,17 +18,18 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did. Tensors are named "part:fqn"; byte counts are of this rank.
+    """The result of a load. Tensors are named "part:fqn"; byte counts are of this rank.
 
-    `bytes_read`: of tensors as in memory; files hold fewer bytes of encoded ones.
-    `missing`, `unexpected`: names that only the target or only the checkpoint has; `wrong`: one
-    sentence for each mismatch of shape, dtype or state. All three are empty when strict.
-    `rank_extra`: this rank's entry, or None if the checkpoint was saved by another world size.
+    `bytes_read`: decoded bytes; files have fewer bytes of compressed tensors.
+    `missing`, `unexpected`: names that only the target or only the checkpoint has. `wrong`: one
+    sentence for each mismatch of shape, dtype or state. All three are empty with `strict`.
+    `rank_extra`: this rank's entry, or None if another number of ranks saved the checkpoint.
     `sources`: for each target part, the stored parts that were read for it.
     `notes`: further remarks, one sentence each.
     `kept`: paths in `rank_extra` of objects left unchanged because their state belongs to other
-    ranks. `unused`: stored parts and object states ("extra:scheduler") that no rank loaded.
-    `kept` and `unused` are the same on every rank. `phases`: the steps of all ranks, on rank 0.
+    ranks. `unused`: stored parts and object states ("extra:scheduler") that no rank loaded. Both
+    are equal on all ranks.
+    `phases`: the steps of all ranks, on rank 0 only.
     """
 
     step: int | None

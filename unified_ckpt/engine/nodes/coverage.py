@@ -368,6 +368,7 @@ def _completeness_problems(inventories: Sequence[Inventory], index: ClusterIndex
         causes.insert(
             0,
             f"folder(s) {format_ranks(absent_groups)} of {first.group_count} are on no node "
-            f"present; rank(s) {format_ranks(absent_ranks)} of the save wrote them",
+            f"present; rank(s) {format_ranks(absent_ranks)} of the save wrote them; add the nodes "
+            "or folders that have them",
         )
     return [*causes, *problems]  # causes first: the list may be truncated

@@ -1,8 +1,7 @@
-"""Exchanges tensor declarations: rank 0 learns who holds what, each rank its holder groups.
+"""Exchanges tensor declarations: rank 0 gets all of them, each rank its holder groups.
 
-A *table* is all declarations of one rank; equal tables are sent once. Only rank 0 sees all names;
-another rank receives what concerns its own table, which grows with its tensors and not with the
-number of ranks.
+A *table* is all declarations of one rank; equal tables are sent once. Only rank 0 sees all names.
+Another rank receives data about its own table, which does not grow with the number of ranks.
 """
 
 from __future__ import annotations

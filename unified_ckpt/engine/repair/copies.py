@@ -99,7 +99,7 @@ def open_source(storage: Reader, target: FolderCopy) -> FolderCopy:
         raise MismatchError(
             f"{storage.root}: got save {manifest.save_id} (step {manifest.step}), expected "
             f"{expected.save_id} (step {expected.step}), as in {target.storage.root}; "
-            "give a copy of the same save"
+            "pass a copy of the same save"
         )
     return source
 

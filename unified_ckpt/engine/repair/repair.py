@@ -67,11 +67,11 @@ _HEADROOM_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What a repair found and did, in sentences.
+    """The result of a repair, in sentences.
 
-    `damage` is what was wrong, `repaired` the files that were replaced, `problems` what is still
-    wrong and what would help. `notes` describes damage of the sources and what was left unchanged.
-    `nbytes` were written.
+    `damage`: damage before the repair. `repaired`: the files that were replaced. `problems`:
+    remaining damage, and what would help. `notes`: damage of the sources, and files left unchanged.
+    `nbytes`: bytes written.
     """
 
     path: str
@@ -84,7 +84,7 @@ class RepairReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong any more."""
+        """Whether no damage remains."""
         return not self.problems
 
     def __str__(self) -> str:
@@ -101,13 +101,14 @@ def repair(
 ) -> RepairReport:
     """Repair the checkpoint folder at a local path from other folders of the same save.
 
-    Sources are local paths or fsspec URLs. They may be damaged too, but need a valid manifest, as
-    the folder itself does. Without sources, only indexes and files of the wrong length can be
-    repaired. `progress` is called with the bytes scanned.
+    `sources`: local paths or fsspec URLs. They may be damaged too, but need a valid manifest, as
+    does the folder itself. Without sources, only indexes and files of the wrong length can be
+    repaired.
+    `progress`: called with the number of bytes scanned.
 
-    NotFoundError, FormatError, StorageError, MismatchError, IntegrityError or IncompleteError if
-    nothing was changed. After a StorageError some files may have been repaired; none is worse than
-    before.
+    Raises NotFoundError, FormatError, StorageError, MismatchError, IntegrityError or
+    IncompleteError if nothing was changed. After a StorageError some files may be repaired; no
+    other file has changed.
     """
     storage = LocalStorage(os.path.realpath(writable_path(os.fspath(path))))
     _check_folder(storage)
@@ -124,7 +125,7 @@ def repair(
                 _check_folder(opened)
                 if os.path.samefile(opened.root, storage.root):
                     raise StorageError(
-                        f"{opened.root}: is the folder to repair; give another copy of it"
+                        f"{opened.root}: is the folder to repair; pass another copy of it"
                     )
                 resources.enter_context(shared_lock(opened.root))
             copies.append(open_source(opened, target))

@@ -78,11 +78,10 @@ class ConvertRequest:
 class ConvertReport:
     """What a conversion wrote and verified.
 
-    `tensors` and `nbytes` are per part, summed over all ranks. `compared` counts tensors whose
-    second copy in the source is equal; `verified` counts tensors whose bytes match the source's own
-    digests. `id` is None for a folder without a manifest. `left_out` lists entries of the source
-    folder that were neither read nor copied. `existed`: a checkpoint was there already, and nothing
-    was written.
+    `tensors`, `nbytes`: numbers by part, over all ranks. `compared`: tensors that equal a second
+    copy in the source. `verified`: tensors that match digests in the source. `id`: None for a
+    folder without a manifest. `left_out`: entries of the source folder that were neither read nor
+    copied. `existed`: true if a checkpoint was kept and nothing was written.
     """
 
     path: str

@@ -39,16 +39,17 @@ _LOG = logging.getLogger("unified_ckpt")
 class SaveReport:
     """The result of a save.
 
-    `nbytes` counts the tensor bytes of the folder at `path`. `seconds` is the time from call to
-    commit on this rank, and `blocked_seconds` the part of it in which the caller had to wait: all
-    of it for `save`. `existed` means that nothing was saved because a checkpoint was kept, see
-    `SaveOptions.if_exists`; `step` and `id` are then those of that checkpoint.
-    With `SaveOptions.compression`, `encoded_nbytes` counts the bytes of encoded tensors among
-    `nbytes`, and `exceptions` the elements of all encoded tensors that are stored beside them.
-    `plain_tensors`: how many tensors of the save the compression encodes elsewhere, but not here.
-
-    Only rank 0 has `parts`, the tensor bytes of each part, and `phases`, the steps of the ranks
-    that share its folder. `failed_attempts`: those of the `CheckpointManager` before this commit.
+    `nbytes`: tensor bytes of the folder at `path`.
+    `seconds`: from the call to the commit on this rank.
+    `blocked_seconds`: the part of `seconds` in which the caller waited; all of it for `save`.
+    `existed`: true if nothing was saved because a checkpoint was kept, see `SaveOptions.if_exists`.
+    `step` and `id` are then those of that checkpoint.
+    `encoded_nbytes`: the part of `nbytes` in compressed tensors. `exceptions`: the elements of them
+    that are stored separately, without loss. `plain_tensors`: the number of tensors that this save
+    could not compress, though the option applies to them.
+    `parts`: tensor bytes by part, on rank 0 only. `phases`: the steps of the ranks that share the
+    folder of rank 0, on rank 0 only.
+    `failed_attempts`: failed attempts of the `CheckpointManager` before this commit.
     """
 
     path: str

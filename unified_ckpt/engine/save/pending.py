@@ -19,7 +19,7 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 class PendingSave:
-    """A save in progress. The interpreter waits for it before it exits."""
+    """A save in progress, as `save_async` returns it. The interpreter waits for it at exit."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PendingSave:
             self._staging.wait()
 
     def staged(self) -> bool:
-        """Return whether all tensors are copied or written, so that they may change."""
+        """Return whether all tensors are copied or written. They may change from then on."""
         return self._staging.is_set()
 
     def done(self) -> bool:
@@ -87,7 +87,8 @@ class PendingSave:
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """Wait for the end and return the report.
 
-        Raises the save's error, the same on every rank, or TimeoutError while the save continues.
+        Raises the error of the save, the same on every rank. Raises TimeoutError after
+        `timeout_seconds`; the save continues.
         """
         self._check_other_thread()
         if not self._ended.wait(timeout_seconds):
@@ -108,7 +109,7 @@ class PendingSave:
         self._ended.wait()
 
     def raise_pending(self) -> None:
-        """Wait for the end. Raises the save's error unless `result` or `start` has raised it."""
+        """Wait for the end. Raises the save's error if `result` and `start` have not."""
         self.wait()
         if not self._reported:
             self.result()

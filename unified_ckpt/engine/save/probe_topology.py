@@ -1,8 +1,8 @@
 """Probes which ranks see a folder and share a node, and connects nodes, before the first save.
 
-Data could be lost if a folder shared by several nodes were taken for local ones, so that nodes
-overwrite each other, or the reverse. So every node writes a new file and looks up those of the
-others by name: a directory listing may be stale, but a name never asked for is looked up anew.
+Data could be lost if a shared folder were taken for local ones, so that nodes overwrite each other,
+or the reverse. So every node writes a new file and opens those of the others by name. A directory
+listing may be stale, but the lookup of a new name is not.
 """
 
 from __future__ import annotations

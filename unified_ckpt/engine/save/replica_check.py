@@ -100,6 +100,6 @@ def _describe(details: Sequence[Mapping[str, Mapping[str, int]]], keys: Sequence
     text = "\n  ".join(lines[:_MAX_LISTED])
     return (
         f"replicas hold different bytes ({len(lines)}):\n  {text}{more}\n  "
-        "expected equal bytes; pass a Layout that says how they are split, give them names of "
-        'their own, or save one of them with check_replicas="never"'
+        "expected equal bytes; average them before the save, declare slices with a Layout, or "
+        'store one of them with check_replicas="never"'
     )

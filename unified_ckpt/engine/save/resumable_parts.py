@@ -1,7 +1,7 @@
 """Agrees on the parts that a save stores, so that training can resume from them.
 
-State could be lost by a misspelt part that is dropped, by a save of nothing, and by a model that is
-left out although no master weights replace it.
+State could be lost if a misspelt part were dropped, if nothing were saved, or if the model were
+left out without master weights.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ def _check_resumable(
         if MASTER in available:
             reason = "it leaves out master_weights too"
         raise FormatError(
-            f"{option}: leaves out the model, and {reason}, from which the model could be loaded; "
-            "add 'model' to `parts`, or save a state with master weights "
-            "(PaddleNLP's skip_save_model_weight needs them too)"
+            f"{option}: leaves out the model, and {reason}; add 'model' to `parts`, or save "
+            "master weights, which PaddleNLP's skip_save_model_weight requires too"
         )
     without_weights = sorted(set(trained) - stored)
     if without_weights:

@@ -335,8 +335,8 @@ def _agree_on_encodings(
     agreement = agree_on_encodings(collective, request.stored_tensors(), compression, kinds=kinds)
     if agreement.plain and collective.rank == 0:
         title = (
-            f"{call.path}: compression={compression!r}: these tensors are stored as they are; "
-            "docs/guide/compression.md says which"
+            f"{call.path}: compression={compression!r}: these tensors are not compressed; see "
+            "docs/guide/compression.md"
         )
         _LOG.warning("%s", format_list(title, [":".join(key) for key in agreement.plain]))
     return agreement

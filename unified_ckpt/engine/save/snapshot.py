@@ -1,9 +1,9 @@
-"""Copies the bytes that this rank writes or gives to I/O ranks, so that training can go on.
+"""Copies the bytes that this rank writes or sends to I/O ranks, so that training can continue.
 
 A snapshot could hold wrong bytes if the next one overwrote it before it is written, or if the
-caller changed a tensor during the copy. A rank therefore enters a save only after its last one has
-ended, and tensors are copied before the call returns (or before the optimizer's next step). Tiles
-are exchanged later, from the copies instead of the tensors.
+caller changed a tensor during the copy. So a rank starts a save only after its last one has ended,
+and copies tensors before the call returns (or before the optimizer's next step). Tiles are
+exchanged later, from the copies.
 
 With a limit for the memory, the tensors that are written first are not copied. They are written
 while the caller waits; see `Staging`.

@@ -1,8 +1,9 @@
 """Compare two checkpoints tensor by tensor, in bounded memory, across formats and shardings.
 
-A difference could be missed in three ways. A tensor may have another name on one side, so
-both names of a tied tensor count. nan differs from itself, so bytes are compared first.
-Digests may not match the file, so `deep` reads the data as well.
+How a difference could be missed or invented:
+- A tied tensor has another name on one side: both of its names are compared.
+- A nan differs from itself: bytes are compared first.
+- Digests do not match the file: `deep` reads the data too.
 """
 
 from __future__ import annotations

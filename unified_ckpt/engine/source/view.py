@@ -143,7 +143,7 @@ class SourceView(AbstractContextManager["SourceView"]):
     def __getitem__(self, part: str) -> PartView:
         if part not in self._source.parts:
             raise NotFoundError(
-                f"part {part!r}: the checkpoint has {', '.join(self._source.parts)}"
+                f"part {part!r}: does not exist, expected one of {', '.join(self._source.parts)}"
             )
         return PartView(self._source, part)
 

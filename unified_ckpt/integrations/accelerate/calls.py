@@ -157,15 +157,16 @@ def attach(
     """Replace `accelerator.save_state` and `accelerator.load_state`. Calling it again does nothing.
 
     As in Accelerate, a save replaces a checkpoint at its path (unless `save_options` says
-    otherwise), and automatic naming overrides a path. A folder that Accelerate wrote is loaded by
-    Accelerate. Arguments for other formats are ignored.
+    otherwise), and automatic naming overrides a path. Accelerate loads the folders that it wrote.
+    Arguments for other formats are ignored.
 
-    `manager_options`: what a `CheckpointManager` adds: retries, saves in the background, a local
-    directory, more rules of what to keep, intervals, and a stop of all processes after a signal;
-    call `after_step` for the last two. `accelerator.save_state` then takes `metrics`, and returns
-    None for a save that failed and may fail. `accelerator.end_training` closes the manager, which
-    is returned. ProjectConfiguration decides names and how many to keep. Raises CheckpointError for
-    options that contradict it.
+    `manager_options`: adds a `CheckpointManager`, which is returned: retries, background saves, a
+    local directory, more rules of retention, intervals, and a stop of all processes after a signal.
+    The last two need calls of `after_step`. `accelerator.save_state` then takes `metrics`, and
+    returns None if a save failed. `accelerator.end_training` closes the manager.
+
+    ProjectConfiguration decides names and how many to keep. Raises CheckpointError for options that
+    contradict it.
     """
     states.check_supported(accelerator)
     run = attached_run(accelerator)

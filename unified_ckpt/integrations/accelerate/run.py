@@ -173,13 +173,13 @@ def attached_run(accelerator: Any) -> AcceleratorRun | None:
 
 
 def after_step(accelerator: Any, *, metrics: Mapping[str, float] | None = None) -> None:
-    """Save if the manager of `attach` asks for it. Every process calls it after every optimizer
+    """Save if the manager of `attach` requests it. Every process calls it after every optimizer
     step.
 
-    It counts steps for the intervals of ManagerOptions, repeats a save in the background that
-    failed, and stops all processes after a signal: `should_stop` of the manager is then true.
-    Without automatic names it saves nothing: call `save_state` if `should_stop`. Does nothing while
-    gradients accumulate. `metrics`: as in `CheckpointManager.save`.
+    It counts steps for the intervals of ManagerOptions, repeats failed background saves, and stops
+    all processes after a signal: `should_stop` of the manager is then true. Without automatic names
+    it saves nothing: call `save_state` if `should_stop`. Does nothing while gradients accumulate.
+    `metrics`: as in `CheckpointManager.save`.
     """
     run = attached_run(accelerator)
     if run is None:

@@ -55,14 +55,17 @@ class UnifiedCheckpointCallback(Callback):
     `lightning` and `pytorch_lightning`. Any number of processes and any mesh may resume.
     Checkpoints of stock Lightning are resumed by stock Lightning.
 
-    `manager_options`: what a `CheckpointManager` adds to `fit`: retries, background saves, a local
-    directory on one node, and a stop of all ranks after one saved batch after a signal. Lightning's
-    callbacks decide when to save and what to keep. Or all options of a run, as `from_paddle` and
-    `from_maxtext` give them, without a root. `async_save` is the same setting as
-    `ManagerOptions.asynchronous`.
+    `save_options`, `load_options`: how to save and load.
 
-    Raises CheckpointError for manager options that contradict Lightning, and LayoutError, by name,
-    for other strategies.
+    `manager_options`: adds a `CheckpointManager` to `fit`: retries, background saves, a local
+    directory on one node, and a stop of all ranks after the same batch after a signal. Lightning's
+    callbacks decide when to save and what to keep. It may also be the result of `from_paddle` or
+    `from_maxtext`, without a root.
+
+    `async_save`: the same setting as `ManagerOptions.asynchronous`.
+
+    Raises CheckpointError for manager options that contradict Lightning, and LayoutError for other
+    strategies.
     """
 
     def __init__(

@@ -47,38 +47,37 @@ __all__ = [
 
 
 class UnifiedCheckpointCallback(TrainerCallback):
-    """Makes a Trainer save and resume unified checkpoints. It finds its Trainer by itself; or call
-    `attach(trainer)`.
+    """Makes a Trainer save and resume unified checkpoints: pass it in `callbacks=[...]`.
 
-    Supports one process, DDP, FSDP2 and models sharded at load; each resumes the checkpoints of the
-    others. `train(resume_from_checkpoint=True)` loads the latest committed step. A checkpoint of
-    the stock Trainer is resumed by the stock Trainer, or read as an old format if that cannot load
-    it into this layout. Any number of processes may resume: random states are restored for the same
-    number, else derived from the saved seed and the rank, which is logged.
+    Supports one process, DDP, FSDP2 and models sharded at load. Each resumes the checkpoints of the
+    others, on any number of processes. `train(resume_from_checkpoint=True)` loads the latest
+    committed step. Checkpoints of the stock Trainer can be resumed too. With another number of
+    processes, random states are derived from the saved seed and the rank.
 
     A model with adapters (PEFT) is stored as `adapter_model.safetensors` and other trained tensors,
     without the base weights.
 
-    `save_only_model` overrides the Trainer's argument; None leaves it to the Trainer. The Trainer
-    accepts a model that is sharded at load only with `save_only_model=True`; False here saves the
-    optimizer all the same.
+    `save_options`, `load_options`: how to save and load.
 
-    `manager_options`: what a `CheckpointManager` adds to the run: retries, a local directory, more
-    rules of what to keep, and a stop of all ranks at one saved step after a signal. The Trainer's
-    arguments decide when to save and how many to keep. Without it the first error ends training.
-    Or all options of a run, as `from_paddle` and `from_maxtext` give them.
+    `save_only_model`: overrides the Trainer's argument; None leaves it to the Trainer. The Trainer
+    accepts a model that is sharded at load only with `save_only_model=True`; False here then saves
+    the optimizer too.
 
-    `async_save`: training continues once the bytes are copied; a thread writes and commits. A save
-    waits for the one before it, and the last save for its commit. It is the same setting as
-    `ManagerOptions.asynchronous`.
+    `manager_options`: adds a `CheckpointManager`: retries, a local directory, more rules of
+    retention, and a stop of all ranks at one saved step after a signal. The Trainer's arguments
+    decide when to save and how many to keep. Without it the first error ends training. It may also
+    be the result of `from_paddle` or `from_maxtext`.
 
-    `log_saves`: the next entry of the Trainer's log about training also has `checkpoint/step`,
-    `checkpoint/bytes`, and the seconds of the last save, blocked and in the background. Off by
-    default: times differ between equal runs, and `trainer_state.json` holds the log.
+    `async_save`: writes in a thread, while training continues. The last save waits for its commit.
+    It is the same setting as `ManagerOptions.asynchronous`.
 
-    Raises CheckpointError, when it is attached, for manager options that contradict the Trainer's
-    arguments. Raises LayoutError for adapters on a model sharded at load, FSDP1, pipeline stages,
-    DeepSpeed and DataParallel.
+    `log_saves`: adds `checkpoint/step`, `checkpoint/bytes` and the seconds of the last save to the
+    Trainer's next log entry. Off by default, because `trainer_state.json` contains the log and
+    times differ between equal runs.
+
+    Raises CheckpointError for manager options that contradict the Trainer's arguments. Raises
+    LayoutError for adapters on a model sharded at load, FSDP1, pipeline stages, DeepSpeed and
+    DataParallel.
     """
 
     def __init__(

@@ -40,9 +40,9 @@ CommitHook = Callable[[SaveReport], object]
 class SaveFailure:
     """A failed attempt to save a step.
 
-    `path`: where the checkpoint was to be. `attempt` counts from 1. `seconds` runs from the call of
-    the save to the failure. `will_retry`: the options ask for another attempt, unless the run ends
-    first. `failed_attempts`: all since the manager was created.
+    `path`: the path of the checkpoint. `attempt`: counts from 1. `seconds`: from the call of the
+    save to the failure. `will_retry`: true if the save will be retried, unless the run ends first.
+    `failed_attempts`: all since the manager was created.
     """
 
     path: str

@@ -1,7 +1,7 @@
-"""Decides what a save does about a complete step of its name. The only place that decides it.
+"""Decides whether a save replaces a complete step of the same name. No other module decides it.
 
-How data could be lost: a run that forgets to restore replaces the steps of the run before it; or a
-run that has gone back cannot store its own state. So a step is replaced only if this run has gone
+Data could be lost if a run that forgets to restore replaced the steps of an earlier run, or if a
+run that has gone back could not store its state. So a step is replaced only if this run has gone
 back from it.
 """
 

@@ -119,8 +119,8 @@ class StepConsensus:
     def _missed_error(self, step: int, stop: int) -> RankError:
         text = (
             f"rank {self._ranks[self._rank]} is at step {step}, past the agreed step {stop}; "
-            f"got margin_steps={self._margin}, expected more than the steps that one rank can be "
-            "ahead of another; increase it"
+            f"got margin_steps={self._margin}, expected more steps than one rank can be ahead of "
+            "another"
         )
         self._store.set(self._key("missed"), text)
         return RankError(text)

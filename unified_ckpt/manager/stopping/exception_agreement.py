@@ -1,8 +1,8 @@
 """Agrees, over the store alone, whether all ranks are at the end of the same whole step.
 
-Why no rank hangs: a rank waits for statuses for a limited time, and for nothing else. Ranks could
-disagree if one ran out of time while another had all statuses; so only the first outcome that any
-rank sets counts, and every rank follows it.
+No rank hangs, because a rank waits only for statuses, and for a limited time. Ranks could disagree
+if one ran out of time while another had all statuses. So every rank follows the first outcome that
+any rank sets.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class ExceptionAgreement:
         self.seconds, self._silent_seconds = seconds, min(silent_seconds, seconds)
 
     def requested_step(self) -> int | None:
-        """Return the step of a rank whose loop has ended with an exception, -1 if it is at the end
-        of none, or None if no loop has. Never waits.
+        """Return the step of a rank whose loop has ended with an exception, or None if no loop has.
+
+        It is -1 if that rank is not at the end of a step. Never waits.
         """
         return int(self._store.get("request")) if self._store.check(["request"]) else None
 

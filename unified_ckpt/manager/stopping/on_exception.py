@@ -5,15 +5,14 @@ How a wrong state could be saved, and what prevents it:
   whole, until the loop calls `save` after it. (Fused optimizers change tensors uncounted.) A
   closure, in which Lightning runs forward and backward pass, belongs to the time before.
 - Something else has changed a tensor, such as BatchNorm in the next forward pass. torch counts
-  changes in place; the counts are compared before the agreement, and again once all bytes are
-  written and before the commit.
-- Random states, samplers and schedulers have moved on. They are stored as `save` got them.
+  changes in place. The counts are compared before the agreement, and again before the commit.
+- Random states, samplers and schedulers have changed. They are stored as passed to `save`.
 - The ranks are at different steps, or one is gone. They agree before the save.
 
-The loops of other ranks may run on, or wait in a collective for the rank that failed. A thread of
-each rank answers for it and saves. Meanwhile an optimizer step of that loop waits, and so does a
-call of the manager. On a CUDA device the save uses a stream of its own, as the stream of the loop
-may wait for the rank that failed.
+The loops of other ranks may continue, or wait in a collective for the rank that failed. A thread of
+each rank responds and saves. Meanwhile optimizer steps of that loop and calls of the manager wait.
+On a CUDA device the save uses a separate stream, because the stream of the loop may wait for the
+rank that failed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Lists what the folders of all nodes hold between them, for a restore: rank 0 asks, and the
-leaders of the other nodes answer.
+"""Lists the saves in the folders of all nodes for a restore. Rank 0 asks each node's first rank.
 
-A local save counts if the directory of any node counts it (`run_marker.py`). It is good if the
-nodes have a complete copy of it between them, checked as a load would. So a node may be lost or
-replaced by an empty one, and a folder of another run that would block a load is never selected.
-With one tier the root is listed in the same way, because each node may have a root of its own.
+A local save belongs to the run if the directory of any node says so (`run_marker.py`). It is valid
+if the nodes together have all of it, checked as in a load. So a node may be lost or replaced by an
+empty one, and a folder of another run is never selected. With one tier the root is listed in the
+same way, because each node may have its own root.
 """
 
 from __future__ import annotations

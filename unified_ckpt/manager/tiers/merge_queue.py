@@ -10,11 +10,11 @@ How data could be lost, or a process could hang:
 - Leaders merge different saves: only the first leader selects, and the collective of a merge names
   the folder.
 - A leader removes a local save that still has to be merged: local saves are removed only at
-  commits, and everything that the first leader has pending then stays on all nodes.
-- A leader is gone: the others fail once it has been silent for too long. The first leader retries,
-  and reports to its ranks when it gives up.
+  commits, and those that the first leader has queued stay on all nodes.
+- A leader is gone: the others fail after a time without a heartbeat. The first leader retries, and
+  reports to its ranks when it gives up.
 - The process of a leader ends while others still merge: at exit it waits until the first leader has
-  finished what was pending at its last save, as long as there is progress.
+  finished the merges queued at its last save, while there is progress.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Decides which checkpoints of a local directory belong to the run of a root. A local directory
 outlives jobs, so the next job may be another run.
 
-A small file in the local directory records the root, the saves committed there when it was last
-written, and the foreign saves that lay in the local directory when this run first used it. Nothing
-is written to the root.
+A small file in the local directory records the root, the saves committed there, and the foreign
+saves: those in the local directory when this run first used it. Nothing is written to the root.
+
+The directory is of this run if a save that the file names, or a local save that is not foreign, is
+committed in the root. It is also of this run if neither the file nor the root has any save.
 
 A local checkpoint counts if
 - the same save (its id is random, 64 bits) is committed in the root; or
-- the file names this root by path, the checkpoint is not a foreign save, and the directory is known
-  to be of this run: a save that the file names, or a local save that is not foreign, is committed
-  in the root; or neither the file nor the root has any save.
+- the file names this root by path, the directory is of this run, and the checkpoint is not foreign.
 
 Limits:
 - A root that was emptied by hand, or moved, is a new run: local checkpoints do not count then,

@@ -152,7 +152,7 @@ class Collective:
             if sender is not None:
                 raise RankError(
                     f"rank(s) {self.ranks[sender]} did not reach {key!r} "
-                    f"within {self.timeout_seconds:g} s"
+                    f"within {self.timeout_seconds:g} s; see their logs"
                 )
             error = RankError(
                 f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, "
@@ -202,7 +202,8 @@ class Collective:
         keys = [f"{key}/{rank}" for rank in ranks]
         if not self.wait(keys) and (missing := self.missing_ranks(keys)):
             raise RankError(
-                f"rank(s) {missing} did not reach {key!r} within {self.timeout_seconds:g} s"
+                f"rank(s) {missing} did not reach {key!r} within {self.timeout_seconds:g} s; "
+                "see their logs"
             )
         return self._store.multi_get([self._prefix + k for k in keys])
 
@@ -309,7 +310,7 @@ class Collective:
             missing = self.missing_ranks([f"{arrivals}/{r}" for r in range(self.world)])
             timeout_error = RankError(  # without missing ranks, one failed and died unheard
                 f"rank(s) {missing or 'that failed'} did not finish {step!r} "
-                f"within {self.timeout_seconds:g} s"
+                f"within {self.timeout_seconds:g} s; see their logs"
             )
             if self.set_once(f"done/{step}", "failed") == "failed":
                 self.set_once(

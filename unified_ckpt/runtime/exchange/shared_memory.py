@@ -2,8 +2,8 @@
 
 Each rank owns a buffer of tiles, which it and other ranks fill or empty. The memory is a memfd,
 opened through /proc, because `/dev/shm` has 64 MB in containers. A buffer starts with counters.
-Each has one writer and only grows during an exchange, so no locks are needed: data is written
-before its counter, and the interpreter's lock orders them.
+Each has one writer and only grows during an exchange, so no locks are needed. Data is written
+before its counter, and the interpreter's lock orders the two.
 """
 
 from __future__ import annotations

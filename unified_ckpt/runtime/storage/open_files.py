@@ -1,10 +1,9 @@
-"""Keeps a bounded number of files open between calls: a checkpoint may have more than a process
-may.
+"""Keeps a bounded number of files open between calls, within the limit of a process.
 
-How a write could be lost: closing a written file to free a descriptor may report an error that is
-reported nowhere else, and its name may be another file's when it is opened again. So a storage
-evicts only its own written files, and raises their errors. A file that is opened again must be in
-the same folder, and must exist if it was written.
+How a write could be lost: only the close of a written file may report an error, and its name may be
+another file's when it is opened again. So a storage closes only its own written files, and raises
+their errors. A file that is opened again must be in the same folder, and must exist if it was
+written.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class FlatState:
                 if f"{part}.{fqn}" in states:
                     raise LayoutError(
                         f"parts[{part!r}]: {fqn} has the name of {part}.{fqn} in the model; "
-                        "give the part another name"
+                        "rename the part"
                     )
                 states[f"{part}.{fqn}"] = value
         return states

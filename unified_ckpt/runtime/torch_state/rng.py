@@ -18,11 +18,10 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 class RandomStates:
-    """All random generators that a training step uses by default, as one stateful object.
+    """The default random generators as one stateful object, for `rank_extra`.
 
     These are Python's, NumPy's global one, and torch's for the CPU and every visible CUDA device.
-    The user's own generators (`torch.Generator`, `np.random.Generator`) are passed separately. Put
-    it into `rank_extra`: each rank has its own states.
+    Pass your own generators (`torch.Generator`, `np.random.Generator`) separately.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Samples data independently of the number of ranks: one order, and a count of samples consumed.
 
-How samples could be lost or repeated: workers prefetch, and prefetched samples are counted as
-consumed; another number of ranks or batch size splits the rest differently; ranks get unequal
-numbers of batches, and one waits forever. So only batches handed to the training loop count, a
-rank's share is a stride over the rest, and all shares are equally long.
+How samples could be lost or repeated, or a rank could hang:
+- Workers prefetch samples: only batches that the training loop has received are counted.
+- Another number of ranks or batch size divides the rest differently: a rank's share is a stride
+  over the rest.
+- Ranks get unequal numbers of batches: all shares are equally long.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ class _Order:
 
 
 class ElasticSampler(Sampler[int]):
-    """A `DistributedSampler` that resumes within an epoch, with any ranks and any batch size.
+    """A `DistributedSampler` that resumes within an epoch, with any number of ranks and batch size.
 
     Iterate over `batches(loader)`, which counts consumed samples, and put the sampler into `extra`.
-    The batch size is the same on all ranks.
+    The batch size must be the same on all ranks. Arguments and order are those of
+    `DistributedSampler`.
 
     All ranks share one order of the samples: from the current position, rank r of W takes every
-    W-th, and all get equally many. So each sample comes once per epoch, however often it is
-    resumed, except at the end, where fewer than W are left. These are dropped with `drop_last`;
-    otherwise samples from the start fill up. Arguments and order are those of `DistributedSampler`.
-    Uses 8 bytes per sample on each rank.
+    W-th, and all get equally many. Each sample comes once per epoch, however often it is resumed.
+    At the end of an epoch, fewer than W samples may be left. `drop_last` drops them; otherwise
+    samples from the start fill up. Uses 8 bytes per sample on each rank.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ElasticSampler(Sampler[int]):
         return self._position.seen
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of an epoch; keep the position within the current one."""
+        """Move to the start of an epoch, or stay if it is the current one."""
         if epoch != self.epoch:
             self._set_position(replace(self._position, epoch=epoch, seen=0))
 
@@ -109,10 +110,9 @@ class ElasticSampler(Sampler[int]):
     def batches(self, loader: DataLoader[_Batch]) -> Iterator[_Batch]:
         """Yield the loader's batches up to the end of the epoch, and count each one as consumed.
 
-        Then the next epoch begins. The loader uses this sampler. It may have workers, be
-        torchdata's `StatefulDataLoader`, and drop its last batch, which is then not consumed in
-        this epoch. A loop that ends early continues there the next time. Workers are seeded from
-        the position, so a restarted loop takes nothing from torch's random state.
+        Then the next epoch begins. The loader must use this sampler. It may have workers, drop its
+        last batch, and be torchdata's `StatefulDataLoader`. A loop that ends early continues there
+        the next time. Workers are seeded from the position, not from torch's random state.
         """
         size = self._batch_size(loader)
         if self._world_from_torch and self._world != from_torch(None).world:
@@ -142,7 +142,7 @@ class ElasticSampler(Sampler[int]):
                 self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data: the same on all ranks, whatever their number."""
+        """Return the position in the data, equal on all ranks."""
         checksum = self._order(self._position).checksum
         return {**asdict(self._position), "length": self._length, "check": checksum}
 

@@ -185,7 +185,7 @@ def step_folder(root: str) -> str:
             return os.path.normpath(os.path.join(root, tag))
     raise IncompleteError(
         f"{root}/{tag_files[0]}: names {tags[0]!r}, which does not exist; "
-        "give the folder of an existing step"
+        "pass the folder of an existing step"
     )
 
 

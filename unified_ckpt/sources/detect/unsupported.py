@@ -79,7 +79,7 @@ UNSUPPORTED_FORMATS = (
         "onnx",
         "ONNX, a graph for inference",
         ("*.onnx",),
-        "give the folder of the model that it was exported from",
+        "pass the folder of the model that it was exported from",
     ),
 )
 

@@ -135,7 +135,7 @@ def step_folder(root: str) -> str:
     if not os.path.isdir(folder):
         raise IncompleteError(
             f"{tracker}: names step {step}, whose folder does not exist; "
-            "give the folder of an existing step"
+            "pass the folder of an existing step"
         )
     return folder
 

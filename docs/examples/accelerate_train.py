@@ -1,5 +1,4 @@
-"""A training loop with Accelerate that goes on where it was stopped: on one process, on several,
-with DDP or FSDP2.
+"""A training loop with Accelerate that resumes on any number of processes, with DDP or FSDP2.
 
 python accelerate_train.py run --steps 8         # stops after 8 steps
 torchrun --nproc-per-node 2 accelerate_train.py run --steps 16
@@ -30,8 +29,8 @@ accelerator = Accelerator(
     project_config=ProjectConfiguration(
         arguments.run, automatic_checkpoint_naming=True, total_limit=2
     ),
-    # with these two the position in the data is saved, and found again on another number of
-    # processes
+    # With these two, the position in the data is saved, and restored on another number of
+    # processes.
     dataloader_config=DataLoaderConfiguration(
         use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=0
     ),

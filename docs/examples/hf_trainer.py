@@ -3,9 +3,8 @@
     python hf_trainer.py --output run --steps 20
     torchrun --nproc-per-node 2 hf_trainer.py --output run --steps 40
 
-The second command goes on where the first one ended, at the same sample: its total batch is twice
-as large. `--lora` trains adapters, and stores those alone. Model and data are made here, so that
-nothing is downloaded.
+The second command resumes at the same sample, though its total batch is twice as large. `--lora`
+trains adapters and stores only those. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Trains a model that is sharded at load, and goes on from where it was stopped, with as many ranks
-or with others.
+"""Trains a model that is sharded at load, and resumes on any number of ranks.
 
 torchrun --nproc-per-node 2 hf_trainer_sharded.py run 10
 torchrun --nproc-per-node 1 hf_trainer_sharded.py run 20
@@ -50,8 +49,8 @@ arguments = TrainingArguments(
     max_steps=steps,
     save_steps=5,
     save_total_limit=2,
-    # the Trainer takes no model that is sharded at load without it; the callback saves the
-    # optimizer all the same
+    # The Trainer rejects a model that is sharded at load without it. The callback saves the
+    # optimizer too.
     save_only_model=True,
     per_device_train_batch_size=8 // world,
     logging_steps=5,
@@ -69,7 +68,7 @@ trainer = Trainer(
 )
 trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) is not None)
 
-if dist.get_rank() == 0:  # no step in between: what the ranks have written opens as it is
+if dist.get_rank() == 0:  # opens directly, without a conversion
     AutoModelForCausalLM.from_pretrained(os.path.join(folder, f"checkpoint-{steps}"))
     print("step", trainer.state.global_step)
 dist.destroy_process_group()

@@ -1,5 +1,4 @@
-"""Lightning with unified checkpoints: trains, and goes on where it was when it is started again,
-with as many processes or others.
+"""Lightning with unified checkpoints: trains, and resumes on any number of processes.
 
 python lightning_train.py run
 torchrun --nproc-per-node 2 lightning_train.py run --strategy ddp
@@ -73,7 +72,7 @@ def main() -> None:
         max_steps=arguments.max_steps,
         strategy=strategies.get(arguments.strategy, arguments.strategy),
         devices=world,
-        accelerator="cpu",  # "gpu" where there are some
+        accelerator="cpu",  # or "gpu"
         callbacks=[
             ModelCheckpoint(
                 dirpath=arguments.run, filename="{step}", every_n_train_steps=5, save_last="link"

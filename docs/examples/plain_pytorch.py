@@ -1,11 +1,10 @@
-"""A plain training loop that may be stopped anywhere and goes on with any number of processes,
-under DDP, FSDP2 or neither.
+"""A plain training loop that resumes on any number of processes, under DDP, FSDP2 or neither.
 
     python plain_pytorch.py run --until 10
     torchrun --standalone --nproc-per-node 2 plain_pytorch.py run --until 20 --fsdp
 
-Every step prints the samples of each rank: over both runs each comes once in an epoch. Ctrl-C and
-SIGTERM save and stop.
+Every step prints the samples of each rank. Over both runs, each sample comes once in an epoch.
+Ctrl-C and SIGTERM save and stop.
 """
 
 import argparse
@@ -91,12 +90,10 @@ def main(arguments=None):
     with uc.CheckpointManager(
         given.run, options=uc.ManagerOptions(interval_steps=5, keep_latest=2)
     ) as manager:
-        report = manager.restore(**state)  # None: nothing there, start fresh
+        report = manager.restore(**state)  # None: start fresh
         step = report.step if report else 0
         while step < given.until and not manager.should_stop:
-            for indices, x, y in sampler.batches(
-                loader
-            ):  # from where the data was left, to the end of the epoch
+            for indices, x, y in sampler.batches(loader):  # the rest of the epoch
                 step += 1
                 loss = (model(x.to(device)).squeeze(1) - y.to(device)).square().mean()
                 optimizer.zero_grad()
@@ -114,7 +111,7 @@ def main(arguments=None):
                     f"{indices.tolist()}",
                     flush=True,
                 )
-                manager.save(step, **state)  # when it is time to
+                manager.save(step, **state)  # only when due
                 if step == given.until or manager.should_stop:
                     break
         manager.finish(step, **state)

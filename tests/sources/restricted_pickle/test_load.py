@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import pickle
 import zipfile
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,7 +208,7 @@ def test_archive_with_damaged_end_names_the_file(tmp_path: Path) -> None:
 
 def test_placeholders_replace_named_classes(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    torch.save({"args": argparse.Namespace(tp=2)}, path)
+    torch.save({"args": Namespace(tp=2)}, path)
     with pytest.raises(FormatError, match=r"argparse\.Namespace"):
         load_torch(str(path))
     placeholder = load_torch(str(path), placeholders=["argparse.Namespace"])["args"]
@@ -224,6 +225,18 @@ def test_damaged_file_names_the_file(tmp_path: Path, cut: int) -> None:
         load_torch(str(path))
     with pytest.raises(FormatError, match=r"x\.pt"):
         load_pickle(str(path), {})
+
+
+def test_globals_that_the_process_allows_are_not_built(tmp_path: Path) -> None:
+    """Importing megatron.core allows such classes, under the names of placeholders."""
+    classes: list[Any] = [Namespace, SimpleNamespace, PurePosixPath, PosixPath, PureWindowsPath]
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in classes]
+    torch.save([kind() for kind in classes], tmp_path / "x.pt")
+    with torch.serialization.safe_globals(classes):
+        before = set(torch.serialization.get_safe_globals())
+        loaded = load_torch(str(tmp_path / "x.pt"), placeholders=names)
+        assert set(torch.serialization.get_safe_globals()) == before
+    assert all(isinstance(item, Placeholder) for item in loaded)
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -281,7 +294,7 @@ def shared(levels: int, kind: Callable[[Any, Any], Any]) -> Any:
 
 @pytest.mark.parametrize(
     "kind",
-    [lambda a, b: [a, b], lambda a, b: {"a": a, "b": b}, lambda a, b: argparse.Namespace(a=a, b=b)],
+    [lambda a, b: [a, b], lambda a, b: {"a": a, "b": b}, lambda a, b: Namespace(a=a, b=b)],
 )
 def test_exponential_references_are_rejected(
     tmp_path: Path, kind: Callable[[Any, Any], Any]

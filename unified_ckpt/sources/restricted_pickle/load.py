@@ -61,7 +61,7 @@ def _load_restricted(file: str | io.BytesIO, label: str, placeholders: Collectio
     allowed = [*((placeholder_class(name), name) for name in placeholders), *_numpy_globals()]
     try:
         mappable = _check_archive(file) and isinstance(file, str)
-        with _safe_globals_lock, torch.serialization.safe_globals(allowed):
+        with _safe_globals_lock, _only_allowed(allowed):
             value = torch.load(file, map_location="cpu", weights_only=True, mmap=mappable)
             check_tree_size(value)
             return value
@@ -76,6 +76,28 @@ def _load_restricted(file: str | io.BytesIO, label: str, placeholders: Collectio
             f"{label}: is damaged, or not a torch.save file: "
             f"{str(error).partition(_TORCH_ADVICE)[0]}"
         ) from error
+
+
+@contextmanager
+def _only_allowed(allowed: Collection[Any]) -> Iterator[None]:
+    """Let torch's reader build these globals, whatever the process allows under the same names.
+
+    Importing megatron.core allows its own classes, which would be built in place of placeholders.
+    """
+    before = torch.serialization.get_safe_globals()
+    names = {_global_name(entry) for entry in allowed}
+    others = [entry for entry in before if _global_name(entry) not in names]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*others, *allowed])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def _global_name(entry: Any) -> str:
+    return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def _unpickling_reason(error: pickle.UnpicklingError) -> str:

@@ -79,6 +79,17 @@ def test_a_tied_model_has_both_names_in_every_part(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("to", ["paddle", "orbax"])
+def test_state_without_a_place_is_named(
+    tmp_path: Path, to: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    uc.convert(FIXTURES / "single_bf16", tmp_path / "ours")
+    report = uc.convert(tmp_path / "ours", tmp_path / "new", to=to)
+    state = {"extra:scheduler", "param_groups", *(["extra:trainer_state"] if to == "orbax" else [])}
+    assert {name for name in report.left_out if ":" in name or "param" in name} == state
+    assert all(name in caplog.text for name in state)
+
+
 def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
     expected = FIXTURES / "lora_tp2"
     uc.convert(expected, tmp_path / "ours")
@@ -219,14 +230,14 @@ def test_corrupt_export_is_detected_and_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second read returns other bytes, as with a bad disk or a bug in the writer."""
-    real = paddle_write.read_box
+    real = paddle_write.read_tensor
 
-    def corrupt_read(source: Any, key: Any, box: Box) -> bytearray:
-        data = real(source, key, box)
-        data[0] ^= 1
-        return data
+    def corrupt_read(source: Any, key: Any, box: Box) -> torch.Tensor:
+        tensor = real(source, key, box)
+        tensor.flatten().view(torch.uint8)[0] ^= 1
+        return tensor
 
-    monkeypatch.setattr(paddle_write, "read_box", corrupt_read)
+    monkeypatch.setattr(paddle_write, "read_tensor", corrupt_read)
     with pytest.raises(
         uc.IntegrityError,
         match=r"the written tensors differ from the source(.|\n)*lm_head.weight: 1 elements",

@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import replace
 from fnmatch import fnmatch
 from io import StringIO
@@ -41,15 +41,21 @@ from tests.support.source_cases import (
     read,
     read_all,
 )
+from tests.support.stored_values import bits, leaves, stored_values
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
+from unified_ckpt.sources import open_source
 from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
 
 BLOCK_NBYTES = 1 << 20  # of a digest
 PAGES_NBYTES = 64 << 10  # that the kernel maps at a time
+VALUE_FIELDS = ("extra", "modules", "groups", "scalars", "metrics")
+RENAMED = {"random_state": "python", "numpy_random_seed": "numpy"}  # Accelerate's
+# Names and positions, of which the conversion has its own.
+NO_STATE = ("*index.json: *", "*/zarr.json: *", "*: params", "*: param_names", "*: names: *")
 NAMED_PARTS = ("model", "optimizer", "master_weights")  # arguments of a load
 
 
@@ -153,6 +159,49 @@ def check_inspect_and_convert(case: Case) -> None:
     tensor = max(case.tensors.values(), key=lambda tensor: tensor.nbytes)
     shown = f"{DTYPE_NAMES[tensor.dtype]} {list(tensor.shape)}"
     assert shown in output.getvalue() or case.options != uc.SourceOptions()
+
+
+def check_nothing_is_lost(case: Case) -> None:
+    """Each value in the files is in a conversion, or its place is named as left out.
+
+    Tensors are accounted for by their elements, which conversions permute, split and join.
+    """
+    if case.open_files is not None or case.view is not None or case.format == "unified":
+        return
+    with TemporaryDirectory() as folder:
+        target = Path(folder, "c")
+        report = uc.convert(case.path, target, source=case.options, fsync=False)
+        copied = [path for path in case.files() if (target / path.name).is_file()]
+        with closing(open_source(str(target))) as source:
+            metadata = source.metadata()
+            ranks = [source.rank_extra(rank) for rank in range(metadata.rank_extras)]
+        values = [
+            *leaves([getattr(metadata, field) for field in VALUE_FIELDS], "", ""),
+            *leaves(ranks, "", ""),
+            ("", "step", metadata.step),
+        ]
+    tensors = [value for _, _, value in values if isinstance(value, torch.Tensor)]
+    known_bits = {(size, 0) for size in (1, 2, 4, 8)}  # padding
+    known_bits |= set[tuple[int, int]]().union(*map(bits, [*case.tensors.values(), *tensors]))
+    values += [("", name.rpartition("/")[2], value) for (_, name), value in case.tensors.items()]
+    known = set[str]().union(*(traces(name, value) for _, name, value in values))
+    lost = [
+        label
+        for label, name, value in stored_values(case.path, copied)
+        if not any(fnmatch(label, f"*{entry.rstrip('/')}*") for entry in report.left_out)
+        and not any(fnmatch(label, pattern) for pattern in (*NO_STATE, *case.no_state))
+        and not (isinstance(value, torch.Tensor) and bits(value) <= known_bits)
+        and known.isdisjoint(traces(name, value))
+    ]
+    assert not lost, "\n".join(map(str, lost[:40]))
+
+
+def traces(name: str, value: Any) -> set[str]:
+    """Return texts that show a plain value: with its name, and alone if it is unmistakable."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    text = repr(float(value) if isinstance(value, int | float) else value)
+    return {f"{RENAMED.get(name, name)} {text}", *([text] if len(text) > 8 else [])}
 
 
 def check_threads_and_close(case: Case) -> None:
@@ -321,6 +370,7 @@ CHECKS: list[Callable[[Case], None]] = [
     check_block_digests,
     check_metadata,
     check_inspect_and_convert,
+    check_nothing_is_lost,
     check_threads_and_close,
     check_laziness,
     check_missing_and_damaged_files,

@@ -49,6 +49,7 @@ STATE = {"wide/exp_avg": torch.randn(1030, 300), "wide/step": torch.tensor(3.0)}
 OPTIMIZER = {
     "state": {"wide": {name.partition("/")[2]: tensor for name, tensor in STATE.items()}},
     "param_groups": [{"params": ["wide"], "lr": 0.1}],
+    "calls": 417,  # a few classes of optimizers have more than state and groups
 }
 TIED = {"model": {"tied": "half"}}
 
@@ -224,7 +225,7 @@ def accelerate_fsdp(root: Path, *, by_rank: bool) -> Case:
     folder.mkdir()
     if by_rank:
         for rank in range(2):
-            torch.save(tensors, folder / f"pytorch_model_fsdp_0_rank{rank}.bin")
+            torch.save({**tensors, "version": 417}, folder / f"pytorch_model_fsdp_0_rank{rank}.bin")
             torch.save(OPTIMIZER, folder / f"optimizer_0_rank{rank}.bin")
     else:
         save_dcp({"model": tensors}, folder / "pytorch_model_fsdp_0")

@@ -33,6 +33,15 @@ def megatron_tensors(hub: Mapping[str, Tensors], *, optimizer: bool) -> dict[Key
     return keyed(model=half) | (state if optimizer else {})
 
 
+LAYOUT_OF_MEGATRON = (
+    "*metadata.json: *",
+    "*: checkpoint_version",
+    "*: args: rank",
+    "*: buckets_coalesced",
+    "*: numel_unpadded",
+)
+
+
 def megatron(root: Path, *, name: str) -> Case:
     kind, job, more = megatron_models.JOBS[name]
     _, hub = megatron_models.drawn(kind, job, root)
@@ -40,8 +49,14 @@ def megatron(root: Path, *, name: str) -> Case:
     expected = megatron_tensors(hub, optimizer=job.optimizer != "none")
     tie = {"lm_head.weight": "model.embed_tokens.weight"} if job.tied else {}
     aliases = dict.fromkeys(("model", "master_weights"), tie)
-    lazy_nbytes = 1 << 20  # many small tensors
-    return Case(root / "job", expected, format="megatron", aliases=aliases, lazy_nbytes=lazy_nbytes)
+    return Case(
+        root / "job",
+        expected,
+        format="megatron",
+        aliases=aliases,
+        lazy_nbytes=1 << 20,  # many small tensors
+        no_state=LAYOUT_OF_MEGATRON,
+    )
 
 
 def megatron_dist(root: Path, *, form: Any) -> Case:
@@ -53,6 +68,7 @@ def megatron_dist(root: Path, *, form: Any) -> Case:
         format="megatron-core",
         optional=("*/metadata.json",),  # without it, the folder is one of DCP
         metadata={"step": 7},
+        no_state=LAYOUT_OF_MEGATRON,
     )
 
 
@@ -147,6 +163,7 @@ def maxtext(root: Path, *, kind: str) -> Case:
     return Case(root.parent / kind, expected, options, format="orbax")
 
 
+OF_PADDLE = ("*beta?_pow_acc_0", "*@@: *")  # the step, and names
 MOMENTS = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq"}
 TRAINED_BY_PADDLE = {
     "step": 2,
@@ -177,7 +194,7 @@ def paddle(root: Path, *, fixture: str) -> Case:
     """The fixtures are one state: whole, of two ranks, and without the model."""
     expected = paddle_tensors(paddles.FIXTURES / "single_bf16")
     folder = paddles.copied(fixture, root / "c")
-    return Case(folder, expected, format="paddle", metadata=TRAINED_BY_PADDLE)
+    return Case(folder, expected, format="paddle", metadata=TRAINED_BY_PADDLE, no_state=OF_PADDLE)
 
 
 def paddle_tied(root: Path) -> Case:
@@ -193,7 +210,14 @@ def paddle_tied(root: Path) -> Case:
     states = {f"{head}/{key}": f"{embedding}/{key}" for key in (*MOMENTS.values(), "step")}
     weights = {part: {head: embedding} for part in ("model", "master_weights")}
     aliases = {**weights, "optimizer": states}
-    return Case(folder, stored, format="paddle", aliases=aliases, metadata=TRAINED_BY_PADDLE)
+    return Case(
+        folder,
+        stored,
+        format="paddle",
+        aliases=aliases,
+        metadata=TRAINED_BY_PADDLE,
+        no_state=OF_PADDLE,
+    )
 
 
 def paddle_lora(root: Path) -> Case:
@@ -204,7 +228,8 @@ def paddle_lora(root: Path) -> Case:
         name_of=lambda name: f"base_model.model.{paddles.torch_name(name)}.weight",
     )
     # without config.json, names are those of PaddleNLP
-    return Case(folder, expected, format="paddle", optional=("*/config.json",))
+    optional = ("*/config.json",)
+    return Case(folder, expected, format="paddle", optional=optional, no_state=OF_PADDLE)
 
 
 def paddle_pickles(root: Path) -> Case:
@@ -230,7 +255,8 @@ def paddle_pickles(root: Path) -> Case:
             value = value.view(torch.bfloat16) if value.dtype == torch.uint16 else value
             expected[key] = paddles.as_torch(name, value)
         expected["optimizer", f"{torch_name}/step"] = torch.tensor(2.0)
-    return Case(folder, expected, format="paddle-legacy", optional=("*.pdopt",))
+    optional = ("*.pdopt",)
+    return Case(folder, expected, format="paddle-legacy", optional=optional, no_state=OF_PADDLE)
 
 
 FRAMEWORKS: dict[str, Callable[[Path], Case]] = {

@@ -73,6 +73,7 @@ def write(
             name if name.startswith("optimizer") else f"optimizer.state.{key}.{name}": tensor
             for name, tensor in tensors.items()
         }
+    state["decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.arange(3.0)
     state |= more or {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Saving without distributed" is intended
@@ -84,7 +85,10 @@ def write(
             "args": args,
             "iteration": 7,
             "checkpoint_version": 3.0,
-            "optimizer": {"optimizer": {"param_groups": groups}},
+            "optimizer": {
+                "optimizer": {"param_groups": groups},
+                "grad_scaler": {"scale": torch.tensor([32768.0]), "growth_tracker": 417},
+            },
         }
         torch.save(state | (common or {}), folder / "common.pt")
     (folder / "metadata.json").write_text(

@@ -321,7 +321,11 @@ def by_groups(model: list[Tensors], states: States, *, expert: bool | None) -> d
             index += 1
     if expert:
         groups, masters = groups[:1], masters[:1]  # experts have neither norms nor biases
-    return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}
+    return {
+        "optimizer": {"state": state, "param_groups": groups},
+        "fp32_from_fp16_params": masters,
+        "grad_scaler": {"scale": torch.tensor([32768.0]), "growth_tracker": 417},
+    }
 
 
 def flat_buffer(names: list[str], state: Tensors, shared: set[str], bucket: int) -> torch.Tensor:
@@ -434,6 +438,7 @@ def write_rank(
         "torch_rng_state": torch.tensor([tp, pp, ep]),
     }
     content["rng_state"] = [rng]
+    content["rerun_state_machine"] = {"mode": "disabled", "current_iteration": 7}
     into = folder / (
         f"mp_rank_{tp:02d}"
         + (f"_{pp:03d}" if job.pp > 1 else "")

@@ -102,6 +102,8 @@ def write(root: Path, *, dp: int = 1, zero: bool = False) -> dict[str, torch.Ten
     (step / "optimizer" / "optimizer_config.json").write_text(
         json.dumps({"type": "x", "configs": {}})
     )
+    (step / "random").mkdir()
+    torch.save({"seed": 417}, step / "random" / "tp-0-of-2_dp-0-of-1_pp-0-of-2.pt")
     (step / "lr_scheduler").mkdir()
     torch.save({"last_epoch": 20}, step / "lr_scheduler" / "lr_scheduler.pt")
     meta = {

@@ -34,7 +34,8 @@ class Case:
     `words_by_file`: what errors say of a missing or damaged file, by its glob, if not its name or
     folder. `optional`: globs of files without which the format has other tensors. `metadata`: some
     fields, some entries of `extra`, and "options" of the first param group. `lazy_nbytes`: what
-    opening and reading a small slice may read.
+    opening and reading a small slice may read. `no_state`: globs of values in the files that need
+    not be in a conversion: "FILE: KEY: KEY".
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Case:
     optional: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     lazy_nbytes: int = LAZY_NBYTES
+    no_state: tuple[str, ...] = ()
 
     @contextmanager
     def open(self) -> Iterator[Source]:

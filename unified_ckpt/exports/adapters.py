@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from math import prod, sqrt
+from math import sqrt
 from typing import Any
 
 import torch
@@ -22,19 +22,20 @@ import torch
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.nodes.discover import OpenRequest
-from unified_ckpt.engine.source.protocol import Source, read_box
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import absolute_path
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART
 from unified_ckpt.sources.open import open_on_all_ranks
 from unified_ckpt.sources.orbax.arrays import chunk_boxes
 from unified_ckpt.views.derived import DerivedSource, Renamed
+from unified_ckpt.views.materialize import read_tensor
 from unified_ckpt.views.model import with_model
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
 
@@ -167,7 +168,7 @@ def merge_adapter(base: Source, adapter: Source, part: str, config: Mapping[str,
     tensors: dict[tuple[str, str], ShardedTensor] = {}
     for name, spec in specs.items():
         dtype = TORCH_DTYPES[spec.dtype]
-        load = partial(_read, base, MODEL, name)
+        load = partial(read_tensor, base, (MODEL, name))
         if name in deltas:
             load = partial(_merged, base, name, adapter, part, deltas[name])
         boxes = chunk_boxes(
@@ -232,13 +233,6 @@ def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> f
     )
 
 
-def _read(source: Source, part: str, name: str, box: Box) -> torch.Tensor:
-    dtype = TORCH_DTYPES[source.specs(part, [name])[name].dtype]
-    if not prod(box.shape):
-        return torch.empty(box.shape, dtype=dtype)
-    return from_bytes(read_box(source, (part, name), box), dtype, box.shape)
-
-
 def _merged(
     base: Source,
     name: str,
@@ -249,9 +243,10 @@ def _merged(
 ) -> torch.Tensor:
     """Return rows of a merged weight; computed in float32 at least."""
     a_name, b_name, scaling = update
-    weight = _read(base, MODEL, name, box)
+    weight = read_tensor(base, (MODEL, name), box)
     shape = adapter.specs(part, [a_name])[a_name].shape
-    a = _read(adapter, part, a_name, full_box(shape))
-    b = _read(adapter, part, b_name, Box((box.offsets[0], 0), (box.shape[0], shape[0])))
+    a = read_tensor(adapter, (part, a_name), full_box(shape))
+    b_box = Box((box.offsets[0], 0), (box.shape[0], shape[0]))
+    b = read_tensor(adapter, (part, b_name), b_box)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(dtype) + (b.to(dtype) @ a.to(dtype)) * scaling).to(weight.dtype)

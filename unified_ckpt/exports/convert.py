@@ -23,7 +23,7 @@ from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
 from unified_ckpt.engine.rewrite.tensors import tensor_sizes
 from unified_ckpt.engine.rewrite.weights_check import compare_masters
-from unified_ckpt.engine.source.protocol import ReadPolicy
+from unified_ckpt.engine.source.protocol import ReadPolicy, SourceMetadata
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.exports.adapters import (
     adapter_part_of,
@@ -39,6 +39,7 @@ from unified_ckpt.exports.side_files import (
     copy_side_files,
     main_dtype,
     side_files,
+    unwritten_state,
 )
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.names import MASTER, MODEL
@@ -94,10 +95,7 @@ def convert(
     comm = comms.from_torch(group)
     sources = [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
-    main_path = next(
-        (path for path in paths if not is_url(path) and read_manifest_at(path) is not None),
-        paths[0] if paths else "",
-    )
+    main_path = _main_path(paths)
     parent, target_name = ensure_parent(os.fspath(dst))
     storage = LocalStorage(parent, write_policy=BULK)
     for path in paths:
@@ -125,12 +123,23 @@ def convert(
             files = _side_files_of_export(files, convert_options.to)
         else:
             report = convert_source(comm, source, storage, target_name, request, topology=topology)
-    if report.existed or not files.left_out:
+        state = SourceMetadata() if isinstance(source, Exception) else source.metadata()
+    if report.existed:
         return report
-    if comm.rank == 0:
+    unwritten = {*files.left_out, *unwritten_state(state, convert_options.to)}
+    if unwritten and comm.rank == 0:
         title = f"{operation}: these entries of the source were neither read nor copied"
-        _LOG.warning(format_list(title, files.left_out))
-    return replace(report, left_out=files.left_out)
+        _LOG.warning(format_list(title, sorted(unwritten)))
+    left_out = sorted({*unwritten, *state.left_out} - set(files.copied))
+    return replace(report, left_out=tuple(left_out))
+
+
+def _main_path(paths: Sequence[str]) -> str:
+    """Return the folder of several that has what is beside the tensors."""
+    return next(
+        (path for path in paths if not is_url(path) and read_manifest_at(path) is not None),
+        paths[0] if paths else "",
+    )
 
 
 def _convert_request(options: ConvertOptions, paths: Sequence[str]) -> ConvertRequest:

@@ -197,7 +197,7 @@ def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
     }
     if MODEL in state_dict:
         state_dict[MODEL] |= metadata.modules
-    if OPTIMIZER in source.parts or metadata.groups:
+    if OPTIMIZER in source.parts or metadata.groups or metadata.scalars:
         state_dict[OPTIMIZER] = _optimizer(metadata, _tensors(source, OPTIMIZER, progress))
     other_entries = _other_entries(source, metadata)
     raise_if_any(
@@ -213,6 +213,7 @@ def _other_entries(source: Source, metadata: SourceMetadata) -> dict[str, Any]:
     entries = {
         "step": metadata.step,
         "extra": metadata.extra,
+        "metrics": dict(metadata.metrics) or None,
         "rank_extra": [source.rank_extra(rank) for rank in range(metadata.rank_extras)] or None,
     }
     return {name: value for name, value in entries.items() if value is not None}

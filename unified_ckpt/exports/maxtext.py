@@ -5,7 +5,7 @@ Reads nothing early.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import raise_if_any
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.format.names import MODEL, OPTIMIZER
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.orbax.arrays import chunk_boxes
 from unified_ckpt.sources.orbax.maxtext_names import TensorLink, parse_sizes, tensor_links
 from unified_ckpt.sources.orbax.maxtext_transforms import (
@@ -30,6 +30,7 @@ from unified_ckpt.sources.orbax.maxtext_transforms import (
     to_maxtext,
     transform_for,
 )
+from unified_ckpt.views.materialize import read_tensor
 from unified_ckpt.views.shards import (
     CACHE_NBYTES,
     ShardedSource,
@@ -40,7 +41,6 @@ from unified_ckpt.views.shards import (
     whole_tensor,
 )
 
-_MASTER_WEIGHTS = "master_weights"
 _STATES = (*MOMENT_POWERS, "step")
 
 
@@ -63,9 +63,8 @@ def maxtext_view(
         links_by_tensor.setdefault(link.maxtext_name, []).append(link)
     _check_tensors(source, [link for links in links_by_tensor.values() for link in links])
     tensors: dict[Key, ShardedTensor] = {}
-    for part in [
-        part_name for part_name in (MODEL, _MASTER_WEIGHTS, OPTIMIZER) if part_name in source.parts
-    ]:
+    parts = {MODEL, MASTER, OPTIMIZER}
+    for part in [part_name for part_name in source.parts if part_name in parts]:
         specs = source.specs(part, source.names(part))
         for maxtext_name, links in links_by_tensor.items():
             for state in _STATES if part == OPTIMIZER else (None,):
@@ -93,7 +92,7 @@ def maxtext_view(
         "MaxText",
         tensors,
         format="maxtext",
-        metadata=_renamed_metadata(metadata, maxtext_name_of),
+        metadata=_renamed_metadata(metadata, maxtext_name_of, sorted(set(source.parts) - parts)),
         extras=SourceExtras(close=source.close),
     )
 
@@ -152,7 +151,7 @@ def _check_tensors(source: Source, all_links: Iterable[TensorLink]) -> None:
     ]
     known_names = {
         MODEL: set(shapes),
-        _MASTER_WEIGHTS: set(shapes),
+        MASTER: set(shapes),
         OPTIMIZER: {f"{name}/{state}" for name in shapes for state in _STATES},
     }
     unsupported = [
@@ -187,7 +186,7 @@ def _maxtext_tensor(
             [
                 TensorShard(
                     full_box(()),
-                    partial(_common_step, source, part, list(links_by_name), dtype),
+                    partial(_common_step, source, part, list(links_by_name)),
                     part,
                 )
             ],
@@ -196,7 +195,7 @@ def _maxtext_tensor(
     nbytes = CACHE_NBYTES // 2 // len(links_by_name)
     shards = []
     for name, link in links_by_name.items():
-        read = partial(_read_box, source, part, name, dtype=dtype)
+        read = partial(read_tensor, source, (part, name))
         transform = transform_for(link.transform, state)
         for box in chunk_boxes(
             transform.maxtext_shape,
@@ -222,15 +221,9 @@ def _load_box(
     return transformed.reshape(stacked_box(maxtext_box, link.indices).shape)
 
 
-def _read_box(source: Source, part: str, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    return from_bytes(read_box(source, (part, name), box), dtype, box.shape)
-
-
-def _common_step(
-    source: Source, part: str, names: Sequence[str], dtype: torch.dtype
-) -> torch.Tensor:
+def _common_step(source: Source, part: str, names: Sequence[str]) -> torch.Tensor:
     """Return the single step count that MaxText stores. FormatError if the source's differ."""
-    steps = torch.stack([_read_box(source, part, name, full_box(()), dtype) for name in names])
+    steps = torch.stack([read_tensor(source, (part, name), full_box(())) for name in names])
     if not bool((steps == steps[0]).all()):
         raise FormatError(
             f"{part}: {names[0]} and others of one MaxText tensor have steps "
@@ -240,9 +233,9 @@ def _common_step(
 
 
 def _renamed_metadata(
-    metadata: SourceMetadata, maxtext_name_of: Mapping[str, str]
+    metadata: SourceMetadata, maxtext_name_of: Mapping[str, str], other_parts: Collection[str]
 ) -> SourceMetadata:
-    """Param groups under MaxText's names."""
+    """Param groups under MaxText's names. `other_parts`: those that are left out."""
     groups = [
         {
             **group,
@@ -254,4 +247,4 @@ def _renamed_metadata(
         }
         for group in metadata.groups
     ]
-    return replace(metadata, groups=groups, scalars={})
+    return replace(metadata, groups=groups, scalars={}, left_out=[*metadata.left_out, *other_parts])

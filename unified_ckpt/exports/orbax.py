@@ -8,7 +8,6 @@ time.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections import deque
@@ -33,8 +32,8 @@ from unified_ckpt.sources.orbax.arrays import chunk_boxes, import_tensorstore
 from unified_ckpt.sources.orbax.folders import COMMITTED
 from unified_ckpt.sources.orbax.source import open_orbax
 from unified_ckpt.sources.orbax.tree import Path
+from unified_ckpt.views.materialize import read_tensor
 
-_LOG = logging.getLogger("unified_ckpt")
 _ITEM = "items"  # MaxText's name of the tree in a step
 _CHUNK_NBYTES = 32 << 20
 _MAX_IN_FLIGHT, _MAX_IN_FLIGHT_NBYTES = 256, 128 << 20  # chunks
@@ -56,8 +55,6 @@ def write_orbax(source: Source, path: str, progress: Progress) -> None:
     """
     metadata = source.metadata()
     keys, counts = _tree(source, metadata)
-    if metadata.extra is not None or metadata.rank_extras:
-        _LOG.warning("%s: extra and rank_extra are not written; Orbax gets the tensors", path)
     step = metadata.step or 0
     item = os.path.join(path, str(step), _ITEM)
     os.makedirs(item)
@@ -113,7 +110,7 @@ def _tree(source: Source, metadata: SourceMetadata) -> tuple[dict[Path, Key], di
         if state in _MOMENTS:
             keys[*_ADAM, _MOMENTS[state], "params", *fqn.split(".")] = OPTIMIZER, name
         elif state == "step" and _spec(source, (OPTIMIZER, name)).shape == ():
-            steps.add(_read_scalar(source, (OPTIMIZER, name)))
+            steps.add(float(read_tensor(source, (OPTIMIZER, name), Box((), ()))))
         else:
             unknown.append(f"{OPTIMIZER}:{name}")
     for name, scalars in metadata.scalars.items():
@@ -136,14 +133,6 @@ def _tree(source: Source, metadata: SourceMetadata) -> tuple[dict[Path, Key], di
 
 def _spec(source: Source, key: Key) -> TensorSpec:
     return source.specs(key[0], [key[1]])[key[1]]
-
-
-def _read_scalar(source: Source, key: Key) -> float:
-    import torch
-
-    spec = _spec(source, key)
-    body = read_box(source, key, Box((), ()))
-    return float(torch.frombuffer(body, dtype=TORCH_DTYPES[spec.dtype]).item())
 
 
 def _create_array(item: str, name: str, shape: tuple[int, ...], dtype: str) -> Any:

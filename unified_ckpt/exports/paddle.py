@@ -20,10 +20,11 @@ import torch
 from unified_ckpt.core.planning.file_layout import split_files
 from unified_ckpt.core.sharding.boxes import Box, chunk_boxes, full_box
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import format_list, natural_key, raise_if_any
 from unified_ckpt.engine.source.diff import diff_sources
-from unified_ckpt.engine.source.protocol import Source, read_box
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
 from unified_ckpt.exports.paddle_quantize import QuantizedTensor, QuantStage
 from unified_ckpt.exports.paddle_tensors import OutputTensor, Unit, file_units, readable_moments
@@ -33,12 +34,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
-from unified_ckpt.runtime.torch_state.tensors import (
-    TORCH_DTYPES,
-    as_bytes,
-    as_contiguous,
-    from_bytes,
-)
+from unified_ckpt.runtime.torch_state.tensors import as_bytes, as_contiguous
 from unified_ckpt.sources.detect.paddle import PEFT
 from unified_ckpt.sources.paddle.beta_powers import beta_power
 from unified_ckpt.sources.paddle.files import BFLOAT16_AS_UINT16
@@ -52,6 +48,7 @@ from unified_ckpt.sources.paddle.names import (
 )
 from unified_ckpt.sources.paddle.source import open_paddle, read_optional_config
 from unified_ckpt.sources.paddle.tensors import BETAS, POWER_STATES, STATE_NAMES
+from unified_ckpt.views.materialize import read_tensor
 
 _CHUNK_NBYTES = 32 << 20
 _DTYPES = {"BF16": BFLOAT16_AS_UINT16, "F16": "F16", "F32": "F32"}
@@ -202,11 +199,7 @@ def _state_tensors(
             "Paddle stores powers of the betas instead of the step; expected betas in the param "
             "group"
         )
-    step_tensor = torch.frombuffer(
-        read_box(source, (OPTIMIZER, stored), full_box(spec.shape)),
-        dtype=TORCH_DTYPES[spec.dtype],
-    )
-    steps = int(step_tensor[0])
+    steps = int(read_tensor(source, (OPTIMIZER, stored), full_box(spec.shape)).flatten()[0])
     return [
         OutputTensor(
             f"{paddle_name(owner, model)}/{power}",
@@ -260,11 +253,9 @@ def _chunks(source: Source, output: OutputTensor | QuantizedTensor) -> Iterator[
     if output.stored is None:
         yield as_bytes(torch.tensor([output.power], dtype=torch.float32, device="cpu"))
         return
-    spec = source.specs(output.stored[0], [output.stored[1]])[output.stored[1]]
-    dtype = TORCH_DTYPES[spec.dtype]
-    for chunk in chunk_boxes(output.spec.shape, _CHUNK_NBYTES // dtype.itemsize):
+    for chunk in chunk_boxes(output.spec.shape, _CHUNK_NBYTES // itemsize(output.spec.dtype)):
         box = Box(chunk.offsets[::-1], chunk.shape[::-1]) if output.transposed else chunk
-        tensor = from_bytes(read_box(source, output.stored, box), dtype, box.shape)
+        tensor = read_tensor(source, output.stored, box)
         yield as_bytes(as_contiguous(tensor.t()) if output.transposed else tensor)
 
 

@@ -19,11 +19,21 @@ from typing import Any
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.backup import engine_files
 from unified_ckpt.engine.folder.manifest import read_manifest_at
+from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import index, names
 from unified_ckpt.runtime.storage.regular_files import check_regular_files, open_binary
-from unified_ckpt.sources.detect.names import ADAPTER_CONFIG, BIN_INDEX, TRAINER_STATE
+from unified_ckpt.sources.detect.names import (
+    ADAPTER_CONFIG,
+    BIN_INDEX,
+    DCP_METADATA,
+    MEGATRON_TRACKER,
+    NANOTRON_LATEST,
+    NANOTRON_META,
+    TRAINER_STATE,
+)
 from unified_ckpt.sources.files.json import CONFIG, config_path, read_json
+from unified_ckpt.sources.paddle.tensors import BETAS
 
 # Copied from any folder.
 _HF_FILES = (
@@ -82,13 +92,11 @@ _READ_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     ),
     "dcp": (".metadata", "*.distcp"),
     "lightning-sharded": (".metadata", "*.distcp", "meta.pt"),
-    "nanotron": (
-        "latest.txt",
-        "[0-9]*",
-        "model",
-        "optimizer",
-        "lr_scheduler",
-        "checkpoint_metadata.json",
+    "nanotron": (NANOTRON_LATEST, "[0-9]*", "model", "optimizer", "lr_scheduler", NANOTRON_META),
+    "megatron": (MEGATRON_TRACKER, "iter_*", "release", "mp_rank_*"),
+    "megatron-core": (
+        *(MEGATRON_TRACKER, "iter_*", "release"),
+        *(DCP_METADATA, "*.distcp", "common.pt", "metadata.json"),
     ),
     "paddle": (
         "*.safetensors",
@@ -105,6 +113,11 @@ _READ_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
         "model_meta.json",
         TRAINER_STATE,
     ),
+}
+# Formats that have no place for some state beside tensors, and the state that they do have.
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    "paddle": ("extra:trainer_state", f"extra:{BETAS}"),
+    "orbax": (),
 }
 _MODEL_FOLDERS = (
     "huggingface",
@@ -171,6 +184,23 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
         ):
             left_out.append(f"{name}/" if is_folder else name)
     return SideFiles(tuple(copied), tuple(left_out))
+
+
+def unwritten_state(metadata: SourceMetadata, target_format: str) -> list[str]:
+    """Return names of state beside tensors, except the step, that the format has no place for."""
+    extra, places = metadata.extra, _PLACES.get(target_format)
+    if places is None:
+        return []
+    names = [f"extra:{key}" for key in extra] if isinstance(extra, Mapping) else []
+    fields = {
+        "extra": extra is not None and not names,
+        "rank_extra": metadata.rank_extras,
+        "param_groups": metadata.groups,
+        "modules": metadata.modules,
+        "metrics": metadata.metrics,
+    }
+    names += [name for name, value in fields.items() if value]
+    return [name for name in names if name not in places]
 
 
 def check_modules(source: str, target_format: str) -> None:

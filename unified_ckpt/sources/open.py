@@ -6,9 +6,11 @@ Errors of one rank are therefore returned, and raised where all ranks meet.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.nodes import discover
 from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.source.protocol import Source
@@ -17,6 +19,8 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.sources import open_source, resolve_format, wrap_in_views
 
+_LOG = logging.getLogger("unified_ckpt")
+
 
 def open_on_all_ranks(
     comm: Comm, request: OpenRequest, options: SourceOptions, resources: ExitStack
@@ -24,7 +28,7 @@ def open_on_all_ranks(
     """Open a checkpoint in any format, or return this rank's error for the load to share.
 
     Collective if the ranks are on several nodes; all of them must see the same format. The source
-    is closed with `resources`.
+    is closed with `resources`. Rank 0 logs what it leaves out.
     """
     format_name = _try_format_name(request.paths, options)
     if request.topology.spans_nodes:
@@ -41,6 +45,11 @@ def open_on_all_ranks(
     except Exception as error:
         return error
     resources.callback(foreign_source.close)
+    indexed = foreign_source.indexed
+    base = foreign_source if indexed is None else indexed.without_optimizer
+    left_out = base.metadata().left_out
+    if left_out and comm.rank == 0:
+        _LOG.warning(format_list(f"{request.label}: these entries are not read", left_out))
     return foreign_source
 
 

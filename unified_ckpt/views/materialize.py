@@ -37,13 +37,16 @@ CHUNK_NBYTES = 32 << 20  # long enough that the runs it is read in are long too
 Read = Callable[[Key, Box], torch.Tensor]
 
 
+def read_tensor(source: Source, key: Key, box: Box) -> torch.Tensor:
+    """Read a box of a tensor into new memory."""
+    dtype = TORCH_DTYPES[source.specs(key[0], [key[1]])[key[1]].dtype]
+    return from_bytes(read_box(source, key, box), dtype, box.shape)
+
+
 def in_chunks(source: Source, key: Key, recipe: Recipe, spec: TensorSpec) -> ShardedTensor:
     """Return a tensor as chunks that are computed when they are read, and cached for a while."""
     dtype, name = TORCH_DTYPES[spec.dtype], ":".join(key)
-
-    def read(stored_key: Key, box: Box) -> torch.Tensor:
-        return from_bytes(read_box(source, stored_key, box), dtype, box.shape)
-
+    read = partial(read_tensor, source)
     # an external tensor is loaded whole each time
     has_external = any(isinstance(leaf, External) for leaf in leaves(recipe))
     chunk_numel = prod(recipe.shape) if has_external else CHUNK_NBYTES // itemsize(spec.dtype)

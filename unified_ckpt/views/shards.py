@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import add
 from typing import Any
 
 import torch
@@ -102,6 +103,12 @@ def sharded_tensor(
             f"{prod(full_shape)}"
         )
     return ShardedTensor(spec, tuple(shards), full_shape)
+
+
+def shape_of_boxes(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """Return the least shape that holds the boxes."""
+    ends = [map(add, box.offsets, box.shape) for box in boxes]
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def whole_tensor(tensor: torch.Tensor, file: str) -> ShardedTensor:

@@ -14,7 +14,16 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.megatron_models import JOBS, VOCAB, drawn, new_model
-from tests.support.megatrons import Job, Tensors, megatron_classes, no_decay, stage, write
+from tests.support.megatrons import (
+    Job,
+    Tensors,
+    arguments,
+    megatron_classes,
+    no_decay,
+    place_of,
+    stage,
+    write,
+)
 from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.options import SourceOptions
@@ -102,6 +111,15 @@ def test_random_state_of_a_rank(llama: tuple[Path, dict[str, Tensors]]) -> None:
             source.rank_extra[rank]["rng_state"]["torch_rng_state"].tolist() for rank in range(8)
         ]
     assert states == [[tp, pp, 0] for pp in range(2) for _ in range(2) for tp in range(2)]
+
+
+def test_random_state_of_an_expert_rank(tmp_path: Path) -> None:
+    job = Job(tp=2, pp=2, ep=2, experts=4, optimizer="none")
+    _, hub = drawn("Mixtral", job, tmp_path)
+    with uc.open(write(tmp_path / "job", job, hub)) as source:
+        for rank in range(16):
+            state = source.rank_extra[rank]["rng_state"]["torch_rng_state"]
+            assert tuple(state.tolist()) == place_of(rank, arguments(job)), rank
 
 
 def test_step_folder_and_release(root: Path) -> None:

@@ -104,6 +104,21 @@ def test_params_nested_by_linen_are_not_part_of_names(written: Path) -> None:
             assert source["optimizer"][f"layer_0.{name}/step"][...] == 7
 
 
+def test_everything_in_a_step_is_read_or_named(folder: Path, tmp_path: Path) -> None:
+    """Metrics of Orbax's manager, metadata of a tree; an item of another kind is left out."""
+    (folder / "metrics").mkdir()
+    (folder / "metrics" / "metrics").write_text('{"loss": 0.5}')
+    path = folder / "items" / "_METADATA"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"custom_metadata": {"by": "me"}}))
+    (folder / "keys").mkdir()
+    (folder / "keys" / "array.npy").write_bytes(b"x")
+    report = uc.convert(folder, tmp_path / "new", fsync=False)
+    assert report.left_out == ("keys",)
+    with uc.open(tmp_path / "new") as source:
+        assert source.extra["metrics"] == {"loss": 0.5}
+        assert source.extra["custom_metadata"] == {"items": {"by": "me"}}
+
+
 def test_tree_without_params_is_the_model(written: Path) -> None:
     with uc.open(written / "plain") as source:
         assert source.parts == ("model",)

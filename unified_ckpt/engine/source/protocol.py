@@ -72,7 +72,8 @@ class SourceMetadata:
     `groups`: param groups as {"names", "options"}; `scalars`: optimizer state that is not a
     tensor, by fqn; `rank_extras`: how many ranks stored one; `has_digests`: whether the tensors
     have digests; `objects`: paths of stored object states, such as "extra:scheduler";
-    `paddable_dims`: of tensors that may fill larger targets, the dims that may be larger.
+    `paddable_dims`: of tensors that may fill larger targets, the dims that may be larger;
+    `left_out`: names of what the checkpoint has and the Source does not, with `*` for numbers.
     """
 
     save_id: str | None = None
@@ -87,6 +88,7 @@ class SourceMetadata:
     omitted_parts: Sequence[str] = ()
     paddable_dims: Mapping[Key, Sequence[int]] = field(default_factory=dict)
     objects: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
 
 # Of each param group, the name and global shape of each parameter.

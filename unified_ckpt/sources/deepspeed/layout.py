@@ -108,12 +108,19 @@ def _contiguous_ranges(
     offset: int, numel: int, partition_numel: int, group: int
 ) -> Iterator[FlatRange]:
     """Yield ranges for elements [offset, offset + numel) of a group, split at partition ends."""
-    param_offset = 0
-    while param_offset < numel:
-        rank, partition_offset = divmod(offset + param_offset, partition_numel)
-        count = min(numel - param_offset, partition_numel - partition_offset, MAX_RANGE_NUMEL)
-        yield FlatRange(param_offset, count, rank, group, partition_offset)
-        param_offset += count
+    for rank in range(offset // partition_numel, -(-(offset + numel) // partition_numel)):
+        partition = rank * partition_numel
+        first, stop = max(offset, partition), min(offset + numel, partition + partition_numel)
+        yield from _ranges_on(rank, group, first - offset, stop - offset, first - partition)
+
+
+def _ranges_on(
+    rank: int, group: int, first: int, stop: int, partition_offset: int
+) -> Iterator[FlatRange]:
+    """Yield ranges for elements [first, stop) of a parameter, all on one rank."""
+    for start in range(first, stop, MAX_RANGE_NUMEL):
+        count = min(MAX_RANGE_NUMEL, stop - start)
+        yield FlatRange(start, count, rank, group, partition_offset + start - first)
 
 
 def zero3_layout(
@@ -152,17 +159,8 @@ def partitioned_ranges(
     """
     part_numel = -(-numel // world_size)
     for rank in range(world_size):
-        param_offset, stop = rank * part_numel, min(numel, (rank + 1) * part_numel)
-        while param_offset < stop:
-            count = min(stop - param_offset, MAX_RANGE_NUMEL)
-            yield FlatRange(
-                param_offset,
-                count,
-                rank,
-                group,
-                partition_offset + param_offset - rank * part_numel,
-            )
-            param_offset += count
+        stop = min(numel, (rank + 1) * part_numel)
+        yield from _ranges_on(rank, group, rank * part_numel, stop, partition_offset)
 
 
 def _check_group_count(groups: Sequence[object], partition_numels: Sequence[object]) -> None:

@@ -23,11 +23,11 @@ from unified_ckpt.sources.deepspeed.layout import FlatRange, partitioned_ranges
 from unified_ckpt.sources.deepspeed.optimizer_files import (
     PLACEHOLDER_CLASSES,
     check_archives,
-    placeholder_fields,
 )
 from unified_ckpt.sources.deepspeed.parameters import tensor_from_ranges
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.sources.restricted_pickle.placeholders import to_plain
 from unified_ckpt.views.shards import ShardedTensor
 
 MODEL_FILE = "mp_rank_00_model_states.pt"  # stage 3 prepends "zero_pp_rank_<rank>_"
@@ -51,7 +51,8 @@ class ModelFile:
     `tensors`: the module's. `flat_groups`: shapes of trained parameters by flat group, in order.
     `shapes`: of trained and frozen parameters. `frozen_parts`: this rank's flat parts of frozen
     parameters that are partitioned. `aliases`: tied name -> stored name. `world_size`: of data
-    parallelism. `extra`: client state. `extra_states`: of modules, by name.
+    parallelism. `optimizer`: an optimizer's state without ZeRO, or None. `extra`: client state.
+    `extra_states`: of modules, by name.
     """
 
     path: str
@@ -63,6 +64,7 @@ class ModelFile:
     aliases: Mapping[str, str]
     step: int | None
     world_size: int
+    optimizer: Any
     extra: Mapping[str, Any]
     extra_states: Mapping[str, Any]
 
@@ -108,14 +110,11 @@ def _parse_model_file(path: str, content: Mapping[str, Any]) -> ModelFile:
             "expected the whole model in this file"
         )
     extra_states = {
-        name: placeholder_fields(state)
-        for name, state in content["module"].items()
-        if is_extra_state(name)
+        name: to_plain(state) for name, state in content["module"].items() if is_extra_state(name)
     }
+    values = {name: v for name, v in content["module"].items() if name not in extra_states}
     tensors = {
-        name: tensor.detach()
-        for name, tensor in content["module"].items()
-        if isinstance(tensor, torch.Tensor) and name not in extra_states
+        name: tensor.detach() for name, tensor in values.items() if isinstance(tensor, torch.Tensor)
     }
     groups = [_parse_shapes(group) for group in content.get("param_shapes") or ()]
     shapes = {name: shape for group in groups for name, shape in group.items()}
@@ -127,10 +126,12 @@ def _parse_model_file(path: str, content: Mapping[str, Any]) -> ModelFile:
     }
     frozen = (content.get("frozen_param_fragments") or {}).items()
     extra = {
-        key: placeholder_fields(value)
+        key: to_plain(value)
         for key, value in content.items()
         if key not in _PARSED_KEYS and value is not None
     }
+    if values.keys() > tensors.keys():
+        extra["module"] = {name: to_plain(values[name]) for name in values.keys() - tensors.keys()}
     step = content.get("global_steps")
     return ModelFile(
         path,
@@ -142,6 +143,7 @@ def _parse_model_file(path: str, content: Mapping[str, Any]) -> ModelFile:
         aliases=aliases if groups else _memory_aliases(tensors),
         step=step if isinstance(step, int) else None,
         world_size=int(content.get("dp_world_size") or 1),
+        optimizer=content.get("optimizer"),
         extra=extra,
         extra_states=extra_states,
     )

@@ -22,7 +22,7 @@ from unified_ckpt.sources.deepspeed.layout import FlatLayout, FlatRange
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.archive import check_archive_name
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
+from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder, to_plain
 
 FP32 = "fp32"  # our key for the weights, next to the keys of optimizer state
 ParamGroups = tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]  # (options, flat groups)
@@ -105,7 +105,7 @@ def _parse_rank_file(path: str, content: Mapping[str, Any]) -> RankFile:
         parse_param_groups(path, groups, len(weights)),
         paddings,
         tuple(map(tuple, gaps)) if gaps is not None else None,
-        placeholder_fields(content.get("loss_scaler")),
+        to_plain(content.get("loss_scaler")),
     )
 
 
@@ -141,13 +141,6 @@ def as_state_tensor(path: str, key: str, value: Any) -> torch.Tensor:
         return torch.tensor(float(value), device="cpu")
     raise FormatError(
         f"{path}: optimizer state {key!r}: got {type(value).__name__}, expected a tensor or number"
-    )
-
-
-def placeholder_fields(value: Any) -> Any:
-    """Return the fields of a placeholder, and any other value unchanged."""
-    return (
-        value.state if isinstance(value, Placeholder) and isinstance(value.state, dict) else value
     )
 
 

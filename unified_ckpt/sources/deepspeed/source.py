@@ -1,7 +1,8 @@
 """Opens a folder that DeepSpeed's `save_checkpoint` wrote: ZeRO 1 to 3, or BF16_Optimizer.
 
 Reads fp32 weights and optimizer state under the module's names, from the step that `latest`
-names or from a step's own folder. The Trainer and Lightning write the same folders.
+names or from a step's own folder. Without ZeRO, optimizer state is by position. The Trainer and
+Lightning write the same folders.
 Does not read models split by tensor or pipeline parallelism, or with experts spread over ranks.
 
 How wrong bytes could be read: a rank's file is missing, or left from another save; or the
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
-from unified_ckpt.engine.source.protocol import SourceMetadata
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import (
     CheckpointError,
     FormatError,
@@ -48,7 +49,12 @@ from unified_ckpt.sources.deepspeed.optimizer_files import (
     read_rank_file,
 )
 from unified_ckpt.sources.deepspeed.parameters import TrainedParameter, parameter_tensors
-from unified_ckpt.sources.deepspeed.universal import UNIVERSAL_FOLDER, read_universal_parameters
+from unified_ckpt.sources.deepspeed.universal import (
+    STATE_FILE,
+    UNIVERSAL_FOLDER,
+    read_universal_parameters,
+)
+from unified_ckpt.sources.deepspeed.without_zero import open_without_zero
 from unified_ckpt.sources.detect.names import DEEPSPEED_LATEST, DEEPSPEED_MODEL
 from unified_ckpt.sources.files.parsing import read_text
 from unified_ckpt.sources.files.safetensors import open_model_files
@@ -58,7 +64,7 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim
 _UNSUPPORTED = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_rank_(?!00)\d+_.*")
 
 
-def open_deepspeed(root: str, _options: SourceOptions) -> ShardedSource:
+def open_deepspeed(root: str, options: SourceOptions) -> Source:
     """Open a DeepSpeed checkpoint.
 
     FormatError if the folder is damaged or of a kind that is not read. IncompleteError names
@@ -66,12 +72,12 @@ def open_deepspeed(root: str, _options: SourceOptions) -> ShardedSource:
     """
     folder = step_folder(root)
     try:
-        return _open(root, folder)
+        return _open(root, folder, options)
     except CheckpointError as error:
         raise error if folder in str(error) else type(error)(f"{folder}: {error}") from error
 
 
-def _open(root: str, folder: str) -> ShardedSource:
+def _open(root: str, folder: str, options: SourceOptions) -> Source:
     entries = frozenset(os.listdir(folder))
     raise_if_any(
         FormatError,
@@ -105,11 +111,14 @@ def _open(root: str, folder: str) -> ShardedSource:
         groups=[
             {
                 "names": [name for index in indices for name in model.flat_groups[index]],
-                "options": options,
+                "options": group_options,
             }
-            for options, indices in state.param_groups
+            for group_options, indices in state.param_groups
         ],
+        left_out=state.left_out if root == folder else [*state.left_out, *_unread(folder, entries)],
     )
+    if model.optimizer is not None and not model.flat_groups:
+        return open_without_zero(root, model, tensors, metadata, options)
     return ShardedSource(
         root,
         tensors,
@@ -120,24 +129,48 @@ def _open(root: str, folder: str) -> ShardedSource:
     )
 
 
+def _unread(folder: str, entries: Collection[str]) -> list[str]:
+    """Return the entries of a step's folder that are not DeepSpeed's, as paths below the root."""
+    patterns = (DEEPSPEED_MODEL, _OPTIMIZER, re.compile(UNIVERSAL_FOLDER))
+    return sorted(
+        f"{os.path.split(folder)[1]}/{name}"
+        for name in entries
+        if not any(pattern.fullmatch(name) for pattern in patterns)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _TrainingState:
-    """What a step holds beside its model. `parameters`: by name, those with optimizer state."""
+    """What a step holds beside its model.
+
+    `parameters`: by name, those with optimizer state. `left_out`: what is not read.
+    """
 
     parameters: Mapping[str, TrainedParameter]
     param_groups: ParamGroups
     extra: dict[str, Any]
     world_size: int
     extras: SourceExtras = field(default_factory=SourceExtras)
+    left_out: Sequence[str] = ()
 
 
 def _read_training_state(model: ModelFile, folder: str, entries: frozenset[str]) -> _TrainingState:
     """Read a universal folder, or else optimizer files, or nothing."""
     if UNIVERSAL_FOLDER in entries:
-        parameters, param_groups = read_universal_parameters(
-            os.path.join(folder, UNIVERSAL_FOLDER), model
+        universal = os.path.join(folder, UNIVERSAL_FOLDER)
+        parameters, param_groups = read_universal_parameters(universal, model)
+        read = {*parameters, *model.aliases, STATE_FILE}
+        return _TrainingState(
+            parameters,
+            param_groups,
+            dict(model.extra),
+            model.world_size,
+            left_out=[
+                f"{UNIVERSAL_FOLDER}/{name}"
+                for name in sorted(os.listdir(universal))
+                if name not in read
+            ],
         )
-        return _TrainingState(parameters, param_groups, dict(model.extra), model.world_size)
     if not model.flat_groups:
         return _TrainingState({}, (), dict(model.extra), model.world_size)
     rank0_file, paths = _list_optimizer_files(folder, entries)

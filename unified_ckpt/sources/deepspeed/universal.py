@@ -32,7 +32,7 @@ from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 
 UNIVERSAL_FOLDER = "zero"
-_STATE_FILE = "optimizer_state.pt"
+STATE_FILE = "optimizer_state.pt"
 
 
 def read_universal_parameters(
@@ -49,7 +49,7 @@ def read_universal_parameters(
         [name for name in names if not os.path.isfile(os.path.join(folder, name, f"{FP32}.pt"))],
     )
     param_groups, scalars = _read_group_state(
-        os.path.join(folder, _STATE_FILE), len(model.flat_groups)
+        os.path.join(folder, STATE_FILE), len(model.flat_groups)
     )
     parameters = {
         name: _read_parameter(os.path.join(folder, name), shape, scalars.get(index, {}))

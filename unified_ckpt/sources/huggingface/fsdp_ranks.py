@@ -20,6 +20,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.placements import sharding_of
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
+from unified_ckpt.sources.pytorch.optimizer_groups import other_entries, param_group
 from unified_ckpt.sources.pytorch.optimizer_scalars import merge_scalars
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
@@ -45,10 +46,15 @@ def model_from_ranks(files: Sequence[str], part: str = MODEL) -> dict[Key, Shard
     }
 
 
-def extra_states_from_rank(file: str) -> dict[str, Any]:
-    """Return the results of `get_extra_state` in one rank's file."""
+def values_from_rank(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the results of `get_extra_state` in one rank's file, and its other plain values."""
     (state,) = load_rank_states([file])
-    return {name: value for name, value in state.items() if is_extra_state(str(name))}
+    extra_states = {name: value for name, value in state.items() if is_extra_state(str(name))}
+    return extra_states, {
+        name: value
+        for name, value in state.items()
+        if name not in extra_states and not isinstance(value, torch.Tensor)
+    }
 
 
 def optimizer_from_ranks(files: Sequence[str]) -> tuple[dict[Key, ShardedTensor], SourceMetadata]:
@@ -76,13 +82,7 @@ def optimizer_from_ranks(files: Sequence[str]) -> tuple[dict[Key, ShardedTensor]
         raise FormatError(
             f"{files[0]}: param groups differ between ranks; expected files of one save"
         )
-    groups = [
-        {
-            "names": list(group["params"]),
-            "options": {key: value for key, value in group.items() if key != "params"},
-        }
-        for group in states[0].get("param_groups", [])
-    ]
+    groups = list(map(param_group, states[0].get("param_groups", [])))
     tensors = {
         (OPTIMIZER, name): tensor
         for name, tensor in _merge_ranks(files, flat_states, require_equal=True).items()
@@ -92,7 +92,8 @@ def optimizer_from_ranks(files: Sequence[str]) -> tuple[dict[Key, ShardedTensor]
         for file, rank_state in zip(files, states, strict=True)
         for item in rank_state["state"].items()
     )
-    return tensors, SourceMetadata(groups=groups, scalars=scalars)
+    extra = other_entries(states[0]) or None
+    return tensors, SourceMetadata(groups=groups, scalars=scalars, extra=extra)
 
 
 def _merge_ranks(

@@ -24,7 +24,13 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.detect.names import HF_SHARD
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.files.safetensors import TensorFile, open_tensor_file
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
+from unified_ckpt.views.shards import (
+    ShardedSource,
+    ShardedTensor,
+    TensorShard,
+    shape_of_boxes,
+    sharded_tensor,
+)
 
 _SHARDING = "DCP_SHARDING_INFO"
 
@@ -59,16 +65,10 @@ def open_hf_shards(root: str, _options: SourceOptions) -> ShardedSource:
     tensors: dict[Key, ShardedTensor] = {}
     for name, candidates in shards_by_name.items():
         nonempty = [shard for shard in candidates if shard.box.numel] or candidates[:1]
-        shape = tuple(
-            max(ends) for ends in zip(*(_ends(shard.box) for shard in nonempty), strict=True)
-        )
+        shape = shape_of_boxes([shard.box for shard in nonempty])
         with error_prefix(f"{root}: {name}"):
             tensors[MODEL, name] = sharded_tensor(dtypes[name], shape, nonempty)
     return ShardedSource(root, tensors, format="huggingface-shards", metadata=SourceMetadata())
-
-
-def _ends(box: Box) -> tuple[int, ...]:
-    return tuple(first + count for first, count in zip(box.offsets, box.shape, strict=True))
 
 
 def _open_files(root: str) -> list[TensorFile]:

@@ -29,7 +29,6 @@ from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.safetensors import open_model_files, whole_tensors
 from unified_ckpt.sources.huggingface.adapters import adapter_tensors
 from unified_ckpt.sources.pytorch.dcp import open_dcp
-from unified_ckpt.sources.pytorch.optimizer_groups import parse_groups
 from unified_ckpt.sources.pytorch.optimizer_names import ForeignCheckpoint, with_optimizer_names
 from unified_ckpt.sources.pytorch.parameter_order import config_order
 from unified_ckpt.sources.pytorch.state_dict import ParsedStateDict, parse_state_dict, read_bins
@@ -139,22 +138,19 @@ def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> Pa
     """Read one model; no tensors if the folder has no model of this index."""
     fsdp_name, suffix = f"pytorch_model_fsdp_{index}", f"_{index}" if index else ""
     if fsdp_name in entries:
-        source = _open_complete_dcp(os.path.join(root, fsdp_name))
-        tensors = {
-            (part, name): tensor
-            for (source_part, name), tensor in source.tensors.items()
-            if source_part == MODEL
-        }
-        return ParsedStateDict(tensors, {}, dict(source.metadata().modules), {})
+        source = _open_complete_dcp(os.path.join(root, fsdp_name), MODEL)
+        tensors = {(part, name): tensor for (_, name), tensor in source.tensors.items()}
+        metadata = source.metadata()
+        return ParsedStateDict(tensors, {}, dict(metadata.modules), metadata.extra or {})
     rank_paths = _rank_files(root, fsdp_name)
     if rank_paths:
         from unified_ckpt.sources.huggingface.fsdp_ranks import (  # imports DTensor
-            extra_states_from_rank,
             model_from_ranks,
+            values_from_rank,
         )
 
         return ParsedStateDict(
-            model_from_ranks(rank_paths, part), {}, extra_states_from_rank(rank_paths[0]), {}
+            model_from_ranks(rank_paths, part), {}, *values_from_rank(rank_paths[0])
         )
     full_file, bin_file = f"pytorch_model_fsdp{suffix}.bin", f"pytorch_model{suffix}.bin"
     files = open_model_files(root, part=part)
@@ -190,14 +186,17 @@ def _rank_files(root: str, stem: str) -> list[str]:
     return [os.path.join(root, names[rank]) for rank in sorted(names)]
 
 
-def _open_complete_dcp(root: str) -> ShardedSource:
+def _open_complete_dcp(root: str, part: str) -> ShardedSource:
+    """Open a DCP folder of one part. FormatError if it has tensors of others."""
     if not os.path.isfile(os.path.join(root, DCP_METADATA)):
         raise IncompleteError(
             f"{root}: no {DCP_METADATA}, which is written last: the save did not complete"
         )
     source = open_dcp(root, SourceOptions())
-    for part in source.refused:
-        source.names(part)  # raises the reason
+    for refused in source.refused:
+        source.names(refused)  # raises the reason
+    others = sorted(":".join(key) for key in source.tensors if key[0] != part)
+    raise_if_any(FormatError, f"{root}: expected only {part}, got", others)
     return source
 
 
@@ -213,7 +212,7 @@ def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignChec
             name for name in (f"optimizer{suffix}.pt", f"optimizer{suffix}.bin") if name in entries
         ]
         if folder in entries:
-            source = _open_complete_dcp(os.path.join(root, folder))
+            source = _open_complete_dcp(os.path.join(root, folder), OPTIMIZER)
             _add_optimizer(
                 os.path.join(root, folder),
                 checkpoint,
@@ -235,7 +234,7 @@ def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignChec
                 raise FormatError(f"{root}: got {' and '.join(files)}, expected one of them")
             path = os.path.join(root, files[0])
             checkpoint.optimizer_paths.append(path)
-            checkpoint.indexed_groups += parse_groups(path, load_torch(path, numbered=True))
+            checkpoint.add_optimizer(path, folder, load_torch(path, numbered=True))
         else:
             break
         index += 1
@@ -264,11 +263,7 @@ def _add_optimizer(
     prefix: str,
 ) -> None:
     """Add an optimizer by name. FormatError if another one has state of the same parameter."""
-    prefixed = {
-        (OPTIMIZER, prefix + name): tensor
-        for (part, name), tensor in tensors.items()
-        if part == OPTIMIZER
-    }
+    prefixed = {(OPTIMIZER, prefix + name): tensor for (_, name), tensor in tensors.items()}
     scalars = {prefix + fqn: state for fqn, state in metadata.scalars.items()}
     raise_if_any(
         FormatError,
@@ -287,6 +282,7 @@ def _add_optimizer(
         groups=[*checkpoint.metadata.groups, *groups],
         scalars={**checkpoint.metadata.scalars, **scalars},
     )
+    checkpoint.add_extra(os.path.split(path)[1], metadata.extra)
 
 
 # ---- everything else

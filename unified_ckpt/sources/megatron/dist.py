@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,20 +24,25 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.parsing import parsing
+from unified_ckpt.sources.megatron.arguments import Arguments, parse_arguments
 from unified_ckpt.sources.megatron.files import (
     PLACEHOLDER_CLASSES,
-    Arguments,
-    parse_arguments,
-    plain_values,
+    without_numbers,
 )
 from unified_ckpt.sources.megatron.master_check import master_check
 from unified_ckpt.sources.megatron.names import is_expert, unstack
-from unified_ckpt.sources.megatron.optimizer_states import assign_groups, group_options
+from unified_ckpt.sources.megatron.optimizer_states import (
+    assign_groups,
+    group_options,
+    list_optimizers,
+)
+from unified_ckpt.sources.megatron.random_state import select_rng_state
 from unified_ckpt.sources.megatron.view import MegatronContent, build_source
 from unified_ckpt.sources.pytorch.dcp import build_tensor, load_object, map_files
 from unified_ckpt.sources.pytorch.dcp_metadata import Entry, read_entries
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.sources.restricted_pickle.placeholders import to_plain
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 _PLANNER_CLASSES = [
@@ -48,6 +53,7 @@ _OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
 _FLAT_BUFFER_KEY = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*(?:bucket_idx|gbuf_idx).*"
 )
+_READ_OBJECTS = ("common_state", "rng_state/")
 _MASTER_STATES = ("param", "fp32_param")
 _FLAT_BUFFER_REFUSAL = (
     "got flat buffers (dp_reshardable), whose order the folder does not record; "
@@ -59,7 +65,7 @@ _FLAT_BUFFER_REFUSAL = (
 class _Contents:
     """The content of a folder: tensors by part and name, objects by key, and the common state.
 
-    `refusal`: why no optimizer is read; empty if it is.
+    `refusal`: why no optimizer is read; empty if it is. `left_out`: keys that are not read.
     """
 
     tensors: Mapping[Key, ShardedTensor]
@@ -67,6 +73,7 @@ class _Contents:
     files: Mapping[str, MappedFile]
     common: Mapping[str, Any]
     refusal: str
+    left_out: Sequence[str]
 
 
 def open_dist(folder: str, options: SourceOptions) -> Source:
@@ -91,6 +98,7 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
         groups,
         partial(_read_rng_state, folder, contents, args) if _rng_grid(contents) else None,
         contents.refusal,
+        contents.left_out,
     )
     return build_source(content, args, options)
 
@@ -112,12 +120,15 @@ def _read_contents(folder: str) -> _Contents:
     files = map_files(folder, entries)
     tensors: dict[Key, ShardedTensor] = {}
     objects: dict[str, Entry] = {}
-    refusal = ""
+    refusal, left_out = "", set[str]()
     for key, entry in entries.items():
         if entry.dtype is None:
             objects[key] = entry
+            if not key.startswith(_READ_OBJECTS):
+                left_out.add(without_numbers(key.partition("/shard_")[0]))
             continue
         if key.endswith("_extra_state"):
+            left_out.add(without_numbers(key))
             continue
         if _FLAT_BUFFER_KEY.fullmatch(key):
             refusal = _FLAT_BUFFER_REFUSAL
@@ -136,7 +147,8 @@ def _read_contents(folder: str) -> _Contents:
                 "expected the shape of the model's tensor"
             )
     accepted = {key: tensor for key, tensor in tensors.items() if key[0] == MODEL or not refusal}
-    return _Contents(accepted, objects, files, _read_common(folder, files, objects), refusal)
+    common = _read_common(folder, files, objects)
+    return _Contents(accepted, objects, files, common, refusal, sorted(left_out))
 
 
 def _read_common(
@@ -201,7 +213,7 @@ def _param_groups(
     }
     if not optimizer or not names_with_state:
         return [], {}
-    optimizers = [optimizer[n] for n in sorted(optimizer)] if 0 in optimizer else [optimizer]
+    optimizers = list_optimizers(optimizer)
     groups: list[dict[str, Any]] = []
     steps: dict[str, float] = {}
     names = [
@@ -228,7 +240,7 @@ def _param_groups(
                     for (stored, _, _), group_index in zip(params, group_indices, strict=True)
                     if group_index == index
                 ]
-                groups.append({"names": group_names, "options": plain_values(group_options(group))})
+                groups.append({"names": group_names, "options": to_plain(group_options(group))})
                 step = group.get("step", common_step)
                 if step is None and group_names:
                     raise FormatError("no step count in the optimizer")
@@ -263,6 +275,4 @@ def _read_rng_state(folder: str, contents: _Contents, args: Arguments, rank: int
     if key not in contents.objects:
         return None
     states = _load_object(folder, contents.files, key, contents.objects[key])
-    cp, dp = args.get_int("context_parallel_size", 1), args.get_int("data_parallel_size", 1)
-    data_rank = rank // (grid[1] * cp) % max(1, dp)
-    return {"rng_state": plain_values(states[data_rank if len(states) > 1 else 0])}
+    return select_rng_state(states, args, rank)

@@ -18,6 +18,7 @@ from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.detect.names import MEGATRON_TRACKER
 from unified_ckpt.sources.files.parsing import read_text
+from unified_ckpt.sources.megatron.arguments import Arguments, parse_arguments, rank_positions
 from unified_ckpt.sources.megatron.names import to_core_name
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
@@ -25,7 +26,7 @@ from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
-_SKIPPED_SUFFIXES = ("_extra_state", "inv_freq")  # recreated by Transformer Engine, rotary
+_UNREAD_SUFFIXES = ("_extra_state", "inv_freq")
 PLACEHOLDER_CLASSES = (
     "argparse.Namespace",
     "types.SimpleNamespace",
@@ -58,7 +59,8 @@ class RankFile:
     """The content of one model-parallel rank's file.
 
     `chunks`: tensors by name for each model chunk (virtual pipeline stage). Layers are numbered
-    over the whole model.
+    over the whole model. `left_out`: names of what the model holds beside them, which Transformer
+    Engine and rotary embeddings recreate.
     """
 
     path: str
@@ -67,57 +69,7 @@ class RankFile:
     ep: int
     state_dict: Mapping[str, Any]
     chunks: list[dict[str, torch.Tensor]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The saved Megatron arguments. `path`: the file that they are in."""
-
-    values: Mapping[str, Any]
-    path: str
-
-    def get_int(self, name: str, default: int | None = None) -> int:
-        """Return an integer argument. FormatError if it is missing and has no default."""
-        value = self.values.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise FormatError(f"{self.path}: argument {name}: got {value!r}, expected an integer")
-        return value
-
-    def get_bool(self, name: str) -> bool:
-        """Return a boolean argument; False if it is missing."""
-        return bool(self.values.get(name))
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks; 0 if unknown."""
-        return self.get_int("world_size", 0)
-
-    @property
-    def experts(self) -> int:
-        """Number of experts; 0 for a dense model."""
-        return self.get_int("num_experts", 0)
-
-    @property
-    def tp(self) -> int:
-        """Tensor-parallel size."""
-        return self.get_int("tensor_model_parallel_size", 1)
-
-    @property
-    def pp(self) -> int:
-        """Pipeline-parallel size."""
-        return self.get_int("pipeline_model_parallel_size", 1)
-
-    @property
-    def ep(self) -> int:
-        """Expert-parallel size."""
-        return self.get_int("expert_model_parallel_size", 1)
-
-    @property
-    def etp(self) -> int:
-        """Tensor-parallel size of experts."""
-        return self.get_int("expert_tensor_parallel_size", self.tp)
+    left_out: frozenset[str] = frozenset()
 
 
 def step_folder(root: str) -> str:
@@ -182,12 +134,6 @@ def read_rank_files(folder: str) -> tuple[Arguments, list[RankFile]]:
     return args, rank_files
 
 
-def parse_arguments(namespace: Any, path: str) -> Arguments:
-    """Return the arguments from a pickled namespace; empty if there is none."""
-    has_values = isinstance(namespace, Placeholder) and isinstance(namespace.state, dict)
-    return Arguments(namespace.state if has_values else {}, path)
-
-
 def expert_tp_rank(rank_file: RankFile, args: Arguments) -> int:
     """Return the tensor-parallel rank within experts. FormatError if file names do not give it."""
     if args.etp not in (1, args.tp):
@@ -219,23 +165,50 @@ def _parse_rank_file(
     chunks = [state_dict[key] for key in keys]
     if not chunks or not all(isinstance(chunk, Mapping) for chunk in chunks):
         raise FormatError(f"{path}: no model; expected the state dict 'model', or 'model0', ...")
-    return RankFile(path, ranks[0], pp, ep, state_dict, [dict(_flatten(chunk)) for chunk in chunks])
+    values = [dict(_flatten(chunk)) for chunk in chunks]
+    return RankFile(
+        path,
+        ranks[0],
+        pp,
+        ep,
+        state_dict,
+        [
+            {name: value.detach() for name, value in chunk.items() if _is_read(name, value)}
+            for chunk in values
+        ],
+        frozenset(
+            without_numbers(name)
+            for chunk in values
+            for name, value in chunk.items()
+            if not _is_read(name, value) and _holds_state(value)
+        ),
+    )
 
 
-def _flatten(state_dict: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _flatten(state_dict: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in state_dict.items():
-        if str(key).endswith(_SKIPPED_SUFFIXES):
-            continue
-        if isinstance(value, torch.Tensor):
-            yield to_core_name((prefix + str(key)).removeprefix("module.")), value.detach()
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield to_core_name((prefix + str(key)).removeprefix("module.")), value
+
+
+def _is_read(name: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not name.endswith(_UNREAD_SUFFIXES)
+
+
+def _holds_state(value: Any) -> bool:
+    return bool(value.numel()) if isinstance(value, torch.Tensor) else value is not None
+
+
+def without_numbers(name: str) -> str:
+    """Return the name with `*` in place of its numbers, the same for all layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _check_writer(rank_file: RankFile, args: Arguments) -> None:
     """Raise FormatError if another rank wrote the file: its arguments give the writer's rank.
 
-    Ranks count tensor, data, then pipeline parallelism; for experts tensor, expert, then data.
     Only files with random states are checked, because converters write every file with the
     arguments of one process.
     """
@@ -246,15 +219,7 @@ def _check_writer(rank_file: RankFile, args: Arguments) -> None:
         or not 0 <= rank < world
     ):
         return
-    inner = rank % (world // args.pp)  # within its pipeline stage
-    if args.get_bool("use_tp_pp_dp_mapping"):  # allows neither experts nor context parallelism
-        positions = [(rank % args.tp, rank // args.tp % args.pp, rank_file.ep)]
-    else:  # versions without expert tensor parallelism count context parallelism before experts
-        strides = dict.fromkeys((args.etp, args.tp * args.get_int("context_parallel_size", 1)))
-        positions = [
-            (rank % args.tp, rank * args.pp // world, inner // stride % args.ep)
-            for stride in strides
-        ]
+    positions = rank_positions(rank, args)
     if (rank_file.tp, rank_file.pp, rank_file.ep) not in positions:
         tp, pp, ep = positions[0]
         raise FormatError(
@@ -343,21 +308,3 @@ def _renumber_layers(folder: str, rank_files: list[RankFile], args: Arguments) -
 def _shift_layer(name: str, offset: int) -> str:
     match = _LAYER.fullmatch(name)
     return f"{match[1]}{int(match[2]) + offset}{match[3]}" if match else name
-
-
-def plain_values(obj: Any) -> Any:
-    """Replace classes: a namespace becomes a dict, an enum its value, a path a string."""
-    if isinstance(obj, Placeholder):
-        if obj.state is not None:
-            return plain_values(obj.state)
-        if "Path" in type(obj).__name__:
-            return "/".join(map(str, obj.args)).replace("//", "/")
-        values = [plain_values(item) for item in obj.args]
-        return values[0] if len(values) == 1 else values
-    if isinstance(obj, type) and issubclass(obj, Placeholder):
-        return obj.__name__
-    if isinstance(obj, Mapping):
-        return {key: plain_values(value) for key, value in obj.items()}
-    if type(obj) in (list, tuple):
-        return type(obj)(plain_values(item) for item in obj)
-    return list(obj) if isinstance(obj, list | tuple) else obj

@@ -17,13 +17,17 @@ import torch
 
 from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.sources.files.parsing import parsing
-from unified_ckpt.sources.megatron.files import FLAT_FILE, Arguments, RankFile
+from unified_ckpt.sources.megatron.arguments import Arguments
+from unified_ckpt.sources.megatron.files import FLAT_FILE, RankFile
 from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert
 from unified_ckpt.sources.megatron.tensor_parallel import is_parameter
 from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.sources.restricted_pickle.placeholders import to_plain
 
 _ALIGNMENT = 64  # elements; parameters start at multiples of it in a flat buffer
 _EXCLUDED_OPTIONS = ("params", "step")
+_MASTER_KEYS = ("fp32_from_fp16_params", "fp32_from_fp16")
+_STATE_KEYS = ("optimizer", "state", "param_groups", "param_state", *_MASTER_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey
             f"{rank_file.path}: got a layer-wise optimizer, which is not read; "
             "save with another optimizer"
         )
-    optimizers = _list_optimizers(state)
+    optimizers = list_optimizers(state)
     params = [
         ParamRef(index, name, tensor)
         for index, chunk in enumerate(rank_file.chunks)
@@ -112,11 +116,27 @@ def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey
     return param_states
 
 
-def _list_optimizers(state: Any) -> list[Any]:
+def list_optimizers(state: Any) -> list[Any]:
     """Return the chained optimizers, which are saved as a list, as a dict by index, or alone."""
     if isinstance(state, list):
         return list(state)
     return [state[index] for index in sorted(state)] if 0 in state else [state]
+
+
+def other_optimizer_values(state: Any) -> list[dict[str, Any]]:
+    """Return what each optimizer holds beside its state, such as the loss scaler; [] if nothing.
+
+    `state` is None if no optimizer was saved.
+    """
+    values = [
+        {
+            key: to_plain(value)
+            for key, value in {**optimizer, **_torch_state(optimizer)}.items()
+            if key not in _STATE_KEYS
+        }
+        for optimizer in list_optimizers(state or {})
+    ]
+    return values if any(values) else []
 
 
 def _param_key(param: ParamRef) -> ParamKey:
@@ -201,7 +221,7 @@ def _from_groups(
     params_by_group: Sequence[tuple[Mapping[str, Any], list[ParamRef]]],
 ) -> Iterator[tuple[ParamKey, ParamState]]:
     torch_state = _torch_state(optimizer)
-    masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+    masters = next((optimizer[key] for key in _MASTER_KEYS if key in optimizer), None)
     for number, (group, params) in enumerate(params_by_group):
         indices = list(group["params"])
         if len(indices) != len(params):

@@ -21,13 +21,12 @@ from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.detect.names import DCP_METADATA
+from unified_ckpt.sources.megatron.arguments import Arguments
 from unified_ckpt.sources.megatron.dist import open_dist, step_shard
 from unified_ckpt.sources.megatron.files import (
     FLAT_FILE,
-    Arguments,
     RankFile,
     expert_tp_rank,
-    plain_values,
     read_rank_files,
     step_folder,
 )
@@ -38,8 +37,10 @@ from unified_ckpt.sources.megatron.optimizer_states import (
     ParamState,
     read_optimizer_states,
 )
+from unified_ckpt.sources.megatron.random_state import read_rng_state
 from unified_ckpt.sources.megatron.tensor_parallel import Slice, global_slices, is_parameter
 from unified_ckpt.sources.megatron.view import MegatronContent, build_source
+from unified_ckpt.sources.pytorch.optimizer_groups import groups_by_options
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 
@@ -83,9 +84,14 @@ def open_megatron(root: str, options: SourceOptions) -> Source:
         "megatron",
         dict(_sharded_tensors(folder, global_tensors)),
         state_dict,
-        _param_groups(global_tensors),
-        partial(_rng_state, rank_files, args) if "rng_state" in state_dict else None,
+        groups_by_options(
+            (name, tensor.options)
+            for name, tensor in global_tensors.items()
+            if tensor.options is not None
+        ),
+        partial(read_rng_state, rank_files, args) if "rng_state" in state_dict else None,
         refusal,
+        sorted(frozenset().union(*(rank_file.left_out for rank_file in rank_files))),
     )
     return build_source(content, args, options)
 
@@ -223,34 +229,3 @@ def _sharded_tensors(
                     (OPTIMIZER, f"{name}/step"),
                     sharded_tensor(torch.float32, (), [step_shard(tensor.step, folder)]),
                 )
-
-
-def _param_groups(global_tensors: Mapping[str, _GlobalTensor]) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = []
-    for name, tensor in global_tensors.items():
-        if tensor.options is not None:
-            matching = next((group for group in groups if group["options"] == tensor.options), None)
-            if matching is None:
-                groups.append({"names": [name], "options": dict(tensor.options)})
-            else:
-                matching["names"].append(name)
-    return groups
-
-
-def _rng_state(rank_files: Sequence[RankFile], args: Arguments, rank: int) -> Any:
-    """Return a rank's random state.
-
-    Ranks count tensor, context, data, then pipeline parallelism.
-    """
-    tp, cp = args.tp, args.get_int("context_parallel_size", 1)
-    data_rank = rank // (tp * cp) % args.get_int("data_parallel_size", 1)
-    pp = rank * args.pp // max(1, args.world_size)
-    for rank_file in rank_files:
-        if (rank_file.tp, rank_file.pp) == (rank % tp, pp):
-            states = rank_file.state_dict.get("rng_state")
-            break
-    else:
-        return None
-    if not states:
-        return None
-    return {"rng_state": plain_values(states[data_rank if len(states) > 1 else 0])}

@@ -11,7 +11,8 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.megatron.files import Arguments, RankFile, expert_tp_rank
+from unified_ckpt.sources.megatron.arguments import Arguments
+from unified_ckpt.sources.megatron.files import RankFile, expert_tp_rank
 from unified_ckpt.sources.megatron.names import BUFFER_SUFFIXES, is_expert, parse_expert, tp_split
 
 # Another name of `local_experts.<n>.linear_fc1.weight`.

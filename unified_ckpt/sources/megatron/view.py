@@ -13,7 +13,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.files.json import config_path, read_config
 from unified_ckpt.sources.files.parsing import parsing
-from unified_ckpt.sources.megatron.files import Arguments, plain_values
+from unified_ckpt.sources.megatron.arguments import Arguments
 from unified_ckpt.sources.megatron.names import (
     EMBEDDING,
     OUTPUT,
@@ -25,6 +25,8 @@ from unified_ckpt.sources.megatron.names import (
     to_hf_tensors,
     unstack,
 )
+from unified_ckpt.sources.megatron.optimizer_states import other_optimizer_values
+from unified_ckpt.sources.restricted_pickle.placeholders import to_plain
 from unified_ckpt.views.derived import ElementRange, RangesTensor, derive
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras
 
@@ -33,7 +35,6 @@ _NON_EXTRA_KEYS = (
     "model",
     "optimizer",
     "rng_state",
-    "rerun_state_machine",
     "checkpoint_version",
 )
 
@@ -43,7 +44,8 @@ class MegatronContent:
     """The content of a folder, of either layout.
 
     `common`: the state that is not of one rank. `rng_state` returns a rank's random state; None if
-    none was saved. `refusal`: why no optimizer is read; empty if it is.
+    none was saved. `refusal`: why no optimizer is read; empty if it is. `left_out`: names that are
+    not read.
     """
 
     folder: str
@@ -53,6 +55,7 @@ class MegatronContent:
     groups: Sequence[Mapping[str, Any]]
     rng_state: Callable[[int], Any] | None
     refusal: str
+    left_out: Sequence[str]
 
 
 def build_source(content: MegatronContent, args: Arguments, options: SourceOptions) -> Source:
@@ -62,21 +65,25 @@ def build_source(content: MegatronContent, args: Arguments, options: SourceOptio
     """
     tensors, iteration = content.tensors, content.common.get("iteration")
     extra = {
-        key: plain_values(value)
+        key: to_plain(value)
         for key, value in content.common.items()
         if key.rstrip("0123456789") not in _NON_EXTRA_KEYS
     }
     if args.values:
-        extra["args"] = plain_values(dict(args.values))
+        extra["args"] = to_plain(args.values)
+    if optimizer_values := other_optimizer_values(content.common.get("optimizer")):
+        extra["optimizer"] = optimizer_values
     refusal = f"{content.refusal}; load only the model"
     extras = SourceExtras({OPTIMIZER: refusal} if content.refusal else {})
+    has_rng = content.rng_state is not None
     if content.rng_state is not None:
         extras = replace(extras, rank_extra=content.rng_state)
     metadata = SourceMetadata(
         step=iteration if isinstance(iteration, int) else None,
         extra=extra or None,
         groups=content.groups,
-        rank_extras=args.world_size if content.rng_state is not None else 0,
+        rank_extras=args.world_size if has_rng else 0,
+        left_out=[*content.left_out, *(["rng_state"] if has_rng and not args.world_size else [])],
     )
     aliases = {} if (MODEL, OUTPUT) in tensors else {OUTPUT: EMBEDDING}
     source = ShardedSource(

@@ -3,7 +3,7 @@
 The model has a safetensors file per tensor and rank, whose header gives the slices. Optimizer
 state has a file per rank, by parameter name, flat over data-parallel ranks under ZeRO-1. The
 fp32 copies in the gradient accumulator are the master weights.
-Does not read `random/`, which holds pickled nanotron classes.
+Does not read `random/`, which holds pickled nanotron classes; `left_out` has its name.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ from unified_ckpt.views.shards import (
 _OPTIMIZER_FILE = re.compile(
     r"optimizer_pp-(\d+)-of-(\d+)(?:_dp-(\d+)-of-(\d+))?_tp-(\d+)-of-(\d+)(?:_exp-(\d+)-of-(\d+))?\.pt"
 )
+_SCHEDULER, _OPTIMIZER_CONFIG = "lr_scheduler/lr_scheduler.pt", "optimizer/optimizer_config.json"
+_READ_ENTRIES = {"model", "optimizer", "lr_scheduler", NANOTRON_META}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,12 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
         tensors[MODEL, name] = _build_tensor(root, name, dtype, tensor_files, shards)
     optimizer_files = _read_optimizer_files(root)
     tensors |= _optimizer_tensors(root, optimizer_files, shard_files)
-    scheduler = os.path.join(root, "lr_scheduler", "lr_scheduler.pt")
     extra = {"metadata": meta}
+    scheduler, config = (os.path.join(root, file) for file in (_SCHEDULER, _OPTIMIZER_CONFIG))
     if os.path.isfile(scheduler):
         extra["lr_scheduler"] = load_torch(scheduler)
+    if os.path.isfile(config):
+        extra["optimizer_config"] = read_json_object(config)
     step = (meta.get("metas") or {}).get("last_train_step")
     metadata = SourceMetadata(
         step=step if isinstance(step, int) else None,
@@ -108,6 +112,7 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
             for optimizer_file in optimizer_files
             for index, entry in optimizer_file.content["state"].items()
         ),
+        left_out=sorted(set(os.listdir(root)) - _READ_ENTRIES),
     )
     return ShardedSource(root, tensors, format="nanotron", metadata=metadata)
 

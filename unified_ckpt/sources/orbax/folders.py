@@ -29,6 +29,7 @@ COMMITTED = "commit_success.txt"
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)$")
 _EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
 _STRINGS_FILE = "_strings.json"
+_MARKERS = (ORBAX_STEP, COMMITTED)
 _PROCESS_FILE = re.compile(r"process_(\d+)-of-(\d+)\.json")
 
 
@@ -37,7 +38,8 @@ class OrbaxStep:
     """A step. `items` maps the names of trees of arrays to their folders.
 
     `metadata` is the content of `_CHECKPOINT_METADATA`, or {}. `json_items` maps names to JSON
-    files. `iterator_states` has the data iterator's file of each process.
+    files. `iterator_states` has the data iterator's file of each process. `left_out` has the names
+    of other entries.
     """
 
     path: str
@@ -46,13 +48,14 @@ class OrbaxStep:
     metadata: Mapping[str, Any]
     json_items: Mapping[str, str]
     iterator_states: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OrbaxTree:
     """The tree of one item. `arrays` maps key paths to names on disk, `strings` to text leaves.
 
-    `zeros_omitted`: chunks of zeros may be missing.
+    `zeros_omitted`: chunks of zeros may be missing. `custom`: what the caller of Orbax added.
     """
 
     root: str
@@ -60,6 +63,7 @@ class OrbaxTree:
     strings: Mapping[tuple[str, ...], str]
     zarr3: bool
     zeros_omitted: bool
+    custom: Any
 
 
 def resolve_step(root: str) -> OrbaxStep:
@@ -128,18 +132,24 @@ def _open_step(path: str, items: Mapping[str, str]) -> OrbaxStep:
             f"{path}: no item has {ORBAX_TREE}, expected a tree of arrays that PyTreeSave or "
             "StandardSave wrote"
         )
-    number = _NUMBER.search(_basename(path))
+    number, entries = _NUMBER.search(_basename(path)), sorted(os.listdir(path))
+    json_items = {
+        name: file
+        for name in entries
+        for file in (os.path.join(path, name, json_name) for json_name in ("metadata", name))
+        if name not in items and os.path.isfile(file)
+    }
+    iterator_states = _list_iterator_states(path)
+    read = {*list_orbax_items(path, entries), *json_items, *_MARKERS}
+    read |= {"iter"} if iterator_states else set()
     return OrbaxStep(
         path,
         int(number[1]) if number else None,
         items,
         metadata,
-        {
-            name: file
-            for name in sorted(os.listdir(path))
-            if name not in items and os.path.isfile(file := os.path.join(path, name, "metadata"))
-        },
-        _list_iterator_states(path),
+        json_items,
+        iterator_states,
+        () if path in items.values() else tuple(name for name in entries if name not in read),
     )
 
 
@@ -219,4 +229,5 @@ def read_tree(root: str) -> OrbaxTree:
             },
             bool(metadata.get("use_zarr3")),
             not metadata.get("store_array_data_equal_to_fill_value"),
+            metadata.get("custom_metadata"),
         )

@@ -22,7 +22,7 @@ from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.files.json import read_json
 from unified_ckpt.sources.orbax.arrays import StoredArray, chunk_boxes, open_arrays
-from unified_ckpt.sources.orbax.folders import OrbaxStep, read_tree, resolve_step
+from unified_ckpt.sources.orbax.folders import OrbaxStep, OrbaxTree, read_tree, resolve_step
 from unified_ckpt.sources.orbax.maxtext import (
     UNKNOWN_MODEL,
     infer_model_type,
@@ -50,7 +50,8 @@ def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
     IncompleteError naming what is missing or unfinished.
     """
     step = resolve_step(root)
-    arrays, strings = _open_leaves(step)
+    trees = {item: read_tree(folder) for item, folder in step.items.items()}
+    arrays, strings = _open_leaves(trees)
     roles = classify_leaves({path: array.shape for path, array in arrays.items()})
     stored = {key: arrays[path] for path, key in roles.tensors.items()}
     weights = {name: array.shape for (part, name), array in stored.items() if part == MODEL}
@@ -84,7 +85,7 @@ def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
             for native_name in owners
             for hf_name in names[native_name]
         }
-    metadata = _metadata(step, arrays, strings, roles)
+    metadata = _metadata(step, trees, arrays, strings, roles)
     return ShardedSource(
         step.path,
         tensors,
@@ -95,16 +96,17 @@ def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
     )
 
 
-def _open_leaves(step: OrbaxStep) -> tuple[dict[Path, StoredArray], dict[Path, str]]:
+def _open_leaves(
+    trees: Mapping[str, OrbaxTree],
+) -> tuple[dict[Path, StoredArray], dict[Path, str]]:
     """Open the leaves of all items; if there are several, paths start with the item's name."""
     arrays: dict[Path, StoredArray] = {}
     strings: dict[Path, str] = {}
-    for item, folder in step.items.items():
-        tree = read_tree(folder)
+    for item, tree in trees.items():
         by_name = open_arrays(
-            folder, tree.arrays.values(), zarr3=tree.zarr3, zeros_omitted=tree.zeros_omitted
+            tree.root, tree.arrays.values(), zarr3=tree.zarr3, zeros_omitted=tree.zeros_omitted
         )
-        prefix = (item,) if len(step.items) > 1 else ()
+        prefix = (item,) if len(trees) > 1 else ()
         arrays |= {(*prefix, *path): by_name[name] for path, name in tree.arrays.items()}
         strings |= {(*prefix, *path): text for path, text in tree.strings.items()}
     return arrays, strings
@@ -141,6 +143,7 @@ def _step_count(array: StoredArray) -> ShardedTensor:
 
 def _metadata(
     step: OrbaxStep,
+    trees: Mapping[str, OrbaxTree],
     arrays: Mapping[Path, StoredArray],
     strings: Mapping[Path, str],
     roles: LeafRoles,
@@ -155,9 +158,16 @@ def _metadata(
         _set_nested(extra, path, text)
     for item, file in step.json_items.items():
         _set_nested(extra, (item,), read_json(file))
-    if step.metadata.get("custom_metadata"):
-        _set_nested(extra, ("custom_metadata",), step.metadata["custom_metadata"])
-    return SourceMetadata(step=number, extra=extra or None, rank_extras=len(step.iterator_states))
+    custom = {item: tree.custom for item, tree in trees.items() if tree.custom}
+    custom |= step.metadata.get("custom_metadata") or {}
+    if custom:
+        _set_nested(extra, ("custom_metadata",), custom)
+    return SourceMetadata(
+        step=number,
+        extra=extra or None,
+        rank_extras=len(step.iterator_states),
+        left_out=step.left_out,
+    )
 
 
 def _set_nested(tree: dict[Any, Any], path: Path, value: Any) -> None:

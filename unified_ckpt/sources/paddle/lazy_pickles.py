@@ -324,10 +324,15 @@ def _concat_rows(parts: tuple[StoredTensor, ...], shape: tuple[int, ...], box: B
 def to_plain(value: Any) -> Any:
     """Convert a tree of dicts, lists and tuples; arrays become tensors.
 
-    Raises FormatError for values that are not plain.
+    Raises FormatError for values that are not plain, and for long arrays.
     """
     if isinstance(value, LazyArray):
-        return _in_memory(value).clone() if isinstance(value.raw, bytes) else None
+        if isinstance(value.raw, FileBytes):
+            raise FormatError(
+                f"got an array of shape {value.shape}, expected at most {_SHORT_NBYTES} bytes "
+                "among plain values"
+            )
+        return _in_memory(value).clone()
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

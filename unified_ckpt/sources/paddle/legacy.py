@@ -94,10 +94,7 @@ def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[s
     content = load_array_dict(path)
     name_map = dict_entry(path, content, _NAMES)
     tensors = map_arrays(path, content)
-    # "@@" marks Paddle's own entries.
-    unexpected = sorted(
-        str(name) for name in content if str(name) not in tensors and "@@" not in str(name)
-    )
+    unexpected = _unread_names(content, tensors)
     if unexpected or not tensors:
         raise FormatError(
             format_list(f"{path}: has entries that are not arrays, or no arrays", unexpected)
@@ -110,14 +107,24 @@ def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[s
     return {str(internal_name): str(name) for name, internal_name in name_map.items()}
 
 
+def _unread_names(content: Mapping[Any, Any], tensors: Collection[str]) -> list[str]:
+    """Return the names of entries that are no tensors; "@@" marks Paddle's own."""
+    return sorted(
+        str(name) for name in content if str(name) not in tensors and "@@" not in str(name)
+    )
+
+
 def _read_optimizer(
     path: str, rank_file: RankFile, names: Mapping[str, str], collected: _Collected
 ) -> None:
     content = load_array_dict(path)
     collected.scheduler = collected.scheduler or to_plain(content.pop(_SCHEDULER, None))
     masters = dict_entry(path, content, _MASTERS)
-    state_names, unknown = (*STATE_NAMES, *POWER_STATES), []
-    for key, tensor in map_arrays(path, content).items():
+    tensors, master_tensors = map_arrays(path, content), map_arrays(path, masters)
+    content.pop(_MASTERS, None)
+    state_names = (*STATE_NAMES, *POWER_STATES)
+    unknown = [*_unread_names(content, tensors), *_unread_names(masters, master_tensors)]
+    for key, tensor in tensors.items():
         state_name = next((name for name in state_names if key.endswith(f"_{name}")), None)
         owner = names.get(key.removesuffix(f"_{state_name}").removesuffix(_MASTER_SUFFIX))
         if state_name is None or owner is None:
@@ -125,7 +132,7 @@ def _read_optimizer(
             continue
         slices = collected.optimizer.setdefault(state_name, {}).setdefault(owner, {})
         slices.setdefault(rank_file.tp_rank, []).append(tensor)
-    for internal_name, tensor in map_arrays(path, masters).items():
+    for internal_name, tensor in master_tensors.items():
         if internal_name in names:
             slices = collected.masters.setdefault(names[internal_name], {})
             slices.setdefault(rank_file.tp_rank, []).append(tensor)

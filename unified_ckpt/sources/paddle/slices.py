@@ -20,7 +20,7 @@ from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.tensors import as_contiguous, as_int_bits, from_bytes
 from unified_ckpt.sources.paddle.names import GATE_UP, TargetTensor
-from unified_ckpt.views.shards import TensorShard
+from unified_ckpt.views.shards import TensorShard, shape_of_boxes
 
 _SHARD_NBYTES = 64 << 20  # of tensors that are computed or transposed
 
@@ -134,11 +134,7 @@ def concat_ranks(
 
 def full_shape(slices: Sequence[Slice]) -> tuple[int, ...]:
     """Return the shape of the whole tensor."""
-    ends = [
-        [low + count for low, count in zip(tp_slice.box.offsets, tp_slice.box.shape, strict=True)]
-        for tp_slice in slices
-    ]
-    return tuple(map(max, zip(*ends, strict=True)))
+    return shape_of_boxes([tp_slice.box for tp_slice in slices])
 
 
 def _compare_replicas(name: str, replicas: Sequence[StoredTensor]) -> StoredTensor:

@@ -3,13 +3,15 @@
 Each shard in a `.distcp` file is an archive of torch.save. Reads what `dcp.save` writes of a
 nested or flat state dict: torchtitan, Accelerate and the Trainer under FSDP.
 
-A single key around the whole state is removed. Tensors under "model", or under no key, are the
-model; in "optimizer", those under "state" are the optimizer; any other key is a part.
+A single key around the whole state is removed. Tensors under "model", else "state_dict", or under
+no key, are the model; in "optimizer" or "optimizer_<n>", those under "state" are the optimizer;
+any other key is a part.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,6 +29,7 @@ from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.pytorch.dcp_metadata import Entry, KeyPath, read_entries
+from unified_ckpt.sources.pytorch.optimizer_groups import groups_by_options, param_group
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.sources.restricted_pickle.load import load_torch_bytes
 from unified_ckpt.views.shards import (
@@ -37,25 +40,37 @@ from unified_ckpt.views.shards import (
     sharded_tensor,
 )
 
-_OPTIMIZER_KEYS = ("optimizer", "optim")
+_OPTIMIZER_KEY = re.compile(r"optimizer(_\d+)?|optim")  # with a number in Lightning
 # 0-d tensors of these names belong to the training loop, not to a model without a key.
 _SCALAR_KEYS = ("step", "global_step", "epoch", "iteration", "iter", "lr", "loss", "best_loss")
-_MODEL_KEYS = (MODEL, "state_dict")  # the latter is Lightning's
+_LIGHTNING_MODEL = "state_dict"
+_MODEL_KEYS = (MODEL, _LIGHTNING_MODEL)
+GroupKey = tuple[str, str | int]  # an optimizer's key, and a group's number or a parameter's name
 _INDEXED_REFUSAL = (
     "got optimizer state by position, as from optimizer.state_dict(), expected state by name as "
     "from torch.distributed.checkpoint.state_dict.get_state_dict; load the other parts without it"
 )
 
 
-def open_dcp(root: str, _options: SourceOptions, *, prefix: KeyPath = ()) -> ShardedSource:
+def open_dcp(root: str, _options: SourceOptions) -> ShardedSource:
     """Open a DCP folder.
 
-    `prefix`: goes before every path, for folders that hold one part. FormatError if the folder is
-    damaged, IncompleteError names missing and truncated files.
+    FormatError if the folder is damaged, IncompleteError names missing and truncated files.
     """
+    tensors, metadata, refused = read_dcp(root)
+    return ShardedSource(
+        root, tensors, format="dcp", metadata=metadata, extras=SourceExtras(refused)
+    )
+
+
+def read_dcp(root: str) -> tuple[dict[Key, ShardedTensor], SourceMetadata, dict[str, str]]:
+    """Return a folder's tensors, what is beside them, and why parts are not read, by part."""
     entries = read_entries(root)
-    if not prefix:
-        _strip_wrapper(entries)
+    _strip_wrapper(entries)
+    if not any(entry.path[0] == MODEL for entry in entries.values()):
+        for entry in entries.values():
+            if entry.path[0] == _LIGHTNING_MODEL and len(entry.path) > 1:
+                entry.path = MODEL, *entry.path[1:]
     files = map_files(root, entries)
     # The model then has no key of its own.
     model_at_root = any(
@@ -65,7 +80,7 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: KeyPath = ()) -> Sha
     tensors: dict[Key, ShardedTensor] = {}
     objects: dict[KeyPath, Any] = {}
     for key, entry in entries.items():
-        path = (*prefix, *entry.path)
+        path = entry.path
         if entry.dtype is None:
             objects[path] = load_object(files, root, key, entry)
             continue
@@ -85,9 +100,7 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: KeyPath = ()) -> Sha
     if any(not isinstance(name, str) for group in metadata.groups for name in group["names"]):
         tensors = {key: tensor for key, tensor in tensors.items() if key[0] != OPTIMIZER}
         metadata, refused = replace(metadata, groups=[]), {OPTIMIZER: _INDEXED_REFUSAL}
-    return ShardedSource(
-        root, tensors, format="dcp", metadata=metadata, extras=SourceExtras(refused)
-    )
+    return tensors, metadata, refused
 
 
 def _strip_wrapper(entries: Mapping[str, Entry]) -> None:
@@ -99,8 +112,7 @@ def _strip_wrapper(entries: Mapping[str, Entry]) -> None:
     paths = [entry.path for entry in entries.values() if entry.dtype is not None and entry.shape]
     wrappers = {path[0] for path in paths}
     inner_keys = {path[1] for path in paths if len(path) > 2}
-    usual_keys = {*_MODEL_KEYS, *_OPTIMIZER_KEYS}
-    if len(wrappers) != 1 or wrappers & usual_keys or not inner_keys & usual_keys:
+    if len(wrappers) != 1 or any(map(_is_usual, wrappers)) or not any(map(_is_usual, inner_keys)):
         return
     if any(len(path) < 3 for path in paths):
         return
@@ -109,6 +121,14 @@ def _strip_wrapper(entries: Mapping[str, Entry]) -> None:
         wrapper, *inner = entry.path
         if wrapper in wrappers and inner and tuple(inner) not in existing_paths:
             entry.path = tuple(inner)
+
+
+def _is_usual(key: str | int) -> bool:
+    return key in _MODEL_KEYS or _is_optimizer(key)
+
+
+def _is_optimizer(key: str | int) -> bool:
+    return _OPTIMIZER_KEY.fullmatch(str(key)) is not None
 
 
 def _materialize(sharded: ShardedTensor) -> torch.Tensor:
@@ -133,7 +153,7 @@ def key_for_path(path: KeyPath, *, scalar: bool) -> Key | None:
     first, rest = str(path[0]), path[1:]
     if not rest:
         return None if scalar and "." not in first else (MODEL, first)
-    if first in _OPTIMIZER_KEYS:
+    if _is_optimizer(first):
         if rest[0] == "state" and len(rest) == 3:
             return OPTIMIZER, f"{rest[1]}/{rest[2]}"
         flat = ".".join(map(str, rest))
@@ -162,7 +182,7 @@ def _restore_lists(tree: Any) -> Any:
 
 def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
     """Return param groups, scalars, modules' extra state, and a tree of other objects."""
-    options: dict[object, dict[str, Any]] = {}
+    options: dict[GroupKey, dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     modules: dict[Any, Any] = {}
     tree: dict[Any, Any] = {}
@@ -171,12 +191,12 @@ def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
         if state is not None:
             _insert(scalars, state, value)
             continue
-        if str(path[0]) in _OPTIMIZER_KEYS and len(path) > 1:
+        if _is_optimizer(path[0]) and len(path) > 1:
             inner_path = path[1:] if len(path) > 2 else tuple(str(path[1]).split("."))
             if inner_path[0] == "param_groups" and len(inner_path) > 2:
                 by_index = len(inner_path) == 3 and isinstance(inner_path[1], int)
                 owner = inner_path[1] if by_index else ".".join(map(str, inner_path[1:-1]))
-                options.setdefault(owner, {})[str(inner_path[-1])] = value
+                options.setdefault((str(path[0]), owner), {})[str(inner_path[-1])] = value
                 continue
         module = _module_key(path)
         _insert(modules if module else tree, path[path.index(module) :] if module else path, value)
@@ -192,7 +212,7 @@ def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
 
 def _state_path(path: KeyPath) -> KeyPath | None:
     """Return the parameter and keys of non-tensor optimizer state; None for other objects."""
-    if str(path[0]) in _OPTIMIZER_KEYS:
+    if _is_optimizer(path[0]):
         if len(path) > 3 and path[1] == "state":
             return str(path[2]), *map(str, path[3:])
         if len(path) == 2 and str(path[1]).startswith("state."):
@@ -207,23 +227,17 @@ def _insert(tree: dict[Any, Any], path: KeyPath, value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _param_groups(options: Mapping[object, dict[str, Any]]) -> list[dict[str, Any]]:
+def _param_groups(options: Mapping[GroupKey, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the listed groups; of a flat optimizer, group parameters with equal options."""
-    groups: list[dict[str, Any]] = []
-    for owner, group_options in options.items():
-        names = group_options.pop("params", None) if isinstance(owner, int) else [owner]
-        if names is None:
-            continue
-        matching = [
-            group
-            for group in groups
-            if not isinstance(owner, int) and group["options"] == group_options
-        ]
-        if matching:
-            matching[0]["names"].extend(names)
-        else:
-            groups.append({"names": list(names), "options": group_options})
-    return groups
+    listed = {key: group for key, group in options.items() if isinstance(key[1], int)}
+    return [
+        *(param_group(listed[key]) for key in sorted(listed)),
+        *groups_by_options(
+            (str(name), group)
+            for (key, name), group in options.items()
+            if (key, name) not in listed
+        ),
+    ]
 
 
 def build_tensor(

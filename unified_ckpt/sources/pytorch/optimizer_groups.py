@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,29 @@ def is_optimizer_state(value: Any) -> bool:
         and isinstance(value.get("state"), Mapping)
         and isinstance(value.get("param_groups"), list)
     )
+
+
+def param_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a torch param group, whose `params` are names, as `SourceMetadata` has it."""
+    options = {key: value for key, value in group.items() if key != "params"}
+    return {"names": list(group.get("params", ())), "options": options}
+
+
+def groups_by_options(params: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Group parameters, given with their options, by equal options."""
+    groups: list[dict[str, Any]] = []
+    for name, options in params:
+        group = next((group for group in groups if group["options"] == options), None)
+        if group is None:
+            groups.append({"names": [name], "options": dict(options)})
+        else:
+            group["names"].append(name)
+    return groups
+
+
+def other_entries(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return what an optimizer's state dict holds beside state and groups, as a few classes do."""
+    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
 
 
 def parse_groups(path: str, state_dict: Any) -> list[SavedGroup]:

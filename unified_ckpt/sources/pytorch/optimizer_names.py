@@ -28,7 +28,12 @@ from unified_ckpt.engine.source.protocol import (
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources.pytorch.optimizer_groups import SavedGroup, unreadable_reason
+from unified_ckpt.sources.pytorch.optimizer_groups import (
+    SavedGroup,
+    other_entries,
+    parse_groups,
+    unreadable_reason,
+)
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras, whole_tensor
 
 Shape = tuple[int, ...]
@@ -56,6 +61,17 @@ class ForeignCheckpoint:
     indexed_groups: list[SavedGroup] = field(default_factory=list)
     optimizer_paths: list[str] = field(default_factory=list)
     rank_extra: Callable[[int], Any] = lambda _: None
+
+    def add_optimizer(self, path: str, name: str, state_dict: Any) -> None:
+        """Add an optimizer by position. What is beside its groups and state becomes `extra`."""
+        self.indexed_groups += parse_groups(path, state_dict)
+        self.add_extra(name, other_entries(state_dict))
+
+    def add_extra(self, name: str, values: Any) -> None:
+        """Add values to `extra`, unless there are none."""
+        if values:
+            extra = {**(self.metadata.extra or {}), name: values}
+            self.metadata = replace(self.metadata, extra=extra)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from unified_ckpt.sources.detect.names import BIN, BIN_INDEX
 from unified_ckpt.sources.pytorch.optimizer_groups import (
     SavedGroup,
     is_optimizer_state,
+    other_entries,
     parse_groups,
     unreadable_reason,
 )
@@ -87,16 +88,20 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     groups: list[SavedGroup] = []
     rest: dict[Any, Any] = {}
     if model_key is not None:
-        optimizer_keys = _list_optimizer_keys(content)
-        for value in map(content.__getitem__, optimizer_keys):
-            for state_dict in value if isinstance(value, list) else [value]:
+        rest = {key: value for key, value in content.items() if key != model_key}
+        for key in _list_optimizer_keys(content):
+            value = rest.pop(key)
+            state_dicts = value if isinstance(value, list) else [value]
+            for state_dict in state_dicts:
                 groups += parse_groups(path, state_dict)
-        excluded = (model_key, MASTER, *optimizer_keys)
-        rest = {key: value for key, value in content.items() if key not in excluded}
+            if any(others := list(map(other_entries, state_dicts))):
+                rest[key] = others
         if _is_state_dict(content.get(MASTER)):
-            masters = parse_state_dict(path, content[MASTER], part=MASTER)
+            masters = parse_state_dict(path, rest.pop(MASTER), part=MASTER)
             tensors |= masters.tensors
             aliases[MASTER] = masters.aliases
+            if master_values := masters.extra_states | masters.values:
+                rest[MASTER] = master_values
     step = next((rest[name] for name in _STEP_KEYS if isinstance(rest.get(name), int)), None)
     if model_key is None:
         rest = model.values

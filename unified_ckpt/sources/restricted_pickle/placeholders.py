@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -50,16 +51,18 @@ NAMESPACE_CLASSES = (
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a tree: namespaces become dicts, and paths become strings."""
+    """Convert a tree: namespaces become dicts, paths strings, and enum members their values."""
     if isinstance(value, Placeholder):
-        is_path = type(value).__name__.endswith("Path")
-        return (
-            os.path.join(*map(str, value.args or ["."]))
-            if is_path
-            else to_plain(dict(value.state or {}))
-        )
-    if type(value) is dict:
+        if value.state is not None:
+            return to_plain(value.state)
+        if type(value).__name__.endswith("Path"):
+            return os.path.join(*map(str, value.args or ["."]))
+        values = [to_plain(item) for item in value.args]
+        return values[0] if len(values) == 1 else values or {}
+    if isinstance(value, type) and issubclass(value, Placeholder):
+        return value.__name__
+    if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(to_plain, value))
-    return value
+    return list(value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,34 @@
+"""The random state of each rank of a Megatron job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unified_ckpt.sources.megatron.arguments import Arguments, rank_positions
+from unified_ckpt.sources.megatron.files import RankFile
+from unified_ckpt.sources.restricted_pickle.placeholders import to_plain
+
+_KINDS = ("tensor_model", "context", "data")  # of parallelism
+
+
+def read_rng_state(rank_files: Sequence[RankFile], args: Arguments, rank: int) -> Any:
+    """Return a rank's random state; that of another expert rank if its own was not saved."""
+    if not 0 <= rank < args.world_size:
+        return None
+    tp, pp, ep = rank_positions(rank, args)[0]
+    stage = [file for file in rank_files if (file.tp, file.pp) == (tp, pp)]
+    stage.sort(key=lambda file: file.ep != ep)
+    return select_rng_state(stage[0].state_dict.get("rng_state"), args, rank)
+
+
+def select_rng_state(states: Any, args: Arguments, rank: int) -> Any:
+    """Return a rank's random state of those that its data-parallel ranks saved; None if none.
+
+    Ranks count tensor, context, data, then pipeline parallelism.
+    """
+    if not states:
+        return None
+    tp, cp, dp = (args.get_int(f"{kind}_parallel_size", 1) for kind in _KINDS)
+    data_rank = rank // (tp * cp) % max(1, dp)
+    return {"rng_state": to_plain(states[data_rank if len(states) > 1 else 0])}

@@ -1,11 +1,13 @@
 """Settings for every test: hypothesis without deadlines (machines are shared), with the same cases
-in each run, the same random numbers, and the distribution of tests over several processes.
+in each run, the same random numbers, one thread for each process's tensors, and the distribution of
+tests over several processes.
 
 `--hypothesis-profile random` draws new cases.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -33,8 +35,13 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """End the run if a process of pytest-xdist dies: its other tests would never be run."""
+    """End the run if a process of pytest-xdist dies: its other tests would never be run.
+
+    Tensors are tiny: with a thread for each core, the processes mostly wait for each other.
+    """
     config.option.maxworkerrestart = "0"
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -668,7 +668,6 @@ def run(command: Sequence[str], folder: Path) -> str:
     """
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(folder),
         "PYTHONPATH": str(ROOT),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -213,16 +213,6 @@ def loss_of(net: torch.nn.Module, draw: torch.Generator) -> torch.Tensor:
     return (net(inputs) - torch.sin(inputs[..., :4])).square().mean()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small matrices take ten times longer on several threads of a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("compression", "deviation"), [("lossless", 0.0), ("O1", 0.01), ("O2", 0.03)]
 )

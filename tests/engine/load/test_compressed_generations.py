@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.engine.load.test_compressed import loss_of, one_thread, small_net
-
-__all__ = ["one_thread"]  # fixtures
+from tests.engine.load.test_compressed import loss_of, small_net
 
 GENERATIONS, STEPS, WARM_UP = 10, 10, 60
 MAX_ERROR = {"O1": 0.012, "O2": 0.065}  # of an update, after one generation or ten
@@ -55,7 +53,6 @@ def resumed(kind: str, folder: Path, training: Training, compression: str) -> Tr
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("compression", ["O1", "O2"])
 @pytest.mark.parametrize("kind", ["linear", "attention"])
 def test_ten_generations_drift_no_more_than_one(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.support.accelerates import Job
 
@@ -13,10 +12,7 @@ from tests.support.accelerates import Job
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """Reset Accelerate, which keeps state per process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a tiny model
     yield
-    torch.set_num_threads(threads)
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -138,11 +138,7 @@ class Child:
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(
         [sys.executable, "-c", CHILD],
         stdin=subprocess.PIPE,

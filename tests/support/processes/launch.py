@@ -14,12 +14,11 @@ PROGRAMS = Path(__file__).resolve().parent
 
 
 def environment() -> dict[str, str]:
-    """The workers' environment: this checkout first on the path, one thread each."""
+    """The environment of the workers: this checkout first on the path."""
     path = os.pathsep.join(filter(None, [str(PROGRAMS.parents[2]), os.environ.get("PYTHONPATH")]))
     return {
         **os.environ,
         "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }

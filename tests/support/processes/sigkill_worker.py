@@ -61,7 +61,6 @@ def redirect_output(output: Path, *, seconds: float) -> None:
 
 def join(rank: int, world: int, port: int, prefix: str) -> DeviceMesh:
     """Join all ranks of one round through a store that none of them serves."""
-    torch.set_num_threads(1)
     store = dist.PrefixStore(
         prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     )

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 
@@ -24,7 +23,6 @@ def started() -> Iterator[tuple[int, int]]:
         float(os.environ.get("WORKER_TIMEOUT_SECONDS", "300")), exit=True
     )
     warnings.filterwarnings("error", module=r"unified_ckpt(\..*)?")
-    torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world > 1:  # a single rank works without any process group
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -58,7 +58,6 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module=r"unified_ckpt(\..*)?")
-    torch.set_num_threads(1)
     results = [run(*run_arguments) for run_arguments in json.loads(arguments.runs)]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, results)

@@ -5,11 +5,14 @@ happened to.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import unified_ckpt as uc
+from tests.support.processes.launch import torchrun
 from tests.support.processes.run_cases import check_runs
 
 WORKER = "worker_trainer_run.py"
@@ -37,6 +40,19 @@ def check_world(root: Path, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_trainer_survives_or_resumes_bitwise(tmp_path: Path, world: int) -> None:
     check_world(tmp_path, world)
+    if world > 1:
+        check_fewer_ranks(tmp_path)
+
+
+def check_fewer_ranks(root: Path) -> None:
+    """Check that one process resumes a step of several: the log goes on where it was."""
+    shutil.copytree(root / "straight/run/checkpoint-8", root / "fewer/run/checkpoint-8")
+    torchrun(1, WORKER, root, "fewer/resume", timeout_seconds=120)
+    (_, losses), (_, fewer) = (
+        torch.load(root / case / "ended.pt") for case in ("straight", "fewer")
+    )
+    assert fewer[:8] == losses[:8]
+    assert fewer[8:] == pytest.approx(losses[8:], rel=0.05), "half the batch"
 
 
 @pytest.mark.integration

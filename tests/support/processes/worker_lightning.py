@@ -1,14 +1,13 @@
-"""A rank of Lightning's Trainer with the callback: several runs, one after the other. Rank 0
-writes their results to `output`.
+"""A rank of Lightning's Trainer with the callback: `worker_lightning.py OUTPUT RUNS`. Rank 0
+writes the results of all runs to OUTPUT. RUNS is JSON: [[strategy, folder, options], ...].
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,19 +51,16 @@ def run(kind: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("runs", help="JSON: [[strategy, folder, options], ...]")
-    arguments = parser.parse_args()
+    output, runs = sys.argv[1:]
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module=r"unified_ckpt(\..*)?")
-    results = [run(*run_arguments) for run_arguments in json.loads(arguments.runs)]
+    results = [run(*run_arguments) for run_arguments in json.loads(runs)]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, results)
     if dist.get_rank() == 0:
         torch.save(
             [[results_of_rank[i] for results_of_rank in ranks] for i in range(len(results))],
-            arguments.output,
+            output,
         )
     dist.barrier()
     dist.destroy_process_group()

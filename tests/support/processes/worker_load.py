@@ -6,8 +6,8 @@ Writes `load-<world>-<rank>-<tag>.json` under ROOT: one entry per (folder, targe
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import traceback
 from pathlib import Path
 
@@ -107,18 +107,13 @@ def case(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("root", type=Path)
-    parser.add_argument("tag")
-    parser.add_argument("sources", nargs="+")
-    arguments = parser.parse_args()
-    root: Path = arguments.root
+    root, tag, sources = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     with started() as (rank, world):
         cases: list[dict[str, object]] = []
         for kind, tied in KINDS.items():
             targets = [build_with_oracle(row, tied=tied) for row in ROWS if world_of(row) == world]
             reference = dense_formula(tied=True) if tied else {}
-            for s, source in enumerate(arguments.sources):
+            for s, source in enumerate(sources):
                 folder = root / kind / source
                 merged = read_merged(folder)
                 cases += [
@@ -126,7 +121,7 @@ def main() -> None:
                     for t, target in enumerate(targets)
                     if tied or (s + t) % TRAIN_EVERY == 0
                 ]
-        (root / f"load-{world}-{rank}-{arguments.tag}.json").write_text(json.dumps(cases))
+        (root / f"load-{world}-{rank}-{tag}.json").write_text(json.dumps(cases))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ Writes under ROOT: `formula/<row>` (tied), `trained/<row>` (untied, after `BEFOR
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import traceback
 from pathlib import Path
 
@@ -88,9 +88,7 @@ def save_trained(root: Path, row: str, rank: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("root", type=Path)
-    root = parser.parse_args().root
+    root = Path(sys.argv[1])
     with started() as (rank, world):
         wrong: list[str] = []
         for row in ROWS:

@@ -4,8 +4,8 @@ then stopped and resumed. Writes its samples.
 
 from __future__ import annotations
 
-import argparse
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -35,9 +35,7 @@ def adapter_trainer(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("root", type=Path)
-    root = parser.parse_args().root
+    root = Path(sys.argv[1])
     with started() as (rank, _):
         straight = adapter_trainer(root, "straight", native=True)
         train(straight)

@@ -51,3 +51,17 @@ def check_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name
         assert torch.equal(actual[name], tensor), name
+
+
+def small_net(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    attention = torch.nn.TransformerEncoderLayer(32, 4, 80, dropout=0.0, batch_first=True)
+    linear = torch.nn.Sequential(torch.nn.Linear(32, 96), torch.nn.Tanh(), torch.nn.LayerNorm(96))
+    body, length = (attention, 32) if kind == "attention" else (linear, 96)
+    net = torch.nn.Sequential(body, torch.nn.Linear(length, 4))
+    return net, torch.optim.AdamW(net.parameters(), lr=3e-3)
+
+
+def sine_loss(net: torch.nn.Module, draw: torch.Generator) -> torch.Tensor:
+    inputs = torch.randn(4, 8, 32, generator=draw)
+    return (net(inputs) - torch.sin(inputs[..., :4])).square().mean()

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +25,7 @@ from tests.support.compressed_cases import (
 from tests.support.oracles import Array
 from tests.support.reshard_cases import Case, bits, root
 from tests.support.simulated_nodes import SAVE, load_case, save_case, states
-from tests.support.torch_training import train
+from tests.support.torch_training import sine_loss, small_net, train
 from unified_ckpt.core.sharding.declarations import Key
 
 __all__ = ["root", "states"]  # fixtures
@@ -199,20 +198,6 @@ def test_nodes_store_the_same_bytes(
 # training goes on
 
 
-def small_net(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    attention = torch.nn.TransformerEncoderLayer(32, 4, 80, dropout=0.0, batch_first=True)
-    linear = torch.nn.Sequential(torch.nn.Linear(32, 96), torch.nn.Tanh(), torch.nn.LayerNorm(96))
-    body, length = (attention, 32) if kind == "attention" else (linear, 96)
-    net = torch.nn.Sequential(body, torch.nn.Linear(length, 4))
-    return net, torch.optim.AdamW(net.parameters(), lr=3e-3)
-
-
-def loss_of(net: torch.nn.Module, draw: torch.Generator) -> torch.Tensor:
-    inputs = torch.randn(4, 8, 32, generator=draw)
-    return (net(inputs) - torch.sin(inputs[..., :4])).square().mean()
-
-
 @pytest.mark.parametrize(
     ("compression", "deviation"), [("lossless", 0.0), ("O1", 0.01), ("O2", 0.03)]
 )
@@ -220,11 +205,11 @@ def loss_of(net: torch.nn.Module, draw: torch.Generator) -> torch.Tensor:
 def test_training_resumes(tmp_path: Path, kind: str, compression: str, deviation: float) -> None:
     """The loss curve is that of uninterrupted training, or near it."""
     net, optimizer = small_net(kind)
-    train(net, optimizer, loss_of, 0, 60)
+    train(net, optimizer, sine_loss, 0, 60)
     options = uc.SaveOptions(model_dtype="bfloat16", compression=compression)
     uc.save(tmp_path / "c", model=net, optimizer=optimizer, options=options)
-    expected = train(net, optimizer, loss_of, 60, 200)
+    expected = train(net, optimizer, sine_loss, 60, 200)
     net, optimizer = small_net(kind)
     uc.load(tmp_path / "c", model=net, optimizer=optimizer)
-    losses = train(net, optimizer, loss_of, 60, 200)
+    losses = train(net, optimizer, sine_loss, 60, 200)
     assert np.abs(np.divide(losses, expected) - 1).max() <= deviation

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.engine.load.test_compressed import loss_of, small_net
+from tests.support.torch_training import sine_loss, small_net
 
 GENERATIONS, STEPS, WARM_UP = 10, 10, 60
 MAX_ERROR = {"O1": 0.012, "O2": 0.065}  # of an update, after one generation or ten
@@ -20,7 +20,7 @@ Gradients = list[torch.Tensor]
 def gradients(training: Training, step: int) -> Gradients:
     net, optimizer = training
     optimizer.zero_grad()
-    loss_of(net, torch.Generator().manual_seed(step)).backward()
+    sine_loss(net, torch.Generator().manual_seed(step)).backward()
     return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
 
 

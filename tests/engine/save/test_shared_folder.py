@@ -302,7 +302,7 @@ def test_rank_receives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionResetError("gone")
 
     monkeypatch.setattr(PeerTransport, "_serve", deaf)
-    outcomes = save(tmp_path, 1, timeout_seconds=3.0)
+    outcomes = save(tmp_path, 1, timeout_seconds=1.0)
     assert all(isinstance(outcome, uc.RankError) for outcome in outcomes), outcomes
     assert os.listdir(tmp_path) == []
 

@@ -69,13 +69,14 @@ def connected(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[C
     stores: list[dist.Store] = []
 
     def connect(count: int) -> list[Comm]:
+        prefix = f"unified_ckpt/{len(stores)}"
         stores.extend(
             dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=SECONDS))
             for _ in range(count)
         )
         return [
-            Comm(dist.PrefixStore("unified_ckpt/x", stores[rank]), rank=rank, ranks=range(count))
-            for rank in range(count)
+            Comm(dist.PrefixStore(prefix, store), rank=rank, ranks=range(count))
+            for rank, store in enumerate(stores[-count:])
         ]
 
     yield connect
@@ -298,11 +299,20 @@ def test_collective_ends_when_its_parent_fails(where: str) -> None:
     assert time.monotonic() - began < SECONDS / 2
 
 
-@pytest.mark.parametrize("way", ["agree", "get", "collect"])
 @pytest.mark.parametrize("beats", [100, 40, 0])
-def test_wait_lasts_as_long_as_heartbeats(connected: Connect, way: str, beats: int) -> None:
-    """Rank 1 takes three timeouts, with heartbeats all the time, at first, or never."""
-    members, over = connected(3), threading.Event()
+def test_wait_lasts_as_long_as_heartbeats(connected: Connect, beats: int) -> None:
+    """Rank 1 takes three timeouts, with heartbeats all the time, at first, or never.
+
+    Three groups of ranks wait at the same time, each in its own way.
+    """
+    groups = {way: connected(3) for way in ("agree", "get", "collect")}
+    with ThreadPoolExecutor(len(groups)) as threads:
+        for check in [threads.submit(check_wait, *group, beats) for group in groups.items()]:
+            check.result()
+
+
+def check_wait(way: str, members: list[Comm], beats: int) -> None:
+    over = threading.Event()
 
     def act(rank: int) -> object:
         collective = members[rank].begin_collective("save", timeout_seconds=0.3)

@@ -73,12 +73,11 @@ def values(folder: Path, **options: Any) -> str:
     return repr((tensors, optimizer.state_dict(), report.step, report.extra, report.rank_extra))
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_any_flipped_byte_is_refused(folder: Path, mask: int) -> None:
+def test_any_flipped_byte_is_refused(folder: Path) -> None:
     file = folder / names.MANIFEST
     target, body = {"weight": torch.zeros(2, 3)}, file.read_bytes()
     for offset, byte in enumerate(body):
-        put_byte(file, offset, byte ^ mask)
+        put_byte(file, offset, byte ^ MASKS[offset % len(MASKS)])
         assert outcome(lambda: uc.verify(folder, deep=True).ok) is not True, (
             f"byte {offset} of the manifest"
         )

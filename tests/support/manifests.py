@@ -1,4 +1,4 @@
-"""Edits a manifest or an index and seals it anew: tests of wrong content with a correct digest."""
+"""Reads a manifest, or seals an edited one or index anew: wrong content with a right digest."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from unified_ckpt.format.manifest_fields import IndexFile
 from unified_ckpt.format.names import MANIFEST, index_name
 
 
+def manifest_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / MANIFEST).read_text()))
+
+
 def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     """Apply `edit` to the folder's manifest and seal it anew."""
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = manifest_of(folder)
     edit(manifest)
     (folder / MANIFEST).write_bytes(sealed(manifest))
 

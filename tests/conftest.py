@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,16 @@ def pytest_runtest_setup() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync() -> Iterator[None]:
+    """Nothing waits for a disk. What is synced, and when, is tested by the order of the calls; the
+    processes that tests start do sync.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,11 +22,6 @@ from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, Simulat
 NAME = "checkpoint-3"
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Save a checkpoint with split parts, blobs, a subfolder, an empty file and links."""

@@ -41,11 +41,6 @@ QUICK: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 def state(step: int) -> dict[str, Any]:
     return {"model": {"w": torch.full((3,), float(step))}, "step": step}
 
@@ -284,7 +279,6 @@ def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch)
             error = raised
         finally:
             patch.undo()
-    patch.setattr(os, "fsync", lambda fd: None)
     user.check(f"{text}: {error!r} after {done}")
     if situation in ("folder", "weights", "run") and who not in CHOSEN:
         assert isinstance(error, uc.StorageError), text

@@ -29,11 +29,6 @@ from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, Simulat
 __all__ = ["folder", "good"]  # fixtures
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 @pytest.fixture
 def other(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "other" / NAME))

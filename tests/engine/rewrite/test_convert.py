@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import unified_ckpt as uc
 from tests.support.managers import manager_of, state
+from tests.support.manifests import manifest_of
 from tests.support.paddles import llama
 from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
@@ -132,10 +133,6 @@ def same(actual: Tensors, expected: Tensors) -> None:
     for name, tensor in actual.items():
         assert tensor.dtype == expected[name].dtype, name
         assert torch.equal(tensor, expected[name]), name
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / names.MANIFEST).read_text()))
 
 
 def damaged(folder: Path, to: Path, file: str, offset: int) -> Path:
@@ -553,7 +550,6 @@ def test_crash_at_every_operation_commits_nothing_bad(
     unified_folder: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
     def steps(root: Path) -> Iterator[int | None]:
         for path in root.glob(f"{NAME}*"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -22,7 +21,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
+from tests.support.manifests import manifest_of
 from tests.support.node_cases import FEW, scattered
+from tests.support.node_damage import flip
 from tests.support.refusals import same_error
 from tests.support.reshard_cases import Case, Recorded, Writes, check_folder
 from tests.support.reshard_cases import save_case as save_whole
@@ -69,11 +70,6 @@ OPTIONS = MergeOptions(
 Storages = Callable[[int], LocalStorage]  # by rank
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 def merge_all(
     target: Path,
     nodes: Sequence[int],
@@ -117,7 +113,7 @@ def check_merged(case: Case, target: Path) -> None:
     report = uc.verify(target / NAME, deep=True)
     assert report.problems == ()
     assert report.nbytes == sum(array.nbytes for array in case.arrays.values())
-    manifest = json.loads((target / NAME / names.MANIFEST).read_text())
+    manifest = manifest_of(target / NAME)
     assert manifest["node_group"] is None
     assert manifest["world_size"] == case.saved.world
     assert os.listdir(target) == [NAME]
@@ -277,10 +273,6 @@ def check_target(target: Path, *, rank_extra: bool = True) -> None:
     manifest = manifest_of(target / NAME)
     assert (manifest["metrics"], manifest["world_size"]) == ({"loss": 0.5}, 4)
     assert set(manifest["parts"]) == {"model", "bare"}
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / names.MANIFEST).read_text()))
 
 
 def id_of(folder: Path) -> str:
@@ -449,12 +441,6 @@ def test_another_save_at_the_target(once: Path, tmp_path: Path, if_exists: str) 
 
 
 # damage
-
-
-def flip(file: Path, *, position: float = 0.9) -> None:
-    body = bytearray(file.read_bytes())
-    body[int(len(body) * position)] ^= 4
-    file.write_bytes(body)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

@@ -41,12 +41,6 @@ DURABLE = REPLACE.model_copy(update={"fsync": True, "max_file_bytes": 80_000})
 TWICE = DURABLE.model_copy(update={"node_copies": 2})
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip real fsyncs: these tests check the order of calls only."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 class NoExchange(FaultyStorage):
     """A file system that cannot swap two names in one step."""
 

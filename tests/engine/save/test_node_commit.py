@@ -47,11 +47,6 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import run_ranks, try_ranks
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 class Stuck(LocalStorage):
     """A file system that cannot rename folders."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from itertools import combinations
@@ -320,11 +319,6 @@ def test_damaged_block_is_not_copied(tmp_path: Path) -> None:
 # crashes and full disks; two nodes of two ranks
 
 TWICE = REPLACE.model_copy(update={"node_copies": 2})
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def test_no_space_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

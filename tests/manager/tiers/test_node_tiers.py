@@ -38,7 +38,6 @@ SAVE = uc.SaveOptions(timeout_seconds=30.0)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(merge_queue, "_POLL_SECONDS", 0.02)
 
 

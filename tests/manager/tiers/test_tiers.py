@@ -47,11 +47,6 @@ from unified_ckpt.testing import FaultPoint, FaultyStorage, SimulatedCrash, run_
 ROOT, LOCAL = "root", "local"
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
 def tiers_of(comm: Comm | None, top: Path, **options: Any) -> uc.CheckpointManager:
     """A manager that saves every step locally and every tenth to the root by default."""
     options = {

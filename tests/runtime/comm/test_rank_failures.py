@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import shutil
 import sys
@@ -109,7 +108,6 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", of_the_same_rank)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
     for owner, names in (
         (Collective, TALK),
         (LocalStorage, STORAGE),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.oracles import World, assert_assigned_once, assigned_ranges, make_decl, worlds
-from unified_ckpt.core.planning.exchange import TILE_NBYTES, RankIO
+from unified_ckpt.core.planning import exchange
+from unified_ckpt.core.planning.exchange import TILE_NBYTES, RankIO, Tile
 from unified_ckpt.core.planning.io_assignment import AssignedRange, IOAssignment
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
@@ -202,3 +204,25 @@ def test_planning_visits_each_declaration_a_few_times(monkeypatch: pytest.Monkey
         rank=3,
     )
     assert counted <= 4 * len(rows)
+
+
+def test_partners_of_a_rank_have_slabs_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor is one slab, which all ranks share. A rank plans the writers of slabs only."""
+    planned, real = set[int](), exchange.plan_tiles
+
+    def recording(plan: exchange.Exchange, io_rank: int) -> Iterator[Tile]:
+        planned.add(io_rank)
+        return real(plan, io_rank)
+
+    monkeypatch.setattr(exchange, "plan_tiles", recording)
+    world, count = 512, 20
+    sharded = ShardDim(0, world, 1)
+    decls = [
+        replace(make_decl((16384,), sharded, fqn=f"{i:02}"), encoding="log-4") for i in range(count)
+    ]
+    holders = tuple(range(world))
+    files = plan_files(decls, memory_nbytes(decls), holders=holders, max_file_bytes=1 << 40)
+    for rank in (0, 3, 500):
+        planned.clear()
+        plan_writes(decls, holders=holders, files=files, header_nbytes={0: 1000}, rank=rank)
+        assert len(planned - {rank}) <= count

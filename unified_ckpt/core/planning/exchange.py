@@ -302,10 +302,19 @@ def _io_ranks_of(exchange: Exchange, rank: int) -> set[int]:
         position = outer.position(rank)
         if position is None or not (exchanged or exchange.is_read):
             continue
-        participants = exchange.assignment.shares[io_class, outer.coordinates(position)].ranks
+        coordinates = outer.coordinates(position)
         if exchange.is_read:
-            io_ranks.update(participants)
-            continue
-        for sharding in {exchange.assignment.decls[n].sharding for n in decl_indices}:
-            io_ranks.update(_replica_members(sharding, outer, rank))
+            candidates = set(exchange.assignment.shares[io_class, coordinates].ranks)
+        else:
+            shardings = {exchange.assignment.decls[n].sharding for n in decl_indices}
+            candidates = {
+                io_rank
+                for sharding in shardings
+                for io_rank in _replica_members(sharding, outer, rank)
+            }
+        io_ranks |= {
+            io_rank
+            for io_rank in candidates - io_ranks
+            if any(exchange.assignment.ranges_in_class(io_class, coordinates, io_rank))
+        }
     return io_ranks

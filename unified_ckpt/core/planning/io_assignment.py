@@ -51,7 +51,10 @@ class AssignedRange:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How ranks share a class's concatenated bytes: `ranks[i]` has [ends[i-1], ends[i])."""
+    """How ranks share a class's concatenated bytes: `ranks[i]` has [ends[i-1], ends[i]).
+
+    `ranks` are ascending.
+    """
 
     ranks: tuple[int, ...]
     ends: tuple[int, ...]
@@ -82,24 +85,29 @@ class IOAssignment:
 
     def assigned_to(self, rank: int, *, exchanged_only: bool) -> Iterator[AssignedRange]:
         """Yield the rank's ranges, by class and declaration; every rank computes the same."""
-        for io_class, decl_indices in self.classes.items():
+        for io_class in self.classes:
             outer, exchanged = io_class
             if exchanged_only and not exchanged:
                 continue
             position = outer.position(rank)
             if position is None:
                 continue
-            coordinates = outer.coordinates(position)
-            shares = self.shares[io_class, coordinates]
-            i = shares.ranks.index(rank)
-            start, stop = (shares.ends[i - 1] if i else 0), shares.ends[i]
-            ends = self._segment_ends(io_class, coordinates)
-            last = min(bisect_left(ends, stop), len(ends) - 1)
-            for number in range(bisect_right(ends, start), last + 1):
-                offset = ends[number - 1] if number else 0
-                yield from self._ranges_of_decl(
-                    decl_indices[number], coordinates, start - offset, stop - offset, shares
-                )
+            yield from self.ranges_in_class(io_class, outer.coordinates(position), rank)
+
+    def ranges_in_class(
+        self, io_class: IOClass, coordinates: Coordinates, rank: int
+    ) -> Iterator[AssignedRange]:
+        """Yield the ranges of a rank at these coordinates of a class, by declaration."""
+        shares, decl_indices = self.shares[io_class, coordinates], self.classes[io_class]
+        i = bisect_left(shares.ranks, rank)
+        start, stop = (shares.ends[i - 1] if i else 0), shares.ends[i]
+        ends = self._segment_ends(io_class, coordinates)
+        last = min(bisect_left(ends, stop), len(ends) - 1)
+        for number in range(bisect_right(ends, start), last + 1):
+            offset = ends[number - 1] if number else 0
+            yield from self._ranges_of_decl(
+                decl_indices[number], coordinates, start - offset, stop - offset, shares
+            )
 
     def _segment_ends(self, io_class: IOClass, coordinates: Coordinates) -> list[int]:
         """Return the running sum of a class's segments at these coordinates, which ranks share."""
@@ -269,24 +277,26 @@ def _total_nbytes(
 ) -> dict[Coordinates, int]:
     """Return the bytes of a class's segments at each coordinate.
 
-    Even splits give the same number everywhere and are counted once.
+    A tensor that is split evenly has the same number everywhere and is counted once.
     """
     sizes = {
         dim: prod(c.size for c in outer.shard_dims if c.dim == dim) for dim in outer.sharded_dims()
     }
-    is_even = all(
+    may_be_even = all(
         c.sections == 1 and not c.chunk_length and not c.target_length for c in outer.shard_dims
     )
-    if is_even and all(
-        spec.shape[dim] % size == 0 for spec in specs for dim, size in sizes.items()
-    ):
-        example = next(iter(all_coordinates), ())
-        return dict.fromkeys(
-            all_coordinates,
-            sum(segments_nbytes(spec, outer, example) * n for spec, n in specs.items()),
-        )
-    totals = dict.fromkeys(all_coordinates, 0)
+    example = next(iter(all_coordinates), ())
+    even = {
+        spec: segments_nbytes(spec, outer, example)
+        for spec in specs
+        if may_be_even and all(spec.shape[dim] % size == 0 for dim, size in sizes.items())
+    }
+    totals = dict.fromkeys(
+        all_coordinates, sum(nbytes * specs[spec] for spec, nbytes in even.items())
+    )
     for spec, count in specs.items():
+        if spec in even:
+            continue
         unsharded_nbytes = (
             spec.nbytes // prod(spec.shape[dim] for dim in sizes) if spec.nbytes else 0
         )

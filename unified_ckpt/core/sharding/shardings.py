@@ -70,12 +70,19 @@ class Sharding:
 
     shard_dims: tuple[ShardDim, ...] = ()
     ranks: tuple[int, ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)  # kept, as `ranks` may be long
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.shard_dims, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def position(self, rank: int) -> int | None:
         """Return the rank's row-major position in the mesh, or None if it is not in the mesh."""
         if not self.ranks:
             return rank
-        return _positions(self.ranks).get(rank)
+        return _positions(self).get(rank)
 
     def rank_at(self, position: int) -> int:
         """Return the rank at a mesh position."""
@@ -191,8 +198,8 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _positions(ranks: tuple[int, ...]) -> dict[int, int]:
-    return {rank: position for position, rank in enumerate(ranks)}
+def _positions(sharding: Sharding) -> dict[int, int]:
+    return {rank: position for position, rank in enumerate(sharding.ranks)}
 
 
 @lru_cache(maxsize=65536)

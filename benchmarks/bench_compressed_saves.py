@@ -15,6 +15,9 @@ form:
   `background_seconds`: until the save is durable;
 - `peak_bytes`: host memory of the first background save, at its peak beyond that before it.
 
+A peer saves and loads in the same rounds, if the package zstandard is installed: byte planes of all
+float32 tensors with zstd level 1, one thread, a file for each part.
+
 With `--repeats 0`, the state is only saved, loaded and compared: for sizes.
 """
 
@@ -22,6 +25,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -31,6 +36,7 @@ from ctypes import CDLL
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from common import MOMENTS, environment, llama_shapes, parse_size, write_rows
 from measure import resident_bytes
@@ -64,6 +70,12 @@ class Case:
     def options(self) -> uc.SaveOptions:
         return uc.SaveOptions(compression=self.form)
 
+    def save(self, folder: Path) -> None:
+        uc.save(folder, **self.state, options=self.options)
+
+    def load(self, folder: Path) -> None:
+        uc.load(folder, **self.target, options=uc.LoadOptions(verify="off"))
+
     def timed(self, name: str, call: Callable[[], object]) -> None:
         """Call, and note its seconds and its CPU seconds per GiB."""
         gc.collect()
@@ -72,6 +84,40 @@ class Case:
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         self.rounds.setdefault(f"{name}_seconds", []).append(seconds)
         self.rounds.setdefault(f"{name}_cpu", []).append(cpu * (1 << 30) / self.nbytes)
+
+
+class BytePlanes(Case):
+    """Byte planes of float32 tensors, compressed by zstd level 1; other tensors as they are."""
+
+    def save(self, folder: Path) -> None:
+        compress = importlib.import_module("zstandard").ZstdCompressor(level=1).compress
+        folder.mkdir()
+        for part, tensors in self.state.items():
+            with open(folder / part, "wb") as file:
+                for tensor in tensors.values():
+                    values = tensor.view(torch.uint8).numpy().reshape(-1, tensor.itemsize)
+                    planes = [values]
+                    if tensor.dtype == torch.float32:
+                        planes = [compress(np.ascontiguousarray(plane)) for plane in values.T]
+                    for plane in planes:
+                        file.write(memoryview(plane).nbytes.to_bytes(8, "little"))
+                        file.write(plane)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def load(self, folder: Path) -> None:
+        decompress = importlib.import_module("zstandard").ZstdDecompressor().decompress
+        for part, tensors in self.target.items():
+            with open(folder / part, "rb") as file:
+                for tensor in tensors.values():
+                    values = tensor.view(torch.uint8).numpy().reshape(-1, tensor.itemsize)
+                    if tensor.dtype == torch.float32:
+                        for plane in values.T:
+                            body = file.read(int.from_bytes(file.read(8), "little"))
+                            plane[:] = np.frombuffer(decompress(body), np.uint8)
+                    else:
+                        file.seek(8, os.SEEK_CUR)
+                        file.readinto(values)
 
 
 def make_state(nbytes: int) -> State:
@@ -90,12 +136,14 @@ def make_state(nbytes: int) -> State:
 def make_cases(nbytes: int) -> list[Case]:
     state = make_state(nbytes)
     target = {part: {n: torch.zeros_like(t) for n, t in by.items()} for part, by in state.items()}
+    has_zstd = importlib.util.find_spec("zstandard") is not None
     less, less_target = (
         {part: by for part, by in whole.items() if part != "master_weights"}
         for whole in (state, target)
     )
     return [
         *(Case(form, state, target) for form in FORMS),
+        *(BytePlanes("byte planes, zstd-1", state, target) for _ in range(has_zstd)),
         *(Case(form, less, less_target) for form in WITHOUT_MASTERS),
     ]
 
@@ -109,11 +157,11 @@ def clear(folder: Path) -> None:
 
 def check(case: Case, folder: Path) -> None:
     """Save, count the folder, load and compare what must come back bit for bit."""
-    uc.save(folder, **case.state, options=case.options)
+    case.save(folder)
     params = sum(tensor.numel() for tensor in case.state["model"].values())
     folder_nbytes = sum(path.stat().st_size for path in folder.rglob("*"))
     case.columns |= {"params": params, "bytes_per_param": round(folder_nbytes / params, 4)}
-    uc.load(folder, **case.target)
+    case.load(folder)
     exact = case.state.keys() - ({"optimizer"} if case.form in ("O1", "O2") else set())
     for part in exact:
         for name, tensor in case.state[part].items():
@@ -144,8 +192,11 @@ def measure_peak(case: Case, folder: Path) -> None:
 
 
 def run_round(case: Case, folder: Path) -> None:
-    case.timed("save", lambda: uc.save(folder, **case.state, options=case.options))
-    case.timed("load", lambda: uc.load(folder, **case.target, options=uc.LoadOptions(verify="off")))
+    case.timed("save", lambda: case.save(folder))
+    case.timed("load", lambda: case.load(folder))
+    if isinstance(case, BytePlanes):
+        clear(folder)
+        return
     case.timed(
         "verified", lambda: uc.load(folder, **case.target, options=uc.LoadOptions(verify="read"))
     )
@@ -188,9 +239,11 @@ def main() -> None:
         write_rows([environment(Path(root))], options.out)
         for case in cases:
             check(case, folder)
-        timed_cases = cases[: len(FORMS)] if options.repeats else []
+        with_masters = [case for case in cases if "master_weights" in case.state]
+        timed_cases = with_masters if options.repeats else []
         for case in timed_cases:
-            measure_peak(case, folder)
+            if not isinstance(case, BytePlanes):
+                measure_peak(case, folder)
         for _ in range(options.repeats):
             for case in timed_cases:
                 run_round(case, folder)

@@ -1,4 +1,4 @@
-"""Ten generations of load, train and save: errors of compressed moments do not pile up."""
+"""Ten generations of load, train and save: how far errors of compressed moments add up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import torch
 import unified_ckpt as uc
 from tests.support.torch_training import sine_loss, small_net
 
-GENERATIONS, STEPS, WARM_UP = 10, 10, 60
-MAX_ERROR = {"O1": 0.012, "O2": 0.065}  # of an update, after one generation or ten
+GENERATIONS, WARM_UP = 10, 60
+# Of an update, after one generation or ten, by steps between generations. An error of the first
+# moment decays with beta1, so errors of near generations add up. The second moment hardly changes
+# in 50 steps: rounding undoes the change, so it lags behind.
+MAX_ERROR = {
+    "O1": {1: 0.02, 10: 0.012, 50: 0.012},
+    "O2": {1: 0.08, 10: 0.065, 50: 0.08},
+}
 
 Training = tuple[torch.nn.Module, torch.optim.Optimizer]
 Gradients = list[torch.Tensor]
@@ -53,10 +59,11 @@ def resumed(kind: str, folder: Path, training: Training, compression: str) -> Tr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 10, 50])
 @pytest.mark.parametrize("compression", ["O1", "O2"])
 @pytest.mark.parametrize("kind", ["linear", "attention"])
-def test_ten_generations_drift_no_more_than_one(
-    tmp_path: Path, kind: str, compression: str
+def test_drift_of_ten_generations_is_bounded(
+    tmp_path: Path, kind: str, compression: str, steps: int
 ) -> None:
     """Both runs see the gradients of the uncompressed one, so encodings alone make them differ."""
     reference = small_net(kind)
@@ -65,10 +72,10 @@ def test_ten_generations_drift_no_more_than_one(
     training = resumed(kind, tmp_path / "0", reference, compression)
     errors = [relative_error(training, reference)]
     for generation in range(1, GENERATIONS + 1):
-        for step in range(STEPS):
-            gradient = gradients(reference, WARM_UP + generation * STEPS + step)
+        for step in range(steps):
+            gradient = gradients(reference, WARM_UP + generation * steps + step)
             apply(reference, gradient)
             apply(training, gradient)
         training = resumed(kind, tmp_path / str(generation), training, compression)
         errors.append(relative_error(training, reference))
-    assert 0 < max(errors) <= MAX_ERROR[compression], errors
+    assert 0 < max(errors) <= MAX_ERROR[compression][steps], errors

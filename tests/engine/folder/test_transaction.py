@@ -63,3 +63,20 @@ def test_attach_may_not_write_files_of_the_checkpoint(tmp_path: Path, name: str)
     with pytest.raises(uc.StorageError, match=f"`attach` changed {name}, a file of the checkpoint"):
         finalize()
     assert os.listdir(tmp_path) == []
+
+
+def test_user_files_are_synced_where_they_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begin(tmp_path) as transaction:
+        transaction.begin(lambda: None)
+        (tmp_path / transaction.folder / "logs").mkdir()
+        (tmp_path / "step" / "logs").mkdir(parents=True)
+        (tmp_path / "step" / "logs" / "mine").write_bytes(b"during the save")
+        transaction.publish()
+        synced = set()
+        monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")))
+        transaction.clean_up()
+    moved = tmp_path / "step" / "logs" / "mine"
+    assert moved.read_bytes() == b"during the save"
+    assert {str(path) for path in (moved, *moved.parents[:2])} <= synced

@@ -402,3 +402,26 @@ def test_without_fsync(tmp_path: Path) -> None:
     fuse, options = FaultPoint(), DURABLE.model_copy(update={"fsync": False})
     fine(save(tmp_path, 2, ranks=PROCESS, storages=faulty([0], fuse), options=options))
     assert not any(operation.startswith("sync") for operation in fuse.operations)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", names.MANIFEST])
+@pytest.mark.parametrize("ranks", [PROCESS, PAIR, SHARED])
+def test_write_lost_at_close_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, file: str
+) -> None:
+    """Some file systems report a lost write only when the file is closed."""
+    options, close = REPLACE.model_copy(update={"fsync": False}), os.close
+    left = prepare(tmp_path, ranks, "committed", options)
+
+    def close_badly(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        close(fd)
+        if path.endswith(f"{NAME}/{file}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close_badly)
+        outcomes = save(tmp_path, 2, ranks=ranks, options=options)
+    same_error(outcomes, uc.StorageError, "close failed: Input/output error")
+    assert ranks.left(tmp_path) == left
+    assert loads(tmp_path, ranks=ranks) == 1

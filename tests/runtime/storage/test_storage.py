@@ -207,6 +207,11 @@ def test_sync_closes_and_writing_may_go_on(local: LocalStorage, tmp_path: Path) 
         local.close()
         assert len(os.listdir("/proc/self/fd")) <= before
     assert not (tmp_path / "never opened").exists()
+    (tmp_path / "g").write_bytes(b"of another process")
+    local.sync("g")
+    with pytest.raises(NotFoundError, match="lost"):
+        local.sync("lost")
+    assert not (tmp_path / "lost").exists()
 
 
 def test_a_full_disk_is_an_error() -> None:

@@ -172,6 +172,7 @@ class Transaction(AbstractContextManager["Transaction"]):
         a checkpoint that is kept. After an error everything is as before.
         """
         storage, folder = self.storage, self.folder
+        storage.close()  # raises what a file system reports only then
         if self.fsync:
             storage.sync_folder(folder)
         entries = frozenset(storage.entries(folder))
@@ -205,7 +206,7 @@ class Transaction(AbstractContextManager["Transaction"]):
             )
             conflicts = move_entries(storage, backup, name, entries)
             if entries and self.fsync:
-                storage.sync_folder(name)
+                storage.sync_tree(name)  # entries may have moved to subfolders
             if published.replaced is not None:
                 remaining = self._delete_replaced(backup, conflicts)
                 backup_remains = False

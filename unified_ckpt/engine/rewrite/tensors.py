@@ -198,9 +198,8 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
     finally:
         writer.close()
     if transaction.fsync:
-        for name in storage.unsynced_files():
-            storage.sync(name)
-            rewrite.on_progress(0)
+        storage.sync_written(lambda: rewrite.on_progress(0))
+    storage.close()  # raises what a file system reports only then
     packed = b"." + b"".join(crcs_by_span[key, start].tobytes() for _, key, start, _ in spans)
     packed_by_rank = collective.collect(
         "digests", packed, dst=transaction.leader, ranks=range(collective.world)

@@ -183,6 +183,7 @@ def _fill_and_publish(
     with collective.step("sync"):
         if fsync:
             sync_files(planned, transaction.folder)
+        call.storage.close()  # raises what a file system reports only then
     with collective.step("finalize"):
         phases_by_rank = collective.gather_phases()
         if plan.global_plan is not None:

@@ -180,6 +180,7 @@ def replicate(
                     target = _replica_folder(transaction, source)
                     copiers[source] = FolderCopier(peers[source], storage, target, fsync, on_bytes)
                 copiers[source].copy_file(file)
+            storage.close()  # raises what a file system reports only then
         with commit_group.step("finalize-copies"):
             if rank == 0:
                 for source, files in files_by_group.items():

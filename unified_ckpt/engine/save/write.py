@@ -196,9 +196,7 @@ def sync_files(planned: PlannedSave, folder: str) -> None:
     """
     storage = planned.call.storage
     if planned.call.connections.topology.group_spans_nodes:
-        for name in storage.unsynced_files():
-            storage.sync(name)
-            planned.heartbeat()
+        storage.sync_written(planned.heartbeat)
         return
     for group in planned.plan.groups:
         for index, file in enumerate(group.files):

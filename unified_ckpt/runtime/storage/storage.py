@@ -153,10 +153,7 @@ class LocalStorage:
         self._call("make folder", name, lambda: os.mkdir(self.path(name)))
 
     def resize(self, name: str, nbytes: int) -> None:
-        """Set the file's length, creating it if needed.
-
-        Never truncates to allocate: other ranks may have written to the file already.
-        """
+        """Set the file's length, creating it if needed. Other ranks may have written to it."""
         with self._write_files.use(name) as fd:
             self._call("resize", name, lambda: os.ftruncate(fd, nbytes))
 
@@ -182,10 +179,7 @@ class LocalStorage:
         return os.pwritev(fd, buffers, start)
 
     def put(self, name: str, body: bytes, *, fsync: bool) -> None:
-        """Write a small new file. With `fsync` its bytes are durable on return.
-
-        Its name is durable once the folder is synced.
-        """
+        """Write a small new file. With `fsync` it is durable, once the folder is synced."""
         self.write_at(name, 0, [memoryview(body)])
         if fsync:
             self.sync(name)
@@ -198,15 +192,20 @@ class LocalStorage:
             flush(file.fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), 2)
             self._write_files.release(file)
 
-    def unsynced_files(self) -> list[str]:
-        """Return the files that were written and not synced since."""
-        return list(self._unsynced)
+    def sync_written(self, on_progress: Callable[[], object]) -> None:
+        """Sync the files that were written and not synced since; call `on_progress` after each."""
+        for name in list(self._unsynced):
+            self.sync(name)
+            on_progress()
 
     def sync(self, name: str) -> None:
-        """Return once the file's bytes are durable, and close it."""
+        """Return once the file's bytes are durable, and close it. NotFoundError without a file."""
+        if name not in self._unsynced:  # other processes wrote it
+            self._sync_path(name, os.O_RDONLY)
+            return
         with self._write_files.use(name) as fd:
             self._call("fsync", name, lambda: os.fsync(fd))
-        self._unsynced.pop(name, None)
+        del self._unsynced[name]
         self._write_files.close(name)
 
     def sync_tree(self, name: str) -> None:
@@ -305,7 +304,7 @@ class LocalStorage:
         return stats.f_bavail * stats.f_frsize
 
     def close(self) -> None:
-        """Close all files, without syncing them."""
+        """Close all files, without syncing them. StorageError if the system lost written bytes."""
         self._unsynced = {}
         try:
             self._write_files.close()

@@ -14,7 +14,7 @@ from unified_ckpt.engine.folder.reader import Folder, open_folder
 from unified_ckpt.engine.nodes import folders
 from unified_ckpt.engine.nodes.folders import FolderCache
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange.file_server import PeerStorage
+from unified_ckpt.runtime.exchange import file_server
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 from unified_ckpt.testing import run_ranks, try_ranks
 
@@ -112,10 +112,10 @@ def test_load_with_refused_connection(tmp_path: Path, monkeypatch: pytest.Monkey
     """A refused connection raises before the target changes, and names the rank."""
     save(tmp_path, whole=False)
 
-    def closed(storage: PeerStorage, _request: bytes, _into: object) -> None:
+    def closed(*_: object, **__: object) -> None:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(PeerStorage, "_exchange", closed)
+    monkeypatch.setattr(file_server, "connect", closed)
     text = str(
         same_error(
             load(tmp_path),

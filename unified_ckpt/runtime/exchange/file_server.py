@@ -15,9 +15,9 @@ from unified_ckpt.runtime.exchange.tcp import (
     Address,
     Listener,
     connect,
-    receive,
     receive_header,
     receive_into,
+    receive_next_header,
     send_header,
 )
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
@@ -34,6 +34,7 @@ class FolderServer:
     def __init__(
         self, folders: Sequence[tuple[str, Collection[str]]], *, timeout_seconds: float
     ) -> None:
+        self._timeout_seconds = timeout_seconds
         self._folders = [(LocalStorage(root), frozenset(files)) for root, files in folders]
         try:
             for storage, _ in self._folders:
@@ -48,20 +49,21 @@ class FolderServer:
 
     def _serve(self, connection: socket.socket) -> None:
         while True:
-            header, _ = receive_header(connection)
+            header, _ = receive_next_header(connection, timeout_seconds=self._timeout_seconds)
             self._handle(connection, header)
 
     def _handle(self, connection: socket.socket, request: Mapping[str, object]) -> None:
-        """Answer one request, in chunks however large it is.
+        """Answer with a file's size and the bytes that are requested, in chunks.
 
         An error of the first chunk is part of the answer; a later one ends the connection.
         """
-        header: dict[str, object] = {}
+        header: dict[str, object]
         chunks: Iterator[bytes | bytearray] = iter(())
         first: bytes | bytearray = b""
         start = nbytes = 0
         try:
-            folder = int(str(request["folder"]))
+            fields = ("folder", "start", "nbytes")
+            folder, start, nbytes = (int(str(request[field])) for field in fields)
             if not 0 <= folder < len(self._folders):
                 raise NotFoundError(f"folder {folder}: is not served")
             storage, files = self._folders[folder]
@@ -69,21 +71,15 @@ class FolderServer:
             if name not in files:
                 raise NotFoundError(f"{name}: is not a file of this checkpoint")
             size = storage.size(name)
-            if request["operation"] == "size":
-                header = {"size": size}
-            elif size is None:
+            if size is None and nbytes:
                 raise NotFoundError(f"{storage.path(name)}: no such file or folder")
-            else:
-                nbytes = size
-                if request["operation"] == "read_at":
-                    start, nbytes = int(str(request["start"])), int(str(request["nbytes"]))
-                if not 0 <= start <= start + nbytes <= size:
-                    raise StorageError(
-                        f"{storage.path(name)}: has {size} bytes, "
-                        f"expected bytes [{start}, {start + nbytes})"
-                    )
-                chunks = _read_chunks(storage, name, start, nbytes)
-                first = next(chunks, b"")
+            if not 0 <= start <= start + nbytes <= (size or 0):
+                raise StorageError(
+                    f"{storage.path(name)}: has {size} bytes, "
+                    f"expected bytes [{start}, {start + nbytes})"
+                )
+            header, chunks = {"size": size}, _read_chunks(storage, name, start, nbytes)
+            first = next(chunks, b"")
         except (CheckpointError, KeyError, ValueError, TypeError) as error:
             header, nbytes = {"error": str(error), "missing": isinstance(error, NotFoundError)}, 0
         send_header(connection, header, nbytes=nbytes)
@@ -128,18 +124,20 @@ class PeerStorage:
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Fill `into` with the file's bytes from `start`."""
-        self._request(name, "read_at", buffer=into, start=start)
+        self._request(name, start, into)
 
     def read(self, name: str) -> bytes:
         """Return a whole file."""
-        return self._request(name, "read")[1]
+        size = self.size(name)
+        if size is None:
+            raise NotFoundError(f"{self._location(name)}: no such file or folder")
+        body = bytearray(size)
+        self.read_at(name, 0, memoryview(body))
+        return bytes(body)
 
     def size(self, name: str) -> int | None:
         """Return the file's length, or None if there is no such file."""
-        if name not in self._names:
-            return None
-        size = self._request(name, "size")[0]["size"]
-        return None if size is None else int(str(size))
+        return self._request(name, 0, memoryview(b"")) if name in self._names else None
 
     def names(self) -> list[str]:
         """Return the names of the files that are served, sorted."""
@@ -151,22 +149,23 @@ class PeerStorage:
             self._connection.close()
             self._connection = None
 
-    def _request(
-        self, name: str, operation: str, *, buffer: Buffer | None = None, start: int = 0
-    ) -> tuple[Mapping[str, object], bytes]:
-        request = {
-            "folder": self._folder,
-            "file": name,
-            "operation": operation,
-            "start": start,
-            "nbytes": len(buffer) if buffer is not None else 0,
-        }
-        location = f"{self.root}/{name} at rank {self._rank}"
+    def _location(self, name: str) -> str:
+        return f"{self.root}/{name} at rank {self._rank}"
+
+    def _request(self, name: str, start: int, buffer: Buffer) -> int | None:
+        """Fill the buffer with bytes of a file; return the file's length, None without a file."""
+        location = self._location(name)
+        span = {"start": start, "nbytes": len(buffer)}
         with self._lock:
             if self._failure is not None:
                 raise StorageError(str(self._failure))
             try:
-                header, body = self._exchange(request, buffer)
+                if self._connection is None:
+                    self._connection = connect(self._address, timeout_seconds=self._timeout_seconds)
+                send_header(self._connection, {"folder": self._folder, "file": name, **span})
+                header, _ = receive_header(self._connection)
+                if "error" not in header:
+                    receive_into(self._connection, buffer)
             except OSError as error:
                 self.close()
                 self._failure = StorageError(
@@ -176,20 +175,7 @@ class PeerStorage:
         if "error" in header:
             error_class = NotFoundError if header["missing"] else StorageError
             raise error_class(f"{location}: {header['error']}")
-        return header, body
-
-    def _exchange(
-        self, request: Mapping[str, object], buffer: Buffer | None
-    ) -> tuple[Mapping[str, object], bytes]:
-        if self._connection is None:
-            self._connection = connect(self._address, timeout_seconds=self._timeout_seconds)
-        send_header(self._connection, request)
-        header, nbytes = receive_header(self._connection)
-        if buffer is None:
-            return header, receive(self._connection, nbytes)
-        if "error" not in header:
-            receive_into(self._connection, buffer)
-        return header, b""
+        return None if header["size"] is None else int(str(header["size"]))
 
 
 def _read_chunks(storage: LocalStorage, name: str, start: int, nbytes: int) -> Iterator[bytearray]:

@@ -160,6 +160,16 @@ def receive_header(connection: socket.socket) -> tuple[dict[str, object], int]:
     return header, nbytes
 
 
+def receive_next_header(
+    connection: socket.socket, *, timeout_seconds: float
+) -> tuple[dict[str, object], int]:
+    """Receive the first part of the peer's next frame, which may take any time to begin."""
+    connection.settimeout(None)
+    header = receive_header(connection)
+    connection.settimeout(timeout_seconds)
+    return header
+
+
 def receive(connection: socket.socket, nbytes: int) -> bytes:
     """Receive exactly `nbytes` bytes."""
     buffer = bytearray(nbytes)

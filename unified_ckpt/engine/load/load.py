@@ -57,7 +57,6 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.comm.phases import summarize_phases
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, make_exchange_id
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import Reader
@@ -254,26 +253,9 @@ def _read(
     topology: Topology,
 ) -> list[tuple[GroupReadPlan, ReadResult]]:
     """Read all groups; return what was read of each. Collective."""
-    open_buffers = tile_buffers.prepare(
-        collective,
-        tile_nbytes=max(
-            (plan.read_plan.tile_nbytes for plan in group_plans if plan.read_plan.rank_io.io_tiles),
-            default=0,
-        ),
-        partners={
-            rank
-            for plan in group_plans
-            for rank in plan.read_plan.rank_io.partners(collective.rank)
-        },
-    )
-    wait = PeerWait(
-        timeout_seconds=collective.timeout_seconds,
-        tile_buffers=open_buffers,
-        raise_if_failed=collective.raise_if_failed,
-        progress=collective.progress,
-    )
     results_by_group = []
-    with marking_failed(tile_buffers.local):
+    tile_plans = [(plan.read_plan.rank_io, plan.read_plan.tile_nbytes) for plan in group_plans]
+    with tile_buffers.exchanging(collective, tile_plans) as buffers:
         for plan in group_plans:
             destinations = Destinations(
                 [by_decl[decl].target for decl in plan.decls],
@@ -282,9 +264,7 @@ def _read(
             )
             group_reader = GroupReader(plan, destinations, reader, collective.rank)
             exchange_id = make_exchange_id(collective, plan.index)
-            read_tiles(
-                group_reader, tile_buffers.local, open_buffers, wait, exchange_id=exchange_id
-            )
+            read_tiles(group_reader, buffers, exchange_id=exchange_id)
             read_extents(group_reader, local_world=topology.local_world)
             results_by_group.append((plan, group_reader.result))
     return results_by_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,8 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorReader
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.exchange.shared_memory import SLOTS, PartnerBuffer, PeerWait, TileBuffer
+from unified_ckpt.runtime.exchange.shared_memory import SLOTS
+from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.exchange.whole_tensors import WholeTensors, tiles_by_number
 from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.torch_state.tensors import (
@@ -221,16 +222,10 @@ def _copy_to_target(target: LocalTensor, start: int, scratch: torch.Tensor) -> N
     )
 
 
-def read_tiles(
-    group_reader: GroupReader,
-    local_buffer: TileBuffer | None,
-    tile_buffers: Mapping[int, PartnerBuffer],
-    wait: PeerWait,
-    *,
-    exchange_id: int,
-) -> None:
+def read_tiles(group_reader: GroupReader, buffers: TileBufferSet, *, exchange_id: int) -> None:
     """Read this rank's tiles, and copy from every rank's tiles; two are in flight per rank."""
-    rank, rank_io = group_reader.rank, group_reader.plan.read_plan.rank_io
+    rank, local_buffer, wait = buffers.rank, buffers.local, buffers.wait
+    rank_io = group_reader.plan.read_plan.rank_io
     io_tiles = {tile.number: tile for tile in rank_io.io_tiles}
     if local_buffer is not None and io_tiles:
         local_buffer.open_for(exchange_id)
@@ -244,10 +239,9 @@ def read_tiles(
         for tile in member_tiles.get(number, ()):
             if tile.io_rank != rank:
                 wait.until_progress(tile.io_rank, exchange_id=exchange_id, tiles=number + 1)
-            _copy_from_tile(group_reader, tile_buffers[tile.io_rank].tile(number), tile)
-            tile_buffers[tile.io_rank].finish_tile(
-                number, rank=rank, exchange_id=exchange_id, spans=()
-            )
+            buffer = buffers.by_rank[tile.io_rank]
+            _copy_from_tile(group_reader, buffer.tile(number), tile)
+            buffer.finish_tile(number, rank=rank, exchange_id=exchange_id, spans=())
     for number in sorted(io_tiles)[-SLOTS:]:
         if local_buffer is not None:
             wait.until_done(local_buffer, io_tiles[number].members, number + 1)

@@ -192,7 +192,7 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
                 source.read_into(key, low, data)
                 on_bytes(key, low, data)
                 crcs.extend(block.crc for block in digests.block_crcs(data, start=low))
-                ring.set_in_use(writer.write(name, tensor_start + low, [data]))
+                ring.set_in_use(writer.write([(name, tensor_start + low, [data])]))
                 rewrite.on_progress(len(data))
         writer.drain()
     finally:

@@ -30,7 +30,7 @@ def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
     for file in group.files:
         if file.io_rank == rank:
             writer.resize(file.name, file.nbytes)
-            writer.write(file.name, 0, [memoryview(file.header_bytes)])
+            writer.write([(file.name, 0, [memoryview(file.header_bytes)])])
 
 
 def file_position(group: GroupPlan, extent: Extent) -> tuple[int, int]:
@@ -86,8 +86,21 @@ def write_stored(
     """Queue the write of an item of `stored_bytes`, which stores bytes of this extent."""
     index, offset, stored = item
     file, exclusive_range = stored_range(group, index, extent.start, extent.stop)
-    start = file.offsets[index] + offset
-    return writer.write(file.name, start, [stored], exclusive_range=exclusive_range)
+    write = file.name, file.offsets[index] + offset, [stored]
+    return writer.write([write], exclusive_range=exclusive_range)
+
+
+def copy_range(memory: torch.Tensor, tensor: LocalTensor, offset: int) -> None:
+    """Fill `memory` with bytes of a local tensor from `offset`, counted in the stored dtype."""
+    element_nbytes = itemsize(tensor.decl.spec.dtype)
+    copy_slabs_to_tile(
+        memory,
+        tensor,
+        SCALAR_BOXES,
+        outer_ndim=tensor.local.dim(),
+        first_slab=offset // element_nbytes,
+        count=len(memory) // element_nbytes,
+    )
 
 
 class BufferRing:
@@ -113,15 +126,7 @@ class BufferRing:
     def copy_in(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
         """Copy bytes [offset, offset + nbytes) of the tensor, counted in the stored dtype."""
         buffer = self.next_buffer(nbytes)
-        element_nbytes = itemsize(tensor.decl.spec.dtype)
-        copy_slabs_to_tile(
-            buffer,
-            tensor,
-            SCALAR_BOXES,
-            outer_ndim=tensor.local.dim(),
-            first_slab=offset // element_nbytes,
-            count=nbytes // element_nbytes,
-        )
+        copy_range(buffer, tensor, offset)
         return as_bytes(buffer)
 
     def set_in_use(self, future: Future[None]) -> None:

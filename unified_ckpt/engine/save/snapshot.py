@@ -19,13 +19,12 @@ import torch
 
 from unified_ckpt.core.planning.exchange import Extent, TileRange
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.encode.stored_bytes import extent_chunks, stored_bytes
 from unified_ckpt.engine.plan.chunks import BlockCrcs, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
-from unified_ckpt.engine.save.extents import file_position, write_stored
+from unified_ckpt.engine.save.extents import copy_range, file_position, write_stored
 from unified_ckpt.engine.save.tiles import SlabCopy, slab_copies
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import digests
@@ -33,12 +32,10 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import free_memory_nbytes
 from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
 from unified_ckpt.runtime.torch_state.tensors import (
-    SCALAR_BOXES,
     LocalTensor,
     as_bytes,
     as_contiguous,
     copy_slabs,
-    copy_slabs_to_tile,
 )
 
 # Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
@@ -288,15 +285,7 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
             if contiguous is None or contiguous.decl is not tensor.decl:
                 # One row-major copy serves all extents of a tensor.
                 contiguous = LocalTensor(tensor.decl, as_contiguous(tensor.local))
-            element_nbytes = itemsize(tensor.decl.spec.dtype)
-            copy_slabs_to_tile(
-                memory,
-                contiguous,
-                SCALAR_BOXES,
-                outer_ndim=contiguous.local.dim(),
-                first_slab=extent.local_offset // element_nbytes,
-                count=(extent.stop - extent.start) // element_nbytes,
-            )
+            copy_range(memory, contiguous, extent.local_offset)
 
 
 def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:

@@ -6,7 +6,7 @@ A member that goes on training fills them from copies of its slabs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -22,13 +22,8 @@ from unified_ckpt.engine.plan.chunks import BlockCrcs
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
-from unified_ckpt.runtime.exchange.shared_memory import (
-    SLOTS,
-    PartnerBuffer,
-    PeerWait,
-    TileBuffer,
-    TileSpan,
-)
+from unified_ckpt.runtime.exchange.shared_memory import SLOTS, TileSpan
+from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.exchange.whole_tensors import WholeTensors, tiles_by_number
 from unified_ckpt.runtime.torch_state.tensors import (
     TORCH_DTYPES,
@@ -39,16 +34,6 @@ from unified_ckpt.runtime.torch_state.tensors import (
     copy_slabs_to_tile,
     copy_whole_to_tile,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TileBufferSet:
-    """The tile buffers that a rank can reach, by rank; `local` is its own if it has one."""
-
-    rank: int
-    local: TileBuffer | None
-    by_rank: Mapping[int, PartnerBuffer]
-    wait: PeerWait
 
 
 def write_tiles(
@@ -184,7 +169,7 @@ def write_tile(
         else:
             writes[-1][2][-1] = view[buffer_start:stop]
         file_name, file_end, buffer_stop = file.name, file_offset + stop - start, stop
-    writer.write_all([*writes, *_joined(encoded)])
+    writer.write([*writes, *_joined(encoded)])
     return block_crcs
 
 

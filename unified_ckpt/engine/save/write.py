@@ -13,15 +13,14 @@ from unified_ckpt.engine.plan.stored_tensors import is_encoded_master
 from unified_ckpt.engine.save.extents import write_extents, write_headers
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot, snapshot_tensors, write_snapshot
-from unified_ckpt.engine.save.tiles import TileBufferSet, write_tiles
+from unified_ckpt.engine.save.tiles import write_tiles
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.digest_file import digest_file_record
 from unified_ckpt.format.manifest_fields import DigestFile
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
-from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
-from unified_ckpt.runtime.exchange.tile_buffers import make_exchange_id
+from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet, make_exchange_id
 
 
 def write_tensors(
@@ -35,7 +34,7 @@ def write_tensors(
     blocks by group.
     """
     collective, plan, connections = planned.collective, planned.plan, planned.call.connections
-    rank, groups, tile_buffers = collective.rank, plan.groups, planned.call.cache.tile_buffers
+    groups, tile_buffers = plan.groups, planned.call.cache.tile_buffers
     exceptions = planned.exceptions
     # Beside training, nobody waits for the disk, and each rank's training occupies a core.
     in_background = snapshot is not None
@@ -46,23 +45,10 @@ def write_tensors(
         busy_ranks=local_ranks * (2 if in_background else 1),
         on_progress=planned.heartbeat,
     )
+    tile_plans = [(group.rank_io, group.tile_nbytes) for group in groups]
+    crcs_by_group: list[BlockCrcs] = []
     try:
-        buffers_by_rank = tile_buffers.prepare(
-            collective,
-            tile_nbytes=max(
-                (group.tile_nbytes for group in groups if group.rank_io.io_tiles), default=0
-            ),
-            partners={partner for group in groups for partner in group.rank_io.partners(rank)},
-        )
-        wait = PeerWait(
-            timeout_seconds=collective.timeout_seconds,
-            tile_buffers=buffers_by_rank,
-            raise_if_failed=collective.raise_if_failed,
-            progress=collective.progress,
-        )
-        buffers = TileBufferSet(rank, tile_buffers.local, buffers_by_rank, wait)
-        crcs_by_group: list[BlockCrcs] = []
-        with marking_failed(tile_buffers.local):
+        with tile_buffers.exchanging(collective, tile_plans) as buffers:
             for index, group in enumerate(groups):
                 if exceptions.models is None and is_encoded_master(group.decls[0]):
                     exceptions.models = _finish_models(planned, file_writer, writer)
@@ -73,7 +59,7 @@ def write_tensors(
             if exceptions.models is None and planned.is_encoded:  # other ranks wait for this one
                 _finish_models(planned, file_writer, writer)
             writer.drain()
-            connections.transport.flush_tiles(wait)
+            connections.transport.flush_tiles(buffers.wait)
         return crcs_by_group
     finally:
         writer.close()

@@ -86,44 +86,28 @@ class QueuedWriter:
 
     def write(
         self,
-        file: str,
-        start: int,
-        buffers: Sequence[memoryview],
+        writes: Sequence[ContiguousWrite],
         *,
         exclusive_range: tuple[int, int] | None = None,
     ) -> Future[None]:
-        """Queue a write at byte `start`; the buffers must not change until the future is done.
+        """Queue writes as one; the buffers must not change until the future is done.
 
         `exclusive_range`: a byte range of the file around them that only this rank writes.
         """
-        return self._queue(partial(self._write, file, start, buffers, exclusive_range))
-
-    def write_all(self, writes: Sequence[ContiguousWrite]) -> Future[None]:
-        """Queue several writes as one."""
-        return self._queue(partial(self._write_all, writes))
-
-    def _queue(self, operation: Callable[[], None]) -> Future[None]:
         self._on_progress()
         while len(self._pending) > 1:
             self._pending.pop(0).result()
-        future = self._io_thread.submit(operation)
+        future = self._io_thread.submit(partial(self._write, writes, exclusive_range))
         self._pending.append(future)
         return future
 
-    def _write_all(self, writes: Sequence[ContiguousWrite]) -> None:
-        for file, start, buffers in writes:
-            self._write(file, start, buffers, None)
-
     def _write(
-        self,
-        file: str,
-        start: int,
-        buffers: Sequence[memoryview],
-        exclusive_range: tuple[int, int] | None,
+        self, writes: Sequence[ContiguousWrite], exclusive_range: tuple[int, int] | None
     ) -> None:
-        self._file_writer.write_at(file, start, buffers, exclusive_range=exclusive_range)
-        if self._writeback_early:  # the disk works meanwhile: a durable save takes a third less
-            self._file_writer.start_flush(file, start, sum(len(buffer) for buffer in buffers))
+        for file, start, buffers in writes:
+            self._file_writer.write_at(file, start, buffers, exclusive_range=exclusive_range)
+            if self._writeback_early:  # the disk works meanwhile: a durable save takes a third less
+                self._file_writer.start_flush(file, start, sum(map(len, buffers)))
 
     def drain(self) -> None:
         """Wait until everything queued is written."""

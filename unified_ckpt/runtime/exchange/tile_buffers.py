@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+from unified_ckpt.core.planning.exchange import RankIO
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.shared_memory import (
     PartnerBuffer,
+    PeerWait,
     TileBuffer,
     create_tile_buffer,
     marking_failed,
@@ -25,6 +29,16 @@ def make_exchange_id(collective: Collective, group_index: int) -> int:
     return collective.number * _MAX_GROUPS + group_index + 1
 
 
+@dataclass(frozen=True, slots=True)
+class TileBufferSet:
+    """The tile buffers that a rank can reach, by rank; `local` is its own if it has one."""
+
+    rank: int
+    local: TileBuffer | None
+    by_rank: Mapping[int, PartnerBuffer]
+    wait: PeerWait
+
+
 class TileBuffers:
     """Owns shared memory until `close`. Other ranks keep what they opened until they close it too.
 
@@ -36,6 +50,29 @@ class TileBuffers:
         self._transport = transport
         self._fd: int | None = None
         self._opened: dict[int, PartnerBuffer] = {}
+
+    @contextmanager
+    def exchanging(
+        self, collective: Collective, plans: Sequence[tuple[RankIO, int]]
+    ) -> Iterator[TileBufferSet]:
+        """Yield the buffers for these plans, each given with the bytes of its tiles.
+
+        If the block raises, ranks that wait for this one fail at once.
+        """
+        rank = collective.rank
+        by_rank = self.prepare(
+            collective,
+            tile_nbytes=max((nbytes for rank_io, nbytes in plans if rank_io.io_tiles), default=0),
+            partners={partner for rank_io, _ in plans for partner in rank_io.partners(rank)},
+        )
+        wait = PeerWait(
+            timeout_seconds=collective.timeout_seconds,
+            tile_buffers=by_rank,
+            raise_if_failed=collective.raise_if_failed,
+            progress=collective.progress,
+        )
+        with marking_failed(self.local):
+            yield TileBufferSet(rank, self.local, by_rank, wait)
 
     def prepare(
         self, collective: Collective, *, tile_nbytes: int, partners: Iterable[int]

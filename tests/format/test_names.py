@@ -89,7 +89,7 @@ def test_siblings_belong_to_one_name() -> None:
     assert not any(names.is_replaced(replaced, name) for name in ("10", "checkpoint-1"))
     staging = names.staging_name("ema-checkpoint-1", "a1")
     assert [
-        names.is_staging_of(staging, name) for name in ("ema-checkpoint-1", "checkpoint-1", "1")
+        names.is_sibling(staging, name) for name in ("ema-checkpoint-1", "checkpoint-1", "1")
     ] == [True, False, False]
     others = ("checkpoint-10", ".unified", ".unified-", ".unified-a1", ".unified-a1-")
     for entry in (*others, ".unified-é-x", "x.unified-a1-x"):

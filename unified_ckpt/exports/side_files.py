@@ -284,7 +284,7 @@ def _weight_files(source: str) -> tuple[str, ...]:
     if not os.path.isfile(index_path):
         return (names.file_name("model", number=1, count=1),)
     with open_binary(index_path) as file:
-        files = set(index.parse_index(file.read(), file=index_path).weight_map.values())
+        files = set(index.parse_index(file.read(), file=index_path).values())
     return (names.index_name("model"), names.file_name("model", number=1, count=1), *sorted(files))
 
 

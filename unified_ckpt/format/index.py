@@ -6,22 +6,10 @@ Knows names only; reads no file.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
 from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.format.json_text import parse_json
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """A parsed index.
-
-    `total_size`: bytes of tensors, None if absent. `weight_map`: tensor name -> file name.
-    """
-
-    total_size: int | None
-    weight_map: dict[str, str]
 
 
 def encode_index(*, total_size: int, weight_map: Mapping[str, str]) -> bytes:
@@ -42,21 +30,24 @@ def encode_index(*, total_size: int, weight_map: Mapping[str, str]) -> bytes:
     return f'{{\n  "metadata": {metadata},\n  "weight_map": {names}\n}}\n'.encode()
 
 
-def parse_index(encoded: bytes, *, file: str) -> Index:
-    """Parse an index; raises FormatError, naming `file`, if it is invalid or leaves the folder."""
+def parse_index(encoded: bytes, *, file: str) -> dict[str, str]:
+    """Return the file name of each tensor.
+
+    Raises FormatError, naming `file`, if the index is invalid or leaves the folder.
+    """
     content = parse_json(encoded, file=file, constants=True)
     if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
         raise FormatError(
             f"{file}: got no weight_map, expected an object {{tensor name: file name}}"
         )
-    weight_map = content["weight_map"]
+    weight_map: dict[str, str] = content["weight_map"]
     for name, value in weight_map.items():
         if not isinstance(value, str):
             raise FormatError(f"{file}: tensor {name!r}: got file {value!r}, expected a string")
     with error_prefix(file):
         for value in set(weight_map.values()):
             check_file_name(value)
-    return Index(_total_size(content.get("metadata")), weight_map)
+    return weight_map
 
 
 def is_stale(
@@ -89,15 +80,3 @@ def check_file_name(name: str) -> None:
         raise FormatError(
             f"file name {name!a} is not valid Unicode; expected a plain file name"
         ) from None
-
-
-def _total_size(metadata: object) -> int | None:
-    # Informative only: other writers omit it, or write a float.
-    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return (
-        int(total_size)
-        if isinstance(total_size, int | float)
-        and not isinstance(total_size, bool)
-        and 0 <= total_size < 2**63
-        else None
-    )

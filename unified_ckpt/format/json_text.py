@@ -36,17 +36,11 @@ def parse_json(
             )
         return fields
 
-    text = body if isinstance(body, str) else bytes(body)
+    hooks: dict[str, Any] = {"object_pairs_hook": reject_duplicates}
+    if not constants:
+        hooks |= {"parse_constant": _reject_constant, "parse_float": _parse_finite}
     try:
-        text = text if isinstance(text, str) else text.decode()
-        if constants:
-            return json.loads(text, object_pairs_hook=reject_duplicates)
-        return json.loads(
-            text,
-            object_pairs_hook=reject_duplicates,
-            parse_constant=_reject_constant,
-            parse_float=_parse_finite,
-        )
+        return json.loads(body if isinstance(body, str) else bytes(body).decode(), **hooks)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{file}: not valid JSON: {error}") from None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from math import prod
 from typing import Annotated, Any
 
@@ -252,8 +253,12 @@ class Manifest(Record):
     def files(self) -> list[str]:
         """Return every file of the checkpoint except the manifest."""
         part_files = [file for part in self.parts.values() for file in part.files]
+        return [*part_files, *(file for file, _ in self.whole_files())]
+
+    def whole_files(self) -> list[tuple[str, IndexFile | NamedFile | DigestFile]]:
+        """Return the files that have one CRC of all their bytes, with their records."""
         records = (*self.exceptions_files().values(), *self.auxiliary_files())
-        return [*part_files, *self.indexes(), *(record.file for record in records)]
+        return [*self.indexes().items(), *((record.file, record) for record in records)]
 
     def indexes(self) -> dict[str, IndexFile]:
         """Return the indexes of the parts, by file name."""
@@ -263,16 +268,15 @@ class Manifest(Record):
             if part.index is not None
         }
 
-    def presence_files(self, part: str) -> set[str]:
-        """Return files and index of a part, of which one is there unless the part was deleted.
+    def is_deleted(self, part: str, exists: Callable[[str], bool]) -> bool:
+        """Return whether a part was deleted: neither its index nor any of its files exists.
 
-        Those of its shards if it has none of its own; none where it cannot be deleted.
+        A part of which the folder has only shards is deleted with them.
         """
-        records = {name: self.parts.get(name) for name in (part, part + SHARD_SUFFIX)}
-        for name, record in records.items():
-            if record is not None and record.files:
-                return {*record.files, index_name(name)}
-        return set()
+        for name in (part, part + SHARD_SUFFIX):
+            if name in self.parts and self.parts[name].files:
+                return not any(map(exists, (index_name(name), *self.parts[name].files)))
+        return False
 
     def auxiliary_files(self) -> list[NamedFile | DigestFile]:
         """Return the files of no part, which have one CRC of all their bytes."""

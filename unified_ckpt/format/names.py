@@ -132,23 +132,20 @@ def original_name(entry: str) -> str:
 
 def is_staging(entry: str) -> bool:
     """Return whether a directory entry is a staging folder of any checkpoint."""
-    return _is_sibling(entry, _STAGING)
+    return bool(_target_name(entry, _STAGING))
 
 
-def is_staging_of(entry: str, name: str) -> bool:
-    """Return whether a directory entry is a staging folder of the checkpoint `name`."""
-    return is_staging(entry) and _target_name(entry, _STAGING) == name
+def is_sibling(entry: str, name: str) -> bool:
+    """Return whether a directory entry is a staging or a replaced folder `name`."""
+    return name in (_target_name(entry, _STAGING), _target_name(entry, _REPLACED))
 
 
 def is_replaced(entry: str, name: str) -> bool:
     """Return whether a directory entry is a replaced folder `name`."""
-    return _is_sibling(entry, _REPLACED) and _target_name(entry, _REPLACED) == name
+    return _target_name(entry, _REPLACED) == name
 
 
 def _target_name(entry: str, prefix: str) -> str:
-    return entry.removeprefix(prefix).partition("-")[2]
-
-
-def _is_sibling(entry: str, prefix: str) -> bool:
-    save_id, dash, name = entry.removeprefix(prefix).partition("-")
-    return entry.startswith(prefix) and bool(_SAVE_ID.fullmatch(save_id)) and bool(dash and name)
+    """Return the name of the checkpoint whose sibling an entry is; empty for other entries."""
+    save_id, _, name = entry.removeprefix(prefix).partition("-")
+    return name if entry.startswith(prefix) and _SAVE_ID.fullmatch(save_id) else ""

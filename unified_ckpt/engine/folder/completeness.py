@@ -16,20 +16,17 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
     """Return the parts that are on disk, and what is missing of the others, as text.
 
-    A part may be deleted with all its files and its index; its exceptions are then ignored. A part
-    of which the folder has only shards is deleted with them.
+    A part may be deleted with all its files and its index; its exceptions are then ignored.
     """
     parts, problems = [], []
     expected: dict[str, int] = {}
     for part, record in manifest.parts.items():
-        files = {file: file_record.nbytes for file, file_record in record.files.items()}
-        if record.index is not None:
-            files = {names.index_name(part): record.index.nbytes, **files}
-        presence_files = manifest.presence_files(part)
-        if presence_files and not presence_files & sizes.keys():
+        if manifest.is_deleted(part, sizes.__contains__):
             continue
         parts.append(part)
-        expected |= files
+        if record.index is not None:
+            expected[names.index_name(part)] = record.index.nbytes
+        expected |= {file: file_record.nbytes for file, file_record in record.files.items()}
         if record.exceptions is not None:
             expected[record.exceptions.file] = record.exceptions.nbytes
     expected |= {auxiliary.file: auxiliary.nbytes for auxiliary in manifest.auxiliary_files()}

@@ -20,7 +20,6 @@ from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
-from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile
 from unified_ckpt.runtime.comm.comm import single_process
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -147,20 +146,13 @@ class FolderCopier:
         self._fsync, self._on_progress = fsync, on_progress
         self._buffer = memoryview(bytearray(digests.BLOCK_NBYTES))
         self.nbytes = 0
-        self._whole_files: dict[str, IndexFile | NamedFile | DigestFile] = {}
-        self._part_files: dict[str, tuple[str, str]] = {}  # part and CRC of the header
-        if folder.manifest is not None:
-            manifest = folder.manifest
-            named = (*manifest.auxiliary_files(), *manifest.exceptions_files().values())
-            self._whole_files = {
-                **manifest.indexes(),
-                **{record.file: record for record in named},
-            }
-            self._part_files = {
-                file: (part, record.header_crc)
-                for part, part_record in folder.manifest.parts.items()
-                for file, record in part_record.files.items()
-            }
+        manifest = folder.require_manifest()
+        self._whole_files = dict(manifest.whole_files())
+        self._part_files = {  # part and CRC of the header
+            file: (part, record.header_crc)
+            for part, part_record in manifest.parts.items()
+            for file, record in part_record.files.items()
+        }
 
     def copy_file(self, file: str) -> None:
         """Copy a file that the manifest names and verify every byte; no other file is copied."""

@@ -77,6 +77,14 @@ class Folder(Source):
         self._block_digests: dict[Key, Sequence[int] | None] = {}  # of tensors read so far
         self.resources = ExitStack()  # released by `close`
 
+    def require_manifest(self) -> Manifest:
+        """Return the manifest. FormatError for a Hugging Face folder."""
+        if self.manifest is None:
+            raise FormatError(
+                f"{self.storage.root}: has no manifest, expected a unified checkpoint"
+            )
+        return self.manifest
+
     @property
     def parts(self) -> Sequence[str]:
         """The parts in the folder, sorted."""
@@ -135,7 +143,9 @@ class Folder(Source):
         if verify == "full" or (
             verify == "read" and has_whole_block(start, start + len(buffer), nbytes)
         ):
-            saved = self._digests_of(key)
+            if key not in self._block_digests:
+                self._block_digests |= self.block_digests([key])
+            saved = self._block_digests[key]
 
         def read_at(offset: int, body: Buffer) -> None:
             self.storage.read_at(file, entry.start + offset, body)
@@ -147,11 +157,6 @@ class Folder(Source):
         VerifiedTensor(key, nbytes, saved, path, read_at, self.verification).read_into(
             start, buffer, whole_blocks=verify == "full"
         )
-
-    def _digests_of(self, key: Key) -> Sequence[int] | None:
-        if key not in self._block_digests:
-            self._block_digests |= self.block_digests([key])
-        return self._block_digests[key]
 
     def check_files(self, files: Collection[str]) -> None:
         """Check that files are complete and that headers match the manifest and the index.

@@ -13,10 +13,10 @@ from unified_ckpt.runtime.storage.storage import Reader
 _REPAIR_HINT = "`unified-ckpt verify --repair` rebuilds it from the headers"
 
 
-def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str] | None:
-    """Return {tensor name: file name}, or None for a part whose index and files were deleted.
+def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str]:
+    """Return {tensor name: file name} of a part that was not deleted.
 
-    Raises IncompleteError if only the index is missing, IntegrityError if it was changed.
+    Raises IncompleteError if the index is missing, IntegrityError if it was changed.
     """
     if record.index is None:
         return {}
@@ -25,13 +25,11 @@ def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str] | 
     try:
         body = storage.read(name)
     except NotFoundError as error:
-        if all(storage.size(file) is None for file in record.files):
-            return None
         raise IncompleteError(
             f"{location}: is missing, expected the index of part {part}; {_REPAIR_HINT}"
         ) from error
     check_crc(body, record.index.crc, f"{location}:", consequence=f"; {_REPAIR_HINT}")
-    weight_map = index.parse_index(body, file=location).weight_map
+    weight_map = index.parse_index(body, file=location)
     differing_files = sorted(set(weight_map.values()) ^ record.files.keys())
     if differing_files:
         raise IntegrityError(

@@ -6,14 +6,11 @@ import os
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
-from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.folder import Folder, check_not_replaced
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
 from unified_ckpt.engine.folder.part_index import read_index
-from unified_ckpt.engine.source.protocol import (
-    ReadPolicy,
-)
+from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.errors import (
     CheckpointError,
     FormatError,
@@ -77,16 +74,11 @@ def open_folder(
         )
     if manifest is not None:
         weight_maps = {
-            part: read_index(storage, part, record) for part, record in manifest.parts.items()
+            part: read_index(storage, part, record)
+            for part, record in manifest.parts.items()
+            if not manifest.is_deleted(part, lambda file: storage.size(file) is not None)
         }
-        existing = {
-            part: weight_map
-            for part, weight_map in weight_maps.items()
-            if weight_map is not None
-            # a part of which the folder has only shards is deleted with them
-            and (weight_map or weight_maps.get(part + SHARD_SUFFIX, {})) is not None
-        }
-        return Folder(storage, manifest, existing, policy)
+        return Folder(storage, manifest, weight_maps, policy)
     file_names = storage.names()
     folder_name = storage.root.rstrip("/").rsplit("/", 1)[-1]
     if (
@@ -100,14 +92,14 @@ def open_folder(
         )
     single = format_names.file_name(_MODEL, number=1, count=1)
     if format_names.index_name(_MODEL) in file_names:
-        parsed = index.parse_index(
+        weight_map = index.parse_index(
             storage.read(format_names.index_name(_MODEL)),
             file=f"{storage.root}/{format_names.index_name(_MODEL)}",
         )
         if not index.is_stale(
-            parsed.weight_map, single=single, file_names=file_names, folder=storage.root
+            weight_map, single=single, file_names=file_names, folder=storage.root
         ):
-            return _open_indexed(storage, parsed.weight_map, file_names)
+            return _open_indexed(storage, weight_map, file_names)
     if single in file_names:
         folder = Folder(storage, None, {})
         folder.check_files([single])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from operator import add
 
@@ -196,38 +196,9 @@ def decode_cluster_index(body: bytes) -> ClusterIndex:
 
 def build_index(inventories: Sequence[Inventory]) -> ClusterIndex:
     """Build the index of one save, complete or not. The first folder's dtypes and shapes win."""
-    index = merge_tensor_lists(
-        [
-            NodeFolder(
-                inventory.root,
-                inventory.node,
-                inventory.folder_id,
-                inventory.ranks,
-                inventory.files,
-            )
-            for inventory in inventories
-        ],
-        [(inventory.tensor_list, inventory.spans) for inventory in inventories],
-        rank_extras=max(inventory.rank_extras for inventory in inventories),
-        problems=tuple(
-            f"node {inventory.node}: {text}"
-            for inventory in inventories
-            for text in inventory.problems
-        ),
-    )
-    return replace(index, save_id=inventories[0].save_id)
-
-
-def merge_tensor_lists(
-    folders: Sequence[NodeFolder],
-    contents: Sequence[tuple[TensorList, Numbers]],
-    *,
-    rank_extras: int = 0,
-    problems: tuple[str, ...] = (),
-) -> ClusterIndex:
-    """Build an index from tensor lists alone. `contents`: tensor list and spans of each folder."""
     folders_by_list: dict[int, tuple[TensorList, list[int]]] = {}  # with numbers of folders
-    for number, (tensor_list, _) in enumerate(contents):
+    for number, inventory in enumerate(inventories):
+        tensor_list = inventory.tensor_list
         folders_by_list.setdefault(id(tensor_list), (tensor_list, []))[1].append(number)
     tensor_lists = list(folders_by_list.values())
     specs: dict[Key, TensorSpec] = {}
@@ -247,19 +218,27 @@ def merge_tensor_lists(
         for key, layout_classes in layouts_by_key.items()
     }
     spans_by_list = [
-        np.stack([contents[number][1] for number in folder_numbers])
+        np.stack([inventories[number].spans for number in folder_numbers])
         for _, folder_numbers in tensor_lists
     ]
     return ClusterIndex(
-        folders=folders,
+        folders=[
+            NodeFolder(item.root, item.node, item.folder_id, item.ranks, item.files)
+            for item in inventories
+        ],
         specs=specs,
         layout_numbers=layout_numbers,
         layouts=[
             _merge_layout(layout_classes, tensor_lists, spans_by_list)
             for layout_classes in layout_ids
         ],
-        rank_extras=rank_extras,
-        problems=problems,
+        rank_extras=max(inventory.rank_extras for inventory in inventories),
+        problems=tuple(
+            f"node {inventory.node}: {text}"
+            for inventory in inventories
+            for text in inventory.problems
+        ),
+        save_id=inventories[0].save_id,
     )
 
 

@@ -240,7 +240,7 @@ def _describe_folders(
     for path in opened.paths:
         parent, name = os.path.split(path)
         # A save that stopped between the renames of several nodes leaves them.
-        adjacent += _node_group_folders(parent, partial(_is_version_of, name))[0]
+        adjacent += _node_group_folders(parent, partial(names.is_sibling, name=name))[0]
         found, replica_problems = _node_group_folders(os.path.join(path, names.REPLICAS))
         replicas += found
         problems += replica_problems
@@ -281,10 +281,6 @@ def _send_tensor_list(collective: Collective, tensor_list: TensorList) -> str:
     if collective.add(f"tensor-list-count/{name}") == 1:
         collective.put(f"tensor-list/{name}", zlib.compress(body))
     return name
-
-
-def _is_version_of(name: str, entry: str) -> bool:
-    return names.is_replaced(entry, name) or names.is_staging_of(entry, name)
 
 
 def _node_group_folders(

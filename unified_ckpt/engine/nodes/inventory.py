@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, parse_shard_name, shard_name
+from unified_ckpt.core.nodes.node_groups import (
+    SHARD_SUFFIX,
+    base_part,
+    parse_shard_key,
+    shard_name,
+)
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
@@ -161,11 +166,11 @@ def classify(stored: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[TensorList
     boxes_by_tensor: dict[tuple[str, str, str, tuple[int, ...], bool], list[Box]] = {}
     for part, tensors in stored.items():
         for name, spec in tensors.items():
-            parsed = parse_shard_name(name) if part.endswith(SHARD_SUFFIX) else None
+            parsed = parse_shard_key((part, name))
             if parsed is not None and parsed[1].shape == spec.shape:
                 fqn, box, shape = parsed
                 boxes_by_tensor.setdefault(
-                    (part.removesuffix(SHARD_SUFFIX), fqn, spec.dtype, shape, True), []
+                    (base_part(part), fqn, spec.dtype, shape, True), []
                 ).append(box)
             else:
                 boxes_by_tensor[part, name, spec.dtype, spec.shape, False] = [full_box(spec.shape)]
@@ -180,7 +185,7 @@ def classify(stored: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[TensorList
     layout_classes = tuple(
         LayoutClass(shape, are_shards, len(boxes)) for shape, are_shards, boxes in numbers
     )
-    parts = tuple(sorted({part.removesuffix(SHARD_SUFFIX) for part in stored}))
+    parts = tuple(sorted(set(map(base_part, stored))))
     flat = [
         number for _, _, boxes in numbers for box in boxes for number in (*box.offsets, *box.shape)
     ]
@@ -192,9 +197,7 @@ def read_inventory(folder: Folder, *, node: int, is_replica: bool) -> Inventory:
 
     `is_replica`: the folder is a replica of another node's.
     """
-    manifest = folder.manifest
-    if manifest is None:
-        raise AssertionError("a folder without a manifest cannot be one of several")
+    manifest = folder.require_manifest()
     node_group = manifest.node_group
     world_size = node_group.world_size if node_group else manifest.world_size
     rank_extras = _saved_rank_extras(manifest)

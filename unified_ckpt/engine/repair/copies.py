@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.folder.stored_files import check_crc, read_header, read_range
 from unified_ckpt.errors import (
-    CheckpointError,
     FormatError,
     IncompleteError,
     IntegrityError,
@@ -25,7 +23,6 @@ from unified_ckpt.format.manifest_fields import DigestFile, FileRecord
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 
 Notes = dict[str, None]  # damage of the sources, one sentence each, without repetitions
-_Result = TypeVar("_Result")
 
 _COPY_ADVICE = (
     "copy the whole folder from a copy of the same save, which for one node's folder may be in "
@@ -118,32 +115,10 @@ def _open_copy(storage: Reader, *, advice: str) -> FolderCopy:
             f"{file}: got a damaged manifest, expected one that proves the folder's bytes; {advice}"
         )
     manifest = parse_manifest(body, file=file)
-    whole_files = (*manifest.auxiliary_files(), *manifest.exceptions_files().values())
-    crcs = {record.file: record.crc for record in whole_files}
-    crcs |= {file: record.crc for file, record in manifest.indexes().items()}
+    crcs = {file: record.crc for file, record in manifest.whole_files()}
     for part in manifest.parts.values():
         crcs |= {file: record.header_crc for file, record in part.files.items()}
     return FolderCopy(storage, manifest, crcs)
-
-
-def first_intact(
-    copies: Iterable[FolderCopy],
-    file: str,
-    crc: str,
-    read: Callable[[Reader], _Result],
-    notes: Notes,
-) -> _Result | None:
-    """Return what `read` returns for the first copy that has the file intact, or None.
-
-    `crc`: as in `FolderCopy.crcs`. Damaged copies are skipped and noted.
-    """
-    for copy in copies:
-        if copy.crcs.get(file) == crc:
-            try:
-                return read(copy.storage)
-            except CheckpointError as error:
-                notes[f"{copy.storage.root}: is damaged too: {error}"] = None
-    return None
 
 
 def read_part_header(storage: Reader, file: str, record: FileRecord) -> Header:

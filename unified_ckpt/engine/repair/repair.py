@@ -37,7 +37,6 @@ from unified_ckpt.engine.repair.copies import (
     Header,
     Notes,
     blocks_of,
-    first_intact,
     open_source,
     open_target,
     parse_digests,
@@ -180,8 +179,7 @@ class FolderRepair:
             reason = "the save has no digests of a known algorithm"
             self._notes[f"{reason}: only sizes and headers were checked"] = None
         for part, part_record in manifest.parts.items():
-            presence_files = manifest.presence_files(part)
-            if not presence_files or not presence_files.isdisjoint(file_names):
+            if not manifest.is_deleted(part, file_names.__contains__):
                 self._repair_part(part, part_record)
             elif part_record.files:
                 reason = "neither its index nor any of its files exists"
@@ -212,8 +210,14 @@ class FolderRepair:
         try:
             return read(self._storage), ""
         except CheckpointError as error:
-            crc = self._target.crcs[file]
-            return first_intact(self._sources, file, crc, read, self._notes), self._text(error)
+            damage = self._text(error)
+        for source in self._sources:
+            if source.crcs.get(file) == self._target.crcs[file]:
+                try:
+                    return read(source.storage), damage
+                except CheckpointError as error:
+                    self._notes[f"{source.storage.root}: is damaged too: {error}"] = None
+        return None, damage
 
     def _text(self, error: CheckpointError) -> str:
         """Return an error about a file as a sentence that begins with the file's name."""

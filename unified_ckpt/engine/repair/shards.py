@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, parse_shard_name
+from unified_ckpt.core.nodes.node_groups import base_part, parse_shard_key
 from unified_ckpt.core.sharding.boxes import Box, full_box, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import memory_shape
@@ -69,10 +69,10 @@ def assemble_block(sharded: ShardReader, block: Block, notes: Notes) -> bytes | 
 
 def _locate(part: str, name: str, entry: Entry) -> tuple[Key, Box, tuple[int, ...]]:
     """Return the whole tensor that a stored one belongs to, the box in it, and its shape."""
-    parsed = parse_shard_name(name) if part.endswith(SHARD_SUFFIX) else None
+    parsed = parse_shard_key((part, name))
     shape = memory_shape(entry.dtype, entry.shape)
     if parsed is not None and parsed[1].shape == shape:
-        return (part.removesuffix(SHARD_SUFFIX), parsed[0]), parsed[1], parsed[2]
+        return (base_part(part), parsed[0]), parsed[1], parsed[2]
     return (part, name), full_box(shape), shape
 
 

@@ -99,7 +99,7 @@ def open_model_files(root: str, *, part: str = MODEL) -> list[TensorFile]:
     index_path = os.path.join(root, names.index_name(part))
     if names.index_name(part) in entries:
         with open_binary(index_path) as index_file:
-            weight_map = index.parse_index(index_file.read(), file=index_path).weight_map
+            weight_map = index.parse_index(index_file.read(), file=index_path)
     if weight_map is None or index.is_stale(
         weight_map, single=single, file_names=entries, folder=root
     ):

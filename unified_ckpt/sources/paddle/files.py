@@ -35,7 +35,7 @@ def open_indexed(
     """
     path = os.path.join(root, index_file)
     with open_binary(path) as file:
-        weight_map = parse_index(file.read(), file=path).weight_map
+        weight_map = parse_index(file.read(), file=path)
     files = sorted(set(weight_map.values()))
     raise_if_any(
         IncompleteError,

@@ -194,7 +194,7 @@ def read_bins(root: str) -> ParsedStateDict:
     if BIN_INDEX in names:
         path = os.path.join(root, BIN_INDEX)
         with open_binary(path) as file:
-            weight_map = index.parse_index(file.read(), file=path).weight_map
+            weight_map = index.parse_index(file.read(), file=path)
         if index.is_stale(weight_map, single=BIN, file_names=names, folder=root):
             weight_map = {}
     if weight_map:

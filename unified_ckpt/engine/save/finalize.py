@@ -95,12 +95,11 @@ def _node_group_record(planned: PlannedSave) -> NodeGroupRecord | None:
     if planned.commit_group.is_single:
         return None
     node_group, cache = planned.commit_group.node_group, planned.call.cache
-    copy_plan = cache.copy_plan
     return NodeGroupRecord(
         number=node_group.number,
         count=node_group.count,
         ranks=list(node_group.ranks),
         world_size=node_group.world_size,
         totals=dict(cache.global_records.totals),
-        replicas=list(copy_plan.files_by_group) if copy_plan is not None else [],
+        replicas=list(cache.copy_plan or ()),
     )

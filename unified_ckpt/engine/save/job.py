@@ -210,9 +210,10 @@ def _publish(commit_group: CommitGroup, transaction: Transaction) -> None:
     if commit_group.is_single:
         transaction.publish_and_clean_up()
         return
-    commit_group.barrier("written")
-    transaction.publish_with_others(partial(commit_group.barrier, "committed"))
-    with commit_group.step("clean-up"):
+    collective = commit_group.collective
+    collective.finish_step("written")
+    transaction.publish_with_others(partial(collective.finish_step, "committed"))
+    with collective.step("clean-up"):
         transaction.clean_up()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,22 +71,11 @@ class CommitGroup:
         """Whether all ranks share one folder."""
         return self.node_group.count == 1
 
-    def step(self, name: str) -> AbstractContextManager[None]:
-        """Return a step that all node groups complete, or that fails on all of them."""
-        return nullcontext() if self.is_single else self.collective.step(name)
-
-    def barrier(self, name: str) -> None:
-        """Wait for all node groups. Raises the error of one that failed."""
-        with self.step(name):
-            pass
-
     def all_gather(self, key: str, value: bytes) -> list[bytes]:
         """Return the values of all node groups, by number.
 
-        One rank of each group calls, inside a step of the group.
+        One rank of each of several groups calls, inside a step of the group.
         """
-        if self.is_single:
-            return [value]
         with self.waiting_for_groups():
             self.collective.put(f"{key}/{self.node_group.number}", b"." + value)
             numbers = range(self.node_group.count)

@@ -25,23 +25,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
-from unified_ckpt.core.nodes.replica_placement import place_replicas
+from unified_ckpt.core.nodes.replica_placement import CopyPlan, place_replicas
 from unified_ckpt.engine.folder.copy import FolderCopier
 from unified_ckpt.engine.folder.finalize import write_indexes, write_manifest
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, StagedTensors
 from unified_ckpt.engine.save.node_local import CommitGroup
 from unified_ckpt.errors import IntegrityError, RankError
 from unified_ckpt.format import names
-from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.format.manifest import parse_manifest
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import parse_address
@@ -50,20 +48,10 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 _FAILURE_CHECK_NBYTES = 64 << 20  # copied between two checks whether another rank has failed
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """The files that this node group copies, by the number of the group that stores them.
-
-    Empty if no copies are requested.
-    """
-
-    files_by_group: Mapping[int, Sequence[str]]
-
-
 def check_copy_count(commit_group: CommitGroup, copies: int) -> None:
     """Collective over all node groups. RankError if ranks differ or there are too few groups."""
     collective, group_count = commit_group.collective, commit_group.node_group.count
-    with commit_group.step("node-copies"):
+    with commit_group.collective.step("node-copies"):
         expected = int(collective.broadcast("node-copies-count", str(copies).encode()))
         if expected != copies:
             raise RankError(
@@ -82,13 +70,14 @@ def plan_copies(
 ) -> CopyPlan:
     """Collective over all node groups, once per layout. Rank 0 decides which group copies what.
 
-    Groups describe equal contents only once.
+    Returns what this group copies, which is nothing if no copies are requested. Groups describe
+    equal contents only once.
     """
     collective, node_group = commit_group.collective, commit_group.node_group
     if copies == 1 or commit_group.is_single:
-        return CopyPlan({})
+        return {}
     numbers = range(node_group.count)
-    with commit_group.step("plan-copies"):
+    with commit_group.collective.step("plan-copies"):
         if global_plan is not None:
             content_by_file, units_by_content = stored_units(global_plan)
             for content, units in units_by_content.items():
@@ -105,7 +94,7 @@ def plan_copies(
             for number, placement in enumerate(placements):
                 collective.put_json(f"copy-plan/{number}", placement)
         placement = collective.get_json(f"copy-plan/{node_group.number}")
-    return CopyPlan({int(source): tuple(files) for source, files in placement.items()})
+    return {int(source): files for source, files in placement.items()}
 
 
 def stored_units(global_plan: GlobalPlan) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -147,31 +136,26 @@ def replicate(
     have the exceptions files of `encoded_parts`.
     StorageError or IntegrityError on every rank of all groups if one fails.
     """
-    files_by_group = copy_plan.files_by_group
-    if not files_by_group:
+    if not copy_plan:
         return
     number, count = commit_group.node_group.number, commit_group.node_group.count
     storage, fsync = transaction.storage, transaction.fsync
     rank, world = transaction.collective.rank, transaction.collective.world
     with ExitStack() as exit_stack:  # serves until all groups are through or one has failed
-        with commit_group.step("copy"):
+        with commit_group.collective.step("copy"):
             if rank == 0:
-                server = _serve(commit_group, transaction, copy_plan)
-                exit_stack.callback(server.close)
-            peers = _PeerFolders(commit_group)
-            exit_stack.callback(peers.close)
+                _serve(commit_group, transaction, copy_plan, exit_stack)
+            peers = _PeerFolders(commit_group, exit_stack)
             if rank == 0:
-                nbytes = sum(_copied_nbytes(peers[n], files) for n, files in files_by_group.items())
+                nbytes = sum(_copied_nbytes(peers[n], files) for n, files in copy_plan.items())
                 transaction.check_free_space(nbytes)
             # Set once the folders of the copies exist.
             commit_group.collective.get(_server_key(number))
-            nearest = sorted(files_by_group, key=lambda source: (number - source) % count)
+            nearest = sorted(copy_plan, key=lambda source: (number - source) % count)
             exceptions = map(names.exceptions_name, encoded_parts)
             auxiliary = (names.DIGESTS, names.EXTRA, names.RANK_EXTRA, *exceptions)
             tasks = [
-                (source, file)
-                for source in nearest
-                for file in (*auxiliary, *files_by_group[source])
+                (source, file) for source in nearest for file in (*auxiliary, *copy_plan[source])
             ]
             on_bytes = _copy_heartbeat(commit_group.collective)
             copiers: dict[int, FolderCopier] = {}
@@ -181,9 +165,9 @@ def replicate(
                     copiers[source] = FolderCopier(peers[source], storage, target, fsync, on_bytes)
                 copiers[source].copy_file(file)
             storage.close()  # raises what a file system reports only then
-        with commit_group.step("finalize-copies"):
+        with commit_group.collective.step("finalize-copies"):
             if rank == 0:
-                for source, files in files_by_group.items():
+                for source, files in copy_plan.items():
                     target = _replica_folder(transaction, source)
                     _finalize_copy(peers[source], files, storage, target, fsync=fsync)
                 if fsync:
@@ -193,10 +177,10 @@ def replicate(
 class _PeerFolders:
     """The served folders of other node groups, by number, opened on first use."""
 
-    def __init__(self, commit_group: CommitGroup) -> None:
+    def __init__(self, commit_group: CommitGroup, exit_stack: ExitStack) -> None:
         self._collective, self._save_id = commit_group.collective, commit_group.save_id
         self._opened: dict[int, Folder] = {}
-        self._connections = ExitStack()
+        self._exit_stack = exit_stack
 
     def __getitem__(self, number: int) -> Folder:
         if number not in self._opened:
@@ -214,56 +198,39 @@ class _PeerFolders:
             names=served["files"],
             timeout_seconds=self._collective.timeout_seconds,
         )
-        self._connections.callback(storage.close)
+        self._exit_stack.callback(storage.close)
         folder = open_folder(storage)
         check_peer_manifest(folder, save_id=self._save_id, number=number)
         return folder
 
-    def close(self) -> None:
-        self._connections.close()
 
-
-def check_peer_manifest(folder: Folder, *, save_id: str, number: int) -> Manifest:
-    """Return the manifest. IntegrityError unless it is of this save and node group `number`."""
-    manifest = folder.manifest
-    identity = None
-    if manifest is not None and manifest.node_group is not None:
-        identity = manifest.save_id, manifest.node_group.number
-    if manifest is None or identity != (save_id, number):
+def check_peer_manifest(folder: Folder, *, save_id: str, number: int) -> None:
+    """IntegrityError unless the folder is of this save and node group `number`."""
+    manifest = folder.require_manifest()
+    identity = manifest.save_id, manifest.node_group and manifest.node_group.number
+    if identity != (save_id, number):
         raise IntegrityError(
             f"{folder.storage.root}: got {identity}, "
             f"expected what node group {number} wrote of save {save_id}"
         )
-    return manifest
 
 
 def _serve(
-    commit_group: CommitGroup, transaction: Transaction, copy_plan: CopyPlan
-) -> FolderServer:
+    commit_group: CommitGroup, transaction: Transaction, copy_plan: CopyPlan, exit_stack: ExitStack
+) -> None:
     """Serve this group's folder, create the folders of its copies, and publish the address."""
     collective, storage, folder = commit_group.collective, transaction.storage, transaction.folder
     root = storage.path(folder)
-    manifest = read_manifest(storage, folder)
-    if manifest is None:
-        raise AssertionError("the folder is complete but for its copies")
+    manifest = parse_manifest(storage.read(f"{folder}/{names.MANIFEST}"), file=root)
     files = [*manifest.files(), names.MANIFEST]
     server = FolderServer([(root, files)], timeout_seconds=collective.timeout_seconds)
-    try:
-        storage.make_folder(f"{folder}/{names.REPLICAS}")
-        for source in copy_plan.files_by_group:
-            storage.make_folder(_replica_folder(transaction, source))
-        served = {
-            "address": server.address.encode(),
-            "root": root,
-            "rank": collective.rank,
-            "files": files,
-        }
-        key = _server_key(commit_group.node_group.number)
-        collective.put_json(key, served)
-    except BaseException:
-        server.close()
-        raise
-    return server
+    exit_stack.callback(server.close)
+    storage.make_folder(f"{folder}/{names.REPLICAS}")
+    for source in copy_plan:
+        storage.make_folder(_replica_folder(transaction, source))
+    offer = {"address": server.address.encode(), "root": root, "rank": collective.rank}
+    key = _server_key(commit_group.node_group.number)
+    collective.put_json(key, {**offer, "files": files})
 
 
 def _server_key(number: int) -> str:
@@ -289,28 +256,19 @@ def _copy_heartbeat(collective: Collective) -> Callable[[int], None]:
     return on_bytes
 
 
-def _require_manifest(folder: Folder) -> Manifest:
-    if folder.manifest is None:
-        raise AssertionError("checked when it was opened")
-    return folder.manifest
-
-
 def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
-    """Return the bytes of these part files, and of all auxiliary and exceptions files."""
-    manifest = _require_manifest(folder)
-    part_files = {
-        name: file for part in manifest.parts.values() for name, file in part.files.items()
-    }
-    nbytes = sum(file.nbytes for name, file in part_files.items() if name in files)
-    whole_files = (*manifest.auxiliary_files(), *manifest.exceptions_files().values())
-    return nbytes + sum(file.nbytes for file in whole_files)
+    """Return the bytes of these part files, and of all files of no part."""
+    manifest = folder.require_manifest()
+    part_files = (item for part in manifest.parts.values() for item in part.files.items())
+    copied = (*manifest.whole_files(), *(item for item in part_files if item[0] in files))
+    return sum(record.nbytes for _, record in copied)
 
 
 def _finalize_copy(
     folder: Folder, files: Collection[str], storage: LocalStorage, target: str, *, fsync: bool
 ) -> None:
     """Write the indexes and the manifest of a copy that has only these part files."""
-    manifest = _require_manifest(folder)
+    manifest = folder.require_manifest()
     weight_maps, records, nbytes_by_part = {}, {}, {}
     for part, record in manifest.parts.items():
         weight_map = {

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.planned_save import Staging
-from unified_ckpt.engine.save.save import BackgroundSave, BlockedTime
+from unified_ckpt.engine.save.save import BackgroundSave
 from unified_ckpt.errors import CheckpointError, LayoutError
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -53,10 +53,7 @@ class PendingSave:
         try:
             if not lazy:
                 background_save.copy()
-            self._hooks = [
-                block_step(optimizer, self._staging, background_save.blocked)
-                for optimizer in lazy_optimizers
-            ]
+            self._hooks = [block_step(optimizer, self._staging) for optimizer in lazy_optimizers]
             # Not a daemon: the interpreter must not exit in the middle of a save.
             self._thread = threading.Thread(
                 target=self._run,
@@ -64,7 +61,7 @@ class PendingSave:
                 name="unified_ckpt-save",
                 daemon=False,
             )
-            background_save.blocked.add(background_save.started)
+            self._staging.add_blocked(background_save.started)
             self._thread.start()
         except BaseException as error:
             self._reported = self._run(background_save, None, error)
@@ -155,27 +152,27 @@ class PendingSave:
 class _StepBlock:
     """A step pre-hook that waits for a copy; it keeps nothing else alive."""
 
-    def __init__(self, staging: Staging, blocked: BlockedTime) -> None:
-        self.staging, self._blocked = staging, blocked
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
 
     def __call__(self, *_: object) -> None:
         if not self.staging.is_set():
             started = time.monotonic()
             self.staging.wait()
-            self._blocked.add(started)
+            self.staging.add_blocked(started)
 
 
-def block_step(optimizer: Optimizer, staging: Staging, blocked: BlockedTime) -> RemovableHandle:
+def block_step(optimizer: Optimizer, staging: Staging) -> RemovableHandle:
     """Make the optimizer's next step wait for `staging`, before its other step pre-hooks run.
 
-    The time that it waits is added to `blocked`. Must not be called during a step, which iterates
-    over the hooks. Also removes the hooks of earlier copies that are done.
+    Must not be called during a step, which iterates over the hooks. Also removes hooks of earlier
+    copies that are done.
     """
     hooks = optimizer._optimizer_step_pre_hooks
     for hook_id, hook in list(hooks.items()):
         if isinstance(hook, _StepBlock) and hook.staging.is_set():
             del hooks[hook_id]
-    handle = optimizer.register_step_pre_hook(_StepBlock(staging, blocked))
+    handle = optimizer.register_step_pre_hook(_StepBlock(staging))
     # Other hooks may change parameters (weight decay, clipping), so they go behind this one.
     for hook_id in [other_id for other_id in hooks if other_id != handle.id]:
         hooks[hook_id] = hooks.pop(hook_id)

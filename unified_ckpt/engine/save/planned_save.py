@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
+from unified_ckpt.core.nodes.replica_placement import CopyPlan
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.encode.agree import EncodingAgreement
 from unified_ckpt.engine.encode.exceptions import Exceptions
@@ -17,7 +18,6 @@ from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import SavePlan
 from unified_ckpt.engine.save.caller_extra import CallerExtra
 from unified_ckpt.engine.save.node_local import CommitGroup, GlobalRecords, LocalShardings
-from unified_ckpt.engine.save.node_replicas import CopyPlan
 from unified_ckpt.engine.save.probe_topology import Connections
 from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
 from unified_ckpt.engine.save.snapshot import SnapshotMemory
@@ -31,17 +31,26 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 class Staging:
-    """Whether the tensors of a save may change again: all are copied or written, or it failed."""
+    """Whether the tensors of a save may change again: all are copied or written, or it failed.
+
+    `blocked_seconds`: what the save takes from the training thread, apart from a wait for the end
+    at the call.
+    """
 
     def __init__(self) -> None:
         self._ended = threading.Event()
         self.ended_at: float | None = None  # of the monotonic clock
+        self.blocked_seconds = 0.0
 
     def end(self) -> None:
         """Let the caller go on."""
         if not self._ended.is_set():
             self.ended_at = time.monotonic()
             self._ended.set()
+
+    def add_blocked(self, started: float) -> None:
+        """Add the time since `started`, a monotonic time, to `blocked_seconds`."""
+        self.blocked_seconds += time.monotonic() - started
 
     def is_set(self) -> bool:
         """Return whether it has ended."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from unified_ckpt.core.sharding.shardings import Sharding
-from unified_ckpt.core.text import format_ranks
+from unified_ckpt.core.text import format_list, format_ranks
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.engine.save.extents import BufferRing
@@ -15,8 +15,6 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_bytes, as_contiguous
-
-_MAX_LISTED = 20
 
 
 def check_replicas(
@@ -96,10 +94,8 @@ def _describe(details: Sequence[Mapping[str, Mapping[str, int]]], keys: Sequence
             if len(by_crc) > 1:
                 ranks = (f"rank(s) {format_ranks(ranks)}" for ranks in by_crc.values())
                 lines.append(f"{name}: {' differ from '.join(ranks)}")
-    more = f"\n  … and {len(lines) - _MAX_LISTED} more" if len(lines) > _MAX_LISTED else ""
-    text = "\n  ".join(lines[:_MAX_LISTED])
+    title = format_list("replicas hold different bytes", lines)
     return (
-        f"replicas hold different bytes ({len(lines)}):\n  {text}{more}\n  "
-        "expected equal bytes; average them before the save, declare slices with a Layout, or "
-        'store one of them with check_replicas="never"'
+        f"{title}\n  expected equal bytes; average them before the save, declare slices with a "
+        'Layout, or store one of them with check_replicas="never"'
     )

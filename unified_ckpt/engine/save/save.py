@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
 
@@ -24,7 +23,7 @@ from unified_ckpt.engine.folder.if_exists import (
     check_target_name,
     resolve_if_exists,
 )
-from unified_ckpt.engine.plan.save_plan import PlanKey, SavePlan, make_plan, make_plan_key
+from unified_ckpt.engine.plan.save_plan import PlanKey, make_plan, make_plan_key
 from unified_ckpt.engine.save.caller_extra import CallerExtra, encode_extra
 from unified_ckpt.engine.save.job import SaveReport, write_and_commit
 from unified_ckpt.engine.save.node_local import (
@@ -101,23 +100,11 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
     return BackgroundSave(planned, snapshot, deferred_keys, lazy=lazy)
 
 
-class BlockedTime:
-    """The seconds that a background save has taken from the training thread."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def add(self, started: float) -> None:
-        """Add the time since `started`, a monotonic time."""
-        self.seconds += time.monotonic() - started
-
-
 class BackgroundSave:
     """A planned save with a snapshot in part: call `copy`, then `finish`, on any thread.
 
     The tensors may change once `staging` has ended. `holds_caller`: the caller waits for it, since
-    tensors that are not copied may change before an optimizer steps. `blocked`: what the save takes
-    from the training thread apart from that, which the owner adds up.
+    tensors that are not copied may change before an optimizer steps.
     """
 
     def __init__(
@@ -131,8 +118,7 @@ class BackgroundSave:
         self._planned, self._snapshot, self._deferred_keys = planned, snapshot, deferred_keys
         self._events = record_events(chain.from_iterable(snapshot.tensors_by_group))
         self.holds_caller = not lazy or not snapshot.uncopied_keys() <= set(deferred_keys)
-        self.staging, self.blocked = planned.staging, BlockedTime()
-        self.started = planned.call.started
+        self.staging, self.started = planned.staging, planned.call.started
         self._error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -151,7 +137,7 @@ class BackgroundSave:
 
     def _blocked_seconds(self) -> float:
         held_until = self.staging.ended_at if self.holds_caller else None
-        return max(self.blocked.seconds, (held_until or self.started) - self.started)
+        return max(self.staging.blocked_seconds, (held_until or self.started) - self.started)
 
     def finish(self, after_commit: Callable[[SaveReport], object] | None) -> SaveReport:
         """Collective. Write and publish the checkpoint, then call `after_commit`.
@@ -233,7 +219,7 @@ def _plan_save(
     # A background save with a cached plan agrees once, after everything is copied.
     with nullcontext() if background and collective.all_cached else collective.step("check-state"):
         checked = _check_state(call, collective, cached=cached, background=background)
-    request, caller_extra = checked.request, checked.caller_extra
+    request, caller_extra, entries_before = checked
     commit_group = join_commit_group(collective, node_group)
     with commit_group.sharing_errors_with_groups():
         plan_request, group_collective = request, collective
@@ -244,57 +230,51 @@ def _plan_save(
             # The layout is already checked for all node groups.
             plan_request = replace(request, layout=None, matched_rules=set())
             caller_extra = broadcast_extra(commit_group, caller_extra)
-            group_collective = call.connections.comm.begin_collective(
-                "save of a node group",
-                cached=cached,
-                timeout_seconds=collective.timeout_seconds,
-                parent=collective,
+            comm, timeout = call.connections.comm, collective.timeout_seconds
+            group_collective = comm.begin_collective(
+                "save of a node group", cached=cached, timeout_seconds=timeout, parent=collective
             )
             if background:
                 group_collective.move_to_background()
         try:
-            with group_collective.step("plan") if not cached else nullcontext():
-                plan = _get_or_make_plan(
-                    call, group_collective, plan_request, tensors, plan_key, cached=cached
-                )
-            if not cached or cache.copy_plan is None:
+            if not cached or cache.plan is None:
+                with group_collective.step("plan"):
+                    cache.plan = make_plan(
+                        group_collective,
+                        tensors,
+                        layout=plan_request.layout,
+                        matched_rules=plan_request.matched_rules,
+                        max_file_bytes=request.options.max_file_bytes,
+                        plan_key=plan_key,
+                    )
                 cache.copy_plan = plan_copies(
-                    commit_group, plan.global_plan, copies=request.options.node_copies
+                    commit_group, cache.plan.global_plan, copies=request.options.node_copies
                 )
             by_key = {tensor.decl.key: tensor for tensor in tensors}
-            return _verify_replicas(
-                PlannedSave(
-                    call,
-                    commit_group,
-                    group_collective,
-                    request,
-                    plan,
-                    [[by_key[decl.key] for decl in group.decls] for group in plan.groups],
-                    caller_extra,
-                    entries_before=checked.entries_before,
-                )
+            planned = PlannedSave(
+                call,
+                commit_group,
+                group_collective,
+                request,
+                cache.plan,
+                [[by_key[decl.key] for decl in group.decls] for group in cache.plan.groups],
+                caller_extra,
+                entries_before=entries_before,
             )
+            _verify_replicas(planned)
+            return planned
         except BaseException:
             if group_collective is not collective:
                 group_collective.finish()
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckedState:
-    """What this rank saves. `entries_before`: as in `PlannedSave`."""
-
-    request: SaveRequest
-    caller_extra: CallerExtra
-    entries_before: frozenset[str]
-
-
 def _check_state(
     call: SaveCall, collective: Collective, *, cached: bool, background: bool
-) -> _CheckedState:
+) -> tuple[SaveRequest, CallerExtra, frozenset[str]]:
     """Encode `extra`, check what is at the path, and agree on what is stored.
 
-    Collective, inside a step.
+    Collective, inside a step. Returns what this rank saves, and `PlannedSave.entries_before`.
     """
     request, cache, node_group = call.request, call.cache, call.connections.topology.node_group
     if isinstance(request, Exception):
@@ -321,7 +301,7 @@ def _check_state(
         cache.plan = None
         if node_group.count == 1:
             cache.agreement = _agree_on_encodings(call, collective, request)
-    return _CheckedState(request, caller_extra, entries_before)
+    return request, caller_extra, entries_before
 
 
 def _agree_on_encodings(
@@ -366,35 +346,10 @@ def _to_node_local(
     return localize(tensors, cache.local_shardings, node_group, group_rank=comm.rank)
 
 
-def _get_or_make_plan(
-    call: SaveCall,
-    collective: Collective,
-    request: SaveRequest,
-    tensors: Sequence[LocalTensor],
-    plan_key: PlanKey,
-    *,
-    cached: bool,
-) -> SavePlan:
-    """Collective. Return the plan of the last save, or a new one."""
-    cache = call.cache
-    if not cached or cache.plan is None:
-        cache.plan = None
-        cache.plan = make_plan(
-            collective,
-            tensors,
-            layout=request.layout,
-            matched_rules=request.matched_rules,
-            max_file_bytes=request.options.max_file_bytes,
-            plan_key=plan_key,
-        )
-    return cache.plan
-
-
-def _verify_replicas(planned: PlannedSave) -> PlannedSave:
+def _verify_replicas(planned: PlannedSave) -> None:
     """Collective. Compare the bytes of replicas if the options ask for it in this save."""
     mode, plan = planned.request.options.check_replicas, planned.plan
     if mode == "always" or (mode == "first" and not plan.replicas_checked):
         with planned.collective.step("verify-replicas"):
             check_replicas(planned.collective, plan.groups, planned.tensors_by_group)
         plan.replicas_checked = True
-    return planned

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from unified_ckpt.core.nodes.write_alignment import WriteAlignment
+from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.tcp import Address, connect, receive_header, send_header
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -69,12 +70,10 @@ def main() -> None:
                 caller.join()
 
         def write_all() -> None:
+            frame = {"type": "write", "save": "save", "file": "x", "crc": digests.crc(BODY)}
             for number, line in lines.items():
-                send_header(
-                    line,
-                    {"type": "write", "save": "save", "file": "x", "start": number * len(BODY)},
-                    nbytes=len(BODY),
-                )
+                start = number * len(BODY)
+                send_header(line, {**frame, "start": start}, nbytes=len(BODY))
                 line.sendall(BODY)
                 send_header(line, {"type": "flush"})
             for line in lines.values():

@@ -297,6 +297,24 @@ def test_rank_fails_during_the_exchange(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("method", "error"), [("_store_tile", uc.RankError), ("_write", uc.StorageError)]
+)
+def test_bytes_changed_on_the_way_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: type[uc.CheckpointError]
+) -> None:
+    """The rank that receives a tile computes its digests: they would not show the change."""
+    real = getattr(PeerTransport, method)
+
+    def changed(self: PeerTransport, header: object, payload: bytearray) -> object:
+        payload[-1] ^= 1
+        return real(self, header, payload)
+
+    monkeypatch.setattr(PeerTransport, method, changed)
+    same_error(save(tmp_path, 1, timeout_seconds=30.0), error, "bytes changed on the way")
+    assert os.listdir(tmp_path) == []
+
+
 def test_rank_receives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def deaf(self: PeerTransport, *_: object) -> None:
         raise ConnectionResetError("gone")
@@ -312,13 +330,16 @@ def test_late_bytes_of_an_ended_save_are_refused(tmp_path: Path) -> None:
 
     def act(comm: Comm) -> str:
         with on_node(comm, [0, 1]) as checkpointer:
-            checkpointer.save(tmp_path / NAME, model={"w": torch.ones(3)}, options=SAVE)
+            options = SAVE.model_copy(update={"write_alignment": 4096})
+            checkpointer.save(tmp_path / NAME, model={"w": torch.ones(3)}, options=options)
             assert checkpointer._topologies is not None
             (connections,) = checkpointer._topologies._connections.values()
             transport = connections.transport
             assert isinstance(transport, PeerTransport)
             if comm.rank == 1:
-                transport.write("ab" * 8, 0, "model.safetensors", 0, [memoryview(b"late")])
+                for n in range(64):  # rank 0 writes some of these files
+                    late = [memoryview(b"late")]
+                    list(transport.route_write("ab" * 8, f"{n}", 0, late, exclusive_range=None))
                 with pytest.raises(
                     uc.StorageError, match="save abababababababab: this rank does not accept bytes"
                 ):

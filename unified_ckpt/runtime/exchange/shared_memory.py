@@ -26,6 +26,7 @@ SLOTS = 2  # tiles of a buffer, used in turn
 _PAGE = 4096
 # Counters: current exchange, tiles moved, owner failed; then, per rank, tiles done.
 _EXCHANGE, _PROGRESS, _FAILED, _DONE = range(4)
+CHANGED = -1  # as the number of tiles done: the bytes of one changed on the way
 
 TileSpan = tuple[int, int, int, int]  # strided bytes of a tile: start, nbytes, step, count
 
@@ -239,7 +240,10 @@ class PeerWait:
         """Wait until all these members have finished the buffer's first `tiles` tiles."""
 
         def is_done(rank: int) -> bool:
-            return tile_buffer.done(rank) >= tiles
+            done = tile_buffer.done(rank)
+            if done == CHANGED:
+                raise RankError(f"rank {rank}: its bytes changed on the way; check the network")
+            return done >= tiles
 
         for rank in ranks:
             self.until(rank, f"its part of tile {tiles - 1}", partial(is_done, rank))

@@ -7,6 +7,8 @@ How bytes could be lost:
   after `flush_writes`, which waits for the receivers and raises their first error.
 - Bytes of a failed save arrive late and land in the next one. So bytes are accepted only for the
   save id that they carry, inside `receiving`.
+- Bytes change on the way: TCP's checksum misses some errors, and digests of tiles are of what was
+  received. So each frame has the CRC of its bytes.
 - A connection breaks, and the rank that waits for a tile cannot know why. So the sender of a tile
   waits for the receivers too (`flush_tiles`).
 """
@@ -19,15 +21,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 import torch
 
 from unified_ckpt.core.nodes.write_alignment import WriteAlignment
 from unified_ckpt.errors import RankError, StorageError
+from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.error_spread import Spread, mark
 from unified_ckpt.runtime.exchange.shared_memory import (
+    CHANGED,
     SLOTS,
     PartnerBuffer,
     PeerWait,
@@ -42,6 +46,7 @@ from unified_ckpt.runtime.exchange.tcp import (
     connect,
     receive_header,
     receive_into,
+    receive_next_header,
     send_header,
 )
 from unified_ckpt.runtime.exchange.transport import Transport
@@ -113,9 +118,7 @@ class PeerTransport(Transport):
     def _serve(self, connection: socket.socket) -> None:
         failure = ""
         while True:
-            connection.settimeout(None)  # a save may take any time between two frames
-            header, nbytes = receive_header(connection)
-            connection.settimeout(self._timeout_seconds)
+            header, nbytes = receive_next_header(connection, timeout_seconds=self._timeout_seconds)
             if header["type"] == "flush":
                 send_header(connection, {"error": failure})
                 failure = ""
@@ -136,6 +139,8 @@ class PeerTransport(Transport):
             file = str(header["file"])
             if destination is None or "/" in file:
                 return f"save {header['save']}: this rank does not accept bytes for {file!r}"
+            if digests.crc(payload) != header["crc"]:
+                return f"{file}: bytes changed on the way; check the network"
             storage, folder = destination
             start = int(str(header["start"]))
             try:
@@ -174,6 +179,9 @@ class PeerTransport(Transport):
                 raise ConnectionAbortedError(f"exchange {exchange_id} has ended")
             if current < exchange_id or tile_buffer.progress() <= number - SLOTS:
                 return False
+            if tile_buffer.done(member) == CHANGED or digests.crc(payload) != header["crc"]:
+                tile_buffer.set_done(member, CHANGED)
+                return True
             tile, offset = tile_buffer.tile(number), 0
             payload_tensor = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8))
             spans: list[TileSpan] = header["spans"]  # type: ignore[assignment]
@@ -204,7 +212,10 @@ class PeerTransport(Transport):
         *,
         exclusive_range: tuple[int, int] | None,
     ) -> Iterator[tuple[int, Sequence[Buffer]]]:
-        """Send the blocks that other nodes write, see `WriteAlignment`; yield this node's."""
+        """Send the blocks that other nodes write, see `WriteAlignment`; yield this node's.
+
+        `flush_writes` raises errors of other nodes.
+        """
         stop = start + sum(len(buffer) for buffer in buffers)
         for low, high, rank in self.alignment.split_by_writer(
             file, start, stop, exclusive_range=exclusive_range or (start, stop), rank=self.rank
@@ -213,14 +224,8 @@ class PeerTransport(Transport):
             if rank == self.rank:
                 yield low, slices
             else:
-                self.write(save_id, rank, file, low, slices)
-
-    def write(
-        self, save_id: str, rank: int, file: str, start: int, buffers: Sequence[Buffer]
-    ) -> None:
-        """Make `rank` write these bytes to a file of a save. `flush_writes` raises its errors."""
-        header = {"type": "write", "save": save_id, "file": file, "start": start}
-        self._send(rank, "write", header, buffers)
+                header = {"type": "write", "save": save_id, "file": file, "start": low}
+                self._send(rank, "write", header, slices)
 
     def flush_writes(self) -> None:
         """Return once all sent writes are done, and close the connections.
@@ -298,7 +303,9 @@ class PeerTransport(Transport):
     ) -> None:
         with self._as_rank_error(rank):
             connection = self._connection(rank, kind)
-            send_header(connection, header, nbytes=sum(len(buffer) for buffer in buffers))
+            crc = reduce(lambda crc, buffer: digests.crc(buffer, crc), buffers, 0)
+            nbytes = sum(len(buffer) for buffer in buffers)
+            send_header(connection, {**header, "crc": crc}, nbytes=nbytes)
             for buffer in buffers:
                 connection.sendall(buffer)
 

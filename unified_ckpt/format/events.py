@@ -84,7 +84,7 @@ class CopyStartedEvent(_Event):
 
 
 class CopyEvent(_Event):
-    """A finished copy to the root. `nbytes`: what the first node wrote."""
+    """A finished copy to the root. `nbytes`: what was written; of a merge, its tensors."""
 
     event: Literal["copy"] = "copy"
     attempt: Annotated[int, Field(ge=1)] = 1

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import unified_ckpt as uc
 from tests.support.managers import RootLatch, flip_last_byte, manager_of, steps_in, warnings_of
 from tests.support.run_model import check_state, check_whole, state
+from unified_ckpt.format.events import CopyEvent
+from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import merge_queue
 from unified_ckpt.manager.tiers.cluster_scan import merge_scans
@@ -471,3 +474,34 @@ def test_common_steps_of_two_tiers_equal_on_all_ranks(tmp_path: Path, nodes: Seq
             (20, str(tmp_path / ROOT / "checkpoint-20")),
             (23, str(disk / "checkpoint-23")),
         ]
+
+
+def test_exception_on_one_rank_saves_the_step_of_all_nodes(tmp_path: Path) -> None:
+    """The other loops wait for it in a collective. A local step is older, the root has none."""
+    job, saved, barrier = Job(tmp_path), threading.Event(), threading.Barrier(len(NODES))
+    options = {"save_on_exception": True, "notice_seconds": 0.02, "local_interval_steps": 2}
+
+    def train(comm: Comm) -> None:
+        with job.manager(comm, **options) as manager:
+            job.train(comm, manager, range(1, 4))
+            barrier.wait(30)
+            if comm.rank != 3:
+                assert saved.wait(60)
+            raise ValueError("a bad sample")
+
+    def act(comm: Comm) -> None:
+        with pytest.raises(ValueError, match="a bad sample"):
+            train(comm)
+        saved.set()
+
+    run_ranks(len(NODES), act)
+    assert job.root_steps() == [3]
+    assert job.restored() == 3
+
+
+def test_copy_event_counts_the_bytes_of_all_nodes(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(range(10, 11))
+    (copied,) = [e for e in read_events(str(tmp_path / ROOT)) if isinstance(e, CopyEvent)]
+    files = (tmp_path / ROOT / "checkpoint-10").glob("[mo]*.safetensors")  # model, optimizer
+    assert copied.nbytes == sum(t.nbytes for file in files for t in load_file(file).values())

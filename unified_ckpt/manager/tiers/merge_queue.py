@@ -26,9 +26,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from unified_ckpt.engine.folder.copy import CopyReport
+from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.engine.rewrite.merge import MergeOptions, merge_paths
 from unified_ckpt.errors import CheckpointError, RankError, StorageError
 from unified_ckpt.manager.stopping.agreement import poll_interval
@@ -154,10 +155,16 @@ class MergeQueue:
         self._commit_comm.hand_over_keys()
 
     def merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> CopyReport:
-        """Start a merge on all leaders and run it. Collective."""
+        """Start a merge on all leaders and run it. Collective. The report counts the tensor bytes
+        of all nodes.
+        """
         self._last_published += 1
         self._keys.set(_MERGE, json.dumps({"number": self._last_published, "job": asdict(job)}))
-        return self._merge(job, on_progress)
+        report = self._merge(job, on_progress)
+        manifest = read_manifest(LocalStorage(self._target), job.name) if report.nbytes else None
+        if manifest is None:
+            return report
+        return replace(report, nbytes=sum(part.total_nbytes for part in manifest.parts.values()))
 
     def mark_finished(self, job: UploadJob) -> None:
         """Publish that this job and all jobs before it have finished or failed."""

@@ -225,7 +225,7 @@ class UploadQueue:
             return
         self._events.copied(attempt, report.nbytes)
         _LOG.info(
-            "copied %s to %s: %s by this node in %.2f s",
+            "copied %s to %s: %s in %.2f s",
             path,
             self._target,
             human_size(report.nbytes),

@@ -495,3 +495,44 @@ def test_optimizer_step_waits_for_the_save(tmp_path: Path) -> None:
     run_ranks(2, act)
     assert order == ["saved", "stepped"]
     assert steps_in(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_store_keeps_no_key_of_a_closed_manager(tmp_path: Path, raises: bool) -> None:
+    """But two counters of managers for each rank."""
+    sizes, everyone = list[int](), threading.Barrier(3)
+
+    def act(comm: Comm) -> None:
+        for number in range(4):
+            manager = manager_of(
+                comm,
+                tmp_path / str(number),
+                save_on_exception=True,
+                on_preemption=True,
+                interval_seconds=1000,
+                notice_seconds=0.01,
+                margin_steps=1,
+            )
+
+            def run(manager: uc.CheckpointManager = manager) -> None:
+                for step in range(1, 10):
+                    everyone.wait(30)
+                    if step == 3 and comm.rank == 1:
+                        manager.request_stop()
+                    if step == 2 if raises else manager.should_stop:
+                        break
+                    manager.save(step, **state(step))
+                    time.sleep(0.02)
+
+            if raises:
+                end_by(ValueError(), manager, run)
+            else:
+                with manager:
+                    run()
+            everyone.wait(30)
+            if comm.rank == 0:
+                sizes.append(comm._store.num_keys())
+            everyone.wait(30)
+
+    run_ranks(3, act)
+    assert len(set(sizes[1:])) == 1, sizes

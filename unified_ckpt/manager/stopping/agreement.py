@@ -25,18 +25,30 @@ What can go wrong:
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from unified_ckpt.errors import RankError
 from unified_ckpt.runtime.comm.key_store import KeyStore
 
 _POLLS_PER_SECOND = 10_000  # upper bound for all ranks together, to spare the store
+_SHARED_KEYS = ("request", "posted", "stop", "missed")
 
 
 def poll_interval(seconds: float, *, pollers: int) -> float:
     """Return `seconds`, or more if so many pollers would overload the store."""
     return max(seconds, pollers / _POLLS_PER_SECOND)
+
+
+def delete_when_all_close(store: KeyStore, keys: Iterable[str], *, world: int) -> None:
+    """Delete the keys on the last rank that calls this. Never waits; a store that is gone has
+    deleted them.
+    """
+    with contextlib.suppress(RankError):
+        if store.add("closed", 1) == world:
+            for key in (*keys, "closed"):
+                store.delete_key(key)
 
 
 class StepConsensus:
@@ -96,6 +108,14 @@ class StepConsensus:
         self._begin_next_round()
         return reason
 
+    def close(self) -> None:
+        """End polling. The store keeps no key of this consensus once all ranks have called it."""
+        world = len(self._ranks)
+        names = (*_SHARED_KEYS, *(f"at/{rank}" for rank in range(world)))
+        rounds = range(max(self._round - 1, 0), self._round + 1)
+        keys = (self._key(name, index) for index in rounds for name in names)
+        delete_when_all_close(self._store, keys, world=world)
+
     def _is_notified(self) -> bool:
         """Whether a request exists; polls the store every `poll_seconds`."""
         now = self._clock()
@@ -136,7 +156,7 @@ class StepConsensus:
     def _delete(self, round_index: int) -> None:
         self._store.delete_key(self._key(f"at/{self._rank}", round_index))
         if self._rank == 0:
-            for key in ("request", "posted", "stop"):
+            for key in _SHARED_KEYS:
                 self._store.delete_key(self._key(key, round_index))
 
     def _key(self, key: str, round_index: int | None = None) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from unified_ckpt.core.text import format_ranks
+from unified_ckpt.manager.stopping.agreement import delete_when_all_close
 from unified_ckpt.runtime.comm.key_store import KeyStore
 
 _POLL_SECONDS = 0.02
@@ -82,6 +83,15 @@ class ExceptionAgreement:
     def leave(self) -> None:
         """Publish that the loop of this rank has ended as it should. Never waits."""
         self._publish(LoopStatus(problem="its loop has ended without an exception"))
+
+    def close(self) -> None:
+        """End this rank's part. The store keeps no key of this agreement once all ranks have called
+        it.
+        """
+        world = len(self._ranks)
+        names = [f"{kind}/{index}" for kind in ("alive", "status") for index in range(world)]
+        keys = ("request", "statuses", "outcome", *names)
+        delete_when_all_close(self._store, keys, world=world)
 
     def reach(self, status: LoopStatus) -> Outcome:
         """Publish the status of this rank and return the outcome, the same on every rank."""

@@ -122,9 +122,11 @@ class ExceptionSave:
             self._watcher.join()
         if self._hook is not None:
             self._hook.remove()
-        if self._agreement is not None and not self._answered:
+        if self._agreement is not None:
             with contextlib.suppress(RankError):  # the process with the store has ended
-                self._agreement.leave()
+                if not self._answered:
+                    self._agreement.leave()
+            self._agreement.close()
 
     def _begin(self) -> None:
         """Begin to follow optimizers and other ranks, once."""

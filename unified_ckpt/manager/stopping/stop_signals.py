@@ -54,6 +54,10 @@ class StopSignals:
     def close(self) -> None:
         """Restore the signal handlers and raise deferred signals."""
         self._signals.stop()
+        for consensus in (self._stop_consensus, self._clock_consensus):
+            if consensus is not None:
+                consensus.close()
+        self._stop_consensus = self._clock_consensus = None
 
     def save_reasons(
         self, step: int, comm: Comm, clock_reason: Callable[[], str | None]

@@ -325,6 +325,22 @@ def test_existing_step_stays_unless_the_run_went_back(
         assert "set SaveOptions(if_exists='replace')" in text
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("finishes", [False, True])
+def test_loop_that_goes_back_saves_its_steps_again(
+    tmp_path: Path, asynchronous: bool, finishes: bool
+) -> None:
+    """As when a trainer starts again with a smaller batch: step 2 has other values then."""
+    replace = uc.SaveOptions(if_exists="replace")
+    with manager_of(
+        None, tmp_path, interval_steps=2, asynchronous=asynchronous, save_options=replace
+    ) as manager:
+        train(manager, range(1, 4))
+        manager.save(1, **state(1))
+        (manager.finish if finishes else manager.save)(2, **state(99))
+    assert stored_step(tmp_path / "checkpoint-2") == 99
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_step_without_optimizer_does_not_count_as_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, last: bool

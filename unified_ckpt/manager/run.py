@@ -121,6 +121,10 @@ class Run:
         """Return why the options ask for a save after this step of the loop, empty if they do not.
         The same on every rank. Repeated calls for one step return the same.
         """
+        if self._last_reasons is not None and step < self._last_reasons[0]:
+            # As with auto_find_batch_size. The step may be one that is saved, with other values.
+            self._begun_at = None
+            self.scheduler.mark_went_back()
         if self._last_reasons is None or self._last_reasons[0] != step:
             is_first = self._last_reasons is None and self._begun_at is None
             reasons = when.due_reasons(self.options, step, last_step=self._begun_at, first=is_first)
@@ -210,6 +214,7 @@ class Run:
     def mark_restored(self, point: RestorePoint, *, step: int | None) -> None:
         """Record that the run resumed from this point, after this step of the loop."""
         self.steps.mark_restored(point)
+        self._last_reasons = None
         if point.kind == "unified" and point.step is not None:
             self._begun_at = step
             self.scheduler.mark_restored(point.step, in_root=point.in_root)

@@ -63,6 +63,7 @@ class SaveScheduler:
         self._in_flight: _InFlight | None = None
         self._direct_next = False  # a due local save failed: the next goes to the root
         self._last_begun_at = time.monotonic()
+        self._went_back_at = self._last_begun_at
         self.last_good: int | None = None
         self._last_in_root: int | None = None  # last good step in the root, or to be copied there
 
@@ -71,6 +72,11 @@ class SaveScheduler:
         self.last_good = step
         self._last_in_root = step if in_root else None
         self._last_begun_at = time.monotonic()
+
+    def mark_went_back(self) -> None:
+        """Record that the loop repeats steps: earlier saves of them have other values."""
+        self.last_good = self._last_in_root = None
+        self._went_back_at = time.monotonic()
 
     def save_sync(self, job: SaveJob, *, is_last: bool) -> SaveReport | None:
         """Save now. Returns None if the save failed, is done already, or an existing step
@@ -304,9 +310,12 @@ class SaveScheduler:
         self._warn("step %d is not saved: %s", job.step, kept_text(report.path, report.id))
 
     def _mark_saved(self, job: SaveJob) -> None:
-        self.last_good = job.step
         if job.for_root:
             self._failures.clear()
+        if job.called < self._went_back_at:
+            return
+        self.last_good = job.step
+        if job.for_root:
             self._last_in_root = job.step
 
     def _warn_local_failure(self, job: SaveJob, error: Exception) -> None:

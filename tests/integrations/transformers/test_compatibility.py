@@ -79,6 +79,19 @@ def test_deleted_optimizer_raises_with_a_remedy(run: Path, tmp_path: Path) -> No
     trainer(tmp_path / "fresh", net=LlamaForCausalLM.from_pretrained(folder), max_steps=1).train()
 
 
+def test_state_that_another_engine_did_not_save_is_named(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = trainer(tmp_path / "saved")
+    saved.train()
+    folder = tmp_path / "run" / "checkpoint-2"
+    uc.save(folder, model=saved.model, optimizer=saved.optimizer, step=2)
+    shutil.copy(run / "checkpoint-2" / "trainer_state.json", folder)
+    trainer(tmp_path / "run", max_steps=3).train(resume_from_checkpoint=str(folder))
+    assert "got no learning rate schedule" in caplog.text
+    assert "got no random states" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("leave", "error", "match"),
     [

@@ -57,10 +57,15 @@ def check_has_optimizer(path: str) -> None:
 
 def check_optimizer(path: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise MismatchError if the saved optimizer state is of another class. A load would misuse or
-    ignore it.
+    ignore it. Logs other state that the checkpoint lacks, as one of another engine may.
     """
     with open_source(path) as source:
-        saved = (source.extra or {}).get("optimizer")
+        extra = source.extra or {}
+        saved, has_random_states = extra.get("optimizer"), bool(source.rank_extra)
+    states = {"learning rate schedule": extra.get("scheduler"), "random states": has_random_states}
+    for name, state in states.items():
+        if not state:
+            _LOG.warning("%s: got no %s; the run begins anew there", path, name)
     current = optimizer_class(optimizer)
     if saved not in (None, current):
         raise MismatchError(

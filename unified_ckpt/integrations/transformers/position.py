@@ -25,6 +25,11 @@ from unified_ckpt.api import open as open_source
 
 _LOG = logging.getLogger("unified_ckpt")
 _UNKNOWN_ORDER = "other"
+_REORDERED = (
+    "the order of this data loader cannot be reproduced within an epoch: samples may be repeated "
+    "or skipped; use accelerator_config={'use_seedable_sampler': True} and its sampler, "
+    "or save at the ends of epochs"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,10 @@ def convert_position(
         geometry.round_samples,
         geometry.accumulation,
     ):
-        return DataPosition(epoch, samples, samples // geometry.round_samples), []
+        # The first epoch's order follows from the seed of the run, later ones from what it drew.
+        is_reordered = geometry.order == _UNKNOWN_ORDER and epoch > 0 and samples > 0
+        notes = [_REORDERED] if is_reordered else []
+        return DataPosition(epoch, samples, samples // geometry.round_samples), notes
     notes = []
     step_samples = geometry.round_samples * geometry.accumulation
     repeated = samples % step_samples
@@ -217,7 +225,7 @@ class PositionTracker:
         ):
             return
         for note in notes:
-            _LOG.warning("resuming with another total batch size: %s", note)
+            _LOG.warning("resuming within an epoch: %s", note)
         if BatchGeometry(**self._saved_position["geometry"]) != self._geometry:
             values = (
                 self._resume_position.epoch,

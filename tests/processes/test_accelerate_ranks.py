@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 import unified_ckpt as uc
 from tests.support.processes.launch import run_example, torchrun
+from tests.support.processes.run_cases import check_runs
 
 pytestmark = [
     pytest.mark.integration,
@@ -21,6 +22,30 @@ pytestmark = [
 def test_fsdp2_resume_is_bitwise(tmp_path: Path) -> None:
     torchrun(2, "worker_accelerate.py", tmp_path, "--make", "fsdp", timeout_seconds=240)
     assert uc.verify(tmp_path / "fsdp", deep=True).ok
+
+
+def check_runs_of_world(root: Path, world: int) -> None:
+    """A full disk, signals, a killed process, exceptions and two nodes: each run ends as the one
+    that is left alone.
+    """
+    cases = ("straight", "full", "term", "int", "usr1", "tiers")
+    check_runs(root, world, "worker_accelerate_run.py", cases)
+    for case, second in (("straight", (8,)), ("full", (9, 10, 11))):
+        folders = list((root / case / "checkpoints").glob("checkpoint_*"))
+        assert all(uc.verify(folder, deep=True).ok for folder in folders)
+        steps = sorted(int(folder.name.removeprefix("checkpoint_")) for folder in folders)
+        assert steps.pop(1) in second, "step 8 is saved, or repeated after it has failed"
+        assert steps == [4, 12, 16, 20, 24]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_run_survives_or_resumes_bitwise(tmp_path: Path, world: int) -> None:
+    check_runs_of_world(tmp_path, world)
+
+
+@pytest.mark.slow
+def test_four_ranks_survive_or_resume_bitwise(tmp_path: Path) -> None:
+    check_runs_of_world(tmp_path, 4)
 
 
 @pytest.mark.slow  # two minutes

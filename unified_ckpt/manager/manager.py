@@ -123,7 +123,7 @@ class CheckpointManager:
         """
         check_argument_names(arguments, StateArguments, function="CheckpointManager.save")
         state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
-        self.run.record(state)
+        self.run.record(step, state)
         return self.run.save(state, self.run.save_reasons(step) + when.FORCED * force)
 
     @show_keywords(StateArguments)

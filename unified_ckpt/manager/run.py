@@ -172,9 +172,9 @@ class Run:
         """Whether `record` has an effect."""
         return self._on_exception.enabled
 
-    def record(self, state: StepState) -> None:
-        """Record the state at the end of a step for `save_on_exception`. Every rank calls it after
-        each step. Calls `state.prepare` now. Raises nothing and waits for no rank.
+    def record(self, step: int, state: StepState) -> None:
+        """Record the state at the end of a step of the loop for `save_on_exception`. Every rank
+        calls it after each step. Calls `state.prepare` now. Raises nothing and waits for no rank.
         """
 
         def capture() -> SaveRequest:
@@ -185,7 +185,7 @@ class Run:
             job = self._save_job(replace(state, captured=request), for_root=True)
             self.scheduler.save_sync(job, is_last=True)
 
-        self._on_exception.record(state.step, capture, save)
+        self._on_exception.record(step, capture, save)
 
     def restore(
         self, request: RestoreRequest, load: Callable[[RestorePoint], LoadReport]

@@ -161,9 +161,10 @@ def attach(
     Arguments for other formats are ignored.
 
     `manager_options`: adds a `CheckpointManager`, which is returned: retries, background saves, a
-    local directory, more rules of retention, intervals, and a stop of all processes after a signal.
-    The last two need calls of `after_step`. `accelerator.save_state` then takes `metrics`, and
-    returns None if a save failed. `accelerator.end_training` closes the manager.
+    local directory, more rules of retention, intervals, a stop of all processes after a signal, and
+    a save after an exception in the manager's `with` block. The last three need calls of
+    `after_step`. `accelerator.save_state` then takes `metrics`, and returns None if a save failed.
+    `accelerator.end_training` closes the manager.
 
     ProjectConfiguration decides names and how many to keep. Raises CheckpointError for options that
     contradict it.

@@ -18,6 +18,7 @@ from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, 
 from torch.utils.data import IterableDataset, RandomSampler
 
 _LOG = logging.getLogger("unified_ckpt")
+_WARNED_ATTR = "_unified_warned"
 _LOADED_STATE_ATTR = "_unified_state"  # attribute of a data loader from a load until it starts
 
 
@@ -45,7 +46,8 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
         and isinstance(sampler, RandomSampler)
         and not isinstance(sampler, SeedableRandomSampler)
     ):
-        _LOG.warning(
+        _warn_once(
+            loader,
             "dataloader %d: saved within an epoch whose order cannot be reproduced; set "
             "DataLoaderConfiguration(use_seedable_sampler=True)",
             index,
@@ -57,7 +59,8 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
         and loader.num_workers
         and isinstance(sampler, SeedableRandomSampler)
     ):
-        _LOG.warning(
+        _warn_once(
+            loader,
             "dataloader %d: has workers and is in its first epoch, whose order Accelerate draws "
             "before it knows the seed; call "
             "loader.load_state_dict({}) before the loop, or the rest of the epoch is reordered",
@@ -73,6 +76,13 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
             else None
         )
     return state
+
+
+def _warn_once(loader: Any, text: str, index: int) -> None:
+    """Log a warning about a loader whose state may be read after each step."""
+    if not hasattr(loader, _WARNED_ATTR):
+        setattr(loader, _WARNED_ATTR, True)
+        _LOG.warning(text, index)
 
 
 def _running(accelerator: Any, loader: Any) -> Any:

@@ -29,17 +29,21 @@ def save_arguments(
 ) -> StateArguments:
     """Run the save hooks and return the arguments of a save to this folder. Collective."""
     with collective.step("state"):
-        prepared = states.prepared_objects(accelerator)
-        extra = states.collect_extra(accelerator)
-        rank_extra = states.collect_rank_extra(accelerator)
+        arguments = state_arguments(accelerator)
     files = hooks.run_save_hooks(collective, accelerator, os.fspath(folder))
+    return {**arguments, "attach": hooks.make_attach(accelerator, files, attach)}
+
+
+def state_arguments(accelerator: Any) -> StateArguments:
+    """Return the arguments of a save, without the files of hooks."""
+    prepared = states.prepared_objects(accelerator)
     return {
         "model": prepared.model,
         "optimizer": prepared.optimizers or None,
         "parts": prepared.parts,
-        "extra": extra,
-        "rank_extra": rank_extra,
-        "attach": hooks.make_attach(accelerator, files, attach),
+        "extra": states.collect_extra(accelerator),
+        "rank_extra": states.collect_rank_extra(accelerator),
+        "attach": hooks.make_attach(accelerator, None, None),
     }
 
 

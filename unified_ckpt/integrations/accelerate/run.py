@@ -17,7 +17,11 @@ from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import CheckpointError, LayoutError, NotFoundError
 from unified_ckpt.integrations.accelerate import folders
 from unified_ckpt.integrations.accelerate import state as states
-from unified_ckpt.integrations.accelerate.folder_io import load_folder, save_arguments
+from unified_ckpt.integrations.accelerate.folder_io import (
+    load_folder,
+    save_arguments,
+    state_arguments,
+)
 from unified_ckpt.integrations.run_options import (
     LOCAL_TIER,
     RETENTION,
@@ -45,11 +49,11 @@ def options_of_run(accelerator: Any, options: ManagerOptions) -> ManagerOptions:
     settings = settings_without(START_PATHS, "load_state(path), which decides what to load")
     settings["enabled"] = Setting(True, "attach(manager_options=...)")
     settings["step_prefix"] = Setting(folders.PREFIX, f"Accelerate's names, {folders.PREFIX}<n>")
-    settings["save_on_exception"] = Setting(False, "attach(), which sees no exception")
     settings["on_completion"] = Setting(False, "save_state(), which saves the last step")
     if not configuration.automatic_checkpoint_naming:
         text = "ProjectConfiguration(automatic_checkpoint_naming=False): save_state(path) decides"
         settings |= settings_of_trigger(text) | settings_without(RETENTION + LOCAL_TIER, text)
+        settings["save_on_exception"] = Setting(False, text)
     elif configuration.total_limit is not None:
         text = f"ProjectConfiguration(total_limit={configuration.total_limit})"
         settings["keep_latest"] = Setting(max(configuration.total_limit, 1), text)
@@ -90,8 +94,21 @@ class AcceleratorRun:
             self._handles_signals = True
         self._steps += 1
         reasons = run.save_reasons(self._steps)
+        if run.saves_on_exception:
+            number = self._accelerator.project_configuration.iteration
+            run.record(self._steps, StepState(number, self._captured_arguments, metrics))
         if reasons and self._accelerator.project_configuration.automatic_checkpoint_naming:
             self.save(None, metrics, reasons)
+
+    def _captured_arguments(self) -> StateArguments:
+        """Return the arguments of a save after an exception, for which other ranks may be gone."""
+        if self._accelerator._save_model_state_pre_hook:
+            raise CheckpointError("save hooks are registered, which may wait for other ranks")
+        return self._with_steps(state_arguments(self._accelerator))
+
+    def _with_steps(self, arguments: StateArguments) -> StateArguments:
+        arguments["extra"][states.KEY][_STEPS] = self._steps
+        return arguments
 
     def save(
         self,
@@ -104,7 +121,7 @@ class AcceleratorRun:
         """
         accelerator, run = self._accelerator, self.checkpoints.run
         configuration, timeout = accelerator.project_configuration, run.save_options.timeout_seconds
-        automatic, steps, number = path is None, self._steps, configuration.iteration
+        automatic, number = path is None, configuration.iteration
         options = with_default_if_exists(
             run.save_options, if_exists="error" if automatic else "replace"
         )
@@ -114,9 +131,7 @@ class AcceleratorRun:
 
         def prepare() -> StateArguments:
             collective = run.comm.begin_collective("save_state", timeout_seconds=timeout)
-            arguments = save_arguments(collective, accelerator, target)
-            arguments["extra"][states.KEY][_STEPS] = steps
-            return arguments
+            return self._with_steps(save_arguments(collective, accelerator, target))
 
         state = (
             StepState(number, prepare, metrics, run.save_options)

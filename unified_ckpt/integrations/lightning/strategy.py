@@ -175,7 +175,8 @@ class PatchedStrategy:
             def prepare() -> StateArguments:
                 return self._state_arguments(connector.dump_checkpoint(weights_only=False))
 
-            self.run.checkpoints.run.record(self._step_state(prepare, path, None))
+            state = self._step_state(prepare, path, None)
+            self.run.checkpoints.run.record(state.step, state)
             self._offered_state = {}
 
     def _state_arguments(self, checkpoint: Mapping[str, Any]) -> StateArguments:

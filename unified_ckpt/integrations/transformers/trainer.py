@@ -156,11 +156,13 @@ class PatchedTrainer:
             return  # the loop was left within an epoch, which the resumed run ends
         control = trainer.control
         has_actions = control.should_log or control.should_evaluate or control.should_save
-        self._record(trial)  # an evaluation may raise
+        # An action may raise: the step is then saved as it was before. Otherwise it is saved with
+        # what the action changed: log, random numbers, best metric, states of callbacks.
+        self._record(trial)
         self._originals["_maybe_log_save_evaluate"](
             tr_loss, grad_norm, model, trial, *args, **kwargs
         )
-        if has_actions:  # they may have changed the state
+        if has_actions:
             self._record(trial)
         # The end of an epoch has its own evaluation, which belongs to the state.
         if self.checkpoints.run.is_due(step) and (after_loop or not (stopping and ended)):
@@ -196,9 +198,9 @@ class PatchedTrainer:
         """Record the state for a save after an exception."""
         run = self.checkpoints.run
         if run.saves_on_exception:
-            run.record(
-                self._step_state(lambda: self._state_arguments(self._small_files.capture(trial)))
-            )
+            capture = self._small_files.capture
+            state = self._step_state(lambda: self._state_arguments(capture(trial)))
+            run.record(state.step, state)
 
     def _steps_in_use(self) -> list[int]:
         """Return the best step, and the one that is being uploaded."""
@@ -381,9 +383,10 @@ class PatchedTrainer:
             return
         args = self.trainer.args
         with open_source(checkpoint) as source:
-            RandomStates().load_from_ranks(
-                source.rank_extra, rank=args.process_index, world=args.world_size
-            )
+            if source.rank_extra:  # `check_optimizer` has warned
+                RandomStates().load_from_ranks(
+                    source.rank_extra, rank=args.process_index, world=args.world_size
+                )
 
 
 def _model_arguments(model: torch.nn.Module) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""A rank of a loop with Accelerate and a manager: `worker_accelerate_run.py ROOT CASE…`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.utils import ProjectConfiguration
+
+import unified_ckpt as uc
+from tests.support.processes.run_cases import STEPS, AfterStep, nothing, run, run_cases
+from tests.support.processes.worker_accelerate import Job
+from unified_ckpt.engine.save import probe_topology
+from unified_ckpt.integrations.accelerate import after_step, attach
+from unified_ckpt.runtime.comm import topology
+
+OPTIONS = uc.ManagerOptions(notice_seconds=0.05, retry_seconds=0.0, interval_steps=4)
+
+
+def train(
+    root: Path,
+    function: AfterStep,
+    *,
+    resume: bool = False,
+    save_on_exception: bool = False,
+    options: uc.ManagerOptions = OPTIONS,
+) -> Any:
+    """Save every fourth step, under the number of the step."""
+    with contextlib.suppress(FileExistsError):
+        (root / "run").symlink_to("checkpoints")  # where the cases expect checkpoints
+    job = Job("ddp", seed=3 if resume else 0)
+    project = ProjectConfiguration(str(root), automatic_checkpoint_naming=True)
+    job.accelerator.project_configuration = project
+    options = options.model_copy(update={"save_on_exception": save_on_exception})
+    fast = uc.SaveOptions(fsync=False)
+    with attach(job.accelerator, manager_options=options, save_options=fast) as checkpoints:
+        if resume:
+            job.accelerator.load_state()
+        start = project.iteration - 1 if resume else 0
+
+        def after() -> bool:
+            project.iteration = start + len(job.losses)
+            function(project.iteration)
+            after_step(job.accelerator)
+            return checkpoints.should_stop
+
+        job.run(start=start, stop=STEPS, after_step=after)
+    if start + len(job.losses) < STEPS:
+        return checkpoints, None
+    return checkpoints, (job.accelerator.unwrap_model(job.model).state_dict(), job.losses)
+
+
+class CrashError(Exception):
+    """Ends a run on all ranks."""
+
+
+def full(root: Path) -> None:
+    """Let no file grow while step 8 is saved; the step after it takes its place."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+    def limit(step: int) -> None:
+        time.sleep(0.5 if step == 9 else 0)  # the save of step 8 must fail first
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 if step == 8 else unlimited, unlimited))
+
+    run(train, root, limit)
+
+
+def tiers(root: Path) -> None:
+    """Stop on two nodes, whose local steps are newer than those in the root, and resume."""
+    node = 2 * int(os.environ["RANK"]) // int(os.environ["WORLD_SIZE"])
+    local = {"local_directory": str(root / f"local-{node}"), "local_interval_steps": 1}
+    options = OPTIONS.model_copy(update=local)
+
+    def crash(step: int) -> None:
+        if step == 11:
+            raise CrashError
+
+    with (
+        mock.patch.object(topology, "node_id", return_value=f"node {node}"),
+        mock.patch.object(probe_topology, "node_id", return_value=f"node {node}"),
+    ):
+        with contextlib.suppress(CrashError):
+            train(root, crash, options=options)
+        run(train, root, nothing, resume=True, options=options)
+    if os.environ["RANK"] == "0":
+        assert len(torch.load(root / "ended.pt")[1]) == STEPS - 10, "the local tier is newer"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    run_cases(train, {"full": full, "tiers": tiers})

@@ -1,20 +1,15 @@
-"""Command-line arguments that several verbs take: how to read a checkpoint, and what to keep."""
+"""Command-line arguments that several verbs take: how to read a checkpoint, and what to keep.
+
+Imports nothing of the package, so that help and `--version` are printed at once.
+"""
 
 from __future__ import annotations
 
-import os
-from argparse import ArgumentTypeError, Namespace, _ActionsContainer
+from argparse import ArgumentTypeError, _ActionsContainer
 from collections.abc import Iterable
-from typing import Any, TypeVar
-
-from unified_ckpt.core.retention import Rules
-from unified_ckpt.errors import NotFoundError
-from unified_ckpt.manager.rules import when
-from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
-from unified_ckpt.runtime.storage.storage import writable_path
+from typing import Any
 
 Argument = tuple[str, dict[str, Any]]  # of `add_argument`
-Options = TypeVar("Options", ManagerOptions, SourceOptions, ConvertOptions)
 
 
 def argument(name: str, **options: Any) -> Argument:
@@ -26,34 +21,6 @@ def add_arguments(parser: _ActionsContainer, arguments: Iterable[Argument]) -> N
     """Add arguments to a parser, or to a group of one."""
     for name, options in arguments:
         parser.add_argument(*name.split(), **options)
-
-
-def options_from(kind: type[Options], arguments: Namespace) -> Options:
-    """Return the options of a class whose names are destinations of the arguments."""
-    given = vars(arguments)
-    return kind(**{name: given[name] for name in kind.model_fields if name in given})
-
-
-def retention_rules(arguments: Namespace) -> Rules:
-    """Return the rules that the arguments give."""
-    return when.retention_rules(options_from(ManagerOptions, arguments))
-
-
-def usage_error(arguments: Namespace) -> str | None:
-    """Return what is wrong with the root or the combination of rules, or None."""
-    if not arguments.root:
-        return "ROOT is empty, expected a folder; pass . for the current one"
-    if arguments.keep_best is not None and arguments.best_metric is None:
-        return "--keep-best requires --metric"
-    return None
-
-
-def existing_root(arguments: Namespace) -> str:
-    """Return the path of ROOT. NotFoundError if there is no such folder."""
-    root = os.path.realpath(writable_path(arguments.root))
-    if not os.path.isdir(root):
-        raise NotFoundError(f"{root}: no such folder")
-    return root
 
 
 def positive_int(text: str) -> int:
@@ -89,11 +56,6 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ArgumentTypeError(f"got {text!r}, expected a number above 0")
     return value
-
-
-def source_options(arguments: Namespace) -> SourceOptions:
-    """Return the options that the arguments give."""
-    return options_from(SourceOptions, arguments)
 
 
 SOURCE_ARGUMENTS = (

@@ -10,9 +10,9 @@ from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from unified_ckpt.cli.arguments import options_from, source_options
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.text import printable
+from unified_ckpt.cli.option_values import options_from, source_options
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.rewrite.convert import ConvertReport
 from unified_ckpt.exports.convert import convert

@@ -7,10 +7,10 @@ from argparse import Namespace
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
-from unified_ckpt.cli.arguments import source_options
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.tensor_tree import natural_key, spec_text, table
 from unified_ckpt.cli.display.text import no_match_error, printable
+from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.source.diff import Difference, DiffReport, diff_sources
 from unified_ckpt.engine.source.protocol import Source

@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import asdict
 
 import unified_ckpt as uc
-from unified_ckpt.cli.arguments import source_options
+from unified_ckpt.cli.option_values import source_options
 
 
 def run(arguments: Namespace) -> int:

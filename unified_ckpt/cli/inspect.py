@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from unified_ckpt.cli.arguments import source_options
 from unified_ckpt.cli.display.form import form_of
 from unified_ckpt.cli.display.tensor_tree import Line, collapse, natural_key, spec_text, table, tree
 from unified_ckpt.cli.display.text import extra_text, no_match_error, options_text, printable
+from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import count_text, format_ranks, human_size
 from unified_ckpt.engine.folder.folder import Folder

@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from unified_ckpt.cli.arguments import existing_root, retention_rules, usage_error
 from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import RunListing, runs_text
 from unified_ckpt.cli.display.text import printable
+from unified_ckpt.cli.option_values import existing_root, retention_rules, usage_error
 from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.rules.when import local_retention_rules

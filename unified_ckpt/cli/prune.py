@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from unified_ckpt.cli.arguments import existing_root, retention_rules, usage_error
 from unified_ckpt.cli.display.step_table import stale_text
 from unified_ckpt.cli.display.text import printable
+from unified_ckpt.cli.option_values import existing_root, retention_rules, usage_error
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import CheckpointError, NotFoundError

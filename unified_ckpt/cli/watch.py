@@ -6,11 +6,11 @@ import sys
 import time
 from argparse import Namespace
 
-from unified_ckpt.cli.arguments import existing_root, usage_error
 from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import runs_text
 from unified_ckpt.cli.list import list_runs
+from unified_ckpt.cli.option_values import existing_root, usage_error
 
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from unified_ckpt.core.nodes.node_groups import NodeGroup
 from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WriteAlignment
 from unified_ckpt.errors import StorageError
-from unified_ckpt.runtime.comm.comm import Comm
+
+if TYPE_CHECKING:
+    from unified_ckpt.runtime.comm.comm import Comm
 
 
 @dataclass(frozen=True, slots=True)

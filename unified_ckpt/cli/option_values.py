@@ -1,0 +1,48 @@
+"""What the arguments of a verb say, as the values that the library takes."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from typing import TypeVar
+
+from unified_ckpt.core.retention import Rules
+from unified_ckpt.errors import NotFoundError
+from unified_ckpt.manager.rules import when
+from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
+from unified_ckpt.runtime.storage.storage import writable_path
+
+Options = TypeVar("Options", ManagerOptions, SourceOptions, ConvertOptions)
+
+
+def options_from(kind: type[Options], arguments: Namespace) -> Options:
+    """Return the options of a class whose names are destinations of the arguments."""
+    given = vars(arguments)
+    return kind(**{name: given[name] for name in kind.model_fields if name in given})
+
+
+def retention_rules(arguments: Namespace) -> Rules:
+    """Return the rules that the arguments give."""
+    return when.retention_rules(options_from(ManagerOptions, arguments))
+
+
+def usage_error(arguments: Namespace) -> str | None:
+    """Return what is wrong with the root or the combination of rules, or None."""
+    if not arguments.root:
+        return "ROOT is empty, expected a folder; pass . for the current one"
+    if arguments.keep_best is not None and arguments.best_metric is None:
+        return "--keep-best requires --metric"
+    return None
+
+
+def existing_root(arguments: Namespace) -> str:
+    """Return the path of ROOT. NotFoundError if there is no such folder."""
+    root = os.path.realpath(writable_path(arguments.root))
+    if not os.path.isdir(root):
+        raise NotFoundError(f"{root}: no such folder")
+    return root
+
+
+def source_options(arguments: Namespace) -> SourceOptions:
+    """Return the options that the arguments give."""
+    return options_from(SourceOptions, arguments)

@@ -31,8 +31,8 @@ from unified_ckpt.sources.orbax.maxtext_transforms import (
     transform_for,
 )
 from unified_ckpt.views.materialize import read_tensor
+from unified_ckpt.views.shard_assembler import CACHE_NBYTES
 from unified_ckpt.views.shards import (
-    CACHE_NBYTES,
     ShardedSource,
     ShardedTensor,
     SourceExtras,

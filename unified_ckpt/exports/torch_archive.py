@@ -25,14 +25,14 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from unified_ckpt.core.sharding.boxes import strides
-from unified_ckpt.runtime.torch_state.tensors import as_bytes, as_contiguous
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_bytes, as_contiguous
 from unified_ckpt.sources.restricted_pickle.archive import STORAGE_DTYPES
 
 _ALIGNMENT = 64
 _PADDING = 0x4246  # the id of the extra field that torch pads entries with
 _LOCAL_NBYTES, _ZIP64_NBYTES = 30, 20
 _STORAGE_CLASSES = {
-    dtype: name for name, dtype in STORAGE_DTYPES.items() if name != "UntypedStorage"
+    TORCH_DTYPES[dtype]: name for name, dtype in STORAGE_DTYPES.items() if name != "UntypedStorage"
 }
 
 

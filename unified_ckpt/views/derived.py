@@ -41,7 +41,8 @@ from unified_ckpt.format.digests import BLOCK_NBYTES
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.storage import Buffer
 from unified_ckpt.views.materialize import in_chunks
-from unified_ckpt.views.shards import ShardAssembler, ShardedTensor
+from unified_ckpt.views.shard_assembler import ShardAssembler
+from unified_ckpt.views.shards import ShardedTensor
 
 _MAX_RUNS = 4096  # a tensor of more runs is materialized
 

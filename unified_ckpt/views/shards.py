@@ -3,41 +3,33 @@
 How wrong bytes could be read: a shard is missing, two shards claim the same elements, a shard's
 file changed, or a dtype differs. So every tensor is shown to be covered exactly once when it is
 built, and every shard's shape and dtype are checked when it is loaded.
+
+Imports without torch, which only `ShardAssembler` needs: names and shapes are read before tensors.
 """
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
 from math import prod
 from operator import add
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.nodes.coverage import coverage_gaps
-from unified_ckpt.core.sharding.boxes import (
-    Box,
-    full_box,
-    intersect,
-    is_inside,
-    range_to_boxes,
-    relative_to,
-)
+from unified_ckpt.core.sharding.boxes import Box, full_box, is_inside
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.core.sharding.dtypes import ITEM_BITS
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, VerificationLog
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
-from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer, copy_single_threaded
 from unified_ckpt.runtime.storage.storage import Buffer
-from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.dtype_names import safetensors_dtype
 
-CACHE_NBYTES = 256 << 20  # of shards that are expensive to load; a larger one is cached alone
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +61,7 @@ class ShardedTensor:
 
 
 def sharded_tensor(
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     shape: Sequence[int],
     shards: Sequence[TensorShard],
     *,
@@ -77,12 +69,13 @@ def sharded_tensor(
 ) -> ShardedTensor:
     """Return a ShardedTensor whose shards cover every element exactly once.
 
-    FormatError if a box lies outside, boxes overlap, or `box_shape` has another number of elements;
-    IncompleteError for a gap.
+    `dtype`: of torch, or its name in safetensors. FormatError if a box lies outside, boxes overlap,
+    or `box_shape` has another number of elements; IncompleteError for a gap.
     """
-    if dtype not in DTYPE_NAMES:
+    dtype_name = safetensors_dtype(dtype)
+    if dtype_name not in ITEM_BITS:
         raise FormatError(f"got dtype {dtype}, expected one that safetensors can name")
-    spec = TensorSpec(DTYPE_NAMES[dtype], tuple(shape))
+    spec = TensorSpec(dtype_name, tuple(shape))
     full_shape = tuple(shape if box_shape is None else box_shape)
     if prod(full_shape) != prod(spec.shape):
         raise FormatError(
@@ -161,12 +154,16 @@ class ShardedSource(Source):
         self._aliases, self._extras = aliases or {}, extras or SourceExtras()
         self._refused = self._extras.refused
         self.verification = VerificationLog()  # other formats have no digests
-        self._assembler = ShardAssembler(tensors)
         self._names: dict[str, dict[str, None]] = {}
         for part, name in sorted(
             tensors, key=lambda key: [shard.file for shard in tensors[key].shards[:1]]
         ):
             self._names.setdefault(part, {})[name] = None
+
+    @cached_property
+    def _assembler(self) -> Any:
+        module = import_module("unified_ckpt.views.shard_assembler")  # only now: it imports torch
+        return module.ShardAssembler(self.tensors)
 
     @property
     def refused(self) -> Collection[str]:
@@ -213,118 +210,6 @@ class ShardedSource(Source):
 
     def close(self) -> None:
         """Drop cached shards and close the files."""
-        self._assembler.clear()
+        if "_assembler" in self.__dict__:
+            self._assembler.clear()
         self._extras.close()
-
-
-class ShardCache:
-    """The shards loaded last, for readers on many threads. Only one thread loads at a time."""
-
-    def __init__(self) -> None:
-        self._loaded: OrderedDict[int, tuple[TensorShard, torch.Tensor]] = OrderedDict()
-        self._lock = threading.Lock()
-        self.pages = PageReclaimer()
-
-    def load(self, shard: TensorShard) -> torch.Tensor:
-        """Return the shard's elements, from the cache if possible."""
-        with self._lock:
-            if id(shard) in self._loaded:
-                self._loaded.move_to_end(id(shard))
-            else:
-                loaded = shard.load()
-                self._loaded[id(shard)] = shard, loaded
-                while (
-                    len(self._loaded) > 1
-                    and sum(tensor.nbytes for _, tensor in self._loaded.values()) > CACHE_NBYTES
-                ):
-                    self._loaded.popitem(last=False)
-            return self._loaded[id(shard)][1]
-
-    def clear(self) -> None:
-        """Drop all shards."""
-        with self._lock:
-            self._loaded.clear()
-
-
-class ShardAssembler:
-    """Reads byte ranges of tensors that are assembled from shards."""
-
-    def __init__(self, tensors: Mapping[Key, ShardedTensor]) -> None:
-        self._tensors, self._cache = tensors, ShardCache()
-        self._indexes: dict[Key, _ShardIndex] = {}  # of tensors read so far
-
-    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
-        """Read any byte range. Elements that it splits at either end are read whole and trimmed."""
-        view = memoryview(buffer).cast("B")
-        element_nbytes = itemsize(self._tensors[key].spec.dtype)
-        first, stop = start // element_nbytes, -(-(start + len(view)) // element_nbytes)
-        if start % element_nbytes or (start + len(view)) % element_nbytes:
-            aligned = bytearray((stop - first) * element_nbytes)
-            self._read_elements(key, first, stop, memoryview(aligned))
-            view[:] = memoryview(aligned)[start - first * element_nbytes :][: len(view)]
-        else:
-            self._read_elements(key, first, stop, view)
-
-    def clear(self) -> None:
-        """Drop cached shards."""
-        self._cache.clear()
-
-    def _read_elements(self, key: Key, first: int, stop: int, view: memoryview) -> None:
-        """Copy elements [first, stop) of a tensor, row-major, into `view`."""
-        if first >= stop:
-            return
-        tensor = self._tensors[key]
-        shard_index = self._indexes.get(key)
-        if shard_index is None:
-            shard_index = self._indexes[key] = _ShardIndex(tensor.shards)
-        dtype = TORCH_DTYPES[tensor.spec.dtype]
-        flat_view, position = torch.frombuffer(view, dtype=dtype), 0  # [stop - first]
-        for block in range_to_boxes(tensor.box_shape, first, stop):
-            block_view = flat_view[position : position + block.numel].view(block.shape)
-            position += block.numel
-            for number in shard_index.candidates(block):
-                shard = tensor.shards[number]
-                common = intersect(block, shard.box)
-                if common is not None:
-                    elements = self._load(shard, dtype, key)[
-                        relative_to(common, shard.box.offsets).slices
-                    ]
-                    copy_single_threaded(
-                        block_view[relative_to(common, block.offsets).slices], elements
-                    )
-                    # a cached shard may be a caller's mapping with changes that must not be dropped
-                    if not shard.cache:
-                        self._cache.pages.mark_read(elements)
-
-    def _load(self, shard: TensorShard, dtype: torch.dtype, key: Key) -> torch.Tensor:
-        loaded = self._cache.load(shard) if shard.cache else shard.load()
-        if tuple(loaded.shape) != shard.box.shape or loaded.dtype != dtype:
-            raise FormatError(
-                f"{shard.file}: got a shard of {':'.join(key)} with shape {tuple(loaded.shape)} "
-                f"and {loaded.dtype}, expected {shard.box.shape} and {dtype}"
-            )
-        return loaded
-
-
-class _ShardIndex:
-    """Shards by their rows of `box_shape`.
-
-    A tensor may have thousands, one per rank that saved it.
-    """
-
-    def __init__(self, shards: Sequence[TensorShard]) -> None:
-        row_ranges = sorted((*_row_span(shard.box), number) for number, shard in enumerate(shards))
-        self._starts = [start for start, _, _ in row_ranges]
-        self._numbers = [number for _, _, number in row_ranges]
-        self._max_rows = max((stop - start for start, stop, _ in row_ranges), default=0)
-
-    def candidates(self, block: Box) -> list[int]:
-        """Return the numbers of all shards that may intersect the block."""
-        start, stop = _row_span(block)
-        return self._numbers[
-            bisect_right(self._starts, start - self._max_rows) : bisect_left(self._starts, stop)
-        ]
-
-
-def _row_span(box: Box) -> tuple[int, int]:
-    return (box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else (0, 1)

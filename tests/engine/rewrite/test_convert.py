@@ -43,7 +43,7 @@ from unified_ckpt.testing import (
     run_ranks,
     try_ranks,
 )
-from unified_ckpt.views import shards
+from unified_ckpt.views import shard_assembler
 
 NAME = "new"
 MAPPED: dict[str, torch.Tensor] = {}
@@ -593,7 +593,7 @@ def test_changes_of_a_user_function_in_mapped_memory_remain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapped_pages, "_RECLAIM_NBYTES", 1 << 20)
-    monkeypatch.setattr(shards, "CACHE_NBYTES", 1 << 20)
+    monkeypatch.setattr(shard_assembler, "CACHE_NBYTES", 1 << 20)
     torch.save({"w": torch.zeros(3 << 20)}, tmp_path / "w.pt")
     MAPPED["w"] = torch.load(tmp_path / "w.pt", mmap=True)["w"].fill_(1)
     source = uc.SourceOptions(conversion_fn=f"{__name__}:change_in_place")

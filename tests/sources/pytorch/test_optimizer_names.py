@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,16 +22,18 @@ from unified_ckpt.sources.pytorch.optimizer_names import (
     with_optimizer_names,
 )
 from unified_ckpt.sources.pytorch.state_dict import parse_state_dict
+from unified_ckpt.sources.restricted_pickle.torch_reader import as_archived
 
 SHAPES = [(2,), (3,), (2, 3), ()]
 
 
 def entry(shape: tuple[int, ...]) -> dict[str, Any]:
-    return {
+    state = {
         "step": torch.tensor(1.0),
         "exp_avg": torch.zeros(shape),
         "exp_avg_sq": torch.zeros(shape),
     }
+    return cast("dict[str, Any]", as_archived(state))
 
 
 @given(st.lists(st.sampled_from(SHAPES), max_size=7), st.data())
@@ -79,15 +81,14 @@ def test_match_order_with_missing_parameters(
     ],
 )
 def test_shape_fits(state: dict[str, Any], shape: tuple[int, ...], fit: bool) -> None:
-    assert shape_fits(state, shape) == fit
+    assert shape_fits(as_archived(state), shape) == fit
 
 
 def source(groups: Any, orders: dict[str, Order], **options: Any) -> Any:
-    tensors = parse_state_dict(
-        "x.pt", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)}
-    ).tensors
+    model = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)}
+    tensors = parse_state_dict("x.pt", as_archived(model)).tensors
     checkpoint = ForeignCheckpoint(
-        "x.pt", "torch", tensors, indexed_groups=parse_groups("x.pt", groups)
+        "x.pt", "torch", tensors, indexed_groups=parse_groups("x.pt", as_archived(groups))
     )
     return with_optimizer_names(
         checkpoint,

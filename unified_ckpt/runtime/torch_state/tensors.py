@@ -12,33 +12,12 @@ import torch
 from unified_ckpt.core.planning.slabs import slab_boxes
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import TensorDecl
-from unified_ckpt.errors import LayoutError, MismatchError
+from unified_ckpt.errors import FormatError, LayoutError, MismatchError
+from unified_ckpt.runtime.torch_state.dtype_names import TORCH_NAMES
 
-_TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F4": "float4_e2m1fn_x2",
-}
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name)
-    for name, torch_name in _TORCH_NAMES.items()
+    for name, torch_name in TORCH_NAMES.items()
     if hasattr(torch, torch_name)
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -92,6 +71,13 @@ def dtype_name(dtype: torch.dtype, *, fqn: str) -> str:
             f"expected one of {', '.join(map(str, DTYPE_NAMES))}"
         )
     return DTYPE_NAMES[dtype]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a safetensors name. FormatError if this torch lacks it."""
+    if name not in TORCH_DTYPES:
+        raise FormatError(f"dtype {name} is missing in this torch; install a newer one")
+    return TORCH_DTYPES[name]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

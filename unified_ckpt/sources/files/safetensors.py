@@ -9,22 +9,22 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
-from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format import header, index, names
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
 from unified_ckpt.runtime.torch_state.wrapper_names import strip_wrappers
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,14 @@ class TensorFile:
     metadata: Mapping[str, Any]
     mapped: MappedFile
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's torch dtype. Raises FormatError if this torch lacks it."""
-        dtype = TORCH_DTYPES.get(self.entries[name].dtype)
-        if dtype is None:
-            raise FormatError(
-                f"{self.path}: {name}: dtype {self.entries[name].dtype} is missing in this torch; "
-                "install a newer one"
-            )
-        return dtype
-
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor that aliases the mapped file."""
-        entry, dtype = self.entries[name], self.dtype(name)
+        """Return a tensor that aliases the mapped file. FormatError if torch lacks its dtype."""
+        from unified_ckpt.runtime.torch_state.tensors import from_bytes, torch_dtype
+
+        entry = self.entries[name]
         data = self.mapped.bytes(entry.start, entry.stop - entry.start)
-        return from_bytes(data, dtype, entry.shape)
+        with error_prefix(f"{self.path}: {name}"):
+            return from_bytes(data, torch_dtype(entry.dtype), entry.shape)
 
 
 def open_tensor_file(path: str) -> TensorFile:
@@ -61,12 +54,14 @@ def open_tensor_file(path: str) -> TensorFile:
     """
     if not os.path.isfile(path):
         raise IncompleteError(f"{path}: is missing")
-    mapped, size = MappedFile(path), os.path.getsize(path)
-    prefix = bytes(mapped.bytes(0, min(size, header.PREFIX_NBYTES)))
-    header_bytes = mapped.bytes(0, header.header_nbytes(prefix, file_size=size, file=path))
+    with open_binary(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(header.PREFIX_NBYTES)
+        file.seek(0)
+        header_bytes = file.read(header.header_nbytes(prefix, file_size=size, file=path))
     entries = header.parse_header(header_bytes, file_size=size, file=path)
     metadata = parse_json(header_bytes[header.PREFIX_NBYTES :], file=path).get("__metadata__", {})
-    return TensorFile(path, entries, metadata, mapped)
+    return TensorFile(path, entries, metadata, MappedFile(path))
 
 
 def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key, ShardedTensor]:
@@ -81,7 +76,7 @@ def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key
             if key in tensors:
                 raise FormatError(f"{file.path}: {name}: is also in {tensors[key].shards[0].file}")
             tensors[key] = sharded_tensor(
-                file.dtype(name),
+                entry.dtype,
                 entry.shape,
                 [TensorShard(full_box(entry.shape), partial(file.tensor, name), file.path)],
             )

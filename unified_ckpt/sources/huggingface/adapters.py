@@ -13,7 +13,7 @@ from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.safetensors import open_tensor_file, whole_tensors
 from unified_ckpt.sources.pytorch.state_dict import parse_state_dict
-from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.sources.restricted_pickle.load import read_torch
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
 ADAPTER_PART = "adapter_model"  # the part's file then has the name that PEFT expects
@@ -58,7 +58,7 @@ def adapter_tensors(root: str) -> dict[Key, ShardedTensor]:
             tensors |= whole_tensors([open_tensor_file(safetensors_path)], part=part)
         elif os.path.isfile(bin_path):
             tensors |= parse_state_dict(
-                bin_path, load_torch(bin_path), part=part, without_aliases=True
+                bin_path, read_torch(bin_path), part=part, without_aliases=True
             ).tensors
         else:
             raise IncompleteError(

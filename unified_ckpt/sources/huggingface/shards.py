@@ -11,8 +11,6 @@ import os
 from collections.abc import Mapping
 from functools import partial
 
-import torch
-
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
@@ -42,7 +40,7 @@ def open_hf_shards(root: str, _options: SourceOptions) -> ShardedSource:
     """
     files = _open_files(root)
     shards_by_name: dict[str, list[TensorShard]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    dtypes: dict[str, str] = {}
     for file in files:
         offsets = _read_offsets(file)
         for name, entry in file.entries.items():
@@ -52,10 +50,10 @@ def open_hf_shards(root: str, _options: SourceOptions) -> ShardedSource:
                     f"{file.path}: {name}: got offsets {box.offsets}, "
                     f"expected one per dim of shape {box.shape}"
                 )
-            dtype = dtypes.setdefault(name, file.dtype(name))
-            if dtype != file.dtype(name):
+            dtype = dtypes.setdefault(name, entry.dtype)
+            if dtype != entry.dtype:
                 raise FormatError(
-                    f"{file.path}: {name}: got dtype {file.dtype(name)}, "
+                    f"{file.path}: {name}: got dtype {entry.dtype}, "
                     f"expected {dtype} as in other files"
                 )
             if box.numel or name not in shards_by_name:

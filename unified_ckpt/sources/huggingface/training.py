@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.folder.backup import JIT_MARKER
@@ -32,7 +30,7 @@ from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.pytorch.optimizer_names import ForeignCheckpoint, with_optimizer_names
 from unified_ckpt.sources.pytorch.parameter_order import config_order
 from unified_ckpt.sources.pytorch.state_dict import ParsedStateDict, parse_state_dict, read_bins
-from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.sources.restricted_pickle.load import load_torch, read_torch
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
 _PLAIN_FILES = ("scheduler", "scaler", "dl_state_dict")  # plain values, stored in `extra`
@@ -158,7 +156,7 @@ def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> Pa
         return ParsedStateDict(whole_tensors(files, part=part), {}, {}, {})
     if full_file in entries or (bin_file in entries and index):
         path = os.path.join(root, full_file if full_file in entries else bin_file)
-        return parse_state_dict(path, load_torch(path, numbered=True), part=part)
+        return parse_state_dict(path, read_torch(path, numbered=True), part=part)
     if not index and entries & {BIN, BIN_INDEX}:
         return read_bins(root)
     return ParsedStateDict({}, {}, {}, {})
@@ -234,7 +232,7 @@ def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignChec
                 raise FormatError(f"{root}: got {' and '.join(files)}, expected one of them")
             path = os.path.join(root, files[0])
             checkpoint.optimizer_paths.append(path)
-            checkpoint.add_optimizer(path, folder, load_torch(path, numbered=True))
+            checkpoint.add_optimizer(path, folder, read_torch(path, numbered=True))
         else:
             break
         index += 1
@@ -330,6 +328,6 @@ def _read_rng_state(files: Sequence[str], rank: int) -> dict[str, Any] | None:
             f"{files[rank]}: got {type(content).__name__}, expected a dict of random states"
         )
     states = {_RNG_KEYS.get(key, str(key)): value for key, value in content.items()}
-    if isinstance(states.get("cuda"), torch.Tensor):  # a single device
+    if "cuda" in states and not isinstance(states["cuda"], list | tuple):  # a single device
         states["cuda"] = [states["cuda"]]
     return states

@@ -92,7 +92,7 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
     tensors: dict[Key, ShardedTensor] = {}
     for name, tensor_files in shard_files.items():
         shards = [shard for shard_file in tensor_files for shard in model_shards(shard_file)]
-        dtype = tensor_files[0].file.dtype("data")
+        dtype = tensor_files[0].file.entries["data"].dtype
         tensors[MODEL, name] = _build_tensor(root, name, dtype, tensor_files, shards)
     optimizer_files = _read_optimizer_files(root)
     tensors |= _optimizer_tensors(root, optimizer_files, shard_files)
@@ -142,7 +142,7 @@ def _read_json(path: str) -> dict[str, Any]:
 def _build_tensor(
     root: str,
     name: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     shard_files: list[ShardFile],
     shards: list[TensorShard],
 ) -> ShardedTensor:

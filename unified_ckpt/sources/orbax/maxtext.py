@@ -33,7 +33,8 @@ from unified_ckpt.sources.orbax.maxtext_transforms import (
     to_hf,
     transform_for,
 )
-from unified_ckpt.views.shards import CACHE_NBYTES, ShardedTensor, TensorShard, sharded_tensor
+from unified_ckpt.views.shard_assembler import CACHE_NBYTES
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 UNKNOWN_MODEL = (
     "its MaxText names are those of several models, whose queries differ in order and scale; pass "

@@ -15,9 +15,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
@@ -25,7 +23,6 @@ from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.pytorch.dcp_metadata import Entry, KeyPath, read_entries
@@ -39,6 +36,9 @@ from unified_ckpt.views.shards import (
     TensorShard,
     sharded_tensor,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 _OPTIMIZER_KEY = re.compile(r"optimizer(_\d+)?|optim")  # with a number in Lightning
 # 0-d tensors of these names belong to the training loop, not to a model without a key.
@@ -132,7 +132,12 @@ def _is_optimizer(key: str | int) -> bool:
 
 
 def _materialize(sharded: ShardedTensor) -> torch.Tensor:
-    tensor = torch.empty(sharded.spec.shape, dtype=TORCH_DTYPES[sharded.spec.dtype], device="cpu")
+    import torch  # for the few tensors that are no part's
+
+    from unified_ckpt.runtime.torch_state.tensors import torch_dtype
+
+    dtype = torch_dtype(sharded.spec.dtype)
+    tensor = torch.empty(sharded.spec.shape, dtype=dtype, device="cpu")
     for shard in sharded.shards:
         tensor[shard.box.slices] = shard.load()
     return tensor
@@ -241,7 +246,7 @@ def _param_groups(options: Mapping[GroupKey, dict[str, Any]]) -> list[dict[str, 
 
 
 def build_tensor(
-    files: Mapping[str, MappedFile], root: str, key: str, entry: Entry, dtype: torch.dtype
+    files: Mapping[str, MappedFile], root: str, key: str, entry: Entry, dtype: str
 ) -> ShardedTensor:
     """Return the tensor of an entry.
 
@@ -270,7 +275,7 @@ def load_object(
         raise IncompleteError(f"{root}: {key}: {DCP_METADATA} does not give its location")
     chunk = entry.chunks[0]
     label = f"{os.path.join(root, chunk.file)}: {key}"
-    data = files[chunk.file].bytes(chunk.start, chunk.nbytes)
+    data = files[chunk.file].read(chunk.start, chunk.nbytes)
     return load_torch_bytes(data, label, placeholders=placeholders)
 
 

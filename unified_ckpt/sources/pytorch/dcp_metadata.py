@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
-
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError
+from unified_ckpt.runtime.torch_state.dtype_names import TORCH_DTYPE_NAMES
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.load import load_pickle
@@ -41,11 +40,6 @@ _PLACEHOLDER_CLASSES = [
     "pathlib._local.PosixPath",
     "pathlib._local.PurePosixPath",
 ]
-_DTYPES = {
-    f"torch.{dtype_name}": getattr(torch, dtype_name)
-    for dtype_name in dir(torch)
-    if isinstance(getattr(torch, dtype_name), torch.dtype)
-}
 
 
 KeyPath = tuple[str | int, ...]
@@ -64,10 +58,10 @@ class StoredChunk:
 
 @dataclass(slots=True)
 class Entry:
-    """A flat key of the state dict. `dtype`: None for an object."""
+    """A flat key of the state dict. `dtype`: its safetensors name; None for an object."""
 
     path: KeyPath
-    dtype: torch.dtype | None
+    dtype: str | None
     shape: tuple[int, ...]
     chunks: list[StoredChunk] = field(default_factory=list)
 
@@ -82,7 +76,7 @@ def read_entries(root: str, *, placeholder_classes: Collection[str] = ()) -> dic
         name: placeholder_class(name) for name in (*_PLACEHOLDER_CLASSES, *placeholder_classes)
     }
     classes |= {name: placeholder_class(name, base=FieldsPlaceholder) for name in _FREQUENT_CLASSES}
-    classes |= _DTYPES | {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
+    classes |= TORCH_DTYPE_NAMES | {"torch.Size": tuple, "collections.OrderedDict": OrderedDict}
     metadata = load_pickle(path, classes)
     with parsing(path, "metadata of torch.distributed.checkpoint"):
         key_metadata = _field(metadata, "state_dict_metadata")
@@ -128,13 +122,13 @@ def _expect_type(value: Any, expected: type[_T]) -> _T:
     return value
 
 
-def _dtype(properties: Any) -> torch.dtype:
+def _dtype(properties: Any) -> str:
     """Return the dtype in `TensorProperties`.
 
     Its `__getstate__` gives a tuple that starts with the dtype; some versions give a dict.
     """
     state = properties.state
-    return _expect_type(state["dtype"] if isinstance(state, dict) else state[0], torch.dtype)
+    return _expect_type(state["dtype"] if isinstance(state, dict) else state[0], str)
 
 
 def _parse_chunks(metadata: Any) -> dict[tuple[int, ...], tuple[int, ...]]:

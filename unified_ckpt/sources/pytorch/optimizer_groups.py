@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.torch_state.wrapper_names import strip_wrappers
+from unified_ckpt.sources.restricted_pickle.archive import ArchivedTensor
+from unified_ckpt.sources.restricted_pickle.placeholders import replace_leaves
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +27,17 @@ class SavedGroup:
     names: tuple[str, ...] | None
 
 
-def unreadable_reason(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be read; "" if it can."""
-    if type(tensor).__name__ == "DTensor":  # importing the class takes longer than reading a file
-        return "one rank's shard of a DTensor (save `full_tensor()` instead)"
-    if tensor.is_meta:
-        return "a tensor on the meta device"
-    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return "" if dense else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
+def archived_tensor(tensor: ArchivedTensor, file: str) -> ShardedTensor:
+    """Return a tensor of a file as a single shard. FormatError if it cannot be read."""
+    if tensor.problem:
+        raise FormatError(f"got {tensor.problem}, expected a whole dense tensor")
+    shard = TensorShard(full_box(tensor.shape), tensor.load, file)
+    return sharded_tensor(tensor.dtype, tensor.shape, [shard])
+
+
+def load_tensors(value: Any) -> Any:
+    """Return a value that is not part of the state dicts, with its tensors loaded."""
+    return replace_leaves(value, ArchivedTensor, lambda tensor: tensor.load())
 
 
 def is_optimizer_state(value: Any) -> bool:

@@ -15,8 +15,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
-
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import (
@@ -25,16 +23,18 @@ from unified_ckpt.engine.source.protocol import (
     Source,
     SourceMetadata,
 )
-from unified_ckpt.errors import CheckpointError, FormatError
+from unified_ckpt.errors import CheckpointError, FormatError, error_prefix
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.pytorch.optimizer_groups import (
     SavedGroup,
+    archived_tensor,
+    load_tensors,
     other_entries,
     parse_groups,
-    unreadable_reason,
 )
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras, whole_tensor
+from unified_ckpt.sources.restricted_pickle.archive import ArchivedTensor
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras
 
 Shape = tuple[int, ...]
 DDP_PREFIX = "module."  # of all names in DistributedDataParallel
@@ -151,7 +151,13 @@ def _source(
         checkpoint.root,
         tensors,
         format=checkpoint.format,
-        metadata=metadata,
+        metadata=replace(
+            metadata,
+            extra=load_tensors(metadata.extra),
+            modules=load_tensors(metadata.modules),
+            groups=load_tensors(metadata.groups),
+            scalars=load_tensors(metadata.scalars),
+        ),
         aliases=checkpoint.aliases,
         extras=SourceExtras(rank_extra=checkpoint.rank_extra),
     )
@@ -281,13 +287,13 @@ def shape_fits(state: Mapping[str, Any], shape: Shape) -> bool:
     State without tensors fits any shape.
     """
     shapes = {
-        tuple(value.shape)
+        value.shape
         for key, value in state.items()
-        if isinstance(value, torch.Tensor) and key != "step" and value.dim() > 0
+        if isinstance(value, ArchivedTensor) and key != "step" and value.shape
     }
     if not shapes:
         scalar = any(
-            isinstance(value, torch.Tensor) and key not in ("step", "RMS")
+            isinstance(value, ArchivedTensor) and key not in ("step", "RMS")
             for key, value in state.items()
         )
         return not scalar or shape == ()
@@ -304,8 +310,8 @@ def _explain_mismatch(group: SavedGroup, parameters: Sequence[tuple[str, Shape]]
         for pair in zip(group.state, parameters, strict=True)
         if not shape_fits(pair[0], pair[1][1])
     )
-    tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor)}
-    shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in tensors.items())
+    tensors = {key: value for key, value in entry.items() if isinstance(value, ArchivedTensor)}
+    shapes = ", ".join(f"{key} {value.shape}" for key, value in tensors.items())
     return f"{name} has shape {shape}, but the state at its position has {shapes}"
 
 
@@ -353,14 +359,11 @@ def _name_state(path: str, groups: Sequence[SavedGroup], order: Order) -> _Named
                     raise FormatError(
                         f"{path}: {name}: got state key {key!r}, expected a string without '/'"
                     )
-                if not isinstance(value, torch.Tensor):
+                if not isinstance(value, ArchivedTensor):
                     scalars.setdefault(name, {})[key] = value
-                elif reason := unreadable_reason(value):
-                    raise FormatError(
-                        f"{path}: {name}: {key}: got {reason}, expected a whole dense tensor"
-                    )
                 else:
-                    tensors[OPTIMIZER, f"{name}/{key}"] = whole_tensor(value, path)
+                    with error_prefix(f"{path}: {name}: {key}"):
+                        tensors[OPTIMIZER, f"{name}/{key}"] = archived_tensor(value, path)
     named_groups = [
         {"names": [name for name, _ in parameters], "options": dict(group.options)}
         for group, parameters in zip(groups, order, strict=True)

@@ -10,14 +10,14 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-import torch
-
 from unified_ckpt.engine.source.protocol import Order
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.sources.files.json import CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
 # The Trainer applies no weight decay to these names and to parameters of LayerNorm
 # (transformers, `Trainer.get_decay_parameter_names`).
@@ -37,6 +37,7 @@ def meta_model(path: str | os.PathLike[str]) -> torch.nn.Module:
     if not os.path.isfile(os.path.join(folder, CONFIG)):
         raise NotFoundError(f"{folder}: no {CONFIG} that names the model; pass model=...")
     try:
+        import torch
         import transformers
     except ImportError as error:
         raise NotFoundError(
@@ -93,8 +94,10 @@ def _decayed_names(module: torch.nn.Module) -> Iterator[str]:
     The Trainer tests a name relative to each enclosing module: `norm` alone matches, `self.norm1`
     does not.
     """
+    from torch.nn import LayerNorm  # only where there is a model: it imports torch
+
     for name, child in module.named_children():
-        if not isinstance(child, torch.nn.LayerNorm):
+        if not isinstance(child, LayerNorm):
             yield from (
                 fqn
                 for inner in _decayed_names(child)

@@ -11,9 +11,8 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
-
-import torch
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
@@ -23,15 +22,15 @@ from unified_ckpt.format import index
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.runtime.torch_state.tensors import memory_key
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state, strip_wrappers
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX
 from unified_ckpt.sources.pytorch.optimizer_groups import (
     SavedGroup,
+    archived_tensor,
     is_optimizer_state,
+    load_tensors,
     other_entries,
     parse_groups,
-    unreadable_reason,
 )
 from unified_ckpt.sources.pytorch.optimizer_names import (
     DDP_PREFIX,
@@ -39,9 +38,10 @@ from unified_ckpt.sources.pytorch.optimizer_names import (
     with_optimizer_names,
 )
 from unified_ckpt.sources.pytorch.parameter_order import config_order
-from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.sources.restricted_pickle.archive import ArchivedTensor
+from unified_ckpt.sources.restricted_pickle.load import read_torch
 from unified_ckpt.sources.restricted_pickle.placeholders import NAMESPACE_CLASSES, to_plain
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, whole_tensor
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
 # Keys under which scripts store the model, most likely first.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
@@ -70,7 +70,7 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
 
     FormatError if it is damaged, requests classes, or holds no model state dict.
     """
-    content = load_torch(path, placeholders=NAMESPACE_CLASSES)
+    content = read_torch(path, placeholders=NAMESPACE_CLASSES)
     if not isinstance(content, Mapping):
         raise FormatError(
             f"{path}: got {type(content).__name__}, expected a state dict or a dict that has one"
@@ -176,7 +176,10 @@ def open_bin_folder(root: str, _options: SourceOptions) -> ShardedSource:
     IncompleteError names what is missing.
     """
     state_dict = read_bins(root)
-    metadata = SourceMetadata(extra=state_dict.values or None, modules=state_dict.extra_states)
+    metadata = SourceMetadata(
+        extra=load_tensors(state_dict.values) or None,
+        modules=load_tensors(state_dict.extra_states),
+    )
     return ShardedSource(
         root,
         state_dict.tensors,
@@ -207,7 +210,7 @@ def read_bins(root: str) -> ParsedStateDict:
     merged = ParsedStateDict({}, {}, {}, {})
     for file_name in files:
         path = os.path.join(root, file_name)
-        file_state = parse_state_dict(path, load_torch(path))
+        file_state = parse_state_dict(path, read_torch(path))
         raise_if_any(
             FormatError,
             f"{path}: got tensors that belong to another file",
@@ -239,7 +242,7 @@ def _is_state_dict(content: Any) -> bool:
     return (
         isinstance(content, Mapping)
         and bool(content)
-        and any(isinstance(value, torch.Tensor) for value in content.values())
+        and any(isinstance(value, ArchivedTensor) for value in content.values())
     )
 
 
@@ -268,7 +271,7 @@ def parse_state_dict(
     seen_names: set[str] = set()
     names_by_memory: dict[object, str] = {}
     aliases = {}
-    for name, tensor in _named_tensors(path, state_dict, plain_names):
+    for name, tensor in _named_tensors(state_dict, plain_names):
         if name in seen_names:
             raise FormatError(
                 f"{path}: {name}: two tensors have this name without wrapper prefixes, "
@@ -276,18 +279,18 @@ def parse_state_dict(
             )
         seen_names.add(name)
         memory: object = name
-        if tensor.numel() and not without_aliases:
-            memory = memory_key(tensor)
+        if prod(tensor.shape) and not without_aliases:
+            memory = tensor.memory
         first_name = names_by_memory.setdefault(memory, name)
         if first_name != name:
             aliases[name] = first_name
             continue
         with error_prefix(f"{path}: {name}"):
-            tensors[part, name] = whole_tensor(tensor, path)
+            tensors[part, name] = archived_tensor(tensor, path)
     values = {
         str(name): value
         for name, value in state_dict.items()
-        if not isinstance(value, torch.Tensor)
+        if not isinstance(value, ArchivedTensor)
     }
     return ParsedStateDict(tensors, aliases, extra_states, values)
 
@@ -295,21 +298,19 @@ def parse_state_dict(
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(
-            isinstance(item, torch.Tensor) or _holds_tensors(item) for item in value.values()
+            isinstance(item, ArchivedTensor) or _holds_tensors(item) for item in value.values()
         )
     return isinstance(value, list | tuple) and any(
-        isinstance(item, torch.Tensor) or _holds_tensors(item) for item in value
+        isinstance(item, ArchivedTensor) or _holds_tensors(item) for item in value
     )
 
 
 def _named_tensors(
-    path: str, state_dict: Mapping[Any, Any], plain_names: Mapping[Any, str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+    state_dict: Mapping[Any, Any], plain_names: Mapping[Any, str]
+) -> Iterator[tuple[str, ArchivedTensor]]:
     for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor):
-            if reason := unreadable_reason(value):
-                raise FormatError(f"{path}: {name}: got {reason}, expected a whole dense tensor")
-            yield plain_names[name], value.detach()
+        if isinstance(value, ArchivedTensor):
+            yield plain_names[name], value
 
 
 def _plain_names(state_dict: Mapping[Any, Any]) -> dict[Any, str]:
@@ -320,7 +321,7 @@ def _plain_names(state_dict: Mapping[Any, Any]) -> dict[Any, str]:
     names = {
         stored_name: strip_wrappers(str(stored_name))
         for stored_name, value in state_dict.items()
-        if isinstance(value, torch.Tensor) or is_extra_state(str(stored_name))
+        if isinstance(value, ArchivedTensor) or is_extra_state(str(stored_name))
     }
     if not all(name.startswith(DDP_PREFIX) for name in names.values()):
         return names

@@ -1,13 +1,16 @@
-"""Maps tensors that `torch.save` wrote into slices of a file, as DCP does, without copying them.
+"""Reads archives of `torch.save` without torch: plain values, and what their tensors are.
+
+A tensor's elements are mapped from the file when they are read, without copying them.
 
 Layout (torch/serialization.py): a zip archive of uncompressed entries. `<name>/data.pkl` has the
-pickled tensor, `<name>/data/<key>` its storage. The pickle refers to a storage by the tuple
+pickled value, `<name>/data/<key>` each storage. The pickle refers to a storage by the tuple
 ("storage", class, key, device, numel).
 """
 
 from __future__ import annotations
 
 import io
+import operator
 import os
 import pickle
 import re
@@ -15,32 +18,40 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, cast
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
-import torch
-
+from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.torch_state.dtype_names import TORCH_DTYPE_NAMES
 from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
+from unified_ckpt.sources.restricted_pickle.placeholders import placeholder_class
 
-# Other dtypes are stored as bytes, with the dtype next to them.
+if TYPE_CHECKING:
+    import torch
+
+DISALLOWED = "asks for classes that are not loaded from files"
+# In safetensors' names. Other dtypes are stored as bytes, with the dtype next to them.
 STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-    "UntypedStorage": torch.uint8,
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
+    "ComplexFloatStorage": "C64",
+    "UntypedStorage": "U8",
 }
+ZIP_MAGIC = b"PK\x03\x04"  # as torch detects an archive
+PROGRAM_ENTRIES = {"constants.pkl": "TorchScript", "archive_format": "a torch.export program"}
 _NUMBER = re.compile(r"[-_]?\d+")
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # magic, length of the name, length of the extra field
 
@@ -53,7 +64,7 @@ def check_archive_name(path: str) -> None:
     files without a number may be renamed. Raises zipfile.BadZipFile if the archive is truncated.
     """
     with open_binary(path) as file:
-        if file.read(4) != b"PK\x03\x04":
+        if file.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
             return  # torch's legacy format, without an archive
         with zipfile.ZipFile(file) as archive:
             root = next(iter(archive.namelist()), "").partition("/")[0]
@@ -63,6 +74,25 @@ def check_archive_name(path: str) -> None:
             f"{path}: was written as {root}{suffix}, so files were swapped or copied; restore "
             "each file's own name"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedTensor:
+    """What an archive says of a tensor. `load` returns the tensor, mapped from the file.
+
+    `dtype`: its name in safetensors; torch's if there is none. `memory`: equal for two tensors that
+    view the same memory in the same way. `problem`: why it cannot be read, or "".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    memory: Hashable
+    load: Callable[[], torch.Tensor]
+    problem: str = ""
+
+    def __setstate__(self, _: object) -> NoReturn:
+        """Refuse what a pickle would set."""
+        raise FormatError("sets the state of a tensor")
 
 
 class MappedFile:
@@ -77,12 +107,10 @@ class MappedFile:
             nbytes = os.fstat(file.fileno()).st_size
         if not nbytes:
             return memoryview(b"")
-        return memoryview(
-            cast(
-                "Any",
-                torch.from_file(self.path, shared=False, size=nbytes, dtype=torch.uint8).numpy(),
-            )
-        )
+        import torch  # as for all tensors, when one is read: mmap.mmap would keep the file open
+
+        mapped = torch.from_file(self.path, shared=False, size=nbytes, dtype=torch.uint8)
+        return memoryview(cast("Any", mapped.numpy()))
 
     def bytes(self, start: int, length: int) -> memoryview:
         """Return bytes [start, start + length). Raises FormatError if the file is shorter."""
@@ -93,6 +121,12 @@ class MappedFile:
             )
         return data
 
+    def read(self, start: int, length: int) -> memoryview:
+        """Return a copy of bytes [start, start + length), without mapping the file."""
+        with open_binary(self.path) as file:
+            file.seek(start)
+            return memoryview(file.read(length))
+
     def tensor(self, start: int, length: int) -> torch.Tensor:
         """Return the tensor that `torch.save` wrote to bytes [start, start + length), as an
         alias.
@@ -101,7 +135,10 @@ class MappedFile:
         """
         data = self.bytes(start, length)
         try:
-            return _load_tensor(data)
+            tensor = read_archive(cast("Any", _MemoryviewFile(data)), self, start=start)
+            if not isinstance(tensor, ArchivedTensor):
+                raise FormatError(f"got {type(tensor).__name__}, expected a tensor")
+            return tensor.load()
         except FormatError as error:
             raise FormatError(f"{self.path}: bytes [{start}, {start + length}): {error}") from error
         except Exception as error:  # a damaged archive may raise anything
@@ -109,6 +146,161 @@ class MappedFile:
                 f"{self.path}: bytes [{start}, {start + length}) are damaged, or not a tensor: "
                 f"{error}"
             ) from error
+
+
+def read_archive(
+    file: IO[bytes],
+    mapped: MappedFile | None,
+    *,
+    start: int = 0,
+    placeholders: Collection[str] = (),
+) -> Any:
+    """Read an archive of plain values and plain tensors, with `ArchivedTensor`s for these.
+
+    `mapped`: the file that has the archive from byte `start`; None if tensors are refused. Raises
+    FormatError for anything else, which torch may read. A damaged archive may raise anything.
+    """
+    if file.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
+        raise FormatError("is not an archive")
+    nbytes = file.seek(0, os.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+        entries = {info.filename.partition("/")[2]: info for info in infos}
+        if len(entries) < len(infos) or entries.keys() & PROGRAM_ENTRIES.keys():
+            raise FormatError("is a program, or has two entries of one name")
+        for info in infos:
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > nbytes:
+                raise FormatError(
+                    f"{info.filename}: is compressed or larger than the archive, expected "
+                    "uncompressed entries"
+                )
+        byteorder = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else ""
+        if byteorder not in ("", sys.byteorder):
+            raise FormatError(f"got byte order {byteorder}, expected {sys.byteorder}")
+        pickled = archive.read(entries["data.pkl"])
+    check_memo_bounds(pickled)
+    return _ArchiveUnpickler(pickled, placeholders, _Storages(entries, mapped, start)).load()
+
+
+class _Storage(NamedTuple):
+    """A storage of an archive. No pickle can set the state of such a tuple."""
+
+    key: str
+    dtype: str
+    nbytes: int
+
+
+class _View(NamedTuple):
+    """Elements of a storage: from element `first`, with a shape and strides."""
+
+    storage: _Storage
+    dtype: str
+    first: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    flags: frozenset[str]  # "conj" and "neg": torch reads each value with the sign changed
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last element. FormatError for values that are no view."""
+        numbers = (self.first, *self.shape, *self.stride)
+        if len(self.shape) != len(self.stride) or min(map(operator.index, numbers)) < 0:
+            raise FormatError(f"got shape {self.shape} with strides {self.stride}")
+        if not prod(self.shape):
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (self.first + last + 1) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Storages:
+    """The storages of an archive, which starts at byte `start` of a file."""
+
+    entries: Mapping[str, zipfile.ZipInfo]
+    mapped: MappedFile | None
+    start: int
+
+    def load(self, view: _View) -> torch.Tensor:
+        """Return a view as a tensor that aliases the mapped file."""
+        import torch
+
+        from unified_ckpt.runtime.torch_state.tensors import torch_dtype
+
+        storage, dtype, mapped = view.storage, torch_dtype(view.dtype), self.mapped
+        if not storage.nbytes or mapped is None:
+            return torch.empty(view.shape, dtype=dtype, device="cpu")
+        start = self.start + self.entries[f"data/{storage.key}"].header_offset
+        magic, name_nbytes, extra_nbytes = LOCAL_HEADER.unpack(
+            mapped.bytes(start, LOCAL_HEADER.size)
+        )
+        if magic != ZIP_MAGIC:
+            raise FormatError(f"data/{storage.key}: got no entry at byte {start}")
+        data = mapped.bytes(
+            start + LOCAL_HEADER.size + name_nbytes + extra_nbytes,
+            storage.nbytes // dtype.itemsize * dtype.itemsize,
+        )
+        flat = torch.frombuffer(data, dtype=dtype)
+        tensor = flat.as_strided(view.shape, view.stride, view.first)
+        tensor = tensor.conj() if "conj" in view.flags else tensor
+        return torch._neg_view(tensor) if "neg" in view.flags else tensor
+
+
+class _ArchiveUnpickler(pickle.Unpickler):
+    """Allows only torch's rebuild functions, storage classes and dtypes, and placeholders."""
+
+    def __init__(self, pickled: bytes, placeholders: Collection[str], storages: _Storages) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._storages = storages
+        self._allowed: dict[str, Any] = {
+            **{name: placeholder_class(name) for name in placeholders},
+            **TORCH_DTYPE_NAMES,
+            "collections.OrderedDict": OrderedDict,
+            "torch.Size": tuple,
+            "torch._utils._rebuild_parameter": self._rebuild_parameter,
+            "torch._utils._rebuild_tensor_v2": self._rebuild_tensor_v2,
+            "torch._utils._rebuild_tensor_v3": self._rebuild_tensor_v3,
+        }
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module in ("torch", "torch.storage") and name in STORAGE_DTYPES:
+            return name
+        if f"{module}.{name}" not in self._allowed:
+            raise FormatError(f"asks for {module}.{name}, which is not loaded from files")
+        return self._allowed[f"{module}.{name}"]
+
+    def persistent_load(self, persistent_id: Any, /) -> _Storage:
+        kind, storage_class, key, _, count = persistent_id
+        if kind != "storage" or self._storages.mapped is None:
+            raise FormatError(f"got a persistent id of {kind!r}, expected a storage")
+        dtype, entries = STORAGE_DTYPES[storage_class], self._storages.entries
+        nbytes = entries[f"data/{key}"].file_size
+        # some versions count elements of untyped storages, others bytes
+        if storage_class != "UntypedStorage" and nbytes != count * itemsize(dtype):
+            raise FormatError(f"its storage has {nbytes} bytes, expected {count * itemsize(dtype)}")
+        return _Storage(key, dtype, nbytes)
+
+    # torch's arguments: storage, first element, shape, stride, requires_grad, hooks, [dtype,] flags
+
+    def _rebuild_tensor_v2(self, storage: _Storage, *arguments: Any) -> ArchivedTensor:
+        return self._tensor(storage, storage.dtype, arguments[:3], arguments[5:])
+
+    def _rebuild_tensor_v3(self, storage: _Storage, *arguments: Any) -> ArchivedTensor:
+        return self._tensor(storage, arguments[5], arguments[:3], arguments[6:])
+
+    def _rebuild_parameter(self, tensor: ArchivedTensor, *_: Any) -> ArchivedTensor:
+        return tensor
+
+    def _tensor(
+        self, storage: _Storage, dtype: str, numbers: Sequence[Any], flags: Sequence[Any]
+    ) -> ArchivedTensor:
+        first, shape, stride = numbers
+        names = frozenset(name for name, is_set in (dict(*flags).items()) if is_set)
+        view = _View(storage, dtype, first, tuple(shape), tuple(stride), names)
+        if not names <= {"conj", "neg"}:
+            raise FormatError(f"got tensor flags {sorted(names)}, expected only conj and neg")
+        if view.stop > storage.nbytes:
+            raise FormatError(f"its storage has {storage.nbytes} bytes, expected {view.stop}")
+        return ArchivedTensor(dtype, view.shape, view, partial(self._storages.load, view))
 
 
 class _MemoryviewFile(io.RawIOBase):
@@ -136,94 +328,3 @@ class _MemoryviewFile(io.RawIOBase):
         view[: len(chunk)] = chunk
         self._position += len(chunk)
         return len(chunk)
-
-
-def _load_tensor(memory: memoryview) -> torch.Tensor:
-    with zipfile.ZipFile(cast("Any", _MemoryviewFile(memory))) as archive:
-        entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        invalid = [
-            info.filename
-            for info in archive.infolist()
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(memory)
-        ]
-        if invalid:
-            raise FormatError(
-                f"{invalid[0]}: is compressed or larger than the archive, expected uncompressed "
-                "entries"
-            )
-        byteorder_entry = entries.get("byteorder")
-        if byteorder_entry is not None and archive.read(byteorder_entry).decode() != sys.byteorder:
-            raise FormatError(
-                f"got byte order {archive.read(byteorder_entry).decode()}, expected {sys.byteorder}"
-            )
-        pickled = archive.read(entries["data.pkl"])
-        check_memo_bounds(pickled)
-        tensor = _TensorUnpickler(io.BytesIO(pickled), memory, entries).load()
-    if not isinstance(tensor, torch.Tensor):
-        raise FormatError(f"got {type(tensor).__name__}, expected a tensor")
-    return tensor
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Unpickles one tensor; allows only torch's rebuild functions, storage classes and dtypes."""
-
-    def __init__(
-        self, file: io.BytesIO, memory: memoryview, entries: dict[str, zipfile.ZipInfo]
-    ) -> None:
-        super().__init__(file)
-        self._memory, self._entries = memory, entries
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return _rebuild_tensor
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module in ("torch", "torch.storage") and name in STORAGE_DTYPES:
-            return name
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise FormatError(f"asks for {module}.{name}, which is not loaded from files")
-
-    def persistent_load(self, persistent_id: Any, /) -> torch.Tensor:
-        """Return the storage as a one-dimensional tensor that aliases the file."""
-        kind, storage_class, key, _, count = persistent_id
-        if kind != "storage":
-            raise FormatError(f"got a persistent id of {kind!r}, expected a storage")
-        dtype = STORAGE_DTYPES[storage_class]
-        info = self._entries[f"data/{key}"]
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise FormatError("its storage is compressed, expected an uncompressed entry")
-        magic, name_nbytes, extra_nbytes = LOCAL_HEADER.unpack_from(
-            self._memory, info.header_offset
-        )
-        start = info.header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes
-        if storage_class == "UntypedStorage":
-            count = info.file_size  # some versions count elements, others bytes
-        if magic != b"PK\x03\x04" or info.file_size != count * dtype.itemsize:
-            raise FormatError(
-                f"its storage has {info.file_size} bytes, expected {count * dtype.itemsize}"
-            )
-        if count == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
-
-
-def _rebuild_tensor(
-    storage: torch.Tensor,
-    storage_offset: int,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    *rest: object,
-) -> torch.Tensor:
-    """Rebuild a tensor as `torch._utils._rebuild_tensor_v2` and `_v3` do.
-
-    v2 has (storage, storage_offset, size, stride, requires_grad, backward_hooks). v3 appends the
-    dtype and counts in its elements. The last argument may be {"conj": True, "neg": True}.
-    """
-    dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
-    tensor = storage.view(dtype).as_strided(tuple(shape), tuple(stride), storage_offset)
-    flags = rest[-1] if len(rest) > 2 and isinstance(rest[-1], Mapping) else {}
-    if not flags.keys() <= {"conj", "neg"}:
-        raise FormatError(f"got tensor flags {sorted(flags)}, expected only conj and neg")
-    tensor = tensor.conj() if flags.get("conj") else tensor
-    return torch._neg_view(tensor) if flags.get("neg") else tensor

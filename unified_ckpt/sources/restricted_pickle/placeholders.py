@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -66,3 +67,31 @@ def to_plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(to_plain, value))
     return list(value) if isinstance(value, list | tuple) else value
+
+
+def replace_leaves(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """Return a tree with `convert(leaf)` for each leaf of a kind. What has none is shared."""
+    converted: dict[int, Any] = {}
+
+    def visit(node: Any) -> Any:
+        if id(node) not in converted:  # a node may have many parents
+            converted[id(node)] = convert(node) if isinstance(node, kind) else rebuild(node)
+        return converted[id(node)]
+
+    def rebuild(node: Any) -> Any:
+        if isinstance(node, dict):
+            values = {key: visit(item) for key, item in node.items()}
+            unchanged = all(values[key] is item for key, item in node.items())
+            return node if unchanged else type(node)(values)
+        if type(node) in (list, tuple):
+            items = [visit(item) for item in node]
+            unchanged = all(map(operator.is_, items, node))
+            return node if unchanged else type(node)(items)
+        if isinstance(node, Placeholder):
+            args, state = visit(node.args), visit(node.state)
+            if args is not node.args or state is not node.state:
+                node = type(node)(*args)
+                node.state = state
+        return node
+
+    return visit(value)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+import unified_ckpt as uc
+from tests.support.dcp_folders import save_dcp
 
 PACKAGE = "unified_ckpt"
 ROOT = Path(__file__).parents[1] / PACKAGE
@@ -272,6 +278,52 @@ def test_ranks_talk_in_one_folder(trees: dict[str, ast.Module]) -> None:
         if re.match(r"torch\.distributed\b", name) and not types.match(name)
     ]
     assert wrong == []
+
+
+def write_checkpoints(folder: Path) -> None:
+    """Write a run, and one folder of each format that is read without torch."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    uc.save(folder / "run" / "checkpoint-1", model=model, optimizer=optimizer, step=1)
+    for name in ("hf", "trained/checkpoint-1", "bin"):
+        (folder / name).mkdir(parents=True)
+    trained = folder / "trained" / "checkpoint-1"
+    save_file(model.state_dict(), folder / "hf" / "model.safetensors")
+    save_file(model.state_dict(), trained / "model.safetensors")
+    torch.save(optimizer.state_dict(), trained / "optimizer.pt")
+    torch.save(scheduler.state_dict(), trained / "scheduler.pt")
+    (trained / "trainer_state.json").write_text('{"global_step": 1}')
+    (trained / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    torch.save(model.state_dict(), folder / "bin" / "pytorch_model.bin")
+    torch.save({"model": model.state_dict(), "step": 1}, folder / "script.pt")
+    save_dcp({"model": model.state_dict(), "step": 1}, folder / "dcp")
+
+
+def test_metadata_is_read_without_torch(tmp_path: Path) -> None:
+    """Importing torch takes most of the second that a look at a folder may take."""
+    write_checkpoints(tmp_path)
+    paths = ["run/checkpoint-1", "hf", "trained/checkpoint-1", "bin", "script.pt", "dcp"]
+    commands = [
+        *(["inspect", path] for path in paths),
+        ["list", "."],
+        ["verify", "run/checkpoint-1"],
+        ["verify", "run", "--deep"],
+        ["prune", "run", "--keep-latest", "1"],
+        ["report", "run"],
+    ]
+    script = (
+        "import sys\nfrom unified_ckpt.cli.main import main\n"
+        f"for command in {commands}:\n"
+        "    assert main(command) == 0, command\n"
+        "    assert 'torch' not in sys.modules, command\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
 
 
 def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:

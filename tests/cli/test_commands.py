@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import termios
+import time
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.support.command_line import run_verb
 from tests.support.managers import flip_last_byte
 from tests.support.manifests import edit_index
 from unified_ckpt.cli import main as command
+from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.main import main
 
@@ -510,6 +512,27 @@ def test_verify_shows_a_progress_bar_on_terminals(folder: Path) -> None:
     with io.FileIO(terminal_end) as terminal:
         assert b"0.00/7.20k" in terminal.read(65536)
     os.close(child_terminal)
+
+
+def test_progress_shows_the_time_where_nothing_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    with progress_bar("estimate", unit="", delay=1.0):
+        time.sleep(1.3)
+        assert "estimate: 00:01" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r")  # cleared
+
+
+def test_every_verb_that_may_take_time_shows_progress() -> None:
+    shown = {
+        verb
+        for verb in command._VERBS
+        if "progress_bar(" in Path(command.__file__).with_name(f"{verb}.py").read_text()
+    }
+    assert set(command._VERBS) - shown == {"completion", "demo", "watch"}
 
 
 def test_demo_receives_its_arguments(

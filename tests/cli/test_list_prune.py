@@ -427,11 +427,15 @@ def test_prune_keeps_checkpoints_that_are_being_read(
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["list", "", "--keep-latest", "1"], 2, "ROOT is empty, expected a folder; pass . for the"),
-        (
-            ["prune", "", "--keep-latest", "1"],
-            2,
-            "ROOT is empty, expected a folder; pass . for the",
+        (["list", "", "--keep-latest", "1"], 2, "argument ROOT: got an empty path; pass . for"),
+        (["prune", "", "--keep-latest", "1"], 2, "argument ROOT: got an empty path; pass . for"),
+        (["inspect", ""], 2, "argument PATH: got an empty path; pass . for"),
+        (["prune", "a", "--keep-latset=1"], 2, "--keep-latset=1; did you mean '--keep-latest'?"),
+        (["prun", "a"], 2, "did you mean 'prune'?"),
+        (["report", "a", "-o", "none/x.html"], 1, "none/x.html: No such file or directory"),
+        *(
+            ([verb, "a/checkpoint-1", *rules], 1, "a/checkpoint-1: is a checkpoint, expected the")
+            for verb, rules in (("list", []), ("watch", []), ("prune", ["--keep-latest", "1"]))
         ),
         (["prune", "a"], 2, "pass a rule such as --keep-latest"),
         (["prune", "a", "--keep-best", "2"], 2, "--keep-best requires --metric"),

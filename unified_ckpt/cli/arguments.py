@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 Argument = tuple[str, dict[str, Any]]  # of `add_argument`
+PATHS = ("PATH", "SRC", "DST", "A", "B", "ROOT", "DIR", "OTHER", "FILE")  # metavars
 
 
 def argument(name: str, **options: Any) -> Argument:
@@ -20,7 +21,15 @@ def argument(name: str, **options: Any) -> Argument:
 def add_arguments(parser: _ActionsContainer, arguments: Iterable[Argument]) -> None:
     """Add arguments to a parser, or to a group of one."""
     for name, options in arguments:
-        parser.add_argument(*name.split(), **options)
+        kind: dict[str, Any] = {"type": path} if options.get("metavar") in PATHS else {}
+        parser.add_argument(*name.split(), **kind, **options)
+
+
+def path(text: str) -> str:
+    """Parse an argument: a path."""
+    if not text:
+        raise ArgumentTypeError("got an empty path; pass . for the current folder")
+    return text
 
 
 def positive_int(text: str) -> int:

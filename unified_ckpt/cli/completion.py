@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
+from unified_ckpt.cli.arguments import PATHS
 from unified_ckpt.cli.main import build_parser
 from unified_ckpt.errors import NotFoundError
-
-_PATHS = ("PATH", "SRC", "DST", "A", "B", "ROOT", "DIR", "OTHER", "FILE")  # metavars
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -20,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise NotFoundError(f"shtab is not installed; run {advice}") from error
     parser = build_parser()
     for action in _actions(parser):
-        if action.metavar in _PATHS:
+        if action.metavar in PATHS:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     print(shtab.complete(parser, arguments.shell))
     return 0

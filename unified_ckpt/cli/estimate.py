@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from contextlib import ExitStack
 from dataclasses import asdict
 
 import unified_ckpt as uc
+from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.option_values import source_options
 
 
 def run(arguments: Namespace) -> int:
     """Print what saves of a run from `arguments.path` will need; return 0."""
     minutes = arguments.every_minutes
-    with uc.open(arguments.path, options=source_options(arguments)) as source:
+    with ExitStack() as stack:
+        stack.enter_context(progress_bar("estimate", unit="", delay=1.0))
+        source = stack.enter_context(uc.open(arguments.path, options=source_options(arguments)))
         estimate = uc.estimate(
             source,
             arguments.optimizer,

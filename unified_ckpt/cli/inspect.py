@@ -1,19 +1,24 @@
 """The verb `inspect`: shows what a checkpoint holds, from its manifest, indexes and headers.
 
-Reads no tensor, and unified checkpoints without torch.
+Reads no tensor. Most formats are read without torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+import textwrap
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from unified_ckpt.cli.display.form import form_of
+from unified_ckpt.cli.display.progress import progress_bar
+from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.tensor_tree import Line, collapse, natural_key, spec_text, table, tree
 from unified_ckpt.cli.display.text import extra_text, no_match_error, options_text, printable
 from unified_ckpt.cli.option_values import source_options
@@ -21,7 +26,7 @@ from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import count_text, format_ranks, human_size
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.source.decoded import DecodedSource
-from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.protocol import Source, with_indexes
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.sources import open_source
@@ -78,14 +83,13 @@ class _PartListing:
 
 def run(arguments: Namespace) -> int:
     """Print what `arguments.path` holds; return 0."""
-    source = open_source(arguments.path, source_options(arguments))
-    indexed = source.indexed if arguments.config is None else None
-    is_by_index = indexed is not None and indexed.by_index is not None
-    if indexed is not None and indexed.by_index is not None:
-        source = indexed.by_index()  # the names would take building the model
-    folder = source.stored if isinstance(source, DecodedSource) else source
-    try:
-        parts, unreadable = _list_parts(source, arguments.match)
+    with ExitStack() as stack:
+        with progress_bar("inspect", unit="", delay=1.0):
+            opened = open_source(arguments.path, source_options(arguments))
+            source = opened if arguments.config is not None else with_indexes(opened)
+            folder = source.stored if isinstance(source, DecodedSource) else source
+            stack.callback(folder.close)
+            parts, unreadable = _list_parts(source, arguments.match)
         if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
             raise no_match_error(arguments.match, arguments.path)
         if arguments.json:
@@ -99,12 +103,10 @@ def run(arguments: Namespace) -> int:
             if part.specs or part.aliases or arguments.match is None:
                 lines = _table_lines(part) if arguments.all else _tree_lines(part)
                 print("\n".join(["", _part_title(part), *lines]))
-        if is_by_index:
+        if source is not opened:
             print("\noptimizer state is stored by position; --config PATH names its parameters")
         for reason in unreadable.values():
             print(f"\nunreadable: {reason}")
-    finally:
-        folder.close()
     return 0
 
 
@@ -210,8 +212,22 @@ def _header_lines(path: str, folder: Source) -> list[str]:
         rows = [("format", "Hugging Face model folder: weights only, no manifest")]
     return [
         _root(path, folder),
-        *table([(f"  {key}", (printable(text),)) for key, text in rows]),
+        *_wrapped_table([(f"  {key}", printable(text)) for key, text in rows]),
     ]
+
+
+def _wrapped_table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a table whose texts are wrapped at the width of the terminal, if there is one."""
+    width = min(Screen.of(sys.stdout).columns, 10_000) - max(len(key) for key, _ in rows) - 2
+    return table(
+        [
+            (key if number == 0 else "", (line,))
+            for key, text in rows
+            for number, line in enumerate(
+                textwrap.wrap(text, max(int(width), 20), break_on_hyphens=False) or [""]
+            )
+        ]
+    )
 
 
 def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The verb `list`: shows all checkpoints under a root, and what interrupted saves left.
 
-Unified checkpoints are listed without torch; opening steps of other frameworks imports it.
+Steps of other frameworks are opened, as by `inspect`, to see whether they are complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import RunListing, runs_text
 from unified_ckpt.cli.display.text import printable
-from unified_ckpt.cli.option_values import existing_root, retention_rules, usage_error
+from unified_ckpt.cli.option_values import check_not_a_step, existing_root, retention_rules
 from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.rules.when import local_retention_rules
@@ -38,10 +38,7 @@ _DEPTH = 2  # levels of folders below the root: runs/<name>/checkpoints
 
 
 def run(arguments: Namespace) -> int:
-    """List the runs under `arguments.root`; return 0, or 2 for wrong arguments."""
-    if (error_text := usage_error(arguments)) is not None:
-        print(f"unified-ckpt list: {error_text}", file=sys.stderr)
-        return 2
+    """List the runs under `arguments.root`; return 0."""
     root = existing_root(arguments)
     with progress_bar("list", unit=" steps", delay=1.0) as bar:
         runs = list_runs(root, arguments, StepForms(on_visit=bar.update))
@@ -66,7 +63,10 @@ def list_runs(root: str, arguments: Namespace, forms: StepForms) -> list[RunList
     else:
         local = os.path.realpath(writable_path(arguments.local))
         runs = [_list_tiers(root, local, arguments, forms)]
-    return [listing for listing in runs if listing.scan.steps or listing.scan.stale_folders]
+    shown = [listing for listing in runs if listing.scan.steps or listing.scan.stale_folders]
+    if not shown:
+        check_not_a_step(root)
+    return shown
 
 
 def _run_folders(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NoReturn
 
 import unified_ckpt
 from unified_ckpt.cli.arguments import (
@@ -28,6 +30,7 @@ from unified_ckpt.cli.arguments import (
     positive_int,
     positive_number,
 )
+from unified_ckpt.core.keywords import suggestion
 from unified_ckpt.errors import CheckpointError
 
 _PATH_HELP = "checkpoint or Hugging Face model folder, local or an fsspec URL"
@@ -301,9 +304,9 @@ _VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code. Usage errors raise argparse's SystemExit(2)."""
     parser = build_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.verb == "verify" and arguments.sources and not arguments.repair:
-        parser.error("--from requires --repair")
+    arguments, unknown = parser.parse_known_args(argv)
+    if arguments.verb is not None:
+        _check_usage(arguments, unknown)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ASCII terminals lack the tree's branches
     if arguments.verb is None:
@@ -321,9 +324,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader, such as `head`, has exited. Discard the buffer, or the exit raises again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"unified-ckpt {arguments.verb}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130  # as the shell reports SIGINT
     return code
+
+
+def _check_usage(arguments: argparse.Namespace, unknown: Sequence[str]) -> None:
+    """Exit with 2 for unknown options, and for options without those that they require."""
+    parser = arguments.parser
+    if unknown:
+        hint = suggestion(unknown[0].partition("=")[0], parser._option_string_actions)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    given = vars(arguments)
+    if given.get("sources") and not given.get("repair", True):
+        parser.error("--from requires --repair")
+    if given.get("keep_best") is not None and given["best_metric"] is None:
+        parser.error("--keep-best requires --metric")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors suggest what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += suggestion(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        super().error(message)
 
 
 class _Version(argparse.Action):
@@ -336,13 +364,14 @@ class _Version(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="unified-ckpt", description="Inspect, verify, convert and prune checkpoints."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, verb in _VERBS.items():
         verb_parser = verbs.add_parser(name, help=verb.help, description=verb.description)
+        verb_parser.set_defaults(parser=verb_parser)
         add_arguments(verb_parser, (*verb.arguments, *([_JSON] if verb.has_json else [])))
         if verb.source is not None:
             add_arguments(

@@ -11,6 +11,7 @@ from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.rules import when
 from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import writable_path
+from unified_ckpt.sources import open_error
 
 Options = TypeVar("Options", ManagerOptions, SourceOptions, ConvertOptions)
 
@@ -26,21 +27,21 @@ def retention_rules(arguments: Namespace) -> Rules:
     return when.retention_rules(options_from(ManagerOptions, arguments))
 
 
-def usage_error(arguments: Namespace) -> str | None:
-    """Return what is wrong with the root or the combination of rules, or None."""
-    if not arguments.root:
-        return "ROOT is empty, expected a folder; pass . for the current one"
-    if arguments.keep_best is not None and arguments.best_metric is None:
-        return "--keep-best requires --metric"
-    return None
-
-
 def existing_root(arguments: Namespace) -> str:
     """Return the path of ROOT. NotFoundError if there is no such folder."""
     root = os.path.realpath(writable_path(arguments.root))
     if not os.path.isdir(root):
         raise NotFoundError(f"{root}: no such folder")
     return root
+
+
+def check_not_a_step(root: str) -> None:
+    """Raise NotFoundError if a folder without steps is a checkpoint itself."""
+    if not open_error(root):
+        run = os.path.dirname(root)
+        raise NotFoundError(
+            f"{root}: is a checkpoint, expected the folder of a run; did you mean {run}?"
+        )
 
 
 def source_options(arguments: Namespace) -> SourceOptions:

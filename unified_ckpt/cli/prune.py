@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.step_table import stale_text
 from unified_ckpt.cli.display.text import printable
-from unified_ckpt.cli.option_values import existing_root, retention_rules, usage_error
+from unified_ckpt.cli.option_values import check_not_a_step, existing_root, retention_rules
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import CheckpointError, NotFoundError
@@ -46,9 +47,6 @@ class _Decision:
 
 def run(arguments: Namespace) -> int:
     """Prune `arguments.root`; return 1 if a removal failed, 2 for wrong arguments."""
-    if (error_text := usage_error(arguments)) is not None:
-        print(f"unified-ckpt prune: {error_text}", file=sys.stderr)
-        return 2
     rules = retention_rules(arguments)
     if not (rules.full or rules.model_only or arguments.incomplete or arguments.stale):
         message = "nothing to do; pass a rule such as --keep-latest, --incomplete or --stale"
@@ -58,6 +56,7 @@ def run(arguments: Namespace) -> int:
     storage = LocalStorage(root)
     scanned = scan(storage, arguments.prefix)
     if not scanned.steps and not scanned.stale_folders:
+        check_not_a_step(root)
         raise NotFoundError(
             f"{root}: no checkpoints named {arguments.prefix}<step>; pass the folder of one run"
         )
@@ -69,7 +68,8 @@ def run(arguments: Namespace) -> int:
         decisions += _incomplete(storage, scanned, arguments.prefix, min_age_seconds)
     if arguments.stale:
         decisions += _stale_folders(storage, scanned, min_age_seconds)
-    removed, failed = _remove(decisions, dry_run=arguments.dry_run)
+    with progress_bar("prune", total=len(decisions), unit=" folders", delay=1.0) as bar:
+        removed, failed = _remove(decisions, bar.update, dry_run=arguments.dry_run)
     _print_result(arguments, root, decisions, removed, failed)
     return 1 if failed else 0
 
@@ -139,11 +139,17 @@ def _stale_folders(
         yield _Decision(stale.name, stale.nbytes, reason, removal)
 
 
-def _remove(decisions: list[_Decision], *, dry_run: bool) -> tuple[list[_Decision], dict[str, str]]:
-    """Return what was removed, or would be, and why the rest could not be removed."""
+def _remove(
+    decisions: list[_Decision], progress: Callable[[int], object], *, dry_run: bool
+) -> tuple[list[_Decision], dict[str, str]]:
+    """Return what was removed, or would be, and why the rest could not be removed.
+
+    `progress` is called with 1 before each folder.
+    """
     removed: list[_Decision] = []
     failed: dict[str, str] = {}
     for decision in decisions:
+        progress(1)
         if decision.remove is None:
             continue
         try:

@@ -10,7 +10,7 @@ from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import runs_text
 from unified_ckpt.cli.list import list_runs
-from unified_ckpt.cli.option_values import existing_root, usage_error
+from unified_ckpt.cli.option_values import existing_root
 
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
@@ -20,9 +20,6 @@ def run(arguments: Namespace) -> int:
 
     A terminal is redrawn. Elsewhere each line is printed when it first appears.
     """
-    if (error_text := usage_error(arguments)) is not None:
-        print(f"unified-ckpt watch: {error_text}", file=sys.stderr)
-        return 2
     root = existing_root(arguments)
     shown, forms = set[str](), StepForms()
     try:

@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from unified_ckpt.engine.folder.backup import JIT_MARKER
+from unified_ckpt.engine.source.protocol import with_indexes
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions
@@ -284,7 +285,7 @@ def read_step(
     if last_file is not None and not os.path.isfile(os.path.join(entry.path, last_file)):
         return StepContents(entry.number, problem=f"{last_file}, which is written last, is missing")
     try:
-        with closing(open_source(entry.path, options)) as source:
+        with closing(with_indexes(open_source(entry.path, options))) as source:
             metadata, parts = source.metadata(), set(source.parts)
     except CheckpointError as error:
         return StepContents(entry.number, problem=_single_line(str(error), entry))

@@ -23,7 +23,12 @@ from tests.support.source_cases import Hostile
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.sources.pytorch.dcp_metadata import read_entries
 from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
-from unified_ckpt.sources.restricted_pickle.load import load_pickle, load_torch, load_torch_bytes
+from unified_ckpt.sources.restricted_pickle.load import (
+    load_pickle,
+    load_torch,
+    load_torch_bytes,
+    read_torch,
+)
 from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
 from unified_ckpt.sources.restricted_pickle.placeholders import Placeholder
 
@@ -160,6 +165,81 @@ def test_compressed_archive_is_rejected(tmp_path: Path) -> None:
         load_torch(str(path))
     with pytest.raises(FormatError, match=r"within y: x/data\.pkl: is compressed"):
         load_torch_bytes(memoryview(path.read_bytes()), "within y")
+
+
+def archive_of(pickled: bytes, storages: dict[str, bytes], path: Path) -> Path:
+    """Write an archive as torch.save does, with a pickle of our own."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{path.stem}/data.pkl", pickled)
+        archive.writestr(f"{path.stem}/byteorder", "little")
+        archive.writestr(f"{path.stem}/version", "3\n")
+        for key, body in storages.items():
+            archive.writestr(f"{path.stem}/data/{key}", body)
+    return path
+
+
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x04tQ"
+)
+
+
+@pytest.mark.parametrize(
+    ("view", "is_valid"),
+    [
+        (b"K\x00(K\x04t(K\x01t\x89N", True),
+        (b"K\x01(K\x04t(K\x01t\x89N", False),  # ends beyond the storage
+        (b"K\x00(K\x03t(K\x02t\x89N", False),
+        (b"J\xff\xff\xff\xff(K\x02t(K\x01t\x89N", False),  # starts before it
+    ],
+)
+def test_views_stay_inside_their_storage(tmp_path: Path, view: bytes, is_valid: bool) -> None:
+    pickled = b"\x80\x02}U\x01w" + TENSOR + view + b"tRs."
+    body = np.arange(4, dtype="<f4").tobytes()
+    path = archive_of(pickled, {"0": body}, tmp_path / "x.pt")
+    if is_valid:
+        assert read_torch(str(path))["w"].load().tolist() == [0, 1, 2, 3]
+        return
+    with pytest.raises(FormatError, match=r"x\.pt"):
+        read_torch(str(path))
+
+
+def test_pickle_cannot_set_the_state_of_a_tensor(tmp_path: Path) -> None:
+    """Each attempt is left to torch's reader, which knows no state of tensors."""
+    pickled = b"\x80\x02}U\x01w" + TENSOR + b"K\x00(K\x04t(K\x01t\x89NtR(U\x03F32(K\x09tNNU\x00tbs."
+    path = archive_of(pickled, {"0": bytes(16)}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"x\.pt"):
+        read_torch(str(path))
+
+
+def test_read_torch_refuses_what_load_torch_refuses(tmp_path: Path) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2), "x": Hostile(mark)}, path)
+    for read in (load_torch, read_torch):
+        with pytest.raises(FormatError, match=r"not loaded from files(.|\n)*posix\.system"):
+            read(str(path))
+    assert not mark.exists()
+
+
+def test_tensors_of_all_kinds_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    path, base = tmp_path / "x.pt", torch.arange(24.0)
+    tensors = {
+        "view": base.view(4, 6)[1:3, ::2].t(),
+        "tied": base,
+        "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+        "empty": torch.empty(0, 3),
+        "complex": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "unsigned": torch.arange(3).to(torch.uint16),
+    }
+    torch.save({**tensors, "step": 3}, path)
+    content = read_torch(str(path))
+    assert content.pop("step") == 3
+    for name, tensor in tensors.items():
+        loaded = content[name].load()
+        assert (content[name].shape, loaded.dtype) == (tuple(tensor.shape), tensor.dtype)
+        assert loaded.tolist() == tensor.tolist(), name
+    assert content["view"].memory[0] == content["tied"].memory[0]
 
 
 def test_archive_without_checksums_is_mapped(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
-"""Progress bars of the verbs."""
+"""Progress bars of the verbs: the only code that draws one."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
-from tqdm import tqdm
 
-
+@contextmanager
 def progress_bar(
     verb: str,
     *,
@@ -14,18 +19,39 @@ def progress_bar(
     enabled: bool = True,
     unit: str = "B",
     delay: float = 0.0,
-) -> Any:
-    """Return a bar of bytes or others on stderr, a context manager. It shows on terminals only.
+) -> Iterator[Any]:
+    """Show a bar of bytes or others on stderr, if that is a terminal, and yield it.
 
-    `delay`: seconds before it shows.
+    It has `n`, `total` and `update`, and is drawn every second, also if nothing is counted.
+    `unit`: "" if nothing is. `delay`: seconds before it shows.
     """
-    return tqdm(
+    if not enabled or not sys.stderr.isatty():
+        yield SimpleNamespace(n=0, total=total, update=lambda _=1: None)
+        return
+    from tqdm import tqdm  # only where it shows
+
+    with tqdm(
         total=total,
         desc=verb,
         unit="iB" if unit == "B" else unit,  # after a prefix: MiB
         unit_scale=unit == "B",
         unit_divisor=1024,
+        bar_format=None if unit else "{desc}: {elapsed}",
         leave=False,
         delay=delay,
-        disable=None if enabled else True,  # None: on terminals only
-    )
+    ) as bar:
+        ended = Event()
+        thread = Thread(target=_draw, args=(bar, ended), daemon=True)
+        thread.start()
+        try:
+            yield bar
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _draw(bar: Any, ended: Event) -> None:
+    """Draw a bar every second until it has ended."""
+    while not ended.wait(1.0):
+        bar.last_print_t = time.time()  # it has been drawn, and is to be cleared
+        bar.refresh()

@@ -277,6 +277,12 @@ class IndexedOptimizerSource(WrappedSource):
         return self.with_stored_order if part == _OPTIMIZER else self._source
 
 
+def with_indexes(source: Source) -> Source:
+    """Return a Source with indexes for parameters whose names would take building the model."""
+    indexed = source.indexed
+    return source if indexed is None or indexed.by_index is None else indexed.by_index()
+
+
 def read_chunks(
     source: Source, key: Key, nbytes: int, *, chunk_nbytes: int
 ) -> Iterator[memoryview]:

@@ -44,6 +44,7 @@ TWO = [
 ]
 # What says how DeepSpeed lays the tensors out; its settings are in `ds_config`, too.
 LAYOUT = [
+    "fp32_flat_groups",  # the last rank's padding has any values
     "param_shapes",
     "frozen_param_shapes",
     "buffer_names",

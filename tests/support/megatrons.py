@@ -424,7 +424,9 @@ def write_rank(
     content: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
     for n, chunk in enumerate(model):
         extra = {
-            name.removesuffix("weight") + "_extra_state": torch.zeros(3, dtype=torch.uint8)
+            name.removesuffix("weight") + "_extra_state": torch.tensor(
+                [201, 202, 203], dtype=torch.uint8
+            )
             for name in chunk
             if name.endswith("linear_proj.weight")
         }

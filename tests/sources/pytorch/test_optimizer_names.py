@@ -14,7 +14,11 @@ import unified_ckpt as uc
 from unified_ckpt.engine.source.protocol import Order
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL
-from unified_ckpt.sources.pytorch.optimizer_groups import SavedGroup, parse_groups
+from unified_ckpt.sources.pytorch.optimizer_groups import (
+    SavedGroup,
+    groups_by_options,
+    parse_groups,
+)
 from unified_ckpt.sources.pytorch.optimizer_names import (
     ForeignCheckpoint,
     match_order,
@@ -114,6 +118,14 @@ def test_orders_must_agree() -> None:
     assert explicit.with_order(forward).metadata().groups == [
         {"names": ["b", "a"], "options": {"lr": 0.1}}
     ], "the caller's counts"
+
+
+def test_parameters_with_equal_options_are_one_group() -> None:
+    params = [("a", {"lr": 1.0}), ("b", {"lr": 2.0}), ("c", {"lr": 1.0})]
+    assert groups_by_options(params) == [
+        {"names": ["a", "c"], "options": {"lr": 1.0}},
+        {"names": ["b"], "options": {"lr": 2.0}},
+    ]
 
 
 def test_names_in_file_and_empty_groups() -> None:

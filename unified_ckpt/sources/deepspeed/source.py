@@ -158,12 +158,12 @@ def _read_training_state(model: ModelFile, folder: str, entries: frozenset[str])
     """Read a universal folder, or else optimizer files, or nothing."""
     if UNIVERSAL_FOLDER in entries:
         universal = os.path.join(folder, UNIVERSAL_FOLDER)
-        parameters, param_groups = read_universal_parameters(universal, model)
-        read = {*parameters, *model.aliases, STATE_FILE}
+        parameters, param_groups, loss_scaler = read_universal_parameters(universal, model)
+        read = {*parameters, STATE_FILE}
         return _TrainingState(
             parameters,
             param_groups,
-            dict(model.extra),
+            _extra(model, loss_scaler),
             model.world_size,
             left_out=[
                 f"{UNIVERSAL_FOLDER}/{name}"
@@ -176,9 +176,6 @@ def _read_training_state(model: ModelFile, folder: str, entries: frozenset[str])
     rank0_file, paths = _list_optimizer_files(folder, entries)
     layout = _flat_layout(model, rank0_file)
     optimizer_files = OptimizerFiles(rank0_file, paths, layout)
-    extra = dict(model.extra)
-    if rank0_file.loss_scaler is not None:
-        extra["loss_scaler"] = rank0_file.loss_scaler
     return _TrainingState(
         {
             name: _trained_parameter(model, rank0_file, layout, optimizer_files, name)
@@ -186,10 +183,14 @@ def _read_training_state(model: ModelFile, folder: str, entries: frozenset[str])
             for name in group
         },
         rank0_file.param_groups,
-        extra,
+        _extra(model, rank0_file.loss_scaler),
         rank0_file.world_size,
         SourceExtras(close=optimizer_files.close),
     )
+
+
+def _extra(model: ModelFile, loss_scaler: Any) -> dict[str, Any]:
+    return {**model.extra, **({} if loss_scaler is None else {"loss_scaler": loss_scaler})}
 
 
 # ---- files

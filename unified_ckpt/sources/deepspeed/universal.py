@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from unified_ckpt.sources.deepspeed.optimizer_files import (
 from unified_ckpt.sources.deepspeed.parameters import TrainedParameter
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.sources.restricted_pickle.placeholders import to_plain
 
 UNIVERSAL_FOLDER = "zero"
 STATE_FILE = "optimizer_state.pt"
@@ -37,8 +39,8 @@ STATE_FILE = "optimizer_state.pt"
 
 def read_universal_parameters(
     folder: str, model: ModelFile
-) -> tuple[dict[str, TrainedParameter], ParamGroups]:
-    """Return the trained parameters and the param groups.
+) -> tuple[dict[str, TrainedParameter], ParamGroups, Any]:
+    """Return the trained parameters, the param groups, and the loss scaler's state or None.
 
     IncompleteError names parameters whose files are missing.
     """
@@ -48,7 +50,7 @@ def read_universal_parameters(
         f"{folder}: {FP32}.pt is missing for",
         [name for name in names if not os.path.isfile(os.path.join(folder, name, f"{FP32}.pt"))],
     )
-    param_groups, scalars = _read_group_state(
+    param_groups, scalars, loss_scaler = _read_group_state(
         os.path.join(folder, STATE_FILE), len(model.flat_groups)
     )
     parameters = {
@@ -57,13 +59,13 @@ def read_universal_parameters(
         for name, shape in group.items()
     }
     _check_same_states(folder, parameters)
-    return parameters, param_groups
+    return parameters, param_groups, loss_scaler
 
 
 def _read_group_state(
     path: str, count: int
-) -> tuple[ParamGroups, dict[int, dict[str, torch.Tensor]]]:
-    """Return the param groups, and under stage 3 the scalar state of each flat group."""
+) -> tuple[ParamGroups, dict[int, dict[str, torch.Tensor]], Any]:
+    """Return the param groups, under stage 3 the scalar state of each flat group, the scaler."""
     check_archives([path])
     content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
     with parsing(path, "a file of DeepSpeed's converter"):
@@ -76,7 +78,8 @@ def _read_group_state(
             }
             for index, state in states.items()
         }
-        return parse_param_groups(path, content.get("param_groups", ()), count), scalars
+        param_groups = parse_param_groups(path, content.get("param_groups", ()), count)
+        return param_groups, scalars, to_plain(content.get("loss_scaler"))
 
 
 def _read_parameter(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.core.keywords import check_argument_names, show_keywords
-from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load as _load
 from unified_ckpt.engine.load.report import LoadReport
@@ -42,8 +41,7 @@ from unified_ckpt.runtime.storage.storage import (
     ensure_parent,
 )
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
-from unified_ckpt.runtime.torch_state.modules import ModelArgument
-from unified_ckpt.runtime.torch_state.optimizers import OptimizerArgument, as_optimizers
+from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
 from unified_ckpt.sources.open import open_on_all_ranks, try_wrap_in_views
 
 if TYPE_CHECKING:
@@ -196,26 +194,19 @@ class Checkpointer:
         tile_nbytes = cache.tile_buffers.nbytes + cache.load_tile_buffers.nbytes
         return cache.snapshot_memory.nbytes + tile_nbytes
 
+    @show_keywords(LoadArguments, strict=True)
     def load(
         self,
         path: Path | Sequence[Path] | SourceView,
-        *,
-        model: ModelArgument | None = None,
-        optimizer: OptimizerArgument | None = None,
-        master_weights: OptimizerArgument | None = None,
-        parts: Mapping[str, ModelArgument] | None = None,
-        extra: Any = None,
-        rank_extra: Any = None,
-        layout: Layout | None = None,
-        strict: bool = True,
-        options: LoadOptions | None = None,
+        **arguments: Unpack[LoadArguments],
     ) -> LoadReport:
         """Load like `uc.load`, with the buffers of this object. Every rank calls.
 
         Waits for an earlier `save_async` and raises its error.
         """
+        check_argument_names(arguments, LoadArguments, function="Checkpointer.load")
         self.wait()
-        options = options or LoadOptions()
+        options = arguments.get("options") or LoadOptions()
         comm, timeout = self._get_comm(), options.timeout_seconds
         # Open until the end: other ranks may read this node's folder while this rank reads theirs.
         policy = ReadPolicy(options.verify, options.share_reads)
@@ -231,16 +222,6 @@ class Checkpointer:
                 resolved = [self._resolve(path) for path in paths]
                 opening = OpenRequest(label, resolved, topology, timeout, policy)
                 source = open_on_all_ranks(comm, opening, options.source, resources)
-            arguments = LoadArguments(
-                model=model,
-                optimizer=optimizer,
-                master_weights=master_weights,
-                parts=parts,
-                extra=extra,
-                rank_extra=rank_extra,
-                layout=layout,
-                strict=strict,
-            )
             with gc_paused:
                 request = try_load_request(comm, source, arguments, options=options, policy=policy)
             return _load(

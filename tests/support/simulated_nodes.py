@@ -76,11 +76,11 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
             optimizer=None,
             layout=None,
             matched_rules=set(),
-            strict=arguments["strict"],
+            strict=arguments.get("strict", True),
             options=options,
             policy=policy,
-            extra=arguments["extra"],
-            rank_extra=arguments["rank_extra"],
+            extra=arguments.get("extra"),
+            rank_extra=arguments.get("rank_extra"),
         )
 
     monkeypatch.setattr(checkpointer, "save_request", to_save)
@@ -182,6 +182,7 @@ def keys_in_store(comm: Comm) -> int:
 def counting(comm: Comm) -> Iterator[None]:
     """Collective. Every rank deletes its keys, and waits until rank 0 leaves the block."""
     meeting = comm.begin_collective("count", cached=False, timeout_seconds=SECONDS)
+    comm.delete_stale_keys()  # those that no wait was long enough to delete
     meeting.collect("tidy", b"1", dst=0, ranks=range(comm.world))
     if comm.rank == 0:
         yield

@@ -452,7 +452,8 @@ def test_rank_that_dies_at_any_store_call_is_named(last: bool) -> None:
 
         def before_of_2(name: str, arguments: tuple[Any, ...]) -> None:
             nonlocal calls
-            if name != "check":
+            is_poll = name == "compare_set" and arguments[1] == arguments[2]
+            if name not in ("check", "delete_key") and not is_poll:  # their number varies
                 calls += 1
             if calls == fatal:
                 raise Died
@@ -488,7 +489,7 @@ def test_rank_that_dies_at_any_store_call_is_named(last: bool) -> None:
         return enough or calls
 
     enough = calls_with_fatal(0)
-    assert enough > 20
+    assert enough > 12
     with ThreadPoolExecutor(24) as many:
         assert list(many.map(calls_with_fatal, range(1, enough + 1))) == list(range(1, enough + 1))
 
@@ -597,9 +598,7 @@ def test_keys_of_failed_collectives_are_deleted() -> None:
     assert counts[-1] - counts[2] < 10
 
 
-@pytest.mark.parametrize(
-    "call", ["add", "set", "check", "get", "compare_set", "multi_get", "delete_key"]
-)
+@pytest.mark.parametrize("call", ["add", "set", "check", "compare_set", "multi_get", "delete_key"])
 def test_lost_store_is_a_rank_error(call: str) -> None:
     lost = False
 
@@ -611,11 +610,12 @@ def test_lost_store_is_a_rank_error(call: str) -> None:
     comm = Comm(store, rank=0, ranks=(0,))
 
     def act() -> None:
-        collective = comm.begin_collective("save", cached=True, timeout_seconds=SOON)
-        collective.put("x", b"1")
-        collective.get("x")
-        collective.collect("sizes", b"1", dst=0, ranks=(0,))
-        collective.finish_step("written")
+        for _ in range(2):  # the second one deletes the keys of the first
+            collective = comm.begin_collective("save", cached=True, timeout_seconds=SOON)
+            collective.put("x", b"1")
+            collective.get("x")
+            collective.collect("sizes", b"1", dst=0, ranks=(0,))
+            collective.finish_step("written")
 
     act()
     lost = True

@@ -61,6 +61,7 @@ from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, make_exchang
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import Reader
 from unified_ckpt.runtime.torch_state.optimizer_target import match_groups
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 def load(
@@ -97,7 +98,7 @@ def _load(
 ) -> LoadReport:
     """Run the steps of a load. Nothing is written to the target before the step "read"."""
     rank, world = collective.rank, collective.world
-    with collective.step("match-targets"):
+    with collective.phase("match-targets"):
         if isinstance(request, Exception):
             raise request
         matched = _match(collective, request)
@@ -105,39 +106,18 @@ def _load(
     raise_mismatches(request, mismatches)
     if rank == 0:
         warn_mismatches(label, mismatches)
-    by_decl = {match.target.decl: match for match in matched.matches}
     with collective.step("plan"):
-        stored_by_decl = {decl: matched.tensors[m.stored_key] for decl, m in by_decl.items()}
-        group_plans = _plan_reads(collective, request, stored_by_decl, topology)
-    verification = request.source.verification
-    verified_before = verification.verified_nbytes
-    reader = TensorReader(request.source, matched.storage, collective.heartbeat)
-    try:
-        with collective.step("read"):
-            # bytes are read straight into memory, which torch does not count as a change
-            increment_version([match.target.local for match in matched.matches])
-            group_results = _read(collective, group_plans, by_decl, reader, tile_buffers, topology)
-            verified_nbytes = verify_read(
-                collective, group_results, reader, mode=request.options.verify
-            )
-    except CheckpointError as error:
-        failure = type(error)(
-            f"{error}; the target holds a mix of old and new bytes and is unusable; load again, "
-            "from another step if the bytes are damaged"
-        )
-        mark(failure, spread_of(error))
-        raise failure from error
+        tensors = {
+            match.target.decl: matched.tensors[match.stored_key] for match in matched.matches
+        }
+        group_plans = _plan_reads(collective, request, tensors, topology)
+    nbytes, verified_nbytes = _read_and_verify(
+        collective, request, matched, group_plans, tile_buffers, topology
+    )
     with collective.step("install"):
         _install(request, matched.group_options)
         matched.stateful.apply(rank=rank, world=world)
         phases_by_rank = collective.gather_phases()
-    verified_nbytes += verification.verified_nbytes - verified_before
-    nbytes = sum(result.nbytes for _, result in group_results)
-    notes = (
-        *verification.damage,
-        *load_notes(request, mismatches, nbytes, collective),
-        *matched.report.notes,
-    )
     report = LoadReport(
         step=request.metadata.step,
         extra=request.metadata.extra,
@@ -147,11 +127,13 @@ def _load(
         wrong=tuple(mismatches.wrong),
         bytes_read=nbytes,
         verified_bytes=verified_nbytes,
-        sources={
-            part: tuple(sorted(parts)) for part, parts in sorted(matched.report.sources.items())
-        },
+        sources={part: tuple(sorted(p)) for part, p in sorted(matched.report.sources.items())},
         seconds=time.monotonic() - started,
-        notes=notes,
+        notes=(
+            *request.source.verification.damage,
+            *load_notes(request, mismatches, nbytes, collective),
+            *matched.report.notes,
+        ),
         kept=tuple(mismatches.kept),
         unused=tuple(mismatches.unused),
         phases=summarize_phases(phases_by_rank) if phases_by_rank else None,
@@ -178,10 +160,7 @@ class _Matched:
 
 
 def _match(collective: Collective, request: LoadRequest) -> _Matched:
-    """Find the stored tensor of each target, and collect the mismatches of all ranks.
-
-    Collective, inside a step.
-    """
+    """Find the stored tensor of each target. Collective: return the mismatches of all ranks."""
     rank, world, metadata = collective.rank, collective.world, request.metadata
     matches, report = match_targets(
         request.state.tensors,
@@ -244,10 +223,40 @@ def _plan_reads(
     return group_plans
 
 
+def _read_and_verify(
+    collective: Collective,
+    request: LoadRequest,
+    matched: _Matched,
+    group_plans: Sequence[GroupReadPlan],
+    tile_buffers: TileBuffers,
+    topology: Topology,
+) -> tuple[int, int]:
+    """Fill the targets; return the bytes that this rank read, and those that it verified."""
+    verification = request.source.verification
+    verified_before = verification.verified_nbytes
+    reader = TensorReader(request.source, matched.storage, collective.heartbeat)
+    targets = {match.target.decl: match.target for match in matched.matches}
+    try:
+        with collective.step("read"):
+            # bytes are read straight into memory, which torch does not count as a change
+            increment_version([target.local for target in targets.values()])
+            results = _read(collective, group_plans, targets, reader, tile_buffers, topology)
+            verified_nbytes = verify_read(collective, results, reader, mode=request.options.verify)
+    except CheckpointError as error:
+        failure = type(error)(
+            f"{error}; the target holds a mix of old and new bytes and is unusable; load again, "
+            "from another step if the bytes are damaged"
+        )
+        mark(failure, spread_of(error))
+        raise failure from error
+    nbytes = sum(result.nbytes for _, result in results)
+    return nbytes, verified_nbytes + verification.verified_nbytes - verified_before
+
+
 def _read(
     collective: Collective,
     group_plans: Sequence[GroupReadPlan],
-    by_decl: Mapping[TensorDecl, Match],
+    targets: Mapping[TensorDecl, LocalTensor],
     reader: TensorReader,
     tile_buffers: TileBuffers,
     topology: Topology,
@@ -258,7 +267,7 @@ def _read(
     with tile_buffers.exchanging(collective, tile_plans) as buffers:
         for plan in group_plans:
             destinations = Destinations(
-                [by_decl[decl].target for decl in plan.decls],
+                [targets[decl] for decl in plan.decls],
                 plan.read_plan.rank_io,
                 rank=collective.rank,
             )

@@ -69,7 +69,7 @@ def match_targets(
     """Match each target with its stored tensor. `aliases`: those of the target, by part."""
     matches: list[Match] = []
     match_report = MatchReport()
-    names = TensorNames(source, aliases)
+    names, has_masters = TensorNames(source, aliases), MASTER in source.parts
     candidates = [_candidates(target.decl, source, names) for target in targets]
     specs = _specs_of(source, chain.from_iterable(candidates))
     for target, keys in zip(targets, candidates, strict=True):
@@ -80,19 +80,22 @@ def match_targets(
             continue
         stored_key = part, name = _select_key(decl, keys, specs)
         spec = specs[stored_key]
-        _note_masters(match_report, decl, keys, stored_key, specs)
-        if problem := _mismatch(decl, part, spec, paddable_dims.get(stored_key, ()), cast=cast):
-            match_report.wrong.append(f"{decl.part}:{decl.fqn}: {problem}")
-            continue
+        if has_masters:
+            _note_masters(match_report, decl, keys, stored_key, specs)
+        region = target
+        if part != decl.part or spec != decl.spec:
+            if problem := _mismatch(decl, part, spec, paddable_dims.get(stored_key, ()), cast=cast):
+                match_report.wrong.append(f"{decl.part}:{decl.fqn}: {problem}")
+                continue
+            if spec.shape != decl.spec.shape:
+                match_report.padded[decl.key] = (
+                    f"{decl.part}:{decl.fqn} {spec.shape} -> {decl.spec.shape}"
+                )
+            declared_part = decl.part if part == decl.part else f"{decl.part}@{part}"
+            region = _stored_region(target, declared_part, spec, rank)
         match_report.sources.setdefault(decl.part, set()).add(part)
-        if tied_names := [tied for tied_part, tied in keys if tied_part == part and tied != name]:
+        if len(keys) > 1 and (tied_names := [n for p, n in keys if p == part and n != name]):
             match_report.tied[decl.key] = tied_names
-        if spec.shape != decl.spec.shape:
-            match_report.padded[decl.key] = (
-                f"{decl.part}:{decl.fqn} {spec.shape} -> {decl.spec.shape}"
-            )
-        declared_part = decl.part if part == decl.part else f"{decl.part}@{part}"
-        region = _stored_region(target, declared_part, spec, rank)
         matches.append(Match(decl.key, region, stored_key))
     if match_report.padded:
         match_report.wrong += _unpadded_state(targets, match_report.padded)
@@ -204,8 +207,6 @@ def _shape_fits(stored: tuple[int, ...], shape: tuple[int, ...], pad_dims: Colle
 def _stored_region(target: LocalTensor, part: str, spec: TensorSpec, rank: int) -> LocalTensor:
     """Return the region of the target that a stored tensor of `spec` fills, from its origin."""
     decl = target.decl
-    if spec == decl.spec and part == decl.part:
-        return target
     stored_decl = TensorDecl(part, decl.fqn, spec, decl.sharding)
     if spec.shape == decl.spec.shape:
         return LocalTensor(stored_decl, target.local)
@@ -221,14 +222,11 @@ def _candidates(decl: TensorDecl, source: Source, tensor_names: TensorNames) -> 
     )
     keys: dict[Key, None] = {}
     for part in (decl.part, *_SUBSTITUTES.get(decl.part, ())):
-        stored_names = source.names(part)
-        keys.update(
-            dict.fromkeys(
-                (part, name + slash + state_name)
-                for name in tensor_names(fqn, decl.part, part)
-                if name + slash + state_name in stored_names
-            )
-        )
+        if stored_names := source.names(part):
+            for name in tensor_names(fqn, decl.part, part):
+                stored_name = name + slash + state_name
+                if stored_name in stored_names:
+                    keys[part, stored_name] = None
     if decl.part == MASTER:
         prefixed = (
             (part, fqn.removeprefix(f"{part}."))

@@ -10,7 +10,11 @@ from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.load.match import MatchReport
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.engine.load.same_on_all_ranks import check_same_on_all_ranks, shared_settings
-from unified_ckpt.engine.plan.holders import check_layout_rules, gather_distinct_json
+from unified_ckpt.engine.plan.holders import (
+    check_layout_reports,
+    gather_distinct_json,
+    layout_report,
+)
 from unified_ckpt.engine.source.stateful import StatefulRestore
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WEIGHTS
@@ -39,7 +43,6 @@ def collect_mismatches(
     stateful: StatefulRestore,
 ) -> Mismatches:
     """Join the match reports of all ranks, collectively."""
-    check_layout_rules(collective, request.layout, request.matched_rules)
     names = {
         "missing": match_report.missing,
         "wrong": match_report.wrong,
@@ -58,13 +61,16 @@ def collect_mismatches(
     settings = shared_settings(
         request.metadata.save_id, strict=request.strict, options=request.options
     )
-    summary = {"names": names, "settings": settings}
+    layout = layout_report(request.layout, request.matched_rules)
+    summary = {"layout": layout, "names": names, "settings": settings}
     summary_ids, summaries = gather_distinct_json(collective, "mismatches", summary)
+    joined = None
     if collective.rank == 0:
+        check_layout_reports([summary["layout"] for summary in summaries.values()])
         check_same_on_all_ranks([summaries[name]["settings"] for name in summary_ids])
-        joined = _join_names([summary["names"] for summary in summaries.values()], request)
-        collective.put_json("joined-mismatches", astuple(joined))
-    return Mismatches(*collective.get_json("joined-mismatches"))
+        names_of_ranks = [summary["names"] for summary in summaries.values()]
+        joined = astuple(_join_names(names_of_ranks, request))
+    return Mismatches(*collective.broadcast_json("joined-mismatches", joined))
 
 
 def is_resumed(request: LoadRequest) -> bool:

@@ -59,7 +59,10 @@ def locate_tensors(
             check_digest_count(key, saved, nbytes_by_key[key])
     tensors = {
         key: LocatedTensor(
-            key, by_key.get(key, Location(":".join(key), 0)), key in by_key, block_crcs.get(key)
+            key,
+            by_key[key] if key in by_key else Location(":".join(key), 0),
+            key in by_key,
+            block_crcs.get(key),
         )
         for key in nbytes_by_key
     }

@@ -58,13 +58,19 @@ def gather_distinct(
     Returns there the digest of each rank's value, and the values by digest.
     """
     local_digest = hashlib.sha256(body).hexdigest()[:32]
-    if collective.add(f"{key}/{local_digest}") == 1:
+    is_first = collective.add(f"{key}/{local_digest}") == 1
+    if is_first and collective.rank != 0:
         collective.put(f"{key}-body/{local_digest}", body)
-    ranks = range(collective.world)
+    ranks = range(1, collective.world)
     collected = collective.collect(key, local_digest.encode(), dst=0, ranks=ranks)
-    digests = [digest.decode() for digest in collected]
-    distinct = dict.fromkeys(digests)
-    return digests, {digest: collective.get(f"{key}-body/{digest}") for digest in distinct}
+    if collective.rank != 0:
+        return [], {}
+    digests = [local_digest, *(digest.decode() for digest in collected)]
+    bodies = {local_digest: body}
+    for digest in digests:
+        if digest not in bodies:
+            bodies[digest] = collective.get(f"{key}-body/{digest}")
+    return digests, bodies
 
 
 def gather_distinct_json(
@@ -101,17 +107,24 @@ def gather_declarations(
 def check_layout_rules(
     collective: Collective, layout: Layout | None, matched_rules: Collection[str]
 ) -> None:
-    """Collective. LayoutError on rank 0 for a Layout rule that matches no tensor on any rank.
-
-    A typo in a rule would save slices as whole tensors.
-    """
-    report = {
-        "rules": sorted(layout.rules) if layout else [],
-        "matched": sorted(matched_rules),
-    }
+    """Collective. LayoutError on rank 0 for a Layout rule that matches no tensor on any rank."""
+    report = layout_report(layout, matched_rules)
     _, reports = gather_distinct_json(collective, "layout-rules", report)
-    rules = {rule for report in reports.values() for rule in report["rules"]}
-    unmatched = rules - {rule for report in reports.values() for rule in report["matched"]}
+    check_layout_reports(reports.values())
+
+
+def layout_report(layout: Layout | None, matched_rules: Collection[str]) -> dict[str, list[str]]:
+    """Return what `check_layout_reports` needs of this rank."""
+    return {"rules": sorted(layout.rules) if layout else [], "matched": sorted(matched_rules)}
+
+
+def check_layout_reports(reports: Collection[Mapping[str, Sequence[str]]]) -> None:
+    """Raise LayoutError for a Layout rule that matches no tensor on any rank.
+
+    A typo in a rule would save slices as whole tensors. `reports`: the distinct ones of all ranks.
+    """
+    rules = {rule for report in reports for rule in report["rules"]}
+    unmatched = rules - {rule for report in reports for rule in report["matched"]}
     if unmatched:
         raise LayoutError(
             f"Layout: rule(s) {', '.join(map(repr, sorted(unmatched)))} match no tensor on any "

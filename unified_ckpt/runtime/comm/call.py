@@ -15,11 +15,13 @@ class Call:
     """One rank's call of a collective operation.
 
     `description`: in words; the first one is the name, the rest may differ. `arguments`: None on a
-    rank that failed before it knew them.
+    rank that failed before it knew them. `cached`, `busy`: as in `Comm.begin_collective`.
     """
 
     description: str
     arguments: Mapping[str, object] | None
+    cached: bool = False
+    busy: bool = False
 
     @property
     def name(self) -> str:
@@ -29,13 +31,13 @@ class Call:
     @property
     def digest(self) -> str:
         """Equal for equal calls."""
-        body = json.dumps([self.name, self.arguments], sort_keys=True)
+        body = json.dumps([self.name, self.arguments, self.cached, self.busy], sort_keys=True)
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     @property
     def encoded(self) -> bytes:
         """The call as JSON."""
-        return json.dumps([self.description, self.arguments]).encode()
+        return json.dumps([self.description, self.arguments, self.cached, self.busy]).encode()
 
     @staticmethod
     def decode(encoded: bytes) -> Call:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import CheckpointError, RankError
@@ -22,9 +22,10 @@ from unified_ckpt.runtime.comm.phases import Phase, PhaseClock
 
 _SECONDARY_WAIT_SECONDS = 10.0  # for the rank that failed first to share its error
 _STOP_SECONDS = 10.0  # for other ranks to stop writing before a failed save is deleted
-_SHORT_WAIT_SECONDS = 0.1  # most waits end before; only longer ones check the parent too
+_SHORT_WAIT_SECONDS = 0.1  # most waits end before; only longer ones check for failures
 _HEARTBEATS_PER_TIMEOUT = 20
 _COMPRESSED_NBYTES = 1 << 16  # of JSON from which compression costs less than sending
+_Value = TypeVar("_Value")
 
 
 class Collective:
@@ -32,7 +33,8 @@ class Collective:
 
     A wait ends after `timeout_seconds` without a heartbeat from any rank: `wait` then returns
     False, and methods that need the value raise RankError. A wait raises the error of the `parent`
-    collective as soon as that one fails.
+    collective soon after that one fails. `use_wait`: called while it waits; does a small piece of
+    work and returns whether there was any.
     """
 
     def __init__(
@@ -50,6 +52,9 @@ class Collective:
         self.ranks = ranks  # global ranks, which errors name
         self.all_cached = self.any_busy = False
         self._parent = parent
+        self.use_wait: Callable[[], bool] = lambda: False
+        self._steps = 0  # that this rank has finished, or tried to finish
+        self.open_steps = 0  # these ranks may begin another collective in a step of this one
         self.clock = PhaseClock()
         self._last_heartbeat = time.monotonic()
         self._in_background = self.in_progress = False
@@ -83,6 +88,10 @@ class Collective:
         """Return whether the key is set."""
         return self._store.check([self._prefix + key])
 
+    def try_get(self, key: str) -> bytes | None:
+        """Return a key's value, None if it is not set."""
+        return self._store.try_get(self._prefix + key)
+
     def missing_ranks(self, keys: Sequence[str]) -> str:
         """List the ranks whose key (`…/<rank>`) is not set, as text."""
         return format_ranks(
@@ -95,29 +104,51 @@ class Collective:
         """Return whether all keys were set in time.
 
         The time starts again with every heartbeat of a rank, unless `seconds` bounds it. Raise the
-        error of a failed rank at once, unless `ignore_failures`.
+        error of a failed rank soon, unless `ignore_failures`.
         """
+        store_keys = [self._prefix + key for key in keys]
+        is_set = self._poll(
+            lambda: self._store.check(store_keys) or None,
+            seconds=seconds,
+            ignore_failures=ignore_failures,
+        )
+        return is_set is not None
+
+    def poll(self, key: str, *, ignore_failures: bool = False) -> bytes | None:
+        """Return a key's value, waiting like `wait`; None if no rank set it in time."""
+        return self._poll(lambda: self.try_get(key), ignore_failures=ignore_failures)
+
+    def _poll(
+        self,
+        fetch: Callable[[], _Value | None],
+        *,
+        seconds: float | None = None,
+        ignore_failures: bool = False,
+    ) -> _Value | None:
+        """Return the first result of `fetch` that is not None; None if the time of `wait` ends."""
         # Polls after a tenth of the time waited so far: torch's own `wait` cannot be interrupted,
         # and logs each timeout.
-        store_keys, started, progress = [self._prefix + key for key in keys], time.monotonic(), 0
+        started, progress = time.monotonic(), 0
         while True:
-            if self._store.check(store_keys):
-                return True
-            if not ignore_failures and self._store.check([self._prefix + "failed"]):
-                if self._store.check(store_keys):  # set between the two checks
-                    return True
-                raise self.failure()
+            if (value := fetch()) is not None:
+                return value
             waited = time.monotonic() - started
-            if not ignore_failures and self._parent is not None and waited > _SHORT_WAIT_SECONDS:
-                self._parent.raise_if_failed()
+            if not ignore_failures and waited > _SHORT_WAIT_SECONDS:
+                if self.has("failed"):
+                    if (value := fetch()) is not None:  # set between the two calls
+                        return value
+                    raise self.failure()
+                if self._parent is not None:
+                    self._parent.raise_if_failed()
             remaining = (self.timeout_seconds if seconds is None else seconds) - waited
             if remaining <= 0:
                 progress_now = 0 if seconds is not None else self.progress()
                 if progress_now <= progress:
-                    return False
+                    return None
                 started, progress = time.monotonic(), progress_now
                 continue
-            time.sleep(min(max(waited / 10, 0.0001), 1.0, remaining))
+            if not self.use_wait():
+                time.sleep(min(max(waited / 10, 0.0001), 1.0, remaining))
 
     def raise_if_failed(self) -> None:
         """Raise the error with which another rank failed, if any."""
@@ -148,7 +179,8 @@ class Collective:
 
         `sender`: the rank that sets the key without waiting for others; errors then name it.
         """
-        if not self.wait([key]):
+        value = self.poll(key)
+        if value is None:
             if sender is not None:
                 raise RankError(
                     f"rank(s) {self.ranks[sender]} did not reach {key!r} "
@@ -160,15 +192,14 @@ class Collective:
             )
             # The rank that should have set it waits for another one, or is named by its receiver.
             raise mark(error, Spread.SECONDARY)
-        return self.read(key)
-
-    def read(self, key: str) -> bytes:
-        """Return the value of a key that is known to be set."""
-        return self._store.get(self._prefix + key)
+        return value
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a counter and return its new value."""
-        return self._store.add(self._track_key(f"n/{key}"), amount)
+        count = self._store.add(f"{self._prefix}n/{key}", amount)
+        if count == amount:  # this rank created it
+            self._track_key(f"n/{key}")
+        return count
 
     def set_once(self, key: str, value: str) -> str:
         """Set the key unless it is set already, and return its value."""
@@ -197,9 +228,9 @@ class Collective:
         """
         if self.rank in ranks:
             self.put(f"{key}/{self.rank}", value)
-        if self.rank != dst:
+        keys = [f"{key}/{rank}" for rank in ranks if self.rank == dst]
+        if not keys:
             return []
-        keys = [f"{key}/{rank}" for rank in ranks]
         if not self.wait(keys) and (missing := self.missing_ranks(keys)):
             raise RankError(
                 f"rank(s) {missing} did not reach {key!r} within {self.timeout_seconds:g} s; "
@@ -245,15 +276,27 @@ class Collective:
     def step(self, name: str) -> Iterator[None]:
         """Run one step: end once all ranks have finished it, or raise the first error on all."""
         self.clock.begin(name)
+        self.open_steps += 1
         try:
-            yield
-        except BaseException as error:
-            if spread_of(error) is Spread.SHARED:
+            try:
+                yield
+            except BaseException as error:
+                if spread_of(error) is Spread.SHARED:
+                    raise
+                self.finish_step(name, error)
                 raise
-            self.finish_step(name, error)
-            raise
+            self.clock.end()
+            self.finish_step(name)
+        finally:
+            self.open_steps -= 1
+        self.clock.resume()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a block inside `propagating_errors` that ends once all ranks are in it."""
+        self.clock.begin(name)
+        yield
         self.clock.end()
-        self.finish_step(name)
         self.clock.resume()
 
     @contextmanager
@@ -296,29 +339,54 @@ class Collective:
         """
         if error is not None and self.world == 1:
             raise error
-        arrivals = f"finished/{step}"
+        self._steps += 1
         if error is not None:
-            self.put(f"{arrivals}/{self.rank}", b"1")
+            self.put(f"arrived/{self.rank}", b"%d" % self._steps)
             self.share_error(error)
-            self.set_once(f"done/{step}", "failed")
+            self._close_step(failed=True)
             raise self.failure(error)
-        if self.add(arrivals) == self.world:
-            self.set_once(f"done/{step}", "ok")
-        # Set last: a rank that dies before this line has not finished the step.
-        self.put(f"{arrivals}/{self.rank}", b"1")
-        if not self.wait([f"done/{step}"]):
-            missing = self.missing_ranks([f"{arrivals}/{r}" for r in range(self.world)])
-            timeout_error = RankError(  # without missing ranks, one failed and died unheard
-                f"rank(s) {missing or 'that failed'} did not finish {step!r} "
-                f"within {self.timeout_seconds:g} s; see their logs"
-            )
-            if self.set_once(f"done/{step}", "failed") == "failed":
-                self.set_once(
-                    "failed", encode_error(timeout_error, rank=self.ranks[self.rank], world=1)
-                )
-        if self.read(f"done/{step}") != b"ok":
+        if self.add("steps") == self._steps * self.world:
+            succeeded = self._close_step(failed=False)
+        else:
+            # Set last: a rank that dies before this line has not finished the step.
+            self.put(f"arrived/{self.rank}", b"%d" % self._steps)
+            outcome = self._poll(lambda: self._step_outcome(self.try_get("done")))
+            succeeded = self._time_out(step) if outcome is None else outcome
+        if not succeeded:
             self.wait(["failed"])
             raise self.failure()
+
+    def _time_out(self, step: str) -> bool:
+        """Fail the step, which some rank did not finish in time; return whether all just did."""
+        number = b"%d" % self._steps
+        missing = format_ranks(
+            rank for r, rank in enumerate(self.ranks) if self.try_get(f"arrived/{r}") != number
+        )
+        error = RankError(  # without missing ranks, one failed and died unheard
+            f"rank(s) {missing or 'that failed'} did not finish {step!r} "
+            f"within {self.timeout_seconds:g} s; see their logs"
+        )
+        succeeded = self._close_step(failed=True)
+        if not succeeded:
+            self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=1))
+        return succeeded
+
+    def _close_step(self, *, failed: bool) -> bool:
+        """End the current step unless another rank has; return whether all ranks finished it."""
+        # One key: the number of the last finished step, and a word if the next one failed.
+        outcome = f"{self._steps - 1} failed" if failed else str(self._steps)
+        if self._steps == 1:
+            done = self.set_once("done", outcome).encode()
+        else:
+            done = self._store.compare_set(f"{self._prefix}done", str(self._steps - 1), outcome)
+        return bool(self._step_outcome(done))
+
+    def _step_outcome(self, done: bytes | None) -> bool | None:
+        """Return whether all ranks finished the current step; None if some may still do so."""
+        finished, _, failed = (done or b"0").partition(b" ")
+        if int(finished) >= self._steps:
+            return True
+        return False if failed else None
 
 
 def _encode_json(value: object) -> bytes:

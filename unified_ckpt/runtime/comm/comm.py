@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -70,38 +71,22 @@ class Comm:
             timeout_seconds=timeout_seconds,
             parent=parent or self._parent,
         )
+        collective.use_wait = self._stale_keys.delete_one
         if parent is not None:  # the same rank is in both: one clock for what it does
             collective.clock = parent.clock
         parent = parent or self._parent
         self._stale_keys.add(collective)
-        if cached:
-            collective.add("cached")
-        if busy:
-            collective.add("busy")
         call = Call(operation, {}) if isinstance(operation, str) else operation
-        collective.add(f"call/{call.digest}")
+        call = replace(call, cached=cached, busy=busy)
+        equal_calls = collective.add(f"call/{call.digest}")
         if collective.add("arrived") == self.world:
-            outcome = "cached" if collective.add("cached", 0) == self.world else "new"
-            if collective.add(f"call/{call.digest}", 0) < self.world and (
-                text := self._call_differences(collective, call)
-            ):
-                outcome = f"differ: {text}"
-            self._close_arrivals(collective, outcome + " busy" * (collective.add("busy", 0) > 0))
-        # Set last: a rank that dies before this line has not arrived.
-        collective.put(f"arrived/{self.rank}", call.encoded)
-        try:
-            all_arrived = collective.wait(["arrivals-closed"], ignore_failures=parent is None)
-        except CheckpointError as error:  # of the parent: some ranks may never arrive here
-            self._close_arrivals(collective, f"late: {error}")
-            raise
-        if not all_arrived:
-            missing = collective.missing_ranks([f"arrived/{r}" for r in range(self.world)])
-            self._close_arrivals(
-                collective,
-                f"late: {call.description}: rank(s) {missing} did not arrive within "
-                f"{timeout_seconds:g} s; expected the same call on all {self.world} ranks",
-            )
-        outcome = collective.read("arrivals-closed").decode()
+            if equal_calls < self.world:  # when this rank arrived
+                equal_calls = collective.add(f"call/{call.digest}", 0)
+            is_same = equal_calls == self.world
+            outcome = _outcome([call]) if is_same else self._compare_calls(collective, call)
+            outcome = self._close_arrivals(collective, outcome)
+        else:
+            outcome = self._wait_for_arrivals(collective, call, has_parent=parent is not None)
         if outcome.startswith(("late: ", "differ: ")):
             raise RankError(outcome.partition(": ")[2])
         collective.all_cached = outcome.startswith("cached")
@@ -111,18 +96,34 @@ class Comm:
             self.delete_stale_keys()
         return collective
 
-    def _call_differences(self, collective: Collective, call: Call) -> str:
-        """Describe how the ranks' calls differ; runs on the rank that arrives last.
+    def _wait_for_arrivals(self, collective: Collective, call: Call, *, has_parent: bool) -> str:
+        """Return the outcome of the arrivals, on a rank that is not the last."""
+        # Set last: a rank that dies before this line has not arrived.
+        collective.put(f"arrived/{self.rank}", call.encoded)
+        try:
+            outcome = collective.poll("arrivals-closed", ignore_failures=not has_parent)
+        except CheckpointError as error:  # of the parent: some ranks may never arrive here
+            self._close_arrivals(collective, f"late: {error}")
+            raise
+        if outcome is not None:
+            return outcome.decode()
+        missing = collective.missing_ranks([f"arrived/{r}" for r in range(self.world)])
+        return self._close_arrivals(
+            collective,
+            f"late: {call.description}: rank(s) {missing} did not arrive within "
+            f"{collective.timeout_seconds:g} s; expected the same call on all {self.world} ranks",
+        )
 
-        Empty if some rank only failed before it knew its arguments.
-        """
+    def _compare_calls(self, collective: Collective, call: Call) -> str:
+        """Return the outcome of arrivals that are not all equal, on the rank that arrives last."""
         keys = [f"arrived/{rank}" for rank in range(self.world) if rank != self.rank]
         collective.wait(keys, ignore_failures=True)
         if missing := collective.missing_ranks(keys):
-            return f"{call.description}: rank(s) {missing} did not arrive"
+            return f"differ: {call.description}: rank(s) {missing} did not arrive"
         calls = [Call.decode(collective.get(key)) for key in keys]
         calls.insert(self.rank, call)
-        return differences(calls, self.ranks)
+        text = differences(calls, self.ranks)
+        return f"differ: {text}" if text else _outcome(calls)
 
     def subgroup(
         self, name: str, members: Sequence[int], *, parent: Collective | None = None
@@ -145,22 +146,27 @@ class Comm:
         self._stale_keys.store_entries()
 
     def delete_stale_keys(self) -> None:
-        """Delete this rank's keys of finished collectives: two round trips each, one per key."""
+        """Let later waits of this rank delete its keys of finished collectives."""
         self._stale_keys.delete()
 
-    def _close_arrivals(self, collective: Collective, outcome: str) -> None:
-        """End the arrival phase with the first outcome that any rank sets.
+    def _close_arrivals(self, collective: Collective, outcome: str) -> str:
+        """End the arrival phase; return the first outcome that any rank set.
 
         Every rank may set it, in case the first one dies meanwhile. The number of the next
-        collective is set before the outcome, so that no rank joins this one again.
+        collective is set before, so that no rank joins this one again.
         """
-        outcome = collective.set_once("outcome", outcome)
         number = collective.number
         while number <= collective.number:
             number = int(
                 self._key_store.compare_set("collectives", str(number), str(collective.number + 1))
             )
-        collective.put("arrivals-closed", outcome.encode())
+        return collective.set_once("arrivals-closed", outcome)
+
+
+def _outcome(calls: Sequence[Call]) -> str:
+    """Return in words whether all ranks have cached their plans, and whether any is busy."""
+    cached = "cached" if all(call.cached for call in calls) else "new"
+    return cached + " busy" * any(call.busy for call in calls)
 
 
 def single_process() -> Comm:

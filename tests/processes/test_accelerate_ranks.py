@@ -30,12 +30,12 @@ def check_runs_of_world(root: Path, world: int) -> None:
     """
     cases = ("straight", "full", "term", "int", "usr1", "tiers")
     check_runs(root, world, "worker_accelerate_run.py", cases)
-    for case, second in (("straight", (8,)), ("full", (9, 10, 11))):
+    for case in ("straight", "full"):
         folders = list((root / case / "checkpoints").glob("checkpoint_*"))
         assert all(uc.verify(folder, deep=True).ok for folder in folders)
-        steps = sorted(int(folder.name.removeprefix("checkpoint_")) for folder in folders)
-        assert steps.pop(1) in second, "step 8 is saved, or repeated after it has failed"
-        assert steps == [4, 12, 16, 20, 24]
+        steps = {int(folder.name.removeprefix("checkpoint_")) for folder in folders}
+        assert {4, 12, 16, 20, 24} <= steps, "a later step may repeat a save that failed"
+        assert (8 in steps) == (case == "straight"), "its save met the full disk"
 
 
 @pytest.mark.parametrize("world", [1, 2])

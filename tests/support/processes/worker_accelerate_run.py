@@ -62,7 +62,7 @@ class CrashError(Exception):
 
 
 def full(root: Path) -> None:
-    """Let no file grow while step 8 is saved; the step after it takes its place."""
+    """Let no file grow while step 8 is saved."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
     def limit(step: int) -> None:

@@ -132,7 +132,7 @@ def original_name(entry: str) -> str:
 
 def is_staging(entry: str) -> bool:
     """Return whether a directory entry is a staging folder of any checkpoint."""
-    return bool(_target_name(entry, _STAGING))
+    return _target_name(entry, _STAGING) is not None
 
 
 def is_sibling(entry: str, name: str) -> bool:
@@ -145,7 +145,7 @@ def is_replaced(entry: str, name: str) -> bool:
     return _target_name(entry, _REPLACED) == name
 
 
-def _target_name(entry: str, prefix: str) -> str:
-    """Return the name of the checkpoint whose sibling an entry is; empty for other entries."""
+def _target_name(entry: str, prefix: str) -> str | None:
+    """Return the name of the checkpoint whose sibling an entry is; None for other entries."""
     save_id, _, name = entry.removeprefix(prefix).partition("-")
-    return name if entry.startswith(prefix) and _SAVE_ID.fullmatch(save_id) else ""
+    return name if name and entry.startswith(prefix) and _SAVE_ID.fullmatch(save_id) else None

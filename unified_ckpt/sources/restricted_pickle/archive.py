@@ -256,9 +256,10 @@ class _ArchiveUnpickler(pickle.Unpickler):
             **TORCH_DTYPE_NAMES,
             "collections.OrderedDict": OrderedDict,
             "torch.Size": tuple,
-            "torch._utils._rebuild_parameter": self._rebuild_parameter,
-            "torch._utils._rebuild_tensor_v2": self._rebuild_tensor_v2,
-            "torch._utils._rebuild_tensor_v3": self._rebuild_tensor_v3,
+            # Not methods: the cycle would keep the file mapped after its Source is closed.
+            "torch._utils._rebuild_parameter": _rebuild_parameter,
+            "torch._utils._rebuild_tensor_v2": partial(_rebuild_tensor_v2, storages),
+            "torch._utils._rebuild_tensor_v3": partial(_rebuild_tensor_v3, storages),
         }
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -279,28 +280,37 @@ class _ArchiveUnpickler(pickle.Unpickler):
             raise FormatError(f"its storage has {nbytes} bytes, expected {count * itemsize(dtype)}")
         return _Storage(key, dtype, nbytes)
 
-    # torch's arguments: storage, first element, shape, stride, requires_grad, hooks, [dtype,] flags
 
-    def _rebuild_tensor_v2(self, storage: _Storage, *arguments: Any) -> ArchivedTensor:
-        return self._tensor(storage, storage.dtype, arguments[:3], arguments[5:])
+# torch's arguments: storage, first element, shape, stride, requires_grad, hooks, [dtype,] flags
 
-    def _rebuild_tensor_v3(self, storage: _Storage, *arguments: Any) -> ArchivedTensor:
-        return self._tensor(storage, arguments[5], arguments[:3], arguments[6:])
 
-    def _rebuild_parameter(self, tensor: ArchivedTensor, *_: Any) -> ArchivedTensor:
-        return tensor
+def _rebuild_tensor_v2(storages: _Storages, storage: _Storage, *arguments: Any) -> ArchivedTensor:
+    return _rebuild_tensor(storages, storage, storage.dtype, arguments[:3], arguments[5:])
 
-    def _tensor(
-        self, storage: _Storage, dtype: str, numbers: Sequence[Any], flags: Sequence[Any]
-    ) -> ArchivedTensor:
-        first, shape, stride = numbers
-        names = frozenset(name for name, is_set in (dict(*flags).items()) if is_set)
-        view = _View(storage, dtype, first, tuple(shape), tuple(stride), names)
-        if not names <= {"conj", "neg"}:
-            raise FormatError(f"got tensor flags {sorted(names)}, expected only conj and neg")
-        if view.stop > storage.nbytes:
-            raise FormatError(f"its storage has {storage.nbytes} bytes, expected {view.stop}")
-        return ArchivedTensor(dtype, view.shape, view, partial(self._storages.load, view))
+
+def _rebuild_tensor_v3(storages: _Storages, storage: _Storage, *arguments: Any) -> ArchivedTensor:
+    return _rebuild_tensor(storages, storage, arguments[5], arguments[:3], arguments[6:])
+
+
+def _rebuild_parameter(tensor: ArchivedTensor, *_: Any) -> ArchivedTensor:
+    return tensor
+
+
+def _rebuild_tensor(
+    storages: _Storages,
+    storage: _Storage,
+    dtype: str,
+    numbers: Sequence[Any],
+    flags: Sequence[Any],
+) -> ArchivedTensor:
+    first, shape, stride = numbers
+    names = frozenset(name for name, is_set in (dict(*flags).items()) if is_set)
+    view = _View(storage, dtype, first, tuple(shape), tuple(stride), names)
+    if not names <= {"conj", "neg"}:
+        raise FormatError(f"got tensor flags {sorted(names)}, expected only conj and neg")
+    if view.stop > storage.nbytes:
+        raise FormatError(f"its storage has {storage.nbytes} bytes, expected {view.stop}")
+    return ArchivedTensor(dtype, view.shape, view, partial(storages.load, view))
 
 
 class _MemoryviewFile(io.RawIOBase):

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unified_ckpt as uc
 from tests.support.managers import manager_of, state, steps_in, warnings_of
+from tests.support.simulated_nodes import counting
 from unified_ckpt.manager.stopping.exception_agreement import (
     ExceptionAgreement,
     LoopStatus,
@@ -529,10 +530,9 @@ def test_store_keeps_no_key_of_a_closed_manager(tmp_path: Path, raises: bool) ->
             else:
                 with manager:
                     run()
-            everyone.wait(30)
-            if comm.rank == 0:
-                sizes.append(comm._store.num_keys())
-            everyone.wait(30)
+            with counting(comm):
+                if comm.rank == 0:
+                    sizes.append(comm._store.num_keys())
 
     run_ranks(3, act)
     assert len(set(sizes[1:])) == 1, sizes

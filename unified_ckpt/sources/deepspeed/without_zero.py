@@ -11,6 +11,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.deepspeed.model import ModelFile
 from unified_ckpt.sources.pytorch.optimizer_groups import is_optimizer_state
 from unified_ckpt.sources.pytorch.optimizer_names import ForeignCheckpoint, with_optimizer_names
+from unified_ckpt.sources.restricted_pickle.torch_reader import as_archived
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras
 
 _REFUSAL = (
@@ -41,7 +42,7 @@ def open_without_zero(
             extras=SourceExtras({OPTIMIZER: _REFUSAL}),
         )
     checkpoint = ForeignCheckpoint(root, "deepspeed", dict(tensors), {**aliases}, metadata)
-    checkpoint.add_optimizer(model.path, OPTIMIZER, model.optimizer)
+    checkpoint.add_optimizer(model.path, OPTIMIZER, as_archived(model.optimizer))
     parameters = [
         (name, tuple(tensor.shape))
         for name, tensor in model.tensors.items()

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 
 from unified_ckpt.cli.display.progress import progress_bar
-from unified_ckpt.cli.display.tensor_tree import natural_key, spec_text, table
+from unified_ckpt.cli.display.tensor_tree import spec_text, table, tree_key
 from unified_ckpt.cli.display.text import no_match_error, printable
 from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.text import count_text, human_size
@@ -57,7 +57,7 @@ def _text(report: DiffReport) -> list[str]:
 
 
 def _sort_key(difference: Difference) -> tuple[object, ...]:
-    return difference.part, natural_key(difference.name)
+    return difference.part, tree_key(difference.name)
 
 
 def _describe(difference: Difference) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from unified_ckpt.cli.display.form import form_of
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
-from unified_ckpt.cli.display.tensor_tree import Line, collapse, natural_key, spec_text, table, tree
+from unified_ckpt.cli.display.tensor_tree import Line, collapse, spec_text, table, tree, tree_key
 from unified_ckpt.cli.display.text import extra_text, no_match_error, options_text, printable
 from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.sharding.shardings import TensorSpec
@@ -132,7 +132,7 @@ def _list_part(source: Source, part: str, match: str | None) -> _PartListing:
         candidates = (name_or_alias, f"{part}:{name_or_alias}")
         return match is None or any(fnmatchcase(candidate, match) for candidate in candidates)
 
-    names = sorted(filter(is_shown, source.names(part)), key=natural_key)
+    names = sorted(filter(is_shown, source.names(part)), key=tree_key)
     specs = source.specs(part, names)
     folder, encodings = source, dict[str, str]()
     nbytes_of = {name: specs[name].nbytes for name in names}

@@ -1,4 +1,4 @@
-"""What the arguments of a verb say, as the values that the library takes."""
+"""Converts the arguments of a verb to options of the library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def options_from(kind: type[Options], arguments: Namespace) -> Options:
 
 
 def retention_rules(arguments: Namespace) -> Rules:
-    """Return the rules that the arguments give."""
+    """Return the retention rules in the arguments."""
     return when.retention_rules(options_from(ManagerOptions, arguments))
 
 
@@ -45,5 +45,5 @@ def check_not_a_step(root: str) -> None:
 
 
 def source_options(arguments: Namespace) -> SourceOptions:
-    """Return the options that the arguments give."""
+    """Return the source options in the arguments."""
     return options_from(SourceOptions, arguments)

@@ -20,10 +20,10 @@ def progress_bar(
     unit: str = "B",
     delay: float = 0.0,
 ) -> Iterator[Any]:
-    """Show a bar of bytes or others on stderr, if that is a terminal, and yield it.
+    """Show a progress bar on stderr if that is a terminal, and yield it.
 
-    It has `n`, `total` and `update`, and is drawn every second, also if nothing is counted.
-    `unit`: "" if nothing is. `delay`: seconds before it shows.
+    The bar has `n`, `total` and `update`, and is drawn every second. `unit`: empty to show only the
+    elapsed time. `delay`: seconds before it shows.
     """
     if not enabled or not sys.stderr.isatty():
         yield SimpleNamespace(n=0, total=total, update=lambda _=1: None)
@@ -53,5 +53,5 @@ def progress_bar(
 def _draw(bar: Any, ended: Event) -> None:
     """Draw a bar every second until it has ended."""
     while not ended.wait(1.0):
-        bar.last_print_t = time.time()  # it has been drawn, and is to be cleared
+        bar.last_print_t = time.time()  # tqdm clears only a bar that it has drawn
         bar.refresh()

@@ -31,7 +31,7 @@ class _Node:
 
 
 def collapse(tensors: Mapping[str, tuple[str, int]]) -> list[Line]:
-    """Fold tensors, which come in the order of `natural_key`, into lines.
+    """Fold tensors, which come in the order of `tree_key`, into lines.
 
     `tensors`: a text about each, and its bytes. Equal ones fold: numbers between dots to `{0..31}`,
     the states of a parameter to `{exp_avg,exp_avg_sq}`.
@@ -94,8 +94,8 @@ def spec_text(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 
-def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Return a sort key that compares numbers between dots by value."""
+def tree_key(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """Return the sort key of a tree: by component, with numbers between dots by value."""
     numbers = ((_parse_number(component), component) for component in _split_name(name))
     return tuple(
         (True, 0, component) if number is None else (False, number, "")

@@ -35,7 +35,7 @@ def save_arguments(
 
 
 def state_arguments(accelerator: Any) -> StateArguments:
-    """Return the arguments of a save, without the files of hooks."""
+    """Return the state of an accelerator as arguments of a save, without `attach`."""
     prepared = states.prepared_objects(accelerator)
     return {
         "model": prepared.model,
@@ -43,7 +43,6 @@ def state_arguments(accelerator: Any) -> StateArguments:
         "parts": prepared.parts,
         "extra": states.collect_extra(accelerator),
         "rank_extra": states.collect_rank_extra(accelerator),
-        "attach": hooks.make_attach(accelerator, None, None),
     }
 
 

@@ -22,6 +22,7 @@ from unified_ckpt.integrations.accelerate.folder_io import (
     save_arguments,
     state_arguments,
 )
+from unified_ckpt.integrations.accelerate.hooks import make_attach
 from unified_ckpt.integrations.run_options import (
     LOCAL_TIER,
     RETENTION,
@@ -104,7 +105,8 @@ class AcceleratorRun:
         """Return the arguments of a save after an exception, for which other ranks may be gone."""
         if self._accelerator._save_model_state_pre_hook:
             raise CheckpointError("save hooks are registered, which may wait for other ranks")
-        return self._with_steps(state_arguments(self._accelerator))
+        arguments = self._with_steps(state_arguments(self._accelerator))
+        return {**arguments, "attach": make_attach(self._accelerator, None, None)}
 
     def _with_steps(self, arguments: StateArguments) -> StateArguments:
         arguments["extra"][states.KEY][_STEPS] = self._steps

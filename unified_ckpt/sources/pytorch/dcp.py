@@ -106,13 +106,17 @@ def read_dcp(root: str) -> tuple[dict[Key, ShardedTensor], SourceMetadata, dict[
 def _strip_wrapper(entries: Mapping[str, Entry]) -> None:
     """Remove one key around the whole state: PyTorch's recipe saves {"app": {"model": ..., ...}}.
 
-    A wrapper contains every tensor, and a model or an optimizer under a usual key. A path stays
+    A wrapper contains every tensor, and a model or an optimizer under a known key. A path stays
     if the shorter path exists already.
     """
     paths = [entry.path for entry in entries.values() if entry.dtype is not None and entry.shape]
     wrappers = {path[0] for path in paths}
     inner_keys = {path[1] for path in paths if len(path) > 2}
-    if len(wrappers) != 1 or any(map(_is_usual, wrappers)) or not any(map(_is_usual, inner_keys)):
+    if (
+        len(wrappers) != 1
+        or any(map(_is_known_key, wrappers))
+        or not any(map(_is_known_key, inner_keys))
+    ):
         return
     if any(len(path) < 3 for path in paths):
         return
@@ -123,7 +127,7 @@ def _strip_wrapper(entries: Mapping[str, Entry]) -> None:
             entry.path = tuple(inner)
 
 
-def _is_usual(key: str | int) -> bool:
+def _is_known_key(key: str | int) -> bool:
     return key in _MODEL_KEYS or _is_optimizer(key)
 
 
@@ -132,7 +136,7 @@ def _is_optimizer(key: str | int) -> bool:
 
 
 def _materialize(sharded: ShardedTensor) -> torch.Tensor:
-    import torch  # for the few tensors that are no part's
+    import torch  # for the few tensors outside all parts
 
     from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 

@@ -87,7 +87,7 @@ class Case:
 
 
 class BytePlanes(Case):
-    """Byte planes of float32 tensors, compressed by zstd level 1; other tensors as they are."""
+    """A save of float32 tensors as byte planes in zstd level 1; other tensors are unchanged."""
 
     def save(self, folder: Path) -> None:
         compress = importlib.import_module("zstandard").ZstdCompressor(level=1).compress

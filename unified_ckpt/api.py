@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def save(
     path: Path, *, group: dist.ProcessGroup | None = None, **arguments: Unpack[SaveArguments]
 ) -> SaveReport:
-    """Save whole tensors from any layout to a folder. Every rank calls.
+    """Save whole tensors from any layout to a folder. Every rank must call it.
 
     `path`: the folder to write, local and equal on all ranks.
     `model`: a module, a list of modules, or {fqn: tensor}.
@@ -108,7 +108,7 @@ def load(
     group: dist.ProcessGroup | None = None,
     **arguments: Unpack[LoadArguments],
 ) -> LoadReport:
-    """Load a checkpoint into state of any layout, in place. Every rank calls.
+    """Load a checkpoint into state of any layout, in place. Every rank must call it.
 
     `path`: a checkpoint of any format that `uc.open` reads, a list of folders of one save, or the
     result of `uc.open`, which stays open. If each node has its own folder, a node gets missing
@@ -142,7 +142,7 @@ def estimate(
     group: dist.ProcessGroup | None = None,
     **arguments: Unpack[EstimateArguments],
 ) -> Estimate:
-    """Predict the size and time of a save, without writing a checkpoint. Every rank calls.
+    """Predict the size and time of a save, without writing a checkpoint. Every rank must call it.
 
     `model`, `parts`, `layout`, `options`: as in `save`. Tensors may be on the meta device. `model`
     may also be the path of a checkpoint or model folder, or the result of `uc.open`.

@@ -101,7 +101,7 @@ class Checkpointer:
 
     @show_keywords(SaveArguments)
     def save(self, path: Path, **arguments: Unpack[SaveArguments]) -> SaveReport:
-        """Save like `uc.save`, with the plan and the buffers of this object. Every rank calls.
+        """Save like `uc.save`, with the plan and buffers of this object. Every rank must call it.
 
         `options`: overrides the options of this Checkpointer. Waits for an earlier `save_async` and
         raises its error.
@@ -200,7 +200,7 @@ class Checkpointer:
         path: Path | Sequence[Path] | SourceView,
         **arguments: Unpack[LoadArguments],
     ) -> LoadReport:
-        """Load like `uc.load`, with the buffers of this object. Every rank calls.
+        """Load like `uc.load`, with the buffers of this object. Every rank must call it.
 
         Waits for an earlier `save_async` and raises its error.
         """
@@ -236,7 +236,7 @@ class Checkpointer:
     def repair(self, path: Path) -> Reports:
         """Repair each node's folder of a checkpoint from the folders of the other nodes.
 
-        Every rank calls. Returns the reports of all nodes.
+        Every rank must call it. Returns the reports of all nodes.
         """
         self.wait()
         resolved, timeout = self._resolve(path), self._options.timeout_seconds

@@ -3,7 +3,7 @@
     python plain_pytorch.py run --until 10
     torchrun --standalone --nproc-per-node 2 plain_pytorch.py run --until 20 --fsdp
 
-Every step prints the samples of each rank. Over both runs, each sample comes once in an epoch.
+Every step prints the samples of each rank. Across both runs, each sample appears once per epoch.
 Ctrl-C and SIGTERM save and stop.
 """
 

@@ -135,7 +135,7 @@ def convert(
 
 
 def _main_path(paths: Sequence[str]) -> str:
-    """Return the folder of several that has what is beside the tensors."""
+    """Return the folder that has the manifest, of several folders of one checkpoint."""
     return next(
         (path for path in paths if not is_url(path) and read_manifest_at(path) is not None),
         paths[0] if paths else "",

@@ -86,7 +86,7 @@ class ExceptionSave:
         capture: Callable[[], SaveRequest],
         save: Callable[[SaveRequest], object],
     ) -> None:
-        """Record the state at the end of a step; the next record replaces it. Every rank calls.
+        """Record the state at the end of a step, in place of the last one. Every rank must call it.
 
         `save` saves what `capture` returns now, perhaps in another thread. Raises nothing: an error
         of `capture` is the reason why the step cannot be saved.

@@ -26,7 +26,7 @@ SLOTS = 2  # tiles of a buffer, used in turn
 _PAGE = 4096
 # Counters: current exchange, tiles moved, owner failed; then, per rank, tiles done.
 _EXCHANGE, _PROGRESS, _FAILED, _DONE = range(4)
-CHANGED = -1  # as the number of tiles done: the bytes of one changed on the way
+CHANGED = -1  # in place of the number of tiles done: the bytes of a tile changed in transit
 
 TileSpan = tuple[int, int, int, int]  # strided bytes of a tile: start, nbytes, step, count
 

@@ -1,4 +1,4 @@
-"""Reads archives of `torch.save` without torch: plain values, and what their tensors are.
+"""Reads plain values and the metadata of tensors from `torch.save` archives, without torch.
 
 A tensor's elements are mapped from the file when they are read, without copying them.
 
@@ -78,7 +78,7 @@ def check_archive_name(path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedTensor:
-    """What an archive says of a tensor. `load` returns the tensor, mapped from the file.
+    """The metadata of a tensor in an archive. `load` returns the tensor, mapped from the file.
 
     `dtype`: its name in safetensors; torch's if there is none. `memory`: equal for two tensors that
     view the same memory in the same way. `problem`: why it cannot be read, or "".

@@ -2,8 +2,8 @@
 
 Classes that a file names are never imported. Placeholders stand in for the few that formats need,
 and only hold their arguments. A file that names any other class is rejected, with the list of
-classes it asks for. Plain values, and what plain tensors are, are read without torch; torch's own
-restricted reader reads the rest.
+classes it asks for. Plain values and the metadata of plain tensors are read without torch; torch's
+own restricted reader reads the rest.
 """
 
 from __future__ import annotations

@@ -129,6 +129,19 @@ def slab_boxes(
     return tuple(sharding.boxes_at(coordinates, shape, first_dim=outer_ndim))
 
 
+@lru_cache(maxsize=65536)
+def only_run(shape: tuple[int, ...], sharding: Sharding, rank: int) -> int | None:
+    """Return the first element of the rank's shard, if that is one run of the tensor; else None."""
+    local_shape = sharding.local_shape(rank, shape)
+    shard_runs = (
+        first
+        for box, local in sharding.boxes(rank, shape)
+        for first, _, _ in runs(box, shape, local=local, local_shape=local_shape)
+    )
+    first, second = next(shard_runs, None), next(shard_runs, None)
+    return first if second is None else None
+
+
 def _shortest_run(shape: Sequence[int], outer: Sharding) -> int:
     """Return the number of elements in the shortest contiguous run of any non-empty shard."""
     dim = outer.sharded_dims()[-1]

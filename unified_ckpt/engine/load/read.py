@@ -17,9 +17,9 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorReader
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.format import digests
+from unified_ckpt.runtime.exchange.run_batch import RunBatch, tiles_by_number
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
-from unified_ckpt.runtime.exchange.whole_tensors import WholeTensors, tiles_by_number
 from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.torch_state.tensors import (
     SCALAR_BOXES,
@@ -27,8 +27,8 @@ from unified_ckpt.runtime.torch_state.tensors import (
     as_bytes,
     as_int_bits,
     boxes_in_slab,
+    copy_runs_from_tile,
     copy_slabs_from_tile,
-    copy_whole_from_tile,
 )
 
 
@@ -297,15 +297,13 @@ def _contiguous_runs(
 
 def _copy_from_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> None:
     """Copy this rank's elements of a tile into its targets."""
-    destinations, whole_tensors = (
-        group_reader.destinations,
-        WholeTensors(memory, copy_whole_from_tile),
-    )
+    destinations = group_reader.destinations
+    run_batch = RunBatch(memory, copy_runs_from_tile, rank=group_reader.rank)
     for tile_range in tile.ranges:
         if group_reader.rank in tile_range.members:
             target = destinations[tile_range.decl_index]
             is_direct = destinations.is_direct(tile_range.decl_index)
-            if is_direct and whole_tensors.add(tile_range, target):
+            if is_direct and run_batch.add(tile_range, target):
                 continue
             start = tile_range.tile_offset
             copy_slabs_from_tile(
@@ -317,4 +315,4 @@ def _copy_from_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile)
                 count=tile_range.slab_count,
             )
             destinations.mark_filled(tile_range.decl_index)
-    whole_tensors.flush()
+    run_batch.flush()

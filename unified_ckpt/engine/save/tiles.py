@@ -22,17 +22,17 @@ from unified_ckpt.engine.plan.chunks import BlockCrcs
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
+from unified_ckpt.runtime.exchange.run_batch import RunBatch, tiles_by_number
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, TileSpan
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
-from unified_ckpt.runtime.exchange.whole_tensors import WholeTensors, tiles_by_number
 from unified_ckpt.runtime.torch_state.tensors import (
     TORCH_DTYPES,
     LocalTensor,
     as_bytes,
     as_contiguous,
     boxes_in_slab,
+    copy_runs_to_tile,
     copy_slabs_to_tile,
-    copy_whole_to_tile,
 )
 
 
@@ -87,13 +87,13 @@ def fill_tile(
 
     `contiguous` caches row-major copies of tensors that are not, by index in the group.
     """
-    whole_tensors = WholeTensors(memory, copy_whole_to_tile)
+    run_batch = RunBatch(memory, copy_runs_to_tile, rank=rank)
     for tile_range in tile.ranges:
         if rank not in tile_range.members:
             continue
         index, outer_ndim = tile_range.decl_index, tile_range.outer_ndim
         tensor = tensors[index]
-        if whole_tensors.add(tile_range, tensor):
+        if run_batch.add(tile_range, tensor):
             continue
         if not tensor.local.is_contiguous():
             if index not in contiguous:
@@ -108,7 +108,7 @@ def fill_tile(
             first_slab=tile_range.first_local_slab,
             count=tile_range.slab_count,
         )
-    whole_tensors.flush()
+    run_batch.flush()
 
 
 def tile_spans(tile: Tile, tensors: Sequence[LocalTensor], *, rank: int) -> Iterator[TileSpan]:

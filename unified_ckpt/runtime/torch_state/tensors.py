@@ -143,21 +143,49 @@ def copy_slabs_to_tile(
         target[:, *in_slab.slices].copy_(source[:, *in_local.slices])
 
 
-def copy_whole_to_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
-    """Concatenate small tensors of one dtype and device into the tile, in one call."""
-    flat = [as_int_bits(local.reshape(-1)) for local in locals_]
-    target = tile.view(flat[0].dtype)
-    if flat[0].device.type == "cpu":
-        torch.cat(flat, out=target)
-    else:
-        target.copy_(torch.cat(flat))
+def copy_runs_to_tile(
+    tile: torch.Tensor, starts: Sequence[int], locals_: Sequence[torch.Tensor]
+) -> None:
+    """Copy tensors of one dtype and device to the tile, in one call.
+
+    `starts`: the first byte of each, ascending.
+    """
+    flat = _flat_int_bits(locals_)
+    targets = _tile_runs(tile, starts, flat)
+    if flat[0].device.type != "cpu":
+        flat = torch.cat(flat).cpu().split([tensor.numel() for tensor in flat])
+    torch._foreach_copy_(targets, flat)
 
 
-def copy_whole_from_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
-    """Split the tile into tensors of one dtype and device: the inverse of `copy_whole_to_tile`."""
-    flat = [as_int_bits(local.view(-1)) for local in locals_]
-    source = tile.view(flat[0].dtype).to(flat[0].device)
-    torch._foreach_copy_(flat, list(torch.split(source, [tensor.numel() for tensor in flat])))
+def copy_runs_from_tile(
+    tile: torch.Tensor, starts: Sequence[int], locals_: Sequence[torch.Tensor]
+) -> None:
+    """Copy from the tile into contiguous tensors: the inverse of `copy_runs_to_tile`."""
+    flat = _flat_int_bits(locals_)
+    sources = _tile_runs(tile, starts, flat)
+    if flat[0].device.type != "cpu":
+        sizes = [tensor.numel() for tensor in flat]
+        sources = torch.cat(sources).to(flat[0].device).split(sizes)
+    torch._foreach_copy_(flat, sources)
+
+
+def _flat_int_bits(locals_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return tensors of one dtype as `as_int_bits`, in one dim; aliases of contiguous tensors."""
+    int_dtype = INT_DTYPES[locals_[0].element_size()]
+    return [local.reshape(-1).view(int_dtype) for local in locals_]
+
+
+def _tile_runs(
+    tile: torch.Tensor, starts: Sequence[int], flat: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Return the memory of each tensor of `flat` in the tile, which begins at byte `starts[i]`."""
+    elements = tile.view(flat[0].dtype)
+    item_nbytes, sizes, end = flat[0].element_size(), list[int](), 0  # sizes: gap, run, gap, ...
+    for start, tensor in zip(starts, flat, strict=True):
+        first, count = start // item_nbytes, tensor.numel()
+        sizes += first - end, count
+        end = first + count
+    return elements[:end].split(sizes)[1::2]
 
 
 def copy_slabs(

@@ -1,0 +1,62 @@
+"""Copies small shards between a tile and their memory with few calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unified_ckpt.core.planning.exchange import Tile, TileRange
+from unified_ckpt.core.planning.slabs import only_run
+from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, LocalTensor
+
+
+def tiles_by_number(tiles: Sequence[Tile]) -> dict[int, list[Tile]]:
+    """Group tiles by number, in their order."""
+    grouped: dict[int, list[Tile]] = {}
+    for tile in tiles:
+        grouped.setdefault(tile.number, []).append(tile)
+    return grouped
+
+
+class RunBatch:
+    """Collects tile ranges of which `rank` holds one run, of one dtype and device.
+
+    `copy` is called with the tile's memory, the first byte of each run there, and its tensors.
+    """
+
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        copy: Callable[[torch.Tensor, Sequence[int], Sequence[torch.Tensor]], None],
+        *,
+        rank: int,
+    ) -> None:
+        self._memory, self._copy, self._rank = memory, copy, rank
+        self._starts: list[int] = []
+        self._locals: list[torch.Tensor] = []
+
+    def add(self, tile_range: TileRange, tensor: LocalTensor) -> bool:
+        """Take a range of a whole tensor whose shard is one run of it, in the stored dtype.
+
+        False for any other range. The range is copied by the next `flush` at the latest.
+        """
+        local, decl = tensor.local, tensor.decl
+        if tile_range.outer_ndim or DTYPE_NAMES[local.dtype] != decl.spec.dtype:
+            return False
+        first = only_run(decl.spec.shape, decl.sharding, self._rank)
+        if first is None:
+            return False
+        if self._locals and (
+            self._locals[-1].dtype != local.dtype or self._locals[-1].device != local.device
+        ):
+            self.flush()
+        self._starts.append(tile_range.tile_offset + first * local.element_size())
+        self._locals.append(local)
+        return True
+
+    def flush(self) -> None:
+        """Copy the collected runs."""
+        if self._locals:
+            self._copy(self._memory, self._starts, self._locals)
+            self._starts, self._locals = [], []

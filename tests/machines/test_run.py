@@ -7,6 +7,7 @@ user survive, and nothing temporary stays after a save.
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ from tests.support.run_model import (
     check_state,
     damage_file,
     extra_of,
+    failing_folder,
     kept_steps,
     prefixed,
     rank_extra_of,
@@ -182,6 +184,23 @@ class RunMachine(RuleBasedStateMachine):
         self.restored = self.step = self.begun = step
         if requested_step is None:
             self.bad = {other for other in self.complete() if other > step}
+
+    @precondition(lambda self: self.intact())
+    @rule(whole=st.booleans(), error=st.sampled_from([errno.EIO, errno.EACCES, errno.ESTALE]))
+    def restart_on_failing_disk(self, whole: bool, error: int) -> None:
+        """What the disk does not tell is not taken for absent: no run starts afresh."""
+        self.begin_life(self.world)
+        newest = self.root / f"{PREFIX}{self.intact()[-1]}"
+        targets = [state(0, rank, self.world) for rank in range(self.world)]
+        with failing_folder(self.root if whole else newest, error):
+            outcomes = self.on_ranks(lambda rank, manager: manager.restore(**targets[rank]))
+        for outcome in outcomes:
+            if whole or isinstance(outcome, BaseException):
+                assert isinstance(outcome, uc.CheckpointError), outcome
+            else:
+                assert outcome is not None, f"{newest.name} was not seen"
+                assert outcome.step != self.intact()[-1]
+        self.begin_life(self.world)
 
     # saves
 

@@ -4,6 +4,7 @@ storages that it controls.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -172,6 +173,24 @@ def replaced_storage(make: Callable[[str], LocalStorage]) -> Iterator[None]:
             of_package = name.startswith("unified_ckpt.") and name != "unified_ckpt.testing"
             if of_package and getattr(module, "LocalStorage", None) is LocalStorage:
                 patch.setattr(module, "LocalStorage", Replacement)
+        yield
+
+
+@contextmanager
+def failing_folder(folder: Path, error: int) -> Iterator[None]:
+    """Every look at a folder, or at what is in it, fails."""
+
+    def fail(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(path: Any = ".", *arguments: Any, **named: Any) -> Any:
+            if isinstance(path, (str, os.PathLike)) and Path(path).is_relative_to(folder):
+                raise OSError(error, os.strerror(error), str(path))
+            return call(path, *arguments, **named)
+
+        return checked
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stat", "lstat", "open", "listdir", "scandir"):
+            patch.setattr(os, name, fail(getattr(os, name)))
         yield
 
 

@@ -10,6 +10,7 @@ from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.scan import has_unified_files, scan
+from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
@@ -25,7 +26,7 @@ def check_unified(path: str, *, label: str, prefix: str) -> None:
     """
     if is_unified(path):
         return
-    if not os.path.isdir(path):
+    if not is_folder(path):
         found = "a file" if os.path.exists(path) else "nothing"
         problem = f"got {found}, expected a checkpoint folder"
     elif has_unified_files(dict.fromkeys(os.listdir(path), 0)):

@@ -17,7 +17,7 @@ from unified_ckpt.engine.source.protocol import with_indexes
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, list_folder, open_binary
 from unified_ckpt.sources import open_error, open_source
 from unified_ckpt.sources.detect.names import (
     DCP_METADATA,
@@ -159,7 +159,7 @@ def _step_folders(root: str) -> Iterator[str]:
     """Yield the folders that may hold steps, as paths below the root."""
     yield ""
     for name in _SUBFOLDERS:
-        if os.path.isdir(os.path.join(root, name)):
+        if is_folder(os.path.join(root, name)):
             yield name
     logs = os.path.join(root, _LIGHTNING_LOGS)
     versions = [
@@ -173,12 +173,7 @@ def _step_folders(root: str) -> Iterator[str]:
 
 
 def _visible_entries(path: str) -> list[str]:
-    try:
-        return [name for name in os.listdir(path) if not name.startswith(".")]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise StorageError(f"{path}: cannot list the folder: {error.strerror}") from error
+    return [name for name in list_folder(path) if not name.startswith(".")]
 
 
 def _list_folder(root: str, folder: str, patterns: tuple[StepNamePattern, ...]) -> list[StepEntry]:
@@ -214,7 +209,7 @@ def _read_pointers(folder: str, entries: Collection[str]) -> dict[str, str]:
     pointers: dict[str, str] = {}
     for file in reversed([name for name in _POINTER_FILES if name in entries]):
         path = os.path.join(folder, file)
-        if not os.path.isfile(path):
+        if not is_file(path):
             continue
         with open_binary(path) as pointer_file:
             text = pointer_file.read(_POINTER_NBYTES).decode(errors="replace").strip()
@@ -235,7 +230,7 @@ def _detect_entry_format(
     try:
         listing = list_path(path)
         detected = match_format(listing)
-    except OSError:
+    except (OSError, StorageError):
         return "" if is_step_by_name else None  # opening it reports the error
     entries = listing.entries - {JIT_MARKER}
     if not listing.is_file and not entries:
@@ -282,9 +277,10 @@ def read_step(
     if not entry.readable:
         return StepContents(entry.number, problem=_single_line(_unreadable_reason(entry), entry))
     last_file = _LAST_WRITTEN_FILE.get(entry.format)
-    if last_file is not None and not os.path.isfile(os.path.join(entry.path, last_file)):
-        return StepContents(entry.number, problem=f"{last_file}, which is written last, is missing")
+    missing = f"{last_file}, which is written last, is missing"
     try:
+        if last_file is not None and not is_file(os.path.join(entry.path, last_file)):
+            return StepContents(entry.number, problem=missing)
         with closing(with_indexes(open_source(entry.path, options))) as source:
             metadata, parts = source.metadata(), set(source.parts)
     except CheckpointError as error:

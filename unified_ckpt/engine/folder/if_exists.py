@@ -13,6 +13,7 @@ from unified_ckpt.engine.folder.manifest import read_manifest, read_manifest_at
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 
 # Names of steps that other engines write.
@@ -102,7 +103,7 @@ def latest_checkpoint(path: str) -> str:
             if (
                 entry.is_dir()
                 and not entry.name.startswith(".")
-                and os.path.isfile(os.path.join(entry.path, names.MANIFEST))
+                and is_file(os.path.join(entry.path, names.MANIFEST))
             ):
                 manifest = read_manifest_at(entry.path)
                 if manifest is not None:

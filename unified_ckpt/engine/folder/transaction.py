@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -226,9 +226,10 @@ class Transaction(AbstractContextManager["Transaction"]):
                     storage.path(remaining),
                 )
         except (CheckpointError, OSError) as error:
-            folders = (backup, self._trash_name())
-            present = (folder for folder in folders if storage.kind(folder) is not None)
-            remaining = next(present, remaining)
+            with suppress(CheckpointError):
+                folders = (backup, self._trash_name())
+                present = (folder for folder in folders if storage.kind(folder) is not None)
+                remaining = next(present, remaining)
             _LOG.warning(
                 "%s: is committed; what had its name before remains at %s: %s",
                 path,

@@ -23,6 +23,7 @@ from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import parse_address
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
+from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Reports = tuple[RepairReport, ...]  # of the nodes, in the order of their first ranks
@@ -49,7 +50,7 @@ def repair_across_nodes(
         with ExitStack() as marker_scope:
             with collective.step("serve"):
                 served = None
-                if is_leader and os.path.isdir(root):
+                if is_leader and is_folder(root):
                     marker = _create_marker(root, marker_scope) if topology.spans_nodes else ""
                     served = _serve(root, marker, resources, timeout_seconds)
                 offers = gather("server", served)
@@ -130,7 +131,7 @@ def _repair_local(collective: Collective, root: str, peers: Sequence[PeerStorage
     """Repair this node's folder from those peers that have a valid manifest of the same save."""
     notes: list[str] = []
     try:
-        if not os.path.isdir(root):
+        if not is_folder(root):
             raise NotFoundError(f"{root}: does not exist on this node")
         with repair_lock(root) as folder, shared_lock(root), LocalStorage(root) as storage:
             target, sources = open_target(storage), []

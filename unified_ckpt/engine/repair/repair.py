@@ -49,6 +49,7 @@ from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.manifest import Part
 from unified_ckpt.format.manifest_fields import DigestFile, FileRecord, IndexFile, NamedFile
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
+from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import (
     LocalStorage,
     Reader,
@@ -132,7 +133,7 @@ def repair(
 
 
 def _check_folder(storage: LocalStorage) -> None:
-    if not os.path.isdir(storage.root):
+    if not is_folder(storage.root):
         problem = (
             "got a file, expected a checkpoint folder" if storage.kind("") else "does not exist"
         )
@@ -337,8 +338,9 @@ class FolderRepair:
             storage.sync(tmp_name)
             storage.replace(tmp_name, file, folder=self._folder)
         except BaseException:
-            storage.close()
-            if storage.kind(tmp_name) == "file":
+            with suppress(CheckpointError):
+                storage.close()
+            with suppress(CheckpointError):
                 storage.remove_file(tmp_name)
             raise
         storage.sync_folder("")

@@ -14,6 +14,7 @@ from unified_ckpt.integrations.checkpoint_folders import check_unified, is_unifi
 from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.steps.scan import is_step_name, scan
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.storage.regular_files import is_folder, list_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -60,9 +61,7 @@ def resolve_save_path(
 
 def is_native(path: str) -> bool:
     """Whether Accelerate's own `save_state` wrote this folder."""
-    return os.path.isdir(path) and any(
-        name.startswith("random_states_") for name in os.listdir(path)
-    )
+    return is_folder(path) and any(name.startswith("random_states_") for name in os.listdir(path))
 
 
 def has_only_native(accelerator: Any, run: Run | None) -> bool:
@@ -70,7 +69,7 @@ def has_only_native(accelerator: Any, run: Run | None) -> bool:
     tier of the run.
     """
     root = project_root(accelerator)
-    if root is None or not os.path.isdir(root):
+    if root is None or not is_folder(root):
         return False
     scanned = scan(LocalStorage(root), PREFIX) if run is None else run.steps.scan()
     return not scanned.complete and any(
@@ -133,7 +132,7 @@ def advance_iteration(accelerator: Any, path: str | None, *, number: int = -1) -
     root = project_root(accelerator)
     if root is None or (path is not None and os.path.dirname(os.path.abspath(path)) != root):
         return
-    existing = os.listdir(root) if os.path.isdir(root) else ()  # all may be in the local directory
+    existing = list_folder(root)  # all may be in the local directory
     numbers = [int(name.removeprefix(PREFIX)) for name in existing if is_step_name(name, PREFIX)]
     accelerator.project_configuration.iteration = max([number, *numbers]) + 1
 

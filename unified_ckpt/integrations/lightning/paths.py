@@ -14,7 +14,7 @@ from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.manager.steps.remove import remove
 from unified_ckpt.manager.steps.scan import has_unified_files
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, open_binary
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -28,7 +28,7 @@ def check_path(path: str) -> Literal["unified", "native"]:
     """
     if read_manifest_at(path) is not None:
         return "unified"
-    if os.path.isfile(path):
+    if is_file(path):
         with open_binary(path) as file:
             magic = file.read(4)
         if magic.startswith(_TORCH_FILES):
@@ -42,7 +42,7 @@ def check_path(path: str) -> Literal["unified", "native"]:
             f"ckpt_path {path}: got a dangling link to {os.readlink(path)}, "
             f"expected a checkpoint{_hint(path)}"
         )
-    if not os.path.isdir(path):
+    if not is_folder(path):
         raise NotFoundError(f"ckpt_path {path}: got nothing, expected a checkpoint{_hint(path)}")
     entries = os.listdir(path)
     if {".metadata", "meta.pt"} <= set(entries):
@@ -102,7 +102,7 @@ def latest_requeue(path: str) -> str:
     if (
         os.path.exists(path)
         or not re.fullmatch(r"hpc_ckpt_\d+\.ckpt", name)
-        or not os.path.isdir(folder)
+        or not is_folder(folder)
     ):
         return path
     numbered = [
@@ -113,8 +113,7 @@ def latest_requeue(path: str) -> str:
     complete = [
         entry
         for _, entry in sorted(numbered)
-        if os.path.isfile(os.path.join(folder, entry))
-        or read_manifest_at(os.path.join(folder, entry))
+        if is_file(os.path.join(folder, entry)) or read_manifest_at(os.path.join(folder, entry))
     ]
     if not complete:
         return path
@@ -193,12 +192,12 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
     zero.
     """
     parent, name = os.path.split(os.path.abspath(path))
-    kind = LocalStorage(parent).kind(name)
-    if kind == "link" and is_global_zero:
-        os.unlink(path)
-    if kind in (None, "link"):
-        return
     try:
+        kind = LocalStorage(parent).kind(name)
+        if kind == "link" and is_global_zero:
+            os.unlink(path)
+        if kind in (None, "link"):
+            return
         manifest = read_manifest_at(path) if kind == "folder" else None
         if manifest is not None and manifest.node_group is None and not is_global_zero:
             return

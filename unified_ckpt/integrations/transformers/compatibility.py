@@ -21,6 +21,7 @@ from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.files.json import read_config
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -80,7 +81,7 @@ def explain_model_mismatch(
 ) -> MismatchError:
     """Add the settings that differ between the two configurations to the error."""
     saved, current = {}, {}
-    if isinstance(model, PreTrainedModel) and os.path.isfile(os.path.join(path, "config.json")):
+    if isinstance(model, PreTrainedModel) and is_file(os.path.join(path, "config.json")):
         saved = read_config(path)
         current = json.loads(model.config.to_json_string(use_diff=False)) | {
             "architectures": [type(model).__name__.removeprefix("FSDP")]
@@ -131,8 +132,7 @@ def needs_hub_names(path: str, model: torch.nn.Module) -> bool:
     if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         return False
     return any(
-        os.path.isfile(os.path.join(path, name))
-        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+        is_file(os.path.join(path, name)) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     ) and bool(hub_tensors(model))
 
 

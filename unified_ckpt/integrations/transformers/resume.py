@@ -16,6 +16,7 @@ from unified_ckpt.format.names import is_backup
 from unified_ckpt.integrations.checkpoint_folders import check_unified
 from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.steps.scan import Scan, foreign_steps, has_unified_files
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.detect.names import TRAINER_STATE
 from unified_ckpt.sources.step_names import list_steps, read_step
 
@@ -76,7 +77,7 @@ def _select_latest(root: str, scanned: Scan) -> tuple[str, dict[str, str]]:
             problem = record.problem
         else:
             continue  # empty folder
-        if not problem and not os.path.isfile(os.path.join(record.path, TRAINER_STATE)):
+        if not problem and not is_file(os.path.join(record.path, TRAINER_STATE)):
             problem = f"it has no {TRAINER_STATE}"
         if not problem:
             return record.path, skipped
@@ -87,6 +88,6 @@ def _select_latest(root: str, scanned: Scan) -> tuple[str, dict[str, str]]:
 
 def check_path(path: str) -> None:
     """Raise NotFoundError, saying what is there, if `path` is not a checkpoint."""
-    entries = dict.fromkeys(os.listdir(path) if os.path.isdir(path) else (), 0)
+    entries = dict.fromkeys(list_folder(path), 0)
     if TRAINER_STATE not in entries or has_unified_files(entries):
         check_unified(path, label=f"resume_from_checkpoint {path}", prefix=PREFIX)

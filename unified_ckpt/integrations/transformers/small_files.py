@@ -28,6 +28,7 @@ from unified_ckpt.integrations.transformers.adapters import (
 )
 from unified_ckpt.integrations.transformers.resume import PREFIX
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.storage.regular_files import is_folder
 
 _FOLDER_PREFIX = ".trainer-files-"
 
@@ -58,7 +59,7 @@ class SmallFiles:
         self._folder = os.path.join(run_folder, f"{_FOLDER_PREFIX}{state.global_step}")
         folder = os.path.join(self._folder, name)
         best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
-        if state.best_global_step and os.path.isdir(best_path):
+        if state.best_global_step and is_folder(best_path):
             state.best_model_checkpoint = best_path
         with collective.step("trainer-files"):
             try:
@@ -90,7 +91,7 @@ class SmallFiles:
         if state.best_global_step:
             run_folder = trainer._get_output_dir(trial=trial)
             best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
-            if state.best_global_step == state.global_step or os.path.isdir(best_path):
+            if state.best_global_step == state.global_step or is_folder(best_path):
                 state.best_model_checkpoint = best_path
         model = trainer.accelerator.unwrap_model(trainer.model)
 

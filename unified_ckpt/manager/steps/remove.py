@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 
 from unified_ckpt.engine.folder.backup import delete_checkpoint as clear_folder
 from unified_ckpt.engine.folder.manifest import read_manifest
@@ -128,7 +129,9 @@ def remove_all(
             else:
                 remaining[name] = "it is being read, or was replaced meanwhile"
         except CheckpointError as error:
-            partial = storage.kind(trash) is not None
+            partial = False
+            with suppress(CheckpointError):
+                partial = storage.kind(trash) is not None
             remaining[trash if partial else name] = _partial_text(error) if partial else str(error)
     return removed, remaining
 

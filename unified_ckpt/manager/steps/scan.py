@@ -155,13 +155,9 @@ def scan(storage: LocalStorage, prefix: str, *, visit: Visitor = lambda *_: None
     if storage.kind("") is None:
         return Scan((), ())
     entries = storage.names()
-    kinds = {entry: storage.kind(entry) for entry in entries if is_step_name(entry, prefix)}
-    steps = [
-        read_step_record(storage, entry, prefix, visit=visit)
-        for entry, kind in kinds.items()
-        if kind == "folder"
-    ]
-    steps += [_link_record(storage, entry) for entry, kind in kinds.items() if kind == "link"]
+    named = [entry for entry in entries if is_step_name(entry, prefix)]
+    records = [_read_entry(storage, entry, prefix, visit) for entry in named]
+    steps = [record for record in records if record is not None]
     steps.sort(key=lambda record: (-1 if record.step is None else record.step, record.name))
     complete_names = {record.name for record in steps if record.status == "complete"}
     stale = [
@@ -173,7 +169,7 @@ def scan(storage: LocalStorage, prefix: str, *, visit: Visitor = lambda *_: None
     backups = [
         entry
         for entry in entries
-        if is_step_name(original := names.original_name(entry), prefix) and original not in kinds
+        if is_step_name(original := names.original_name(entry), prefix) and original not in named
     ]
     stale += [
         (entry, "backup")
@@ -262,11 +258,21 @@ def read_step_record(
     return record
 
 
-def _link_record(storage: LocalStorage, name: str) -> StepRecord:
-    problem = (
-        f"it is a link to {os.path.realpath(storage.path(name))}, not a folder; "
-        "move the target here, or load it by its path"
-    )
+def _read_entry(storage: LocalStorage, name: str, prefix: str, visit: Visitor) -> StepRecord | None:
+    """Inspect an entry with the name of a step; None for a file, which is none."""
+    try:
+        kind = storage.kind(name)
+    except StorageError as error:
+        kind, problem = "unknown", str(error)
+    if kind == "folder":
+        return read_step_record(storage, name, prefix, visit=visit)
+    if kind in (None, "file"):
+        return None
+    if kind == "link":
+        problem = (
+            f"it is a link to {os.path.realpath(storage.path(name))}, not a folder; "
+            "move the target here, or load it by its path"
+        )
     return StepRecord(name, storage.path(name), "incomplete", problem, unreadable=True)
 
 

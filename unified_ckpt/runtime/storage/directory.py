@@ -56,10 +56,10 @@ class Directory:
             os.close(fd)
 
     def kind(self, name: str) -> str | None:
-        """Return "folder", "file", "link" or None."""
+        """Return "folder", "file", "link", or None for nothing."""
         try:
             mode = self.stat(name, follow=False).st_mode
-        except (OSError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         return "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "file"
 

@@ -1,4 +1,9 @@
-"""Opens regular files only: opening a FIFO waits for a writer, opening a device may do anything."""
+"""Opens regular files only: opening a FIFO waits for a writer, opening a device may do anything.
+
+How a run could lose its state: a failing disk hides a checkpoint or one of its files, and the run
+starts afresh or without it. `os.path.isfile` and its siblings answer False to every error; these
+functions answer only what the file system knows.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import BinaryIO
 
 from unified_ckpt.errors import NotFoundError, StorageError
 
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _KIND_NAMES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -40,6 +46,38 @@ def open_binary(path: str) -> BinaryIO:
         raise NotFoundError(f"{path}: no such file") from error
     except OSError as error:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def status(path: str) -> os.stat_result | None:
+    """Return the status of what a path leads to, None for nothing. StorageError if unknown."""
+    try:
+        return os.stat(path)
+    except ValueError:  # a null byte, which no name has
+        return None
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def is_file(path: str) -> bool:
+    """Return whether a path leads to a regular file. StorageError if unknown."""
+    found = status(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path leads to a folder. StorageError if unknown."""
+    found = status(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def list_folder(path: str) -> list[str]:
+    """Return the entries of a folder, [] if there is none. StorageError if unknown."""
+    try:
+        return os.listdir(path) if is_folder(path) else []
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
 
 
 def check_regular_files(root: str) -> None:

@@ -143,8 +143,8 @@ class LocalStorage:
         return sorted(self._call("list", name, lambda: self.directory.entries(name)))
 
     def kind(self, name: str) -> str | None:
-        """Return "folder", "file", "link" or None."""
-        return self.directory.kind(name)
+        """Return "folder", "file", "link", or None for nothing. StorageError if unknown."""
+        return self._call("stat", name, lambda: self.directory.kind(name))
 
     # writes
 

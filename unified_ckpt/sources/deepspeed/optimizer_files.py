@@ -18,6 +18,7 @@ import torch
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, StorageError
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, FlatRange
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.archive import check_archive_name
@@ -240,7 +241,7 @@ def check_archives(paths: Sequence[str]) -> None:
     raise_if_any(
         IncompleteError,
         "files are missing or truncated",
-        [path for path in paths if not os.path.isfile(path) or not _is_complete(path)],
+        [path for path in paths if not is_file(path) or not _is_complete(path)],
     )
 
 

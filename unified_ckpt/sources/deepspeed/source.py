@@ -33,6 +33,7 @@ from unified_ckpt.errors import (
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer
+from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, zero3_layout, zero12_layout
 from unified_ckpt.sources.deepspeed.model import (
     MODEL_FILE,
@@ -201,7 +202,7 @@ def step_folder(root: str) -> str:
 
     IncompleteError if that folder does not exist.
     """
-    if not os.path.isdir(root):
+    if not is_folder(root):
         raise NotFoundError(f"{root}: no such folder")
     entries = frozenset(os.listdir(root))
     if any(DEEPSPEED_MODEL.fullmatch(name) for name in entries):
@@ -215,7 +216,7 @@ def step_folder(root: str) -> str:
     # The step's own folder may have been deleted after its conversion to a universal checkpoint.
     converted = [tag for tag in tags[1:] if tag.startswith(f"{tags[0]}_")]
     for tag in (tags[0], *converted):
-        if os.path.isdir(os.path.join(root, tag)):
+        if is_folder(os.path.join(root, tag)):
             return os.path.normpath(os.path.join(root, tag))
     raise IncompleteError(
         f"{root}/{tag_files[0]}: names {tags[0]!r}, which does not exist; "

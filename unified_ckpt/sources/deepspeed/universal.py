@@ -18,6 +18,7 @@ import torch
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.deepspeed.layout import FlatRange, partitioned_ranges
 from unified_ckpt.sources.deepspeed.model import ModelFile
 from unified_ckpt.sources.deepspeed.optimizer_files import (
@@ -48,7 +49,7 @@ def read_universal_parameters(
     raise_if_any(
         IncompleteError,
         f"{folder}: {FP32}.pt is missing for",
-        [name for name in names if not os.path.isfile(os.path.join(folder, name, f"{FP32}.pt"))],
+        [name for name in names if not is_file(os.path.join(folder, name, f"{FP32}.pt"))],
     )
     param_groups, scalars, loss_scaler = _read_group_state(
         os.path.join(folder, STATE_FILE), len(model.flat_groups)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.detect.paddle import is_paddle
 from unified_ckpt.sources.detect.unsupported import UNSUPPORTED_FORMATS, UnsupportedFormat
 
@@ -242,8 +243,7 @@ def format_title(name: str) -> str:
 
 def list_path(path: str) -> PathListing:
     """List a path without opening any file in it."""
-    entries = os.listdir(path) if os.path.isdir(path) else ()
-    return PathListing(path, os.path.isfile(path), frozenset(entries))
+    return PathListing(path, is_file(path), frozenset(list_folder(path)))
 
 
 def detect_format(path: str, *, format_name: str | None) -> Format | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.json_text import parse_json
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, open_binary
 
 CONFIG = "config.json"
 
@@ -31,7 +31,7 @@ def read_json_object(path: str) -> dict[str, Any]:
 
 def config_path(path: str) -> str:
     """Return a model's config file: `path` itself, or `config.json` in it if it is a folder."""
-    return os.path.join(path, CONFIG) if os.path.isdir(path) else path
+    return os.path.join(path, CONFIG) if is_folder(path) else path
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -40,6 +40,6 @@ def read_config(path: str) -> dict[str, Any]:
     Raises NotFoundError if it is missing, and FormatError if it is not a JSON object.
     """
     config = config_path(path)
-    if not os.path.isfile(config):
+    if not is_file(config):
         raise NotFoundError(f"{config}: no such file, expected a Hugging Face config.json")
     return read_json_object(config)

@@ -18,7 +18,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format import header, index, names
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.names import MODEL
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.storage.regular_files import is_file, open_binary
 from unified_ckpt.runtime.torch_state.wrapper_names import strip_wrappers
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
@@ -52,7 +52,7 @@ def open_tensor_file(path: str) -> TensorFile:
     Raises IncompleteError if it is missing, FormatError or IntegrityError if it is damaged or
     truncated.
     """
-    if not os.path.isfile(path):
+    if not is_file(path):
         raise IncompleteError(f"{path}: is missing")
     with open_binary(path) as file:
         size = os.fstat(file.fileno()).st_size

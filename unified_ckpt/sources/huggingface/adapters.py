@@ -9,6 +9,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.safetensors import open_tensor_file, whole_tensors
@@ -54,9 +55,9 @@ def adapter_tensors(root: str) -> dict[Key, ShardedTensor]:
         safetensors_path, bin_path = (
             os.path.join(folder, f"{ADAPTER_PART}.{suffix}") for suffix in ("safetensors", "bin")
         )
-        if os.path.isfile(safetensors_path):
+        if is_file(safetensors_path):
             tensors |= whole_tensors([open_tensor_file(safetensors_path)], part=part)
-        elif os.path.isfile(bin_path):
+        elif is_file(bin_path):
             tensors |= parse_state_dict(
                 bin_path, read_torch(bin_path), part=part, without_aliases=True
             ).tensors

@@ -22,6 +22,7 @@ from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.safetensors import open_model_files, whole_tensors
@@ -186,7 +187,7 @@ def _rank_files(root: str, stem: str) -> list[str]:
 
 def _open_complete_dcp(root: str, part: str) -> ShardedSource:
     """Open a DCP folder of one part. FormatError if it has tensors of others."""
-    if not os.path.isfile(os.path.join(root, DCP_METADATA)):
+    if not is_file(os.path.join(root, DCP_METADATA)):
         raise IncompleteError(
             f"{root}: no {DCP_METADATA}, which is written last: the save did not complete"
         )

@@ -22,6 +22,7 @@ from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.megatron.arguments import Arguments, parse_arguments
@@ -105,7 +106,7 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
 
 def _check_backend(folder: str) -> None:
     path = os.path.join(folder, "metadata.json")
-    if not os.path.isfile(path):
+    if not is_file(path):
         raise FormatError(
             f"{folder}: no metadata.json, which Megatron-Core writes last: "
             "the save did not complete"
@@ -157,7 +158,7 @@ def _read_common(
     """Return the state that all ranks share."""
     key = next((key for key in objects if key.startswith("common_state")), None)
     path = os.path.join(folder, "common.pt")
-    if key is not None and not os.path.isfile(path):
+    if key is not None and not is_file(path):
         state = _load_object(folder, files, key, objects[key])
     else:
         state = load_torch(path, placeholders=PLACEHOLDER_CLASSES)

@@ -16,6 +16,7 @@ import torch
 
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder
 from unified_ckpt.sources.detect.names import MEGATRON_TRACKER
 from unified_ckpt.sources.files.parsing import read_text
 from unified_ckpt.sources.megatron.arguments import Arguments, parse_arguments, rank_positions
@@ -78,13 +79,13 @@ def step_folder(root: str) -> str:
     IncompleteError if that folder does not exist.
     """
     tracker = os.path.join(root, MEGATRON_TRACKER)
-    if not os.path.isfile(tracker):
+    if not is_file(tracker):
         return root
     step = read_text(tracker)
     if step != "release" and not re.fullmatch(r"\d+", step):
         raise FormatError(f"{tracker}: got {step[:40]!r}, expected a number or 'release'")
     folder = os.path.join(root, step if step == "release" else f"iter_{int(step):07d}")
-    if not os.path.isdir(folder):
+    if not is_folder(folder):
         raise IncompleteError(
             f"{tracker}: names step {step}, whose folder does not exist; "
             "pass the folder of an existing step"
@@ -98,7 +99,7 @@ def read_rank_files(folder: str) -> tuple[Arguments, list[RankFile]]:
     IncompleteError names missing ranks, FormatError reports files that do not fit together.
     """
     names = sorted(name for name in os.listdir(folder) if _FOLDER.fullmatch(name))
-    missing = [name for name in names if not os.path.isfile(os.path.join(folder, name, _FILE))]
+    missing = [name for name in names if not is_file(os.path.join(folder, name, _FILE))]
     if missing or not names:
         raise IncompleteError(
             format_list(f"{folder}: {_FILE} is missing", missing or ["mp_rank_00"])

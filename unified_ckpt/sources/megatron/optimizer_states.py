@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.errors import FormatError, error_prefix
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.megatron.arguments import Arguments
 from unified_ckpt.sources.megatron.files import FLAT_FILE, RankFile
@@ -146,7 +147,7 @@ def _param_key(param: ParamRef) -> ParamKey:
 def _read_flat_buffers(rank_file: RankFile, count: int) -> list[Any] | None:
     """Return the distributed optimizers' buffers; None if this rank saved none."""
     path = os.path.join(os.path.dirname(rank_file.path), FLAT_FILE)
-    if not os.path.isfile(path):
+    if not is_file(path):
         return None
     content = load_torch(path)
     buffers = list(content) if isinstance(content, list) else [content]

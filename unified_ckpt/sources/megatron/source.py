@@ -20,6 +20,7 @@ from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.megatron.arguments import Arguments
 from unified_ckpt.sources.megatron.dist import open_dist, step_shard
@@ -67,7 +68,7 @@ def open_megatron(root: str, options: SourceOptions) -> Source:
     ranks and tensors.
     """
     folder = step_folder(root)
-    if os.path.isfile(os.path.join(folder, DCP_METADATA)):
+    if is_file(os.path.join(folder, DCP_METADATA)):
         return open_dist(folder, options)
     args, rank_files = read_rank_files(folder)
     state_dict = rank_files[0].state_dict

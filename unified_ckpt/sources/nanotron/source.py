@@ -31,6 +31,7 @@ from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, list_folder
 from unified_ckpt.sources.detect.names import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.parsing import read_text
@@ -98,9 +99,9 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
     tensors |= _optimizer_tensors(root, optimizer_files, shard_files)
     extra = {"metadata": meta}
     scheduler, config = (os.path.join(root, file) for file in (_SCHEDULER, _OPTIMIZER_CONFIG))
-    if os.path.isfile(scheduler):
+    if is_file(scheduler):
         extra["lr_scheduler"] = load_torch(scheduler)
-    if os.path.isfile(config):
+    if is_file(config):
         extra["optimizer_config"] = read_json_object(config)
     step = (meta.get("metas") or {}).get("last_train_step")
     metadata = SourceMetadata(
@@ -119,19 +120,19 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
 
 def _step_folder(root: str) -> str:
     latest = os.path.join(root, NANOTRON_LATEST)
-    if not os.path.isfile(latest):
+    if not is_file(latest):
         return root
     step = read_text(latest)
     if not step.isdigit():
         raise FormatError(f"{latest}: got {step[:40]!r}, expected a step number")
     folder = os.path.join(root, step)
-    if not os.path.isdir(folder):
+    if not is_folder(folder):
         raise NotFoundError(f"{folder}: does not exist, but {NANOTRON_LATEST} names it")
     return folder
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    if not os.path.isfile(path):
+    if not is_file(path):
         raise IncompleteError(f"{path}: is missing")
     return read_json_object(path)
 
@@ -168,7 +169,7 @@ def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
     IncompleteError names missing files.
     """
     folder = os.path.join(root, "optimizer")
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    names = sorted(list_folder(folder))
     matches = {
         tuple(int(number or 0) for number in match.groups()[::2]): match
         for name in names

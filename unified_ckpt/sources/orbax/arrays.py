@@ -21,7 +21,7 @@ import torch
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
-from unified_ckpt.runtime.storage.regular_files import check_regular_files
+from unified_ckpt.runtime.storage.regular_files import check_regular_files, is_file
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 
 CACHE_NBYTES = 512 << 20  # decoded chunks: one chunk may be larger than one read
@@ -89,7 +89,7 @@ def open_arrays(
         f"{root}: array names point outside the folder",
         sorted(name for name in names if not name or ".." in name.split("/")),
     )
-    ocdbt = os.path.isfile(os.path.join(root, _MANIFEST))
+    ocdbt = is_file(os.path.join(root, _MANIFEST))
     if not ocdbt and any(name.startswith("ocdbt.process_") for name in os.listdir(root)):
         raise IncompleteError(
             f"{root}: {_MANIFEST} is missing, so the files of the processes were never merged"
@@ -221,7 +221,7 @@ def _list_ocdbt_keys(tensorstore: Any, root: str, names: Collection[str]) -> dic
     @cache
     def size_of(file: str) -> int | None:
         path = os.path.join(root, file)
-        return os.path.getsize(path) if os.path.isfile(path) else None
+        return os.path.getsize(path) if is_file(path) else None
 
     def is_stored(location: str) -> bool:
         file, stop = _parse_location(location)

@@ -16,6 +16,7 @@ from typing import Any
 
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, list_folder
 from unified_ckpt.sources.detect.names import (
     ORBAX_STEP,
     ORBAX_TREE,
@@ -72,14 +73,14 @@ def resolve_step(root: str) -> OrbaxStep:
     Raises IncompleteError if it is unfinished, or lacks items or files of processes.
     """
     root = root.rstrip("/")
-    if os.path.isfile(os.path.join(root, ORBAX_TREE)):
+    if is_file(os.path.join(root, ORBAX_TREE)):
         parent = os.path.dirname(root)
-        is_item = os.path.isfile(os.path.join(parent, ORBAX_STEP)) and not os.path.isfile(
+        is_item = is_file(os.path.join(parent, ORBAX_STEP)) and not is_file(
             os.path.join(root, ORBAX_STEP)
         )
         return _open_step(parent if is_item else root, {_basename(root): root})
     items = list_orbax_items(root, os.listdir(root))
-    if items or os.path.isfile(os.path.join(root, ORBAX_STEP)):
+    if items or is_file(os.path.join(root, ORBAX_STEP)):
         return _open_step(root, {name: os.path.join(root, name) for name in items})
     return _latest_complete_step(root)
 
@@ -94,7 +95,7 @@ def _latest_complete_step(root: str) -> OrbaxStep:
     numbered = {
         name: int(match[1])
         for name in names
-        if (match := _NUMBER.search(name)) and os.path.isdir(os.path.join(root, name))
+        if (match := _NUMBER.search(name)) and is_folder(os.path.join(root, name))
     }
     problems = [
         f"{os.path.join(root, name)}: is unfinished" for name in names if ORBAX_UNFINISHED in name
@@ -125,7 +126,7 @@ def _open_step(path: str, items: Mapping[str, str]) -> OrbaxStep:
     raise_if_any(
         IncompleteError,
         f"{path}: items of {ORBAX_STEP} are missing",
-        [name for name in item_names if not os.path.isdir(os.path.join(path, name))],
+        [name for name in item_names if not is_folder(os.path.join(path, name))],
     )
     if not items:
         raise FormatError(
@@ -137,7 +138,7 @@ def _open_step(path: str, items: Mapping[str, str]) -> OrbaxStep:
         name: file
         for name in entries
         for file in (os.path.join(path, name, json_name) for json_name in ("metadata", name))
-        if name not in items and os.path.isfile(file)
+        if name not in items and is_file(file)
     }
     iterator_states = _list_iterator_states(path)
     read = {*list_orbax_items(path, entries), *json_items, *_MARKERS}
@@ -154,7 +155,7 @@ def _open_step(path: str, items: Mapping[str, str]) -> OrbaxStep:
 
 
 def _check_committed(path: str, items: Mapping[str, str]) -> None:
-    if os.path.isfile(os.path.join(path, COMMITTED)):
+    if is_file(os.path.join(path, COMMITTED)):
         return
     item_entries = {name: os.listdir(folder) for name, folder in items.items() if folder != path}
     # An item with ORBAX_STEP is a checkpoint of its own, with its own marker.
@@ -172,7 +173,7 @@ def _check_committed(path: str, items: Mapping[str, str]) -> None:
 
 def _read_step_metadata(path: str) -> dict[str, Any]:
     file = os.path.join(path, ORBAX_STEP)
-    if not os.path.isfile(file):
+    if not is_file(file):
         return {}
     metadata = read_json_object(file)
     if metadata and not metadata.get("commit_timestamp_nsecs"):
@@ -183,11 +184,7 @@ def _read_step_metadata(path: str) -> dict[str, Any]:
 def _list_iterator_states(path: str) -> tuple[str, ...]:
     """List the states of MaxText's data iterators, `iter/process_<i>-of-<n>.json`."""
     folder = os.path.join(path, "iter")
-    matches = [
-        match
-        for name in (os.listdir(folder) if os.path.isdir(folder) else [])
-        if (match := _PROCESS_FILE.fullmatch(name))
-    ]
+    matches = [match for name in list_folder(folder) if (match := _PROCESS_FILE.fullmatch(name))]
     if not matches:
         return ()
     counts = {int(match[2]) for match in matches}

@@ -15,7 +15,7 @@ from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.index import parse_index
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.storage.regular_files import is_file, open_binary
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
 from unified_ckpt.sources.files.safetensors import TensorFile, open_tensor_file
 from unified_ckpt.sources.paddle.quantized_moments import MAX_SCALES, MIN_SCALES, SCALES
@@ -40,7 +40,7 @@ def open_indexed(
     raise_if_any(
         IncompleteError,
         f"{root}: files of {index_file} are missing",
-        [file for file in files if not os.path.isfile(os.path.join(root, file))],
+        [file for file in files if not is_file(os.path.join(root, file))],
     )
     tensors: dict[str, StoredTensor] = {}
     for name in files:

@@ -24,6 +24,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.detect.paddle import PEFT, is_legacy, part_file
 from unified_ckpt.sources.files.json import config_path, read_config, read_json_object
 from unified_ckpt.sources.paddle.files import open_indexed, open_tensors
@@ -53,7 +54,7 @@ _HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def open_paddle(root: str, options: SourceOptions) -> ShardedSource:
     """Open a PaddleNLP folder. Raises FormatError, or IncompleteError naming what is missing."""
-    entries = frozenset(os.listdir(root)) if os.path.isdir(root) else frozenset()
+    entries = frozenset(list_folder(root))
     config = read_optional_config(options.config or root)
     if options.config and config is None:
         raise NotFoundError(f"{options.config}: no such file, expected a config.json or its folder")
@@ -106,7 +107,7 @@ _INDICES = tuple(names.index_name(part) for part in (MODEL, PEFT, MASTER))
 
 def read_optional_config(path: str) -> Mapping[str, Any] | None:
     """Read a model's config.json (a file, or its folder), or return None if there is none."""
-    return read_config(path) if os.path.isfile(config_path(path)) else None
+    return read_config(path) if is_file(config_path(path)) else None
 
 
 def _check_written_by_paddle(

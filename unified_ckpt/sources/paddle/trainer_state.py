@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.detect.names import TRAINER_STATE
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.paddle.lazy_pickles import load_arrays, to_plain
@@ -34,7 +35,7 @@ def read_trainer_state(root: str, entries: Collection[str]) -> TrainerState:
         if file in entries
     }
     path = os.path.join(root, TRAINER_STATE)
-    trainer = read_json_object(path) if os.path.isfile(path) else {}
+    trainer = read_json_object(path) if is_file(path) else {}
     step = trainer.get("global_step")
     step_count = step if isinstance(step, int) and not isinstance(step, bool) else None
     state = TrainerState(step_count, {"trainer_state": trainer} if trainer else {}, {})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from unified_ckpt.engine.source.protocol import Order
 from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.files.json import CONFIG
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ def meta_model(path: str | os.PathLike[str]) -> torch.nn.Module:
     NotFoundError or FormatError if transformers has no such model.
     """
     folder = os.fspath(path)
-    folder = (os.path.dirname(folder) or ".") if os.path.isfile(folder) else folder
-    if not os.path.isfile(os.path.join(folder, CONFIG)):
+    folder = (os.path.dirname(folder) or ".") if is_file(folder) else folder
+    if not is_file(os.path.join(folder, CONFIG)):
         raise NotFoundError(f"{folder}: no {CONFIG} that names the model; pass model=...")
     try:
         import torch

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import mmap
-import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any, BinaryIO
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.storage.regular_files import is_file, open_binary
 from unified_ckpt.runtime.storage.storage import Buffer
 from unified_ckpt.sources.restricted_pickle.archive import (
     DISALLOWED,
@@ -52,7 +51,7 @@ def read_torch(path: str, *, placeholders: Collection[str] = (), numbered: bool 
 
 
 def _load_file(path: str, placeholders: Collection[str], *, numbered: bool, lazy: bool) -> Any:
-    if not os.path.isfile(path):
+    if not is_file(path):
         raise NotFoundError(f"{path}: no such file")
     with open_binary(path) as file:
         value = _load(file, path, placeholders, mapped=MappedFile(path) if lazy else None)

@@ -153,7 +153,7 @@ def copy_runs_to_tile(
     flat = _flat_int_bits(locals_)
     targets = _tile_runs(tile, starts, flat)
     if flat[0].device.type != "cpu":
-        flat = torch.cat(flat).cpu().split([tensor.numel() for tensor in flat])
+        flat = _split(torch.cat(flat).cpu(), [tensor.numel() for tensor in flat])
     torch._foreach_copy_(targets, flat)
 
 
@@ -165,11 +165,11 @@ def copy_runs_from_tile(
     sources = _tile_runs(tile, starts, flat)
     if flat[0].device.type != "cpu":
         sizes = [tensor.numel() for tensor in flat]
-        sources = torch.cat(sources).to(flat[0].device).split(sizes)
+        sources = _split(torch.cat(sources).to(flat[0].device), sizes)
     torch._foreach_copy_(flat, sources)
 
 
-def _flat_int_bits(locals_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _flat_int_bits(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of one dtype as `as_int_bits`, in one dim; aliases of contiguous tensors."""
     int_dtype = INT_DTYPES[locals_[0].element_size()]
     return [local.reshape(-1).view(int_dtype) for local in locals_]
@@ -177,7 +177,7 @@ def _flat_int_bits(locals_: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 def _tile_runs(
     tile: torch.Tensor, starts: Sequence[int], flat: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
+) -> list[torch.Tensor]:
     """Return the memory of each tensor of `flat` in the tile, which begins at byte `starts[i]`."""
     elements = tile.view(flat[0].dtype)
     item_nbytes, sizes, end = flat[0].element_size(), list[int](), 0  # sizes: gap, run, gap, ...
@@ -185,7 +185,11 @@ def _tile_runs(
         first, count = start // item_nbytes, tensor.numel()
         sizes += first - end, count
         end = first + count
-    return elements[:end].split(sizes)[1::2]
+    return _split(elements[:end], sizes)[1::2]
+
+
+def _split(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    return list(torch.split(flat, sizes))
 
 
 def copy_slabs(

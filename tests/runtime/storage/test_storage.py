@@ -13,6 +13,7 @@ import fsspec
 import pytest
 
 from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, list_folder
 from unified_ckpt.runtime.storage.storage import (
     LocalStorage,
     Reader,
@@ -338,6 +339,34 @@ def test_version_token_changes_with_the_file(local: LocalStorage, tmp_path: Path
     second = local.version_token("f")
     os.truncate(tmp_path / "f", 2)
     assert local.version_token("f") != second
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_unreadable_is_not_absent(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """A run whose checkpoint looks absent starts afresh."""
+
+    def fail(path: Any, **_: object) -> Any:
+        raise OSError(error, os.strerror(error), path)
+
+    looks: dict[str, Callable[[str], object]] = {
+        name: getattr(local, name) for name in ("kind", "size", "version_token", "read")
+    }
+    looks |= {
+        function.__name__: lambda name, function=function: function(str(tmp_path / name))  # type: ignore[misc]
+        for function in (is_file, is_folder, list_folder)
+    }
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for absent in ("none", "none/f", "loop", "n" * 300, "\0"):
+        path = str(tmp_path / absent)
+        assert (is_file(path), is_folder(path), list_folder(path)) == (False, False, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        for name, look in looks.items():
+            with pytest.raises(StorageError, match=os.strerror(error)) as raised:
+                look("f")
+            assert not isinstance(raised.value, NotFoundError), name
 
 
 def test_kinds_and_entries(local: LocalStorage, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Each rank owns a buffer of tiles, which it and other ranks fill or empty. The memory is a memfd,
 opened through /proc, because `/dev/shm` has 64 MB in containers. A buffer starts with counters.
-Each has one writer and only grows during an exchange, so no locks are needed. Data is written
-before its counter, and the interpreter's lock orders the two.
+Each has one writer and only grows during an exchange, so no locks are shared. A rank that sees a
+counter must also see the data written before it: each access of a counter is fenced.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,19 @@ _EXCHANGE, _PROGRESS, _FAILED, _DONE = range(4)
 CHANGED = -1  # in place of the number of tiles done: the bytes of a tile changed in transit
 
 TileSpan = tuple[int, int, int, int]  # strided bytes of a tile: start, nbytes, step, count
+
+
+def _fence() -> None:
+    """Order all reads and writes of memory before it and after it, for other processes too.
+
+    ARM reorders plain stores, and plain loads. A release of a lock followed by an acquire orders
+    what precedes the release before what follows the acquire. Costs less than a microsecond.
+    """
+    lock = threading.Lock()  # of this call: a signal handler may interrupt it, and fence too
+    with lock:
+        pass
+    with lock:
+        pass
 
 
 class TileBuffer:
@@ -54,27 +68,27 @@ class TileBuffer:
         """Reset all counters and open the buffer for an exchange. Owner only."""
         self._counters[_PROGRESS] = 0
         self._counters[_DONE:] = 0
-        self._counters[_EXCHANGE] = exchange_id
+        self._store(_EXCHANGE, exchange_id)
 
     def current_exchange_id(self) -> int:
         """Return the id of the exchange that the buffer is open for."""
-        return int(self._counters[_EXCHANGE])
+        return self._load(_EXCHANGE)
 
     def progress(self) -> int:
         """Return how many tiles the owner has moved."""
-        return int(self._counters[_PROGRESS])
+        return self._load(_PROGRESS)
 
     def advance(self, tiles: int) -> None:
         """Set how many tiles the owner has moved. Owner only."""
-        self._counters[_PROGRESS] = tiles
+        self._store(_PROGRESS, tiles)
 
     def done(self, rank: int) -> int:
         """Return how many tiles a member has finished."""
-        return int(self._counters[_DONE + rank])
+        return self._load(_DONE + rank)
 
     def set_done(self, rank: int, tiles: int) -> None:
         """Set how many tiles member `rank` has finished. That member only."""
-        self._counters[_DONE + rank] = tiles
+        self._store(_DONE + rank, tiles)
 
     def finish_tile(
         self, number: int, *, rank: int, exchange_id: int, spans: Iterable[TileSpan]
@@ -85,15 +99,24 @@ class TileBuffer:
 
     def mark_failed(self) -> None:
         """Signal waiting ranks that the owner has failed. Owner only."""
-        self._counters[_FAILED] = 1
+        self._store(_FAILED, 1)
 
     def reset_failed(self) -> None:
         """Clear the failure mark when a new operation begins. Owner only."""
-        self._counters[_FAILED] = 0
+        self._store(_FAILED, 0)
 
     def failed(self) -> bool:
         """Return whether the owner has failed."""
-        return bool(self._counters[_FAILED])
+        return bool(self._load(_FAILED))
+
+    def _store(self, index: int, value: int) -> None:
+        _fence()
+        self._counters[index] = value
+
+    def _load(self, index: int) -> int:
+        value = int(self._counters[index])
+        _fence()
+        return value
 
     def is_owner_alive(self) -> bool:
         """Return whether the owner's process is running."""

@@ -150,10 +150,10 @@ def copy_runs_to_tile(
 
     `starts`: the first byte of each, ascending.
     """
-    flat = _flat_int_bits(locals_)
+    flat = tuple(as_int_bits(local.reshape(-1)) for local in locals_)
     targets = _tile_runs(tile, starts, flat)
     if flat[0].device.type != "cpu":
-        flat = _split(torch.cat(flat).cpu(), [tensor.numel() for tensor in flat])
+        flat = torch.split(torch.cat(flat).cpu(), [tensor.numel() for tensor in flat])
     torch._foreach_copy_(targets, flat)
 
 
@@ -161,23 +161,18 @@ def copy_runs_from_tile(
     tile: torch.Tensor, starts: Sequence[int], locals_: Sequence[torch.Tensor]
 ) -> None:
     """Copy from the tile into contiguous tensors: the inverse of `copy_runs_to_tile`."""
-    flat = _flat_int_bits(locals_)
+    # `view`, because a copy by `reshape` would lose what is read
+    flat = tuple(as_int_bits(local.view(-1)) for local in locals_)
     sources = _tile_runs(tile, starts, flat)
     if flat[0].device.type != "cpu":
         sizes = [tensor.numel() for tensor in flat]
-        sources = _split(torch.cat(sources).to(flat[0].device), sizes)
+        sources = torch.split(torch.cat(sources).to(flat[0].device), sizes)
     torch._foreach_copy_(flat, sources)
-
-
-def _flat_int_bits(locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of one dtype as `as_int_bits`, in one dim; aliases of contiguous tensors."""
-    int_dtype = INT_DTYPES[locals_[0].element_size()]
-    return [local.reshape(-1).view(int_dtype) for local in locals_]
 
 
 def _tile_runs(
     tile: torch.Tensor, starts: Sequence[int], flat: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Return the memory of each tensor of `flat` in the tile, which begins at byte `starts[i]`."""
     elements = tile.view(flat[0].dtype)
     item_nbytes, sizes, end = flat[0].element_size(), list[int](), 0  # sizes: gap, run, gap, ...
@@ -185,11 +180,7 @@ def _tile_runs(
         first, count = start // item_nbytes, tensor.numel()
         sizes += first - end, count
         end = first + count
-    return _split(elements[:end], sizes)[1::2]
-
-
-def _split(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    return list(torch.split(flat, sizes))
+    return torch.split(elements[:end], sizes)[1::2]
 
 
 def copy_slabs(

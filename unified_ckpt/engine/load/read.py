@@ -21,6 +21,7 @@ from unified_ckpt.runtime.exchange.run_batch import RunBatch, tiles_by_number
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.storage.io_thread import IOThread
+from unified_ckpt.runtime.torch_state.devices import transfer_buffer
 from unified_ckpt.runtime.torch_state.tensors import (
     SCALAR_BOXES,
     LocalTensor,
@@ -203,7 +204,7 @@ def _finish_read(group_reader: GroupReader, read: _PendingRead) -> None:
 def _next_buffer(buffers: list[torch.Tensor], queue_depth: int) -> torch.Tensor:
     """Return a buffer with no pending read."""
     if len(buffers) <= queue_depth + 1:
-        buffers.append(torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu"))
+        buffers.append(transfer_buffer(CHUNK_NBYTES))
     else:
         buffers.append(buffers.pop(0))
     return buffers[-1]

@@ -16,6 +16,7 @@ from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS
+from unified_ckpt.runtime.torch_state.devices import transfer_buffer
 from unified_ckpt.runtime.torch_state.tensors import (
     SCALAR_BOXES,
     LocalTensor,
@@ -115,9 +116,7 @@ class BufferRing:
         """Return a buffer, after the write that still uses it. The second next call reuses it."""
         self._slot = (self._slot + 1) % SLOTS
         if len(self._buffers) < SLOTS:
-            self._buffers = [
-                torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu") for _ in range(SLOTS)
-            ]
+            self._buffers = [transfer_buffer(CHUNK_NBYTES) for _ in range(SLOTS)]
         future = self._futures[self._slot]
         if future is not None:
             future.result()

@@ -44,11 +44,10 @@ from unified_ckpt.engine.save.snapshot import (
     Snapshot,
     copy_tensors,
     prepare_snapshot,
-    record_events,
-    wait_events,
 )
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.torch_state.devices import record_events, streams_after
 from unified_ckpt.runtime.torch_state.flatten import keys_changed_only_by_step
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -116,7 +115,8 @@ class BackgroundSave:
         lazy: bool,
     ) -> None:
         self._planned, self._snapshot, self._deferred_keys = planned, snapshot, deferred_keys
-        self._events = record_events(chain.from_iterable(snapshot.tensors_by_group))
+        tensors = chain.from_iterable(snapshot.tensors_by_group)
+        self._events = record_events(tensor.local for tensor in tensors)
         self.holds_caller = not lazy or not snapshot.uncopied_keys() <= set(deferred_keys)
         self.staging, self.started = planned.staging, planned.call.started
         self._error: BaseException | None = None
@@ -128,8 +128,8 @@ class BackgroundSave:
     def copy(self) -> None:
         """Copy the deferred tensors; after it they may change. `finish` raises its errors."""
         try:
-            wait_events(self._events)
-            copy_tensors(self._snapshot, self._deferred_keys)
+            with streams_after(self._events):
+                copy_tensors(self._snapshot, self._deferred_keys)
         except Exception as error:
             self.fail(error)
         if self._error is not None or self._snapshot.last_uncopied_group < 0:
@@ -152,8 +152,8 @@ class BackgroundSave:
                     if self._error is not None:
                         raise self._error
                     planned.call.comm.delete_stale_keys()
-                wait_events(self._events)  # this thread may read tensors that are not copied
-                report = write_and_commit(planned, self._snapshot)
+                with streams_after(self._events):  # for tensors that are not copied
+                    report = write_and_commit(planned, self._snapshot)
                 report = replace(report, blocked_seconds=self._blocked_seconds())
                 with commit_group.collective.step("after-commit"):
                     if after_commit is not None:

@@ -12,7 +12,7 @@ while the caller waits; see `Staging`.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +31,7 @@ from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import free_memory_nbytes
 from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
+from unified_ckpt.runtime.torch_state.devices import host_memory
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
     as_bytes,
@@ -47,7 +48,7 @@ class SnapshotMemory:
     """Host memory that snapshots reuse; pinned if tensors are on a CUDA device."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._memory, self._pinned = host_memory(0, pinned=False), False
         self.last_snapshot: Snapshot | None = None  # without its tensors
 
     @property
@@ -57,15 +58,14 @@ class SnapshotMemory:
 
     def reserve(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return at least `nbytes` of memory, uint8."""
-        if self._memory.numel() < nbytes or (pinned and not self._memory.is_pinned()):
-            # Free the old memory before allocating the new.
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        if self._memory.numel() < nbytes or (pinned and not self._pinned):
+            self._memory = host_memory(0, pinned=False)  # free the old before allocating the new
+            self._memory, self._pinned = host_memory(nbytes, pinned=pinned), pinned
         return self._memory
 
     def close(self) -> None:
         """Free the memory."""
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._memory, self._pinned = host_memory(0, pinned=False), False
         self.last_snapshot = None
 
 
@@ -243,18 +243,6 @@ def _check_memory(nbytes: int) -> None:
             f"{human_size(nbytes)}; free {human_size(nbytes - free)}, or call `save`, which needs "
             "none"
         )
-
-
-def record_events(tensors: Iterable[LocalTensor]) -> list[torch.cuda.Event]:
-    """Record events after all work queued so far on the streams of the tensors' CUDA devices."""
-    devices = {tensor.local.device for tensor in tensors if tensor.local.device.type == "cuda"}
-    return [torch.cuda.current_stream(device).record_event() for device in devices]
-
-
-def wait_events(events: Sequence[torch.cuda.Event]) -> None:
-    """Make this thread's current streams wait for the events."""
-    for event in events:
-        torch.cuda.current_stream(event.device).wait_event(event)
 
 
 def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from unified_ckpt.engine.save.request import SaveRequest
-from unified_ckpt.engine.save.snapshot import record_events
 from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.manager.stopping.agreement import poll_interval
 from unified_ckpt.manager.stopping.exception_agreement import ExceptionAgreement, LoopStatus
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.torch_state.devices import record_events, streams_after
 
 _LOG = logging.getLogger("unified_ckpt")
 _ANSWER_SECONDS = 60.0  # for a loop that is behind to reach the step
@@ -101,7 +101,7 @@ class ExceptionSave:
             except Exception as error:
                 self._last = _LastStep(step, save, error=str(error))
             else:
-                events = record_events(request.state.tensors)
+                events = record_events(tensor.local for tensor in request.state.tensors)
                 self._last = _LastStep(step, save, request, events)
 
     def save_last(self) -> None:
@@ -220,7 +220,7 @@ class ExceptionSave:
             self._warn(outcome.problem)
         elif not outcome.problem and last is not None and last.request is not None:
             try:
-                with _new_streams(last.events):
+                with streams_after(last.events):
                     last.save(last.request)
             except Exception as error:  # the exception of the loop is the one to raise
                 if self._get_comm().rank == 0:
@@ -245,14 +245,3 @@ class ExceptionSave:
         except CheckpointError as error:
             return LoopStatus(problem=f"step {last.step}: {error}")
         return LoopStatus(last.step)
-
-
-@contextlib.contextmanager
-def _new_streams(events: Sequence[torch.cuda.Event]) -> Iterator[None]:
-    """Make new streams current on the devices of the events, and let them wait for these."""
-    with contextlib.ExitStack() as stack:
-        for event in events:
-            stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
-            stream.wait_event(event)
-            stack.enter_context(torch.cuda.stream(stream))
-        yield

@@ -7,13 +7,13 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import unified_ckpt as uc
+from tests.support.processes import warm
 from tests.support.processes.killed import Lives, Spawn, check_whole, spawn
 from tests.support.processes.launch import PROGRAMS, environment
 from tests.support.processes.tiers_worker import NODES, WORLD, serve
@@ -56,7 +56,7 @@ class Run(Lives):
 
     def end(self, *, last_step: int) -> int:
         """Resume, save up to a step, and end. Return the step resumed from."""
-        command = [sys.executable, str(PROGRAMS / "tiers_worker.py")]
+        command = warm.python(PROGRAMS / "tiers_worker.py", environment())
         ranks = [
             subprocess.Popen([*command, *map(str, arguments)], env=environment())
             for arguments in self.arguments(self.top, last_step)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import warm
 from tests.support.processes.launch import PROGRAMS, environment, torchrun
 from tests.support.processes.merged import read_merged
 
@@ -96,9 +97,10 @@ LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--npr
 def agent(root: Path, node: int, port: int, calls: Path) -> subprocess.Popen[str]:
     """Start torchrun for one of two nodes of two ranks."""
     place = ("--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port))
+    worker = warm.python(PROGRAMS / "worker_nodes.py", environment())  # ends with its client
     with (root / f"agent-{node}.txt").open("w") as output:
         return subprocess.Popen(
-            [*LAUNCH, *place, str(PROGRAMS / "worker_nodes.py"), str(calls)],
+            [*LAUNCH, *place, "--no-python", *worker, str(calls)],
             env=environment() | {"WORKER_TIMEOUT_SECONDS": "110"},
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -26,6 +26,7 @@ from tests.support.processes.sigkill_worker import (
     latest_checkpoint,
     serve,
 )
+from tests.support.processes.warm import TORCH
 
 Spawn = multiprocessing.context.ForkServerContext
 
@@ -39,7 +40,7 @@ def spawn() -> Iterator[Spawn]:
         for name, value in environment().items():
             patch.setenv(name, value)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([sigkill_worker.__name__])
+        context.set_forkserver_preload([*TORCH, sigkill_worker.__name__])
         yield context
 
 

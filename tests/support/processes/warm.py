@@ -1,4 +1,5 @@
-"""Starts processes whose imports are already done: a server for each set of packages forks them.
+"""Starts processes whose imports are already done. Two servers fork them: one has imported torch,
+the other also the frameworks.
 
 Importing costs up to 8 s of a core for each rank of each launch.
 """
@@ -15,18 +16,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-IMPORTS = {  # what is imported for a script that imports something of a package
-    "torch": [
-        "torch",
-        "torch.distributed.run",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "torch.distributed.checkpoint",
-        "torch._dynamo",  # which DTensor imports at its first operation
-        "unified_ckpt.api",
-        "unified_ckpt.checkpointer",
-        "unified_ckpt.manager.manager",
-    ],
+TORCH = [
+    "torch",
+    "torch.distributed.run",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",  # which DTensor and optimizers import at their first use
+    "unified_ckpt.api",
+    "unified_ckpt.checkpointer",
+    "unified_ckpt.manager.manager",
+]
+FRAMEWORKS = {  # by the package that a script imports
     "accelerate": ["accelerate"],
     "peft": ["peft"],
     "transformers": ["transformers.trainer", "transformers.models.auto.modeling_auto"],
@@ -42,39 +43,44 @@ def python(script: Path, env: Mapping[str, str]) -> list[str]:
     """Command in place of `[sys.executable, script]`. `env`: for the imports, if this is the first
     of its kind.
     """
-    source = script.read_text()
+    frameworks = [module for modules in FRAMEWORKS.values() for module in modules]
     return [
-        *_client(
-            [
-                name
-                for name in IMPORTS
-                if re.search(rf"^\s*(from|import) {name}\b", source, re.MULTILINE)
-            ],
-            env,
-        ),
+        *_client([*TORCH, *(frameworks if _imports_framework(script, set()) else ())], env),
         str(script),
     ]
 
 
+def _imports_framework(script: Path, seen: set[Path]) -> bool:
+    """Whether the script imports a framework, itself or through modules of these tests."""
+    seen.add(script)
+    names = re.findall(r"^\s*(?:from|import) ([\w.]+)", script.read_text(), re.MULTILINE)
+    paths = [FOLDER.parents[2] / f"{name.replace('.', '/')}.py" for name in names]
+    return not FRAMEWORKS.keys().isdisjoint(name.partition(".")[0] for name in names) or any(
+        _imports_framework(path, seen)
+        for name, path in zip(names, paths, strict=True)
+        if name.startswith("tests.") and path.exists() and path not in seen
+    )
+
+
 def program(source: str, env: Mapping[str, str]) -> list[str]:
     """Command in place of `[sys.executable, "-c", source]`, for a program that imports torch."""
-    return [*_client(["torch"], env), "-c", source]
+    return [*_client(TORCH, env), "-c", source]
 
 
 def module(name: str, env: Mapping[str, str]) -> list[str]:
     """Command in place of `[sys.executable, "-m", module]`, for a module of torch."""
-    return [*_client(["torch"], env), "-m", name]
+    return [*_client(TORCH, env), "-m", name]
 
 
-def _client(packages: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    key = (env["PYTHONPATH"], *packages)
+def _client(modules: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    key = (env["PYTHONPATH"], *modules)
     if key not in _clients:
         _clients[key] = [
             sys.executable,
             "-I",
             "-S",
             str(FOLDER / "warm_client.py"),
-            _server([m for name in packages for m in IMPORTS[name]], env),
+            _server(modules, env),
         ]
     return _clients[key]
 

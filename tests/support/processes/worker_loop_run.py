@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,9 @@ def ahead(root: Path) -> None:
 
     def drift(step: int) -> None:
         if dist.get_rank() == 0 and step == OUTSIDE_STEP + 1:  # before the next save
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends it, without a notice
             (root / "ahead").touch()
-            time.sleep(100)  # the launcher ends it
+            time.sleep(100)
         elif dist.get_rank() > 0 and step == OUTSIDE_STEP:
             while not (root / "ahead").exists():
                 time.sleep(0.02)

@@ -29,6 +29,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.managers import flip_last_byte
+from tests.support.processes import warm
 from unified_ckpt.cli import main as command_line
 
 ROOT = Path(__file__).parents[1]
@@ -39,11 +40,7 @@ PAGES = [
 ]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
-LAUNCH = {
-    "ls": ["ls"],
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
-}
+LAUNCH = ("ls", "python", "torchrun")
 SECONDS = 600.0  # for one program; it takes ten on an idle machine
 
 # First line of a block -> why it is not run.
@@ -540,7 +537,7 @@ def test_readme_shows_real_output(
             assert command_line.main(arguments) == 0
             actual = capsys.readouterr().out
         else:
-            actual = run([*LAUNCH[program], *arguments], tmp_path)
+            actual = run(launched(program, arguments, tmp_path), tmp_path)
         assert mask_varying(actual) == mask_varying(expected), command
 
 
@@ -650,7 +647,7 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
         program, *arguments = argv
         if "unified_ckpt" in arguments:
             arguments[arguments.index("--nproc-per-node") + 1] = "2"  # of any number
-        run([*LAUNCH[program], *arguments], Path.cwd())
+        run(launched(program, arguments, Path.cwd()), Path.cwd())
         return
     monkeypatch.syspath_prepend(Path.cwd())
     arguments = argv[1:] if argv[0] == "unified-ckpt" else argv[3:]
@@ -662,21 +659,32 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
+def launched(program: str, arguments: Sequence[str], folder: Path) -> list[str]:
+    """Command in place of a page's: a new interpreter, or torchrun whose ranks have imports done."""
+    if program != "torchrun":
+        return [sys.executable if program == "python" else program, *arguments]
+    start = next(i for i, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))
+    options, (script, *rest) = arguments[:start], arguments[start:]
+    env = environment(folder)
+    worker = warm.module(rest.pop(0), env) if script == "-m" else warm.python(Path(script), env)
+    torchrun = [*warm.module("torch.distributed.run", env), "--standalone", *options]
+    return [*torchrun, "--no-python", *worker, *rest]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    more = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **more}
+
+
 def run(command: Sequence[str], folder: Path) -> str:
     """Return the program's output. If it fails or hangs, show the output of it and its ranks, and
     kill them all.
     """
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "TMPDIR": str(folder),
-        "PYTHONPATH": str(ROOT),
-    }
     log = folder / "said.txt"
     with (
         log.open("w") as output,
         subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=output
+            command, cwd=folder, env=environment(folder), stdout=output, stderr=output
         ) as child,
     ):
         try:

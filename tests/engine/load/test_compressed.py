@@ -77,7 +77,7 @@ def test_generations_on_other_layouts_store_the_same_bytes(
 
 @pytest.mark.slow
 @given(compressed_cases(max_world=6, loads=9), st.sampled_from(["lossless", "O1", "O2"]))
-@settings(max_examples=40)
+@settings(max_examples=12)
 def test_ten_generations_store_the_same_bytes(root: Path, case: Case, compression: str) -> None:
     check_generations(root, case, compression)
 

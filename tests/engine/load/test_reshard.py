@@ -173,15 +173,6 @@ def test_any_mesh_to_any_mesh(
     check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
 
 
-@pytest.mark.slow
-@given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
-@settings(max_examples=150)
-def test_any_mesh_to_any_mesh_150_times(
-    root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str
-) -> None:
-    check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
-
-
 @pytest.mark.long
 @given(cases(max_world=12, max_tensors=6, loads=4), TILES, FILE_NBYTES, VERIFY)
 @settings(max_examples=400)

@@ -132,7 +132,7 @@ def crash_cases() -> list[Any]:
         every.append((EACH, where, "committed", TWICE))
     for ranks, *rest in every:
         if ranks.world > 2:
-            cases.append(pytest.param(ranks, *rest, 11, marks=pytest.mark.slow))
+            cases.append(pytest.param(ranks, *rest, 29, marks=pytest.mark.slow))
         cases.append(pytest.param(ranks, *rest, 1, marks=pytest.mark.long))
     return cases
 

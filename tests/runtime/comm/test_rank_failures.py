@@ -272,8 +272,11 @@ def check_moment(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("samples", [5, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CALLS)
-def test_one_rank_fails_at_any_moment(tmp_path: Path, moments: Moments, name: str) -> None:
+def test_one_rank_fails_at_any_moment(
+    tmp_path: Path, moments: Moments, name: str, samples: int
+) -> None:
     call, draw = CALLS[name], random.Random(name)
     call.prepare(tmp_path / "start")
     shutil.copytree(tmp_path / "start", tmp_path / "through")
@@ -282,7 +285,7 @@ def test_one_rank_fails_at_any_moment(tmp_path: Path, moments: Moments, name: st
     assert min(map(len, labels.values())) > 5
     for rank, of_rank in sorted(labels.items()):
         numbers = {n for n, label in enumerate(of_rank, 1) if label.startswith(ALWAYS)}
-        numbers |= {*draw.sample(range(1, len(of_rank) + 1), min(8, len(of_rank)))}
+        numbers |= {*draw.sample(range(1, len(of_rank) + 1), min(samples, len(of_rank)))}
         for number in sorted(numbers):
             shutil.copytree(tmp_path / "start", tmp_path / "root")
             check_moment(call, tmp_path / "root", moments, (rank, number), fine)

@@ -176,18 +176,20 @@ PLAIN = {
     "tied": False,
 }
 PLAIN |= {"flat": False, "bucket": 0, "sharding": "fully_reshardable", "dist": True}
-RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "Qwen2": (2, {"tp": 2, "flat": True, "qkv_bias": True}),
-    "Qwen3": (4, {"tp": 2, "pp": 2, "vpp": 2, "tied": True, "qk_norm": True}),
-    "Mixtral": (4, {"pp": 2, "ep": 2, "experts": 4, "flat": True, "groups": 4}),
+RUNS: dict[str, dict[str, Any]] = {
+    "Qwen2": {"tp": 2, "flat": True, "qkv_bias": True},
+    "Qwen3": {"tp": 2, "pp": 2, "vpp": 2, "tied": True, "qk_norm": True},
+    "Mixtral": {"pp": 2, "ep": 2, "experts": 4, "flat": True, "groups": 4},
 }
+RANKS = 4
 
 
-def run(folder: Path, kind: str) -> dict[str, Any]:
-    """Return what Megatron-Core reports of loading its own save."""
-    world, more = RUNS[kind]
-    job = json.dumps(PLAIN | more)
-    torchrun(world, "worker_megatron_core.py", "save", folder, job, timeout_seconds=300)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of `RUNS`: saves of Megatron-Core on `RANKS`, and what it reports of loading them."""
+    root = tmp_path_factory.mktemp("megatron-core")
+    jobs = json.dumps({kind: PLAIN | more for kind, more in RUNS.items()})
+    torchrun(RANKS, "worker_megatron_core.py", "save", root, jobs, timeout_seconds=280)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -195,8 +197,8 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
         sys.executable,
         str(PROGRAMS / "worker_megatron_core.py"),
         "report",
-        str(folder),
-        job,
+        str(root),
+        jobs,
     ]
     done = subprocess.run(
         command,
@@ -207,15 +209,16 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return dict(torch.load(folder / "loaded.pt"))
+    return root
 
 
 @pytest.mark.slow
 @REAL
 @pytest.mark.parametrize("kind", RUNS)
-def test_matches_megatron_core_itself(tmp_path: Path, kind: str) -> None:
-    expected = run(tmp_path, kind)
-    with uc.open(tmp_path / "legacy", options=SourceOptions(names="own")) as source:
+def test_matches_megatron_core_itself(runs: Path, kind: str) -> None:
+    folder = runs / kind
+    expected = torch.load(folder / "loaded.pt")
+    with uc.open(folder / "legacy", options=SourceOptions(names="own")) as source:
         assert set(source["model"].keys()) == set(expected["model"])
         for key in ("model", "master_weights", "exp_avg", "exp_avg_sq"):
             for name, tensor in expected[key].items():
@@ -226,8 +229,8 @@ def test_matches_megatron_core_itself(tmp_path: Path, kind: str) -> None:
                 )
                 assert torch.equal(actual[...], tensor), f"{key}:{name}"
         assert expected["exp_avg"] or kind == "Mixtral"
-    with uc.open(tmp_path / "legacy") as legacy, uc.open(tmp_path / "dist") as dist:
-        for rank in range(RUNS[kind][0]):
+    with uc.open(folder / "legacy") as legacy, uc.open(folder / "dist") as dist:
+        for rank in range(RANKS):
             states = [
                 both.rank_extra[rank]["rng_state"]["torch_rng_state"] for both in (legacy, dist)
             ]
@@ -243,7 +246,7 @@ def test_matches_megatron_core_itself(tmp_path: Path, kind: str) -> None:
         hidden_size=32,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=RUNS[kind][1].get("groups", 2),
+        num_key_value_heads=RUNS[kind].get("groups", 2),
         head_dim=8,
         intermediate_size=24 if kind == "Mixtral" else 48,
         tie_word_embeddings=kind == "Qwen3",
@@ -252,7 +255,7 @@ def test_matches_megatron_core_itself(tmp_path: Path, kind: str) -> None:
     )
     for name in ("legacy", "dist"):
         model = getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16().eval()
-        with open_model_names(tmp_path / name, model=model) as renamed:
+        with open_model_names(folder / name, model=model) as renamed:
             uc.load(renamed, model=model)
         with torch.no_grad():
             actual = model(expected["tokens"]).logits

@@ -1,8 +1,8 @@
 """Runs Megatron-Core itself on CPUs: trains a few steps and saves, or loads and reports.
 
-`save FOLDER JOB` under torchrun saves as torch_dist and in Megatron-LM's older format.
-`report FOLDER JOB` in one process loads torch_dist and writes `loaded.pt`: all tensors by name,
-and logits. JOB is JSON: parallelism and features of the model.
+`save ROOT JOBS` under torchrun saves each job as torch_dist and in Megatron-LM's older format.
+`report ROOT JOBS` in one process loads torch_dist and writes `loaded.pt`: all tensors by name,
+and logits. JOBS is JSON: by folder, parallelism and features of the model.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def of_parameter(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Ten
 
 def main() -> None:
     on_cpu()
-    action, folder, job = sys.argv[1:4]
+    action, root, jobs = sys.argv[1:4]
     if action == "report":
         os.environ.update(
             RANK="0",
@@ -351,8 +351,12 @@ def main() -> None:
             MASTER_PORT=os.environ.get("MASTER_PORT", "0"),
         )
     dist.init_process_group("gloo")
-    {"save": save, "report": report}[action](folder, json.loads(job))
-    dist.barrier()
+    import megatron.core.parallel_state as ps
+
+    for name, job in json.loads(jobs).items():
+        {"save": save, "report": report}[action](str(Path(root, name)), job)
+        dist.barrier()
+        ps.destroy_model_parallel()
     dist.destroy_process_group()
 
 

@@ -85,15 +85,10 @@ SCRATCH = {"bench_convert": "--dir", "bench_writes": "--dir"} | dict.fromkeys(
     ("bench_async", "bench_compressed_saves", "bench_load", "bench_save", "bench_small_tensors"),
     "--scratch",
 )
-APART = {"bench_shared_reads"}  # changes classes of the engine
-LAUNCHES = {
-    "bench_async",
-    "bench_convert",
-    "bench_open_dcp",
-    "bench_load",
-    "bench_save",
-    "bench_small_tensors",
-}  # processes: slow
+COLD = "--scenario same --only raw"  # each such load empties the machine's page cache
+# Those that start processes or change classes of the engine.
+APART = {"bench_convert", "bench_open_dcp", "bench_shared_reads"}
+LAUNCHES = {"bench_async", "bench_load", "bench_save", "bench_small_tensors"}
 
 
 @dataclass(frozen=True)
@@ -597,7 +592,9 @@ def test_commands_of_an_example_run(
     [
         pytest.param(
             command,
-            marks=[pytest.mark.slow] if Path(shlex.split(command)[1]).stem in LAUNCHES else [],
+            marks=[pytest.mark.slow]
+            if Path(shlex.split(command)[1]).stem in APART | LAUNCHES
+            else [],
         )
         for command in benchmark_commands()
     ],
@@ -610,18 +607,20 @@ def test_benchmarks_run_at_toy_size(
     arguments = [file for argument in argv[2:] if argument != "…" for file in expand(argument)]
     arguments += [
         *shlex.split(TOY[script.stem]),
+        *shlex.split(COLD if "--cold" in argv else ""),
         *([SCRATCH[script.stem], str(tmp_path)] if script.stem in SCRATCH else []),
     ]
     if "--out" in argv:
         arguments += ["--out", str(tmp_path / "rows.jsonl")]
     monkeypatch.chdir(tmp_path)
-    if script.stem in APART | LAUNCHES:
+    if script.stem in APART:
         run([sys.executable, str(script), *arguments], tmp_path)
     else:
         monkeypatch.syspath_prepend(script.parent)
         monkeypatch.setattr(sys, "argv", [str(script), *arguments])
         before = set(sys.modules)
         try:
+            monkeypatch.setattr("common.launch", launch)
             runpy.run_path(str(script), run_name="__main__")
         finally:
             for name in set(sys.modules) - before:
@@ -631,6 +630,12 @@ def test_benchmarks_run_at_toy_size(
                     del sys.modules[name]
     if "--out" in argv:
         assert (tmp_path / "rows.jsonl").stat().st_size
+
+
+def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
+    """Run ranks of a benchmark as `common.launch` does."""
+    words = ["--nproc-per-node", str(ranks), script, *arguments]
+    sys.stdout.write(run(launched("torchrun", words, Path.cwd()), Path.cwd()))
 
 
 def expand(word: str) -> list[str]:

@@ -95,7 +95,11 @@ def leaves(tree: Any, label: str, name: str) -> Iterator[Stored]:
 
 
 def bits(tensor: torch.Tensor) -> set[tuple[int, int]]:
-    """Return the distinct elements of a tensor, as their size and their bits."""
+    """Return the distinct elements of a tensor, as their size and their bits; of wide ones, of each
+    8 bytes.
+    """
     size, flat = tensor.element_size(), tensor.detach().contiguous().flatten()
-    values = flat.view(torch.uint8).numpy().view(f"V{size}") if flat.numel() else []
-    return {(size, int.from_bytes(bytes(value), "little")) for value in set(map(bytes, values))}
+    if not flat.numel():
+        return set()
+    values = flat.view(torch.uint8).numpy().view(f"<u{min(size, 8)}")
+    return {(size, value) for value in set(values.tolist())}

@@ -22,7 +22,10 @@ settings.register_profile(
     "random", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile(  # where only the verdict counts
-    "unshrunk", settings.get_profile("random"), phases=[Phase.explicit, Phase.generate]
+    "unshrunk",
+    settings.get_profile("random"),
+    phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False,  # stops at the first
 )
 settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
 settings.load_profile("repeatable")

@@ -60,8 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest folders first, so that no process runs them alone at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("processes", "machines"))
+    """Put the longest files first, so that no process runs one alone at the end."""
+    longest = ("processes", "machines", "test_conformance.py")
+    items.sort(key=lambda item: not {item.path.parent.name, item.path.name}.intersection(longest))
 
 
 def pytest_collection_finish() -> None:

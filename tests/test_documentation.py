@@ -665,7 +665,7 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def launched(program: str, arguments: Sequence[str], folder: Path) -> list[str]:
-    """Command in place of a page's: a new interpreter, or torchrun whose ranks have imports done."""
+    """Return a command of a page: a new interpreter, or torchrun whose ranks are forked."""
     if program != "torchrun":
         return [sys.executable if program == "python" else program, *arguments]
     start = next(i for i, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))

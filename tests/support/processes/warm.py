@@ -68,7 +68,7 @@ def program(source: str, env: Mapping[str, str]) -> list[str]:
 
 
 def module(name: str, env: Mapping[str, str]) -> list[str]:
-    """Command in place of `[sys.executable, "-m", module]`, for a module of torch or this package."""
+    """Command in place of `[sys.executable, "-m", module]`, for torch's modules or ours."""
     return [*_client(TORCH, env), "-m", name]
 
 

@@ -459,7 +459,7 @@ def fine(outcomes: list[Any]) -> list[Any]:
 
 
 def test_run() -> None:
-    run_machine(RunMachine, examples=60, steps=15)
+    run_machine(RunMachine, examples=100, steps=15)
 
 
 @pytest.mark.long

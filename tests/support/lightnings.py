@@ -34,6 +34,7 @@ class Net(pl.LightningModule):
         lr: float = 0.01,
         batch: int = 4,
         dropout: float = 0.2,
+        plateau: str = "",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -79,6 +80,11 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        interval = self.hparams["plateau"]
+        if interval:
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            scheduler = {"scheduler": plateau, "interval": interval, "monitor": "loss"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
         return {
             "optimizer": optimizer,
             "lr_scheduler": {

@@ -69,3 +69,22 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, case: str) -> None
         ), name
         assert resumed.seen == whole.seen[len(whole.seen) - len(resumed.seen) :], name
         check_same(resumed, whole)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_skipped_scheduler_updates_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, interval: str
+) -> None:
+    """Lightning updates ReduceLROnPlateau after the save, with metrics that it does not save."""
+    net = {"plateau": interval}
+    fit(tmp_path / "whole", checkpoints=EVERY, net=net)
+    for step in (2, 5):
+        caplog.clear()
+        path = tmp_path / "whole" / f"step={step}.ckpt"
+        fit(tmp_path / str(step), checkpoints=EVERY, ckpt_path=path, net=net)
+        assert "ReduceLROnPlateau (monitor loss)" in caplog.text
+    fit(tmp_path / "epochs", checkpoints=EPOCHS, net=net)
+    caplog.clear()
+    path = tmp_path / "epochs" / "step=4.ckpt"
+    fit(tmp_path / "after", checkpoints=EPOCHS, ckpt_path=path, net=net)
+    assert "ReduceLROnPlateau" not in caplog.text

@@ -145,6 +145,8 @@ class PositionTracker:
     def _on_first_batch(self, fetcher: Any) -> None:
         """Replace the epoch loop's method that runs right before the first batch."""
         target, self._target = self._target, None
+        if target is not None:
+            self._warn_skipped_updates()
         loop, drawn = self._loop, self._loop.epoch_loop.batch_progress.total.ready
         before = self._rng_before_next_batch
         if target is None and before is not None and before[1] == drawn:
@@ -178,6 +180,23 @@ class PositionTracker:
         self._original_run_start(fetcher)
         if target is not None and target.batches:
             RandomStates().load_state_dict(target.rng)
+
+    def _warn_skipped_updates(self) -> None:
+        """Log which schedulers miss an update: Lightning makes it after the save, with metrics that
+        it does not save.
+        """
+        trainer = self._trainer
+        if not self._loop.restarting or not trainer.lightning_module.automatic_optimization:
+            return
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau:
+                _LOG.warning(
+                    "scheduler %s (monitor %s): Lightning skips its update of the %s at the save; "
+                    "save at the ends of epochs, after validation, to keep it",
+                    type(config.scheduler).__name__,
+                    config.monitor,
+                    config.interval,
+                )
 
     def _samplers(self) -> list[Any]:
         loaders = self._loop._combined_loader.flattened

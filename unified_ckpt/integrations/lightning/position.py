@@ -186,13 +186,14 @@ class PositionTracker:
         it does not save.
         """
         trainer = self._trainer
-        if not self._loop.restarting or not trainer.lightning_module.automatic_optimization:
+        if not trainer.lightning_module.automatic_optimization:
             return
         for config in trainer.lr_scheduler_configs:
-            if config.reduce_on_plateau:
+            missed = config.interval == "epoch" or self._loop.restarting
+            if config.reduce_on_plateau and missed:
                 _LOG.warning(
                     "scheduler %s (monitor %s): Lightning skips its update of the %s at the save; "
-                    "save at the ends of epochs, after validation, to keep it",
+                    "learning rates may differ from an uninterrupted run",
                     type(config.scheduler).__name__,
                     config.monitor,
                     config.interval,

@@ -28,11 +28,18 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """A tensor that is not stored; `load` returns a torch tensor of this shape at every call."""
+    """A tensor that no Source has. `load` returns a box of it, as a torch tensor.
+
+    `whole`: each call of `load` computes all of it. `file`: for messages. `mapped` returns all of
+    it as an alias of a mapped file; None for a tensor that does not lie plainly in one.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    load: Callable[[], Any]
+    load: Callable[[Box], Any]
+    whole: bool = False
+    file: str = ""
+    mapped: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Protocol
 
@@ -40,7 +41,7 @@ from unified_ckpt.errors import FormatError, NotFoundError, error_prefix
 from unified_ckpt.format.digests import BLOCK_NBYTES
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.storage import Buffer
-from unified_ckpt.views.materialize import in_chunks
+from unified_ckpt.views.materialize import in_chunks, read_tensor
 from unified_ckpt.views.shard_assembler import ShardAssembler
 from unified_ckpt.views.shards import ShardedTensor
 
@@ -212,7 +213,8 @@ class DerivedSource(WrappedSource):
         element_runs = self._stored_runs(key)
         if element_runs is None:
             if key not in self._materialized:
-                self._materialized[key] = in_chunks(self._source, key, recipe, spec)
+                read = partial(read_tensor, self._source)
+                self._materialized[key] = in_chunks(read, ":".join(key), recipe, spec.dtype)
             self._assembler.read_into(key, start, buffer)
             return
         element_nbytes, run_start, stop = itemsize(spec.dtype), 0, start + len(buffer)

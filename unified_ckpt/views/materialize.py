@@ -26,10 +26,14 @@ from unified_ckpt.core.sharding.boxes import Box, chunk_boxes, relative_to, shif
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.reshape import expand_box, reshape_map
-from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.source.protocol import Source, read_box
 from unified_ckpt.errors import FormatError, error_prefix
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_int_bits, from_bytes
+from unified_ckpt.runtime.torch_state.tensors import (
+    TORCH_DTYPES,
+    as_contiguous,
+    as_int_bits,
+    from_bytes,
+)
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 CHUNK_NBYTES = 32 << 20  # long enough that the runs it is read in are long too
@@ -43,13 +47,14 @@ def read_tensor(source: Source, key: Key, box: Box) -> torch.Tensor:
     return from_bytes(read_box(source, key, box), dtype, box.shape)
 
 
-def in_chunks(source: Source, key: Key, recipe: Recipe, spec: TensorSpec) -> ShardedTensor:
-    """Return a tensor as chunks that are computed when they are read, and cached for a while."""
-    dtype, name = TORCH_DTYPES[spec.dtype], ":".join(key)
-    read = partial(read_tensor, source)
-    # an external tensor is loaded whole each time
-    has_external = any(isinstance(leaf, External) for leaf in leaves(recipe))
-    chunk_numel = prod(recipe.shape) if has_external else CHUNK_NBYTES // itemsize(spec.dtype)
+def in_chunks(read: Read, name: str, recipe: Recipe, dtype_name: str) -> ShardedTensor:
+    """Return a tensor as chunks that are computed when they are read, and cached for a while.
+
+    `read` returns a box of a stored tensor. `name`: for messages.
+    """
+    dtype = TORCH_DTYPES[dtype_name]
+    is_whole = any(isinstance(leaf, External) and leaf.whole for leaf in leaves(recipe))
+    chunk_numel = prod(recipe.shape) if is_whole else CHUNK_NBYTES // itemsize(dtype_name)
     chunks = [
         TensorShard(box, partial(_compute_chunk, recipe, box, read, dtype, name), name, cache=True)
         for box in chunk_boxes(recipe.shape, max(chunk_numel, 1))
@@ -63,21 +68,16 @@ def _compute_chunk(
     if not box.numel:
         return torch.empty(box.shape, dtype=dtype, device="cpu")
     with error_prefix(name):
-        chunk = materialize(recipe, box, read, dtype)
+        chunk = as_contiguous(materialize(recipe, box, read, dtype))
     # do not retain memory that the chunk does not use
     is_view_of_larger = chunk.untyped_storage().nbytes() > chunk.nbytes
-    return (
-        as_int_bits(chunk).clone(memory_format=torch.contiguous_format).view(dtype)
-        if is_view_of_larger
-        else chunk
-    )
+    return as_int_bits(chunk).clone().view(dtype) if is_view_of_larger else chunk
 
 
 def materialize(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) -> torch.Tensor:
     """Return the elements of a non-empty box, in the box's shape and any memory order.
 
-    `read` returns a box of a stored tensor. FormatError if tensors that must be equal are not, or
-    an external tensor has another shape or dtype than declared.
+    `read` returns a box of a stored tensor. FormatError if tensors that must be equal are not.
     """
     return _materialize_bits(recipe, box, read, dtype).view(dtype)
 
@@ -88,7 +88,7 @@ def _materialize_bits(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) 
         case Stored():
             return as_int_bits(read(recipe.key, box))
         case External():
-            return as_int_bits(_external(recipe, dtype))[box.slices]
+            return as_int_bits(recipe.load(box))
         case Permuted():
             return _materialize_bits(
                 recipe.operand, unpermute_box(recipe, box), read, dtype
@@ -109,18 +109,6 @@ def _materialize_bits(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) 
             return _all_equal(
                 [_materialize_bits(operand, box, read, dtype) for operand in recipe.operands]
             )
-
-
-def _external(recipe: External, dtype: torch.dtype) -> torch.Tensor:
-    tensor = recipe.load()
-    if not isinstance(tensor, torch.Tensor):
-        raise FormatError(f"got a {type(tensor).__name__}, expected a tensor")
-    if tuple(tensor.shape) != recipe.shape or tensor.dtype != dtype:
-        raise FormatError(
-            f"got shape {tuple(tensor.shape)} and {tensor.dtype}, expected {recipe.shape} and "
-            f"{dtype} as declared"
-        )
-    return tensor.detach().cpu()
 
 
 def _concat(recipe: Concatenated, box: Box, read: Read, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.recipes import External, Recipe
+from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.view import LazyTensor, PartView, TensorView
@@ -113,4 +114,17 @@ def _to_expr(source: Source, value: Any, description: str) -> Expr:
 def _external(
     dtype: torch.dtype, shape: tuple[int, ...], load: Callable[[], Any], description: str
 ) -> Expr:
-    return _ExternalTensor(External(dtype_name(dtype, fqn=description), tuple(shape), load))
+    def load_box(box: Box) -> torch.Tensor:
+        tensor = load()
+        if not isinstance(tensor, torch.Tensor):
+            raise FormatError(f"got a {type(tensor).__name__}, expected a tensor")
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise FormatError(
+                f"got shape {tuple(tensor.shape)} and {tensor.dtype}, expected {shape} and "
+                f"{dtype} as declared"
+            )
+        return tensor.detach().cpu()[box.slices]
+
+    return _ExternalTensor(
+        External(dtype_name(dtype, fqn=description), shape, load_box, whole=True)
+    )

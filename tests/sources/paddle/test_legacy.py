@@ -17,7 +17,9 @@ import torch
 import unified_ckpt as uc
 from tests.support.paddle_files import changed, same
 from tests.support.paddles import FIXTURES, LINEAR, copied, llama
+from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.sources.paddle.lazy_pickles import FileBytes, load_arrays, map_arrays
+from unified_ckpt.sources.paddle.slices import load
 
 
 def unpickled(path: Path) -> Any:
@@ -203,14 +205,13 @@ def test_arrays_are_read_from_the_file(tmp_path: Path, protocol: int, order: Any
     content = load_arrays(str(tmp_path / "x.pdparams"))
     assert isinstance(content["floats"].raw, FileBytes)  # not read yet
     tensors = map_arrays(str(tmp_path / "x.pdparams"), content)
-    from unified_ckpt.core.sharding.boxes import Box, full_box
-
     for name, array in {**arrays, "nested": arrays["floats"]}.items():
         assert same(
-            tensors[name].load(full_box(tensors[name].shape)),
+            load(tensors[name], full_box(tensors[name].shape)),
             tensor(np.ascontiguousarray(array).reshape(array.shape)),
         )
-    assert same(tensors["floats"].load(Box((3, 5), (2, 9))), tensor(arrays["floats"])[3:5, 5:14])
+    box = Box((3, 5), (2, 9))
+    assert same(load(tensors["floats"], box), tensor(arrays["floats"])[3:5, 5:14])
 
 
 def test_array_split_by_an_old_protocol(tmp_path: Path) -> None:
@@ -224,10 +225,8 @@ def test_array_split_by_an_old_protocol(tmp_path: Path) -> None:
     path = tmp_path / "x.pdparams"
     dump(path, content, 2)
     tensors = map_arrays(str(path), load_arrays(str(path)))
-    from unified_ckpt.core.sharding.boxes import Box
-
     assert list(tensors) == ["w"]
-    assert same(tensors["w"].load(Box((3, 2), (5, 7))), torch.from_numpy(array[3:8, 2:9]))
+    assert same(load(tensors["w"], Box((3, 2), (5, 7))), torch.from_numpy(array[3:8, 2:9]))
     del content["w@@.1"]
     dump(path, content, 2)
     with pytest.raises(uc.IncompleteError, match="w: got 2 of 3 parts"):

@@ -373,7 +373,7 @@ DAMAGE: dict[str, tuple[str, Damage, type[uc.CheckpointError], str]] = {
         "tp2_O1_rm",
         edit(INDEX, ckpt_quant_stage=None),
         uc.FormatError,
-        "under ckpt_quant_stage O0, expected float32",
+        "under ckpt_quant_stage O0, expected F32",
     ),
     "another quantization": (
         "tp2_O1_rm",

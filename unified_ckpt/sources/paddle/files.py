@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from functools import partial
 from math import prod
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.recipes import External
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.index import parse_index
 from unified_ckpt.runtime.storage.regular_files import is_file, open_binary
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.files.safetensors import TensorFile, open_tensor_file
 from unified_ckpt.sources.paddle.quantized_moments import MAX_SCALES, MIN_SCALES, SCALES
-from unified_ckpt.sources.paddle.slices import StoredTensor
-from unified_ckpt.sources.restricted_pickle.archive import MappedFile
+from unified_ckpt.sources.paddle.slices import mapped_tensor
 
 BFLOAT16_AS_UINT16 = "U16"  # numpy lacks bfloat16; Paddle has no uint16 parameters
 
 
 def open_indexed(
     root: str, index_file: str, *, absent: Collection[str] = ()
-) -> dict[str, StoredTensor]:
+) -> dict[str, External]:
     """Open the tensors that an index names, and the scales of quantized ones.
 
     `absent` are suffixes of names that may be missing. Raises IncompleteError naming missing files
@@ -42,7 +40,7 @@ def open_indexed(
         f"{root}: files of {index_file} are missing",
         [file for file in files if not is_file(os.path.join(root, file))],
     )
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, External] = {}
     for name in files:
         file_tensors = open_tensors(os.path.join(root, name))
         unexpected = [
@@ -67,7 +65,7 @@ def open_indexed(
     return tensors
 
 
-def open_tensors(path: str) -> dict[str, StoredTensor]:
+def open_tensors(path: str) -> dict[str, External]:
     """Open the tensors of one file.
 
     Raises FormatError if it is damaged, IntegrityError if it is truncated.
@@ -76,26 +74,8 @@ def open_tensors(path: str) -> dict[str, StoredTensor]:
     return {name: _stored_tensor(file, name, entry) for name, entry in file.entries.items()}
 
 
-def _stored_tensor(file: TensorFile, name: str, entry: Entry) -> StoredTensor:
+def _stored_tensor(file: TensorFile, name: str, entry: Entry) -> External:
     dtype = torch.bfloat16 if entry.dtype == BFLOAT16_AS_UINT16 else TORCH_DTYPES.get(entry.dtype)
     if dtype is None or prod(entry.shape) * itemsize(entry.dtype) != entry.stop - entry.start:
         raise FormatError(f"{file.path}: {name}: dtype {entry.dtype} is not one that Paddle writes")
-    return StoredTensor(
-        dtype,
-        entry.shape,
-        file.path,
-        partial(map_box, file.mapped, entry.start, dtype, entry.shape),
-        start=entry.start,
-    )
-
-
-def map_box(
-    mapped: MappedFile,
-    start: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    box: Box,
-) -> torch.Tensor:
-    """Return a box of the row-major tensor at byte `start`, as an alias of the mapped file."""
-    memory = mapped.bytes(start, prod(shape) * dtype.itemsize)
-    return from_bytes(memory, dtype, shape)[box.slices]
+    return mapped_tensor(file.mapped, entry.start, dtype, entry.shape)

@@ -19,11 +19,12 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
+from unified_ckpt.core.recipes import External, Recipe, concat, permute, reshape
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.runtime.torch_state.tensors import from_bytes
-from unified_ckpt.sources.paddle.slices import StoredTensor
+from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, from_bytes
+from unified_ckpt.sources.paddle.slices import mapped_tensor
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
 from unified_ckpt.sources.restricted_pickle.load import RestrictedGlobals
@@ -64,6 +65,11 @@ class LazyArray:
         self.dtype: torch.dtype = torch.float32
         self.fortran_order = False
         self.raw: bytes | FileBytes = b""
+
+    @property
+    def row_major_shape(self) -> tuple[int, ...]:
+        """The shape in the order in which its bytes are stored."""
+        return self.shape[::-1] if self.fortran_order else self.shape
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran_order, raw = state
@@ -117,7 +123,7 @@ def _reconstruct(_kind: Any, _shape: Any, _code: Any) -> LazyArray:
 def _scalar(dtype: Any, raw: Any) -> Any:
     array = LazyArray()
     array.__setstate__((1, (), dtype, False, raw))
-    return _in_memory(array).item()
+    return to_plain(array).item()
 
 
 def _encode(text: Any, encoding: Any) -> Any:
@@ -218,7 +224,7 @@ def load_array_dict(path: str) -> dict[Any, Any]:
     return content
 
 
-def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, StoredTensor]:
+def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, Recipe]:
     """Return the arrays of a dict as tensors of the mapped file; values may be (name, array).
 
     Arrays that an old protocol split into parts of 1 GiB are joined.
@@ -243,9 +249,7 @@ def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, StoredTensor]:
                 f"{path}: {name}: got {len(parts)} of {len(part_names)} parts, or not all elements "
                 f"of {shape}"
             )
-        tensors[name] = StoredTensor(
-            parts[0].dtype, shape, path, partial(_concat_rows, tuple(parts), shape), computed=True
-        )
+        tensors[name] = reshape(concat(parts, 0), shape)
     return tensors
 
 
@@ -263,62 +267,32 @@ def _as_array(value: Any) -> LazyArray | None:
     return value if isinstance(value, LazyArray) else None
 
 
-def _stored_tensor(path: str, name: str, array: LazyArray, mapped: MappedFile) -> StoredTensor:
-    if array.fortran_order and len(array.shape) > 1 and _is_text(array.raw):
+def _stored_tensor(path: str, name: str, array: LazyArray, mapped: MappedFile) -> Recipe:
+    raw, dims = array.raw, len(array.shape)
+    if array.fortran_order and dims > 1 and _is_text(raw):
         raise FormatError(
             f"{path}: {name}: got Fortran order in an old pickle protocol, expected C order"
         )
-    start = None
-    if isinstance(array.raw, FileBytes) and not array.raw.text and not array.fortran_order:
-        start = array.raw.start
-    return StoredTensor(
-        array.dtype,
-        array.shape,
-        path,
-        partial(_view, array, mapped),
-        computed=_is_text(array.raw),
-        start=start,
-    )
+    if isinstance(raw, FileBytes) and not raw.text:
+        tensor = mapped_tensor(mapped, raw.start, array.dtype, array.row_major_shape)
+    else:
+        load = partial(_load_box, array, mapped)
+        tensor = External(DTYPE_NAMES[array.dtype], array.row_major_shape, load, file=path)
+    return permute(tensor, range(dims)[::-1]) if array.fortran_order else tensor
 
 
-def _view(array: LazyArray, mapped: MappedFile, box: Box) -> torch.Tensor:
-    raw, nbytes = array.raw, prod(array.shape) * array.dtype.itemsize
-    if isinstance(raw, FileBytes):
-        memory: Any = mapped.bytes(raw.start, raw.nbytes)
-        if raw.text:
-            memory = bytearray(str(memory, "utf-8").encode("latin1"))
-            if len(memory) != nbytes:
-                raise FormatError(
-                    f"{mapped.path}: an array of shape {array.shape} has {len(memory)} bytes, "
-                    f"expected {nbytes}"
-                )
-        return _shaped(array, memory)[box.slices]
-    return _in_memory(array)[box.slices]
-
-
-def _in_memory(array: LazyArray) -> torch.Tensor:
-    return _shaped(array, bytearray(array.raw if isinstance(array.raw, bytes) else b""))
-
-
-def _shaped(array: LazyArray, memory: Any) -> torch.Tensor:
-    if array.fortran_order:
-        transposed = from_bytes(memory, array.dtype, array.shape[::-1])
-        return transposed.permute(*reversed(range(len(array.shape))))
-    return from_bytes(memory, array.dtype, array.shape)
-
-
-def _concat_rows(parts: tuple[StoredTensor, ...], shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """Join the flat parts that hold the box's rows, then narrow them to the box."""
-    row_numel = prod(shape[1:])
-    first, stop = box.offsets[0] * row_numel, (box.offsets[0] + box.shape[0]) * row_numel
-    pieces, offset = [], 0
-    for part in parts:
-        low, high = max(first, offset), min(stop, offset + part.shape[0])
-        if low < high:
-            pieces.append(part.load(Box((low - offset,), (high - low,))))
-        offset += part.shape[0]
-    rows = torch.cat(pieces).view(box.shape[0], *shape[1:])
-    return rows[:, *box.slices[1:]]
+def _load_box(array: LazyArray, mapped: MappedFile, box: Box) -> torch.Tensor:
+    """Return a box of an array in memory, or of one that is stored as text."""
+    memory, nbytes = array.raw, prod(array.shape) * array.dtype.itemsize
+    if isinstance(memory, FileBytes):
+        text = str(mapped.bytes(memory.start, memory.nbytes), "utf-8")
+        memory = text.encode("latin1")
+        if len(memory) != nbytes:
+            raise FormatError(
+                f"{mapped.path}: an array of shape {array.shape} has {len(memory)} bytes, "
+                f"expected {nbytes}"
+            )
+    return from_bytes(bytearray(memory), array.dtype, array.row_major_shape)[box.slices]
 
 
 def to_plain(value: Any) -> Any:
@@ -332,7 +306,8 @@ def to_plain(value: Any) -> Any:
                 f"got an array of shape {value.shape}, expected at most {_SHORT_NBYTES} bytes "
                 "among plain values"
             )
-        return _in_memory(value).clone()
+        tensor = from_bytes(bytearray(value.raw), value.dtype, value.row_major_shape)
+        return tensor.permute(*range(tensor.dim())[::-1]) if value.fortran_order else tensor
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unified_ckpt.core.recipes import Recipe
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.paddle.lazy_pickles import (
@@ -27,15 +28,14 @@ from unified_ckpt.sources.paddle.names import (
     split_axis,
 )
 from unified_ckpt.sources.paddle.ranks import RankFile, is_sharded, rank_files
-from unified_ckpt.sources.paddle.slices import StoredTensor, concat_ranks
-from unified_ckpt.sources.paddle.tensors import POWER_STATES, STATE_NAMES, PaddleTensors, Slices
+from unified_ckpt.sources.paddle.slices import concat_ranks
+from unified_ckpt.sources.paddle.tensors import POWER_STATES, STATE_NAMES, PaddleTensors
 
 _NAMES = "StructuredToParameterName@@"
 _MASTERS, _SCHEDULER, _MASTER_SUFFIX = "master_weights", "LR_Scheduler", "_fp32_master_0"
 
-_Slices = dict[
-    str, dict[int, list[StoredTensor]]
-]  # by parameter, by tensor parallel rank; several are copies
+# By parameter, by tensor parallel rank; several are copies.
+_Slices = dict[str, dict[int, list[Recipe]]]
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ def _split_axes(
 
 def _concat_slices(
     root: str, slices_by_name: _Slices, axes: Mapping[str, int], degree: int
-) -> dict[str, Slices]:
+) -> dict[str, Recipe]:
     tensors = {}
     for name, by_rank in slices_by_name.items():
         axis = axes.get(name)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from unified_ckpt.core.sharding.boxes import Box, full_box
+from unified_ckpt.core.recipes import Recipe, concat, permute, slice_dim
 from unified_ckpt.errors import FormatError
 
 # Models with Hugging Face's names after the first component, PaddleNLP's `base_model_prefix`.
@@ -78,20 +78,6 @@ class ModelConfig:
     def has_hf_names(self) -> bool:
         """Return whether names are Hugging Face's except for their first component."""
         return self.model_type in _HF_NAMED_MODELS
-
-
-@dataclass(frozen=True, slots=True)
-class TargetTensor:
-    """A torch tensor that comes from one Paddle tensor.
-
-    `boxes` are pairs of a box in the torch tensor and one in the Paddle tensor, of the same shape,
-    or of reversed shapes if `transposed`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[Box, Box], ...]
-    transposed: bool
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -264,38 +250,27 @@ def paddle_name(name: str, model: ModelConfig) -> str:
 
 
 def target_tensors(
-    name: str, shape: tuple[int, ...], model: ModelConfig, *, transposed: bool, rename: bool
-) -> list[TargetTensor]:
-    """Return the torch tensors that a Paddle tensor holds: itself, or those that it fuses.
+    name: str, tensor: Recipe, model: ModelConfig, *, transposed: bool, rename: bool
+) -> dict[str, Recipe]:
+    """Return the torch tensors that a Paddle tensor holds, by name: itself, or those that it fuses.
 
     `rename`: use Hugging Face names.
     """
     target_name = torch_name(name, model) if rename else name
-    leaf = _leaf(name)
-    if not rename or leaf not in (QKV, GATE_UP):
-        target_shape = shape[::-1] if transposed else shape
-        boxes = ((full_box(target_shape), full_box(shape)),)
-        return [TargetTensor(target_name, target_shape, boxes, transposed)]
-    rows = _qkv_ranges(name, shape[-1], model) if leaf == QKV else _gate_up_ranges(name, shape[-1])
-    return [
-        _fused_tensor(
-            target_name.replace(f".{leaf}.", f".{target_leaf}."), shape, ranges, transposed
-        )
-        for target_leaf, ranges in rows.items()
-    ]
-
-
-def _fused_tensor(
-    name: str, shape: tuple[int, ...], ranges: list[tuple[int, int]], transposed: bool
-) -> TargetTensor:
-    """Return the tensor at `ranges` of a fused tensor's last axis, which is torch's first."""
-    zeros = (0,) * (len(shape) - 1)
-    boxes, offset = [], 0
-    for start, stop in ranges:
-        target_box = Box((offset, *zeros), (stop - start, *shape[:-1]))
-        boxes.append((target_box, Box((*zeros, start), (*shape[:-1], stop - start))))
-        offset += stop - start
-    return TargetTensor(name, (offset, *shape[:-1]), tuple(boxes), transposed)
+    leaf, tensors = _leaf(name), {target_name: tensor}
+    if rename and leaf in (QKV, GATE_UP):
+        size = tensor.shape[-1]
+        ranges = _qkv_ranges(name, size, model) if leaf == QKV else _gate_up_ranges(name, size)
+        tensors = {
+            target_name.replace(f".{leaf}.", f".{target_leaf}."): concat(
+                [slice_dim(tensor, -1, start, stop) for start, stop in leaf_ranges], -1
+            )
+            for target_leaf, leaf_ranges in ranges.items()
+        }
+    return {
+        target: permute(recipe, (1, 0)) if transposed else recipe
+        for target, recipe in tensors.items()
+    }
 
 
 def _gate_up_ranges(name: str, size: int) -> dict[str, list[tuple[int, int]]]:

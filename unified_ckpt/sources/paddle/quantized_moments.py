@@ -14,25 +14,26 @@ from functools import partial
 
 import torch
 
+from unified_ckpt.core.recipes import External
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.paddle.slices import StoredTensor
+from unified_ckpt.sources.paddle.slices import load
 
 SCALES, MIN_SCALES, MAX_SCALES = "@scales", "@min_scales", "@max_scales"
 GROUP_ROWS = 32
 _EPS = 1e-8
 
 
-def dequantize_o1(stored: StoredTensor, *scales: StoredTensor) -> StoredTensor:
+def dequantize_o1(stored: External, *scales: External) -> External:
     """Dequantize [rows, columns] with scales F32 [columns], or a vector with one scale.
 
     The first moment is I8 with its scales; the second is U8 with its least and greatest values.
     """
-    dtype = torch.int8 if len(scales) == 1 else torch.uint8
+    dtype = "I8" if len(scales) == 1 else "U8"
     return _dequantized(stored, scales, stored.shape[1:], dtype, _load_o1)
 
 
-def dequantize_o2(stored: StoredTensor, *scales: StoredTensor) -> StoredTensor:
+def dequantize_o2(stored: External, *scales: External) -> External:
     """Dequantize a half of I8 [rows, columns], with scales F32 [rows / 32, columns].
 
     The first moment, with its scales, is the high half. The second, with its least and greatest
@@ -40,23 +41,23 @@ def dequantize_o2(stored: StoredTensor, *scales: StoredTensor) -> StoredTensor:
     """
     if len(stored.shape) != 2 or stored.shape[0] % GROUP_ROWS:
         raise FormatError(
-            f"{stored.path}: got shape {stored.shape}, expected two dims, the first a multiple of "
+            f"{stored.file}: got shape {stored.shape}, expected two dims, the first a multiple of "
             f"{GROUP_ROWS}"
         )
     shape = (stored.shape[0] // GROUP_ROWS, stored.shape[1])
-    return _dequantized(stored, scales, shape, torch.int8, _load_o2)
+    return _dequantized(stored, scales, shape, "I8", _load_o2)
 
 
-def _load_o1(stored: StoredTensor, scales: Sequence[StoredTensor], box: Box) -> torch.Tensor:
-    values = stored.copy(box).float()
-    ranges = [scale.load(Box(box.offsets[1:], box.shape[1:])) for scale in scales]
+def _load_o1(stored: External, scales: Sequence[External], box: Box) -> torch.Tensor:
+    values = load(stored, box).float()
+    ranges = [load(scale, Box(box.offsets[1:], box.shape[1:])) for scale in scales]
     if len(ranges) == 1:
         return values * _reciprocal(127) * ranges[0]
     return _second_moment(values * _reciprocal(255), *ranges)
 
 
-def _load_o2(stored: StoredTensor, scales: Sequence[StoredTensor], box: Box) -> torch.Tensor:
-    packed, ranges = stored.copy(box), [_row_scales(scale, box) for scale in scales]
+def _load_o2(stored: External, scales: Sequence[External], box: Box) -> torch.Tensor:
+    packed, ranges = load(stored, box), [_row_scales(scale, box) for scale in scales]
     if len(ranges) == 1:
         return (packed >> 4).float() * ranges[0] * _reciprocal(7)
     return _second_moment((packed & 15).float() * _reciprocal(15), *ranges)
@@ -70,14 +71,14 @@ def _reciprocal(number: int) -> torch.Tensor:
     return torch.tensor(1 / number, dtype=torch.float32, device="cpu")
 
 
-def _row_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
+def _row_scales(scales: External, box: Box) -> torch.Tensor:
     """Return the scales of each row of the box, [rows, columns]."""
     first_group, stop_group = (
         box.offsets[0] // GROUP_ROWS,
         -(-(box.offsets[0] + box.shape[0]) // GROUP_ROWS),
     )
-    group_scales = scales.load(
-        Box((first_group, box.offsets[1]), (stop_group - first_group, box.shape[1]))
+    group_scales = load(
+        scales, Box((first_group, box.offsets[1]), (stop_group - first_group, box.shape[1]))
     )
     return group_scales[
         torch.arange(box.offsets[0], box.offsets[0] + box.shape[0], device="cpu") // GROUP_ROWS
@@ -86,19 +87,18 @@ def _row_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
 
 
 def _dequantized(
-    stored: StoredTensor,
-    scales: Sequence[StoredTensor],
+    stored: External,
+    scales: Sequence[External],
     shape: tuple[int, ...],
-    dtype: torch.dtype,
-    load: Callable[[StoredTensor, Sequence[StoredTensor], Box], torch.Tensor],
-) -> StoredTensor:
+    dtype: str,
+    dequantize: Callable[[External, Sequence[External], Box], torch.Tensor],
+) -> External:
     if stored.dtype != dtype or any(
-        scale.dtype != torch.float32 or scale.shape != shape for scale in scales
+        scale.dtype != "F32" or scale.shape != shape for scale in scales
     ):
         actual = ", ".join(f"{scale.dtype} {scale.shape}" for scale in scales)
         raise FormatError(
-            f"{stored.path}: got {stored.dtype} {stored.shape} with scales {actual}, expected "
-            f"{dtype} with scales float32 {shape}"
+            f"{stored.file}: got {stored.dtype} {stored.shape} with scales {actual}, expected "
+            f"{dtype} with scales F32 {shape}"
         )
-    load_box = partial(load, stored, scales)
-    return StoredTensor(torch.float32, stored.shape, stored.path, load_box, computed=True)
+    return External("F32", stored.shape, partial(dequantize, stored, scales), file=stored.file)

@@ -1,65 +1,73 @@
-"""Turns tensors in Paddle's layout, whole or split by tensor-parallel ranks, into torch shards.
+"""Joins tensors in Paddle's layout, whole or split by tensor-parallel ranks, as recipes.
 
 How wrong bytes could be read: slices are joined along the wrong axis, or replicas of one tensor
-differ. Slices must therefore fill the whole tensor, and replicas are compared when they are
-read.
+differ. Slices must therefore have the shapes of one tensor, and replicas are compared when they
+are read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import NoReturn, cast
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, relative_to, runs, shift
+from unified_ckpt.core.recipes import (
+    Concatenated,
+    External,
+    Recipe,
+    concat,
+    leaves,
+    slice_dim,
+    split_by_operand,
+)
+from unified_ckpt.core.sharding.boxes import Box, full_box, runs
+from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.runtime.torch_state.tensors import as_contiguous, as_int_bits, from_bytes
-from unified_ckpt.sources.paddle.names import GATE_UP, TargetTensor
-from unified_ckpt.views.shards import TensorShard, shape_of_boxes
+from unified_ckpt.runtime.torch_state.tensors import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    as_int_bits,
+    from_bytes,
+)
+from unified_ckpt.sources.paddle.names import GATE_UP
+from unified_ckpt.sources.restricted_pickle.archive import MappedFile
+from unified_ckpt.views.materialize import in_chunks, materialize
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
-_SHARD_NBYTES = 64 << 20  # of tensors that are computed or transposed
 
+def mapped_tensor(
+    mapped: MappedFile, start: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> External:
+    """Return the tensor that lies row-major in a file, from byte `start`.
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a file. `load(box)` returns the box's elements.
-
-    `computed`: `load` does not alias the file. `start`: the tensor lies row-major in `path` from
-    this byte.
+    Boxes are read instead of mapped: columns of a mapped tensor would fault in all pages.
     """
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    path: str
-    load: Callable[[Box], torch.Tensor]
-    computed: bool = False
-    start: int | None = None
-
-    def copy(self, box: Box) -> torch.Tensor:
-        """Return a box in new memory, or in memory that nothing else uses.
-
-        Read instead of mapping: columns of a mapped tensor would fault in all pages of the file.
-        """
-        if self.start is None:
-            return self.load(box)
-        buffer = bytearray(box.numel * self.dtype.itemsize)
-        view, item = memoryview(buffer), self.dtype.itemsize
-        with open_binary(self.path) as file:
+    def read_box(box: Box) -> torch.Tensor:
+        item = dtype.itemsize
+        buffer = bytearray(box.numel * item)
+        view = memoryview(buffer)
+        with open_binary(mapped.path) as file:
             for first, local, count in runs(
-                box, self.shape, local=full_box(box.shape), local_shape=box.shape
+                box, shape, local=full_box(box.shape), local_shape=box.shape
             ):
                 _read_exact(
                     file.fileno(),
                     view[local * item : (local + count) * item],
-                    self.start + first * item,
-                    self.path,
+                    start + first * item,
+                    mapped.path,
                 )
-        return from_bytes(buffer, self.dtype, box.shape)
+        return from_bytes(buffer, dtype, box.shape)
+
+    def map_tensor() -> torch.Tensor:
+        return from_bytes(mapped.bytes(start, prod(shape) * dtype.itemsize), dtype, shape)
+
+    return External(DTYPE_NAMES[dtype], shape, read_box, file=mapped.path, mapped=map_tensor)
 
 
 def _read_exact(fd: int, view: memoryview, start: int, path: str) -> None:
@@ -70,189 +78,99 @@ def _read_exact(fd: int, view: memoryview, start: int, path: str) -> None:
         view, start = view[count:], start + count
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A box of a whole tensor: the elements of `tensor` from `offsets` on."""
-
-    box: Box
-    tensor: StoredTensor
-    offsets: tuple[int, ...]
+def files_of(recipe: Recipe) -> list[str]:
+    """Return the files that a tensor is read from."""
+    return list(dict.fromkeys(cast("External", leaf).file for leaf in leaves(recipe)))
 
 
-def single_slice(tensor: StoredTensor) -> list[Slice]:
-    """Return a whole tensor as its only slice."""
-    return [Slice(full_box(tensor.shape), tensor, (0,) * len(tensor.shape))]
+def dtype_of(recipe: Recipe) -> str:
+    """Return the dtype, which all tensors of a recipe share."""
+    return cast("External", next(leaves(recipe))).dtype
 
 
-def concat_tp(
-    name: str, slices: Sequence[StoredTensor], axis: int | None, *, sections: int
-) -> list[Slice]:
+def load(recipe: Recipe, box: Box) -> torch.Tensor:
+    """Return a non-empty box of a tensor."""
+    return materialize(recipe, box, _read_stored, TORCH_DTYPES[dtype_of(recipe)])
+
+
+def _read_stored(key: Key, _: Box) -> NoReturn:
+    raise KeyError(key)  # recipes of Paddle's tensors have none of a Source
+
+
+def concat_tp(name: str, slices: Sequence[Recipe], axis: int | None, *, sections: int) -> Recipe:
     """Join the slices of tensor-parallel ranks, given in rank order; axis None means replicas.
 
     `sections`: the layer fuses so many tensors, and each slice has a part of each of them.
     """
-    first = slices[0]
     if len(slices) == 1:
-        return single_slice(first)
+        return slices[0]
     if axis is None:
-        return single_slice(_compare_replicas(name, slices))
+        return compare_replicas(name, slices)
     shapes = {(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in slices}
     if (
         len(shapes) > 1
-        or len({tensor.dtype for tensor in slices}) > 1
+        or len(set(map(dtype_of, slices))) > 1
         or any(tensor.shape[axis] % sections for tensor in slices)
     ):
-        shapes_text = ", ".join(f"{tensor.shape} in {tensor.path}" for tensor in slices)
+        shapes_text = ", ".join(f"{tensor.shape} in {files_of(tensor)[0]}" for tensor in slices)
         raise FormatError(f"{name}: slices do not join along axis {axis}: got {shapes_text}")
-    joined, start = [], 0
-    for section in range(sections):
-        for tensor in slices:
-            count = tensor.shape[axis] // sections
-            shape = (*tensor.shape[:axis], count, *tensor.shape[axis + 1 :])
-            box = Box(tuple(start if d == axis else 0 for d in range(len(shape))), shape)
-            joined.append(
-                Slice(
-                    box,
-                    tensor,
-                    tuple(section * count if d == axis else 0 for d in range(len(shape))),
-                )
+    return concat(
+        [
+            slice_dim(
+                tensor,
+                axis,
+                section * tensor.shape[axis] // sections,
+                (section + 1) * tensor.shape[axis] // sections,
             )
-            start += count
-    return joined
+            for section in range(sections)
+            for tensor in slices
+        ],
+        axis,
+    )
 
 
-def concat_ranks(
-    name: str, by_rank: Mapping[int, Sequence[StoredTensor]], axis: int | None
-) -> list[Slice]:
+def concat_ranks(name: str, by_rank: Mapping[int, Sequence[Recipe]], axis: int | None) -> Recipe:
     """Join a parameter's tensors by tensor-parallel rank, each with its replicas."""
-    slices = [
-        concat_tp(name, replicas, None, sections=1)[0].tensor
-        for _, replicas in sorted(by_rank.items())
-    ]
+    slices = [compare_replicas(name, replicas) for _, replicas in sorted(by_rank.items())]
     return concat_tp(name, slices, axis, sections=2 if f".{GATE_UP}." in name else 1)
 
 
-def full_shape(slices: Sequence[Slice]) -> tuple[int, ...]:
-    """Return the shape of the whole tensor."""
-    return shape_of_boxes([tp_slice.box for tp_slice in slices])
-
-
-def _compare_replicas(name: str, replicas: Sequence[StoredTensor]) -> StoredTensor:
+def compare_replicas(name: str, replicas: Sequence[Recipe]) -> Recipe:
     """Return a tensor that compares its replicas whenever it is read."""
     first = replicas[0]
+    dtype, file = dtype_of(first), files_of(first)[0]
     for other in replicas[1:]:
-        if (other.shape, other.dtype) != (first.shape, first.dtype):
+        if (other.shape, dtype_of(other)) != (first.shape, dtype):
             raise FormatError(
-                f"{name}: got {first.dtype} {first.shape} in {first.path}, but {other.dtype} "
-                f"{other.shape} in {other.path}"
+                f"{name}: got {dtype} {first.shape} in {file}, but {dtype_of(other)} "
+                f"{other.shape} in {files_of(other)[0]}"
             )
-    return StoredTensor(
-        first.dtype,
-        first.shape,
-        first.path,
-        partial(_load_compared, name, tuple(replicas)),
-        computed=True,
-    )
+    load_compared = partial(_load_compared, name, tuple(replicas))
+    return External(dtype, first.shape, load_compared, file=file) if len(replicas) > 1 else first
 
 
-def merge_replicas(name: str, replicas: Sequence[Sequence[Slice]]) -> list[Slice]:
-    """Return one tensor for replicas that may each be split; their values are compared on read."""
-    if len(replicas) == 1:
-        return list(replicas[0])
-    return single_slice(_compare_replicas(name, [as_stored_tensor(slices) for slices in replicas]))
-
-
-def as_stored_tensor(slices: Sequence[Slice]) -> StoredTensor:
-    """Return slices as one tensor."""
-    if len(slices) == 1:
-        return slices[0].tensor
-    return StoredTensor(
-        slices[0].tensor.dtype,
-        full_shape(slices),
-        slices[0].tensor.path,
-        partial(_load_slices, tuple(slices)),
-        computed=True,
-    )
-
-
-def _load_compared(name: str, replicas: Sequence[StoredTensor], box: Box) -> torch.Tensor:
-    values = replicas[0].load(box)
+def _load_compared(name: str, replicas: Sequence[Recipe], box: Box) -> torch.Tensor:
+    values = load(replicas[0], box)
     for other in replicas[1:]:
-        if not torch.equal(
-            as_int_bits(values.contiguous()), as_int_bits(other.load(box).contiguous())
-        ):
+        if not torch.equal(as_int_bits(values), as_int_bits(load(other, box))):
             raise IntegrityError(
-                f"{name}: values in {other.path} differ from those in {replicas[0].path}, expected "
-                "replicas of one tensor"
+                f"{name}: values in {files_of(other)[0]} differ from those in "
+                f"{files_of(replicas[0])[0]}, expected replicas of one tensor"
             )
     return values
 
 
-def _load_slices(slices: Sequence[Slice], box: Box) -> torch.Tensor:
-    values = torch.empty(box.shape, dtype=slices[0].tensor.dtype, device="cpu")
-    for tp_slice in slices:
-        common = intersect(tp_slice.box, box)
-        if common is not None:
-            values[relative_to(common, box.offsets).slices] = tp_slice.tensor.copy(
-                _box_in_tensor(tp_slice, common)
-            )
-    return values
-
-
-def target_shards(slices: Sequence[Slice], target: TargetTensor) -> list[TensorShard]:
-    """Return the shards of one torch tensor."""
-    shards = []
-    for target_box, paddle_box in target.boxes:
-        origin = target_box.offsets[::-1] if target.transposed else target_box.offsets
-        for tp_slice in slices:
-            common = intersect(paddle_box, tp_slice.box)
-            if common is None:
-                continue
-            for piece in _split_box(common, tp_slice.tensor, transposed=target.transposed):
-                box = shift(relative_to(piece, paddle_box.offsets), origin)
-                if target.transposed:
-                    box = Box(box.offsets[::-1], box.shape[::-1])
-                load = partial(
-                    _load,
-                    tp_slice.tensor,
-                    _box_in_tensor(tp_slice, piece),
-                    transposed=target.transposed,
-                )
-                shards.append(
-                    TensorShard(
-                        box,
-                        load,
-                        tp_slice.tensor.path,
-                        cache=tp_slice.tensor.computed or target.transposed,
-                    )
-                )
-    return shards
-
-
-def _split_box(box: Box, tensor: StoredTensor, *, transposed: bool) -> list[Box]:
-    """Split a box that is computed or transposed, along torch's rows, to bound memory."""
-    axis = len(box.shape) - 1 if transposed else 0
-    if not (tensor.computed or transposed) or not box.shape:
-        return [box]
-    row_nbytes = tensor.dtype.itemsize * prod(box.shape) // max(1, box.shape[axis])
-    row_count = max(1, _SHARD_NBYTES // max(1, row_nbytes))
-    if box.shape[axis] <= row_count:
-        return [box]
-    return [
-        Box(
-            tuple(low + start if d == axis else low for d, low in enumerate(box.offsets)),
-            tuple(min(row_count, n - start) if d == axis else n for d, n in enumerate(box.shape)),
-        )
-        for start in range(0, box.shape[axis], row_count)
+def as_sharded(name: str, recipe: Recipe) -> ShardedTensor:
+    """Return a tensor: as its slices if these lie plainly in files, else computed in chunks."""
+    box = full_box(recipe.shape)
+    slices: list[tuple[Recipe, Box]] = [(recipe, box)]
+    if isinstance(recipe, Concatenated):
+        slices = [(operand, place) for operand, _, place in split_by_operand(recipe, box)]
+    shards = [
+        TensorShard(place, tensor.mapped, tensor.file)
+        for tensor, place in slices
+        if isinstance(tensor, External) and tensor.mapped is not None
     ]
-
-
-def _load(tensor: StoredTensor, box: Box, *, transposed: bool) -> torch.Tensor:
-    if not transposed:
-        return tensor.load(box)
-    contiguous = as_contiguous(tensor.copy(box))  # else torch transposes slowly
-    return as_contiguous(contiguous.t())
-
-
-def _box_in_tensor(tp_slice: Slice, box: Box) -> Box:
-    return shift(relative_to(box, tp_slice.box.offsets), tp_slice.offsets)
+    if len(shards) < len(slices):
+        return in_chunks(_read_stored, name, recipe, dtype_of(recipe))
+    return sharded_tensor(dtype_of(recipe), recipe.shape, shards)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from unified_ckpt.core.recipes import External, Recipe
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
@@ -25,6 +26,7 @@ from unified_ckpt.format import names
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
+from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 from unified_ckpt.sources.detect.paddle import PEFT, is_legacy, part_file
 from unified_ckpt.sources.files.json import config_path, read_config, read_json_object
 from unified_ckpt.sources.paddle.files import open_indexed, open_tensors
@@ -43,8 +45,8 @@ from unified_ckpt.sources.paddle.quantized_moments import (
     dequantize_o2,
 )
 from unified_ckpt.sources.paddle.ranks import is_sharded, rank_files
-from unified_ckpt.sources.paddle.slices import StoredTensor, concat_ranks, concat_tp, single_slice
-from unified_ckpt.sources.paddle.tensors import BETAS, STATE_NAMES, PaddleTensors, Slices, to_torch
+from unified_ckpt.sources.paddle.slices import concat_ranks, concat_tp, dtype_of, files_of, load
+from unified_ckpt.sources.paddle.tensors import BETAS, STATE_NAMES, PaddleTensors, to_torch
 from unified_ckpt.sources.paddle.trainer_state import read_trainer_state, with_scheduler
 from unified_ckpt.views.shards import ShardedSource
 
@@ -161,14 +163,14 @@ def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> Padd
         raise FormatError(f"{root}: {peft_index} is not of a LoRA adapter, expected type 'lora'")
     weights = _whole_tensors(root, entries, PEFT if is_adapter else MODEL)
     masters = _whole_tensors(root, entries, MASTER)
-    states: Mapping[str, Mapping[str, Slices]] = {}
+    states: Mapping[str, Mapping[str, Recipe]] = {}
     if optimizer_index is not None and "weight_map" in optimizer_index:
         states = _merged_states(root, optimizer_index)
     elif optimizer_index is not None:
         masters, states = _unmerged_states(root, entries, weights, model, optimizer_index)
     if optimizer_index is not None and optimizer_index.get("master_weights") and not masters:
         masters = weights
-        if any(slices[0].tensor.dtype != torch.float32 for slices in weights.values()):
+        if any(dtype_of(tensor) != "F32" for tensor in weights.values()):
             raise IncompleteError(
                 f"{root}: {names.index_name(MASTER)} is missing, and the model's weights are not "
                 "float32"
@@ -178,39 +180,32 @@ def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> Padd
         weights = masters
         half_dtype = _HALF_DTYPES.get(model.dtype or "")
         if half_dtype is not None:
-            weights = {
-                name: single_slice(_cast(slices[0].tensor, half_dtype))
-                for name, slices in masters.items()
-            }
+            weights = {name: _cast(tensor, half_dtype) for name, tensor in masters.items()}
     is_unmerged = optimizer_index is not None and "weight_map" not in optimizer_index
     files = rank_files(root, entries, OPTIMIZER, "safetensors") if is_unmerged else []
     return PaddleTensors(weights, masters, states, is_sharded=is_sharded(files))
 
 
-def _whole_tensors(root: str, entries: Collection[str], part: str) -> dict[str, Slices]:
+def _whole_tensors(root: str, entries: Collection[str], part: str) -> dict[str, Recipe]:
     if names.index_name(part) not in entries:
         return {}
-    tensors = open_indexed(root, names.index_name(part))
-    return {name: single_slice(tensor) for name, tensor in tensors.items()}
+    return dict(open_indexed(root, names.index_name(part)))
 
 
-def _cast(tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    def load(box: Box) -> torch.Tensor:
-        return tensor.copy(box).to(dtype)
+def _cast(tensor: Recipe, dtype: torch.dtype) -> Recipe:
+    def load_box(box: Box) -> torch.Tensor:
+        return load(tensor, box).to(dtype)
 
-    return StoredTensor(dtype, tensor.shape, tensor.path, load, computed=True)
+    return External(DTYPE_NAMES[dtype], tensor.shape, load_box, file=files_of(tensor)[0])
 
 
-def _merged_states(root: str, optimizer_index: Mapping[str, Any]) -> dict[str, dict[str, Slices]]:
+def _merged_states(root: str, optimizer_index: Mapping[str, Any]) -> dict[str, dict[str, Recipe]]:
     """Return the optimizer state by state name and parameter."""
     stage = _quant_stage(root, optimizer_index)
     tensors = open_indexed(
         root, names.index_name(OPTIMIZER), absent=(f"/{_FIRST_MOMENT}",) if stage == "O2" else ()
     )
-    return {
-        state_name: {name: single_slice(tensor) for name, tensor in by_name.items()}
-        for state_name, by_name in _group_by_state(root, tensors, stage).items()
-    }
+    return _group_by_state(root, tensors, stage)
 
 
 def _quant_stage(root: str, optimizer_index: Mapping[str, Any]) -> str:
@@ -221,8 +216,8 @@ def _quant_stage(root: str, optimizer_index: Mapping[str, Any]) -> str:
 
 
 def _group_by_state(
-    root: str, tensors: Mapping[str, StoredTensor], stage: str
-) -> dict[str, dict[str, StoredTensor]]:
+    root: str, tensors: Mapping[str, External], stage: str
+) -> dict[str, dict[str, Recipe]]:
     """Group the tensors of optimizer files by state name and parameter, dequantized."""
     values = {
         name: tensor for name, tensor in tensors.items() if "@" not in name.rpartition("/")[2]
@@ -232,12 +227,12 @@ def _group_by_state(
         f"{root}: names of optimizer state are not parameter/state",
         sorted(name for name in values if name.count("/") != 1),
     )
-    by_state: dict[str, dict[str, StoredTensor]] = {}
+    by_state: dict[str, dict[str, Recipe]] = {}
     for name, tensor in values.items():
         owner, _, state_name = name.partition("/")
         try:
             by_state.setdefault(state_name, {})[owner] = _dequantize(name, tensor, tensors, stage)
-            if stage == "O2" and state_name == _SECOND_MOMENT and tensor.dtype == torch.int8:
+            if stage == "O2" and state_name == _SECOND_MOMENT and tensor.dtype == "I8":
                 by_state.setdefault(_FIRST_MOMENT, {})[owner] = dequantize_o2(
                     tensor, tensors[f"{owner}/{_FIRST_MOMENT}{SCALES}"]
                 )
@@ -245,24 +240,20 @@ def _group_by_state(
             raise IncompleteError(
                 f"{root}: {name}: is quantized, but {error.args[0]} is in no file"
             ) from None
-        if state_name in STATE_NAMES and by_state[state_name][owner].dtype != torch.float32:
+        if state_name in STATE_NAMES and dtype_of(by_state[state_name][owner]) != "F32":
             raise FormatError(
-                f"{tensor.path}: {name}: got {tensor.dtype} under ckpt_quant_stage {stage}, "
-                "expected float32 or a dtype of that stage"
+                f"{tensor.file}: {name}: got {tensor.dtype} under ckpt_quant_stage {stage}, "
+                "expected F32 or a dtype of that stage"
             )
     return by_state
 
 
 def _dequantize(
-    name: str, tensor: StoredTensor, tensors: Mapping[str, StoredTensor], stage: str
-) -> StoredTensor:
-    if stage == "O1" and name.endswith(_FIRST_MOMENT) and tensor.dtype == torch.int8:
+    name: str, tensor: External, tensors: Mapping[str, External], stage: str
+) -> External:
+    if stage == "O1" and name.endswith(_FIRST_MOMENT) and tensor.dtype == "I8":
         return dequantize_o1(tensor, tensors[name + SCALES])
-    if (
-        stage != "O0"
-        and name.endswith(_SECOND_MOMENT)
-        and tensor.dtype in (torch.uint8, torch.int8)
-    ):
+    if stage != "O0" and name.endswith(_SECOND_MOMENT) and tensor.dtype in ("U8", "I8"):
         dequantize = dequantize_o1 if stage == "O1" else dequantize_o2
         return dequantize(tensor, tensors[name + MIN_SCALES], tensors[name + MAX_SCALES])
     return tensor
@@ -274,10 +265,10 @@ def _dequantize(
 def _unmerged_states(
     root: str,
     entries: Collection[str],
-    weights: Mapping[str, Slices],
+    weights: Mapping[str, Recipe],
     model: ModelConfig,
     optimizer_index: Mapping[str, Any],
-) -> tuple[dict[str, Slices], dict[str, dict[str, Slices]]]:
+) -> tuple[dict[str, Recipe], dict[str, dict[str, Recipe]]]:
     """Return master weights and optimizer state from rank files.
 
     The model's weights, which are merged, give the full shapes.
@@ -307,10 +298,10 @@ def _unmerged_states(
     )
     stage = _quant_stage(root, optimizer_index)
     degree = 1 + max(rank_file.tp_rank for rank_file in files_by_part[OPTIMIZER])
-    merged: dict[str, dict[str, dict[str, Slices]]] = {}
+    merged: dict[str, dict[str, dict[str, Recipe]]] = {}
     for part, part_files in files_by_part.items():
         # (state name, parameter) -> tensor-parallel rank -> replicas
-        pieces: dict[tuple[str, str], dict[int, list[StoredTensor]]] = {}
+        pieces: dict[tuple[str, str], dict[int, list[Recipe]]] = {}
         for rank_file in part_files:
             tensors = open_tensors(os.path.join(root, rank_file.file))
             states = _group_by_state(root, tensors, stage) if part == OPTIMIZER else {"": tensors}
@@ -328,14 +319,14 @@ def _unmerged_states(
 def _concat_ranks(
     root: str,
     key: tuple[str, str],
-    by_rank: Mapping[int, list[StoredTensor]],
+    by_rank: Mapping[int, list[Recipe]],
     degree: int,
-    weights: Mapping[str, Slices],
+    weights: Mapping[str, Recipe],
     model: ModelConfig,
-) -> Slices:
+) -> Recipe:
     state_name, name = key
     first_tensor = by_rank[min(by_rank)][0]
-    full_shape = weights[name][0].tensor.shape if name in weights else None
+    full_shape = weights[name].shape if name in weights else None
     if first_tensor.shape == full_shape or (state_name and state_name not in STATE_NAMES):
         return concat_tp(
             name, [tensor for rank in sorted(by_rank) for tensor in by_rank[rank]], None, sections=1

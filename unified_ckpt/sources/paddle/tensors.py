@@ -7,12 +7,12 @@ parameter. Both raise here, before any tensor is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
+from unified_ckpt.core.recipes import Recipe
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
@@ -21,7 +21,6 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.paddle.beta_powers import AdamBetas, Betas, infer_betas, infer_steps
 from unified_ckpt.sources.paddle.names import (
     ModelConfig,
-    TargetTensor,
     check_shape,
     is_adapter,
     is_head,
@@ -31,34 +30,26 @@ from unified_ckpt.sources.paddle.names import (
     target_tensors,
     torch_name,
 )
-from unified_ckpt.sources.paddle.slices import (
-    Slice,
-    StoredTensor,
-    full_shape,
-    merge_replicas,
-    target_shards,
-)
+from unified_ckpt.sources.paddle.slices import as_sharded, compare_replicas, files_of, load
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 STATE_NAMES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
 BETAS = "betas"  # key in `extra` if one of them is unknown
 POWER_STATES = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 
-Slices = list[Slice]
-
 
 @dataclass(frozen=True, slots=True)
 class PaddleTensors:
     """A folder's tensors in Paddle's names and layouts.
 
-    `optimizer` is keyed by Paddle's state name, then by parameter. `internal_names` maps parameters
-    to Paddle's own names, where known. `is_sharded`: each rank's files have the state of some
-    parameters only.
+    No recipe has tensors of a Source. `optimizer` is keyed by Paddle's state name, then by
+    parameter. `internal_names` maps parameters to Paddle's own names, where known. `is_sharded`:
+    each rank's files have the state of some parameters only.
     """
 
-    model: Mapping[str, Slices]
-    masters: Mapping[str, Slices] = field(default_factory=dict)
-    optimizer: Mapping[str, Mapping[str, Slices]] = field(default_factory=dict)
+    model: Mapping[str, Recipe]
+    masters: Mapping[str, Recipe] = field(default_factory=dict)
+    optimizer: Mapping[str, Mapping[str, Recipe]] = field(default_factory=dict)
     internal_names: Mapping[str, str] = field(default_factory=dict)
     is_sharded: bool = False
 
@@ -84,20 +75,24 @@ def to_torch(
 
     Raises FormatError or IncompleteError naming parameters.
     """
-    model = resolve_tie(model, {name: full_shape(slices) for name, slices in state.model.items()})
+    model = resolve_tie(model, {name: tensor.shape for name, tensor in state.model.items()})
     ties = _tied_heads(state, model)
     weights, masters = _merge_tied(state.model, ties), _merge_tied(state.masters, ties)
     states = {
-        state_name: _merge_tied(slices, ties) for state_name, slices in state.optimizer.items()
+        state_name: _merge_tied(by_name, ties) for state_name, by_name in state.optimizer.items()
     }
     _check_complete(root, weights, masters, states, is_sharded=state.is_sharded)
     _check_layers(root, weights, model)
-    targets = {
-        name: _target_tensors(
-            root, name, full_shape(slices), state.internal_names.get(name), model, rename=rename
-        )
-        for name, slices in weights.items()
+    transposed = {
+        name: _is_transposed(root, name, tensor.shape, state.internal_names.get(name), model)
+        for name, tensor in weights.items()
     }
+
+    def targets(name: str, tensor: Recipe) -> dict[str, Recipe]:
+        with error_prefix(root):
+            return target_tensors(name, tensor, model, transposed=transposed[name], rename=rename)
+
+    target_names = {name: list(targets(name, tensor)) for name, tensor in weights.items()}
     tensors: dict[Key, ShardedTensor] = {}
     moments = [
         (OPTIMIZER, f"/{STATE_NAMES[state_name]}", states[state_name])
@@ -105,23 +100,25 @@ def to_torch(
         if state_name in states
     ]
     for part, state_name, by_name in ((MODEL, "", weights), (MASTER, "", masters), *moments):
-        for name, slices in by_name.items():
-            for target in targets[name]:
-                tensors[part, target.name + state_name] = _sharded_tensor(root, target, slices)
+        for name, tensor in by_name.items():
+            for target, recipe in targets(name, tensor).items():
+                label = f"{root}: {target}{state_name}"
+                with error_prefix(label):
+                    tensors[part, target + state_name] = as_sharded(label, recipe)
     adam_betas = _infer_betas(root, states, steps)
     if adam_betas is not None:
         for name in states[POWER_STATES[0]]:
-            powers = tuple(states[state_name][name][0].tensor for state_name in POWER_STATES)
+            powers = [states[state_name][name] for state_name in POWER_STATES]
             step = _step_count(f"{root}: {name}", powers, adam_betas)
-            tensors |= {(OPTIMIZER, f"{target.name}/step"): step for target in targets[name]}
+            tensors |= {(OPTIMIZER, f"{target}/step"): step for target in target_names[name]}
     names = [
-        target.name
-        for name in targets
+        target
+        for name, targets_of_name in target_names.items()
         if any(name in by_name for by_name in states.values())
-        for target in targets[name]
+        for target in targets_of_name
     ]
     target_ties = {
-        (torch_name(tied, model) if rename else tied): targets[tied_to][0].name
+        (torch_name(tied, model) if rename else tied): target_names[tied_to][0]
         for tied, tied_to in ties.items()
     }
     return TorchTensors(
@@ -145,19 +142,19 @@ def _tied_heads(state: PaddleTensors, model: ModelConfig) -> dict[str, str]:
     return dict.fromkeys(heads, embedding) if embedding and model.tied else {}
 
 
-def _merge_tied(by_name: Mapping[str, Slices], ties: Mapping[str, str]) -> dict[str, Slices]:
+def _merge_tied(by_name: Mapping[str, Recipe], ties: Mapping[str, str]) -> dict[str, Recipe]:
     """Key tensors by the name that they are tied to; those stored twice must be equal."""
-    replicas_by_name: dict[str, list[Slices]] = {}
-    for name, slices in by_name.items():
-        replicas_by_name.setdefault(ties.get(name, name), []).append(slices)
-    return {name: merge_replicas(name, replicas) for name, replicas in replicas_by_name.items()}
+    replicas_by_name: dict[str, list[Recipe]] = {}
+    for name, tensor in by_name.items():
+        replicas_by_name.setdefault(ties.get(name, name), []).append(tensor)
+    return {name: compare_replicas(name, replicas) for name, replicas in replicas_by_name.items()}
 
 
 def _check_complete(
     root: str,
-    weights: Mapping[str, Slices],
-    masters: Mapping[str, Slices],
-    states: Mapping[str, Mapping[str, Slices]],
+    weights: Mapping[str, Recipe],
+    masters: Mapping[str, Recipe],
+    states: Mapping[str, Mapping[str, Recipe]],
     *,
     is_sharded: bool,
 ) -> None:
@@ -190,10 +187,10 @@ def _check_complete(
     missing += [f"{name} (master weight)" for name in trained if masters and name not in masters]
     raise_if_any(IncompleteError, f"{root}: optimizer state is missing", missing)
     for state_name, by_name in ((MASTER, masters), *states.items()):
-        for name, slices in by_name.items():
-            actual, expected = full_shape(slices), full_shape(weights[name])
+        for name, tensor in by_name.items():
+            actual, expected = tensor.shape, weights[name].shape
             if actual != expected and state_name not in POWER_STATES:
-                files = ", ".join(dict.fromkeys(tp_slice.tensor.path for tp_slice in slices))
+                files = ", ".join(files_of(tensor))
                 raise IncompleteError(
                     f"{root}: {name}: got {state_name} of shape {actual} in {files}, "
                     f"expected the parameter's shape {expected}"
@@ -204,7 +201,7 @@ def _check_complete(
                 )
 
 
-def _check_layers(root: str, weights: Mapping[str, Slices], model: ModelConfig) -> None:
+def _check_layers(root: str, weights: Mapping[str, Recipe], model: ModelConfig) -> None:
     """Check the config's number of layers.
 
     A missing file of the last pipeline stage leaves no gap in the layer numbers.
@@ -221,30 +218,17 @@ def _check_layers(root: str, weights: Mapping[str, Slices], model: ModelConfig) 
         )
 
 
-def _target_tensors(
-    root: str,
-    name: str,
-    shape: tuple[int, ...],
-    internal_name: str | None,
-    model: ModelConfig,
-    *,
-    rename: bool,
-) -> list[TargetTensor]:
+def _is_transposed(
+    root: str, name: str, shape: tuple[int, ...], internal_name: str | None, model: ModelConfig
+) -> bool:
     with error_prefix(root):
         check_shape(name, shape, model)
-        transposed = is_transposed(
-            name, shape, layer_kind(name, internal_name=internal_name), tied=model.tied
-        )
-        return target_tensors(name, shape, model, transposed=transposed, rename=rename)
-
-
-def _sharded_tensor(root: str, target: TargetTensor, slices: Slices) -> ShardedTensor:
-    with error_prefix(f"{root}: {target.name}"):
-        return sharded_tensor(slices[0].tensor.dtype, target.shape, target_shards(slices, target))
+        layer = layer_kind(name, internal_name=internal_name)
+        return is_transposed(name, shape, layer, tied=model.tied)
 
 
 def _infer_betas(
-    root: str, states: Mapping[str, Mapping[str, Slices]], steps: int | None
+    root: str, states: Mapping[str, Mapping[str, Recipe]], steps: int | None
 ) -> AdamBetas | None:
     """Infer the betas from the powers of one parameter; None if the optimizer has no powers."""
     first_name = next(iter(states.get(POWER_STATES[0], ())), None)
@@ -256,28 +240,23 @@ def _infer_betas(
         )
     with error_prefix(f"{root}: {first_name}"):
         return infer_betas(
-            [_scalar(states[state_name][first_name][0].tensor) for state_name in POWER_STATES],
+            [_scalar(states[state_name][first_name]) for state_name in POWER_STATES],
             steps,
         )
 
 
-def _scalar(tensor: StoredTensor) -> float:
-    return float(tensor.load(full_box(tensor.shape)).reshape(-1)[0])
+def _scalar(tensor: Recipe) -> float:
+    return float(load(tensor, full_box(tensor.shape)).reshape(-1)[0])
 
 
-def _step_count(
-    label: str, powers: tuple[StoredTensor, ...], adam_betas: AdamBetas
-) -> ShardedTensor:
-    load = partial(_load_step_count, label, powers, adam_betas)
-    return sharded_tensor(torch.float32, (), [TensorShard(full_box(()), load, powers[0].path)])
+def _step_count(label: str, powers: Sequence[Recipe], adam_betas: AdamBetas) -> ShardedTensor:
+    def load_step_count() -> torch.Tensor:
+        with error_prefix(label):
+            steps = infer_steps(list(map(_scalar, powers)), adam_betas)
+        return torch.tensor(float(steps), device="cpu")
 
-
-def _load_step_count(
-    label: str, powers: tuple[StoredTensor, ...], adam_betas: AdamBetas
-) -> torch.Tensor:
-    with error_prefix(label):
-        steps = infer_steps([_scalar(tensor) for tensor in powers], adam_betas)
-    return torch.tensor(float(steps), device="cpu")
+    shard = TensorShard(full_box(()), load_step_count, files_of(powers[0])[0])
+    return sharded_tensor("F32", (), [shard])
 
 
 def _aliases(

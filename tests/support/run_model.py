@@ -177,7 +177,9 @@ def replaced_storage(make: Callable[[str], LocalStorage]) -> Iterator[None]:
 
 
 @contextmanager
-def failing_folder(folder: Path, error: int) -> Iterator[None]:
+def failing_folder(
+    folder: Path, error: int, *, calls: tuple[str, ...] = ("stat",)
+) -> Iterator[None]:
     """The status of a folder, and of what is in it, cannot be read."""
 
     def fail(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,7 +191,8 @@ def failing_folder(folder: Path, error: int) -> Iterator[None]:
         return checked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "stat", fail(os.stat))
+        for name in calls:
+            patch.setattr(os, name, fail(getattr(os, name)))
         yield
 
 

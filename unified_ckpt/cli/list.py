@@ -10,7 +10,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from unified_ckpt.cli.display.form import StepForms
@@ -20,7 +20,7 @@ from unified_ckpt.cli.display.step_table import RunListing, runs_text
 from unified_ckpt.cli.display.text import printable
 from unified_ckpt.cli.option_values import check_not_a_step, existing_root, retention_rules
 from unified_ckpt.core.retention import Rules, retained
-from unified_ckpt.errors import NotFoundError
+from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.manager.rules.when import local_retention_rules
 from unified_ckpt.manager.steps.scan import (
     Scan,
@@ -31,6 +31,7 @@ from unified_ckpt.manager.steps.scan import (
 )
 from unified_ckpt.manager.tiers.run_marker import foreign_saves, read, save_ids
 from unified_ckpt.options import ManagerOptions, SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
 from unified_ckpt.sources.step_names import UNIFIED, StepEntry, list_steps, read_step
 
@@ -143,7 +144,11 @@ def _with_entries(scanned: Scan, entries: dict[str, StepEntry]) -> Scan:
 
 
 def _read_record(entry: StepEntry) -> StepRecord:
-    contents, sizes = read_step(entry, SourceOptions(names="own")), file_sizes(entry.path)
+    contents, sizes = read_step(entry, SourceOptions(names="own")), dict[str, int]()
+    try:
+        sizes = file_sizes(entry.path)
+    except StorageError as error:  # the other steps are still listed
+        contents = replace(contents, problem=contents.problem or str(error))
     return StepRecord(
         name=entry.name,
         path=entry.path,
@@ -158,7 +163,7 @@ def _read_record(entry: StepEntry) -> StepRecord:
 
 
 def _list_tiers(root: str, local: str, arguments: Namespace, forms: StepForms) -> RunListing:
-    if not os.path.isdir(local):
+    if not is_folder(local):
         raise NotFoundError(f"{local}: no such folder")
     local_scan = scan(LocalStorage(local), arguments.prefix, visit=forms.visit)
     root_scan = scan(LocalStorage(root), arguments.prefix, visit=forms.visit)

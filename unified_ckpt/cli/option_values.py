@@ -10,6 +10,7 @@ from unified_ckpt.core.retention import Rules
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.rules import when
 from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import writable_path
 from unified_ckpt.sources import open_error
 
@@ -30,7 +31,7 @@ def retention_rules(arguments: Namespace) -> Rules:
 def existing_root(arguments: Namespace) -> str:
     """Return the path of ROOT. NotFoundError if there is no such folder."""
     root = os.path.realpath(writable_path(arguments.root))
-    if not os.path.isdir(root):
+    if not is_folder(root):
         raise NotFoundError(f"{root}: no such folder")
     return root
 

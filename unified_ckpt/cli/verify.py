@@ -23,6 +23,7 @@ from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report, v
 from unified_ckpt.engine.repair.repair import RepairReport, repair
 from unified_ckpt.errors import CheckpointError, IntegrityError, NotFoundError
 from unified_ckpt.manager.steps.scan import StepRecord, scan
+from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, is_url
 
 
@@ -93,7 +94,7 @@ def _check(path: str, *, deep: bool) -> _Check:
 def _run_records(arguments: Namespace) -> list[StepRecord]:
     """Return the steps of a run that this library wrote, if the path is a run's folder."""
     root = "" if is_url(arguments.path) else absolute_path(arguments.path)
-    if not os.path.isdir(root):
+    if not is_folder(root):
         return []
     steps = scan(LocalStorage(root), arguments.prefix).steps
     return [record for record in steps if record.is_unified]

@@ -27,6 +27,7 @@ from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.runtime.storage.storage import absolute_path
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
@@ -85,7 +86,7 @@ def read_adapter_config(path: str, source: Source, part: str) -> dict[str, Any]:
         os.path.join(path, name, ADAPTER_CONFIG),
         os.path.join(path, _PADDLE_CONFIG),
     ):
-        if os.path.isfile(config_path):
+        if is_file(config_path):
             config = read_json_object(config_path)
             is_paddle = config_path.endswith(_PADDLE_CONFIG)
             return _from_paddle(config, source, label=config_path) if is_paddle else config

@@ -46,6 +46,7 @@ from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import gather_topology
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent, is_url
 from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
@@ -206,7 +207,7 @@ def _prepare(
     if verify:
         _verify_first(source, options, paths)
     source, config = _select_parts(source, options, main_path), options.source.config
-    if config is not None and not os.path.isfile(config_path(config)):
+    if config is not None and not is_file(config_path(config)):
         raise NotFoundError(
             f"{config}: does not exist; pass a config.json, or a folder that has one"
         )
@@ -363,7 +364,7 @@ def _export(
 def _config(options: ConvertOptions, main_path: str) -> str | None:
     """The path of the model's config: from the options, or beside the source."""
     return options.source.config or (
-        main_path if os.path.isfile(os.path.join(main_path, CONFIG)) else None
+        main_path if is_file(os.path.join(main_path, CONFIG)) else None
     )
 
 

@@ -36,6 +36,7 @@ from unified_ckpt.exports.paddle_quantize import QuantStage
 from unified_ckpt.exports.torch_archive import StreamedTensor, write_archive
 from unified_ckpt.format.names import MODEL, OPTIMIZER, staging_name
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
@@ -139,7 +140,7 @@ def export(source: Source, target_format: str, path: str, args: ExportArgs) -> N
 
 
 def _remove(path: str) -> None:
-    if os.path.isdir(path):
+    if is_folder(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):
         os.remove(path)

@@ -22,7 +22,15 @@ from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import index, names
-from unified_ckpt.runtime.storage.regular_files import check_regular_files, open_binary
+from unified_ckpt.runtime.storage.regular_files import (
+    check_regular_files,
+    exists,
+    is_file,
+    is_folder,
+    list_folder,
+    open_binary,
+    probe,
+)
 from unified_ckpt.sources.detect.names import (
     ADAPTER_CONFIG,
     BIN_INDEX,
@@ -144,9 +152,9 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
     With `weights_only`, nothing of the training is copied. Of a unified folder, everything is
     copied that is not the engine's own.
     """
-    if not os.path.isdir(source):
+    if not is_folder(source):
         return SideFiles()
-    entries = sorted(os.listdir(source))
+    entries = sorted(list_folder(source))
     manifest = read_manifest_at(source)
     if manifest is not None:
         listed_files = engine_files(manifest)
@@ -166,14 +174,14 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
     )
     copied, left_out = [], []
     for name in entries:
-        is_folder = os.path.isdir(os.path.join(source, name))
+        is_subfolder = is_folder(os.path.join(source, name))
         if name in module_folders or (
             _matches(name, copied_patterns)
             and not name.endswith(".index.json")
-            and is_folder == (name in _HF_MODEL_FILES)
+            and is_subfolder == (name in _HF_MODEL_FILES)
         ):
             copied += [name] if not (weights_only and name in _TRAINING_ONLY) else []
-        elif os.path.isfile(os.path.join(source, name, ADAPTER_CONFIG)) and source_format in (
+        elif probe(is_file, os.path.join(source, name, ADAPTER_CONFIG)) and source_format in (
             "peft",
             "trainer",
             "accelerate",
@@ -182,7 +190,7 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
         elif not _matches(name, read_patterns) and (
             not name.startswith(".") or name in read_patterns
         ):
-            left_out.append(f"{name}/" if is_folder else name)
+            left_out.append(f"{name}/" if is_subfolder else name)
     return SideFiles(tuple(copied), tuple(left_out))
 
 
@@ -225,7 +233,7 @@ def copy_side_files(
     """
     for name in copied:
         path = os.path.join(source, name)
-        if os.path.isdir(path):
+        if is_folder(path):
             check_regular_files(path)
             shutil.copytree(path, os.path.join(folder, name))
         else:
@@ -235,9 +243,9 @@ def copy_side_files(
             ):
                 shutil.copyfileobj(source_file, target_file)
     target_path = os.path.join(folder, CONFIG)
-    if config is not None and not os.path.exists(target_path):
+    if config is not None and not exists(target_path):
         shutil.copyfile(config_path(config), target_path)
-    if dtype is not None and os.path.isfile(target_path):
+    if dtype is not None and is_file(target_path):
         declare_dtype(target_path, dtype)
 
 
@@ -281,7 +289,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _weight_files(source: str) -> tuple[str, ...]:
     """The files of a Hugging Face model's weights, and their index."""
     index_path = os.path.join(source, names.index_name("model"))
-    if not os.path.isfile(index_path):
+    if not is_file(index_path):
         return (names.file_name("model", number=1, count=1),)
     with open_binary(index_path) as file:
         files = set(index.parse_index(file.read(), file=index_path).values())
@@ -291,7 +299,7 @@ def _weight_files(source: str) -> tuple[str, ...]:
 def _module_folders(source: str) -> list[str]:
     """Folders that sentence-transformers' modules.json names, except the model's own."""
     path = os.path.join(source, _MODULES)
-    modules = read_json(path) if os.path.isfile(path) else []
+    modules = read_json(path) if is_file(path) else []
     paths = (
         [module.get("path") for module in modules if isinstance(module, dict)]
         if isinstance(modules, list)
@@ -301,5 +309,5 @@ def _module_folders(source: str) -> list[str]:
     return sorted(
         name
         for name in top_folders
-        if name not in ("", ".", "..") and os.path.isdir(os.path.join(source, name))
+        if name not in ("", ".", "..") and is_folder(os.path.join(source, name))
     )

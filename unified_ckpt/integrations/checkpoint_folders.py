@@ -10,7 +10,7 @@ from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.scan import has_unified_files, scan
-from unified_ckpt.runtime.storage.regular_files import is_folder
+from unified_ckpt.runtime.storage.regular_files import exists, is_folder, list_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
@@ -27,9 +27,9 @@ def check_unified(path: str, *, label: str, prefix: str) -> None:
     if is_unified(path):
         return
     if not is_folder(path):
-        found = "a file" if os.path.exists(path) else "nothing"
+        found = "a file" if exists(path) else "nothing"
         problem = f"got {found}, expected a checkpoint folder"
-    elif has_unified_files(dict.fromkeys(os.listdir(path), 0)):
+    elif has_unified_files(dict.fromkeys(list_folder(path), 0)):
         problem = "got no valid manifest; it is unfinished or damaged; pass a complete checkpoint"
     elif nested := scan(LocalStorage(os.path.abspath(path)), prefix).complete:
         problem = f"got a run's folder, expected a checkpoint; the latest is {nested[-1].name}"

@@ -31,6 +31,7 @@ from unified_ckpt.report.contents import (
 )
 from unified_ckpt.report.slices import SliceMap
 from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, compare_steps
+from unified_ckpt.runtime.storage.regular_files import exists, is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path
 from unified_ckpt.sources import open_source
 
@@ -120,7 +121,7 @@ def read_report(
         parts = {part: manifest.parts[part].total_nbytes for part in record.parts}
         saves[record.path] = manifest.world_size, parts
 
-    scanned = scan(LocalStorage(path), prefix, visit=visit) if os.path.isdir(path) else Scan((), ())
+    scanned = scan(LocalStorage(path), prefix, visit=visit) if is_folder(path) else Scan((), ())
     events = read_events(path)
     if scanned.steps or events:
         complete = scanned.complete
@@ -129,7 +130,7 @@ def read_report(
         rows = _rows(scanned.steps, events, saves)
         stale = scanned.stale_folders
         return ReportData(path, True, rows, events, contents, changes, stale)
-    if not os.path.exists(path):
+    if not exists(path):
         raise NotFoundError(f"{path}: no such file or folder")
     parent, name = os.path.split(path)
     events = read_events(parent)

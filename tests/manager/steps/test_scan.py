@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import unified_ckpt as uc
 from tests.support.managers import copy_folder, delete_file, delete_manifest, save_steps, state
 from tests.support.manifests import sealed
+from tests.support.run_model import failing_folder
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps.scan import Scan, scan
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -161,6 +163,11 @@ def test_stale_folders(tmp_path: Path) -> None:
     folder = folders[".unified-abc-checkpoint-3"]
     assert (folder.nbytes, folder.files) == (3, 1)
     assert folder.age_seconds < 600, "the folder itself has changed now"
+
+    with failing_folder(tmp_path / ".replaced-abc-checkpoint-1", errno.EIO, calls=("scandir",)):
+        folders = {folder.name: folder for folder in scanned(tmp_path).stale_folders}
+    folder = folders[".replaced-abc-checkpoint-1"]
+    assert (folder.only_copy, folder.age_seconds < 600) == (True, True), "it may be whole"
 
 
 def test_another_prefix(tmp_path: Path) -> None:

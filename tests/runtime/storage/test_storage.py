@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, list_folder
+from unified_ckpt.runtime.storage import regular_files as rf
 from unified_ckpt.runtime.storage.storage import (
     LocalStorage,
     Reader,
@@ -355,14 +355,17 @@ def test_unreadable_is_not_absent(
     }
     looks |= {
         function.__name__: lambda name, function=function: function(str(tmp_path / name))  # type: ignore[misc]
-        for function in (is_file, is_folder, list_folder)
+        for function in (rf.exists, rf.file_size, rf.is_file, rf.is_folder, rf.list_folder)
     }
+    looks["walk"] = lambda name: list(rf.walk(str(tmp_path / name)))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for absent in ("none", "none/f", "loop", "n" * 300, "\0"):
         path = str(tmp_path / absent)
-        assert (is_file(path), is_folder(path), list_folder(path)) == (False, False, [])
+        assert not any((rf.exists(path), rf.is_file(path), rf.is_folder(path)))
+        assert (rf.file_size(path), rf.list_folder(path), list(rf.walk(path))) == (None, [], [])
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", fail)
+        assert error != errno.EACCES or not rf.probe(rf.is_file, str(tmp_path / "f"))
         for name, look in looks.items():
             with pytest.raises(StorageError, match=os.strerror(error)) as raised:
                 look("f")

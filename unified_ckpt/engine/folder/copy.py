@@ -21,6 +21,7 @@ from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.runtime.comm.comm import single_process
+from unified_ckpt.runtime.storage.regular_files import file_size, walk
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 ProgressCallback = Callable[
@@ -78,9 +79,8 @@ def copy_checkpoint(
             if existing is not None:
                 save_id = existing["id"]
                 return CopyReport(save_id, 0, is_other_save=save_id != manifest.save_id)
-            walk = os.walk(source)
-            files = (os.path.join(folder, file) for folder, _, files in walk for file in files)
-            transaction.check_free_space(sum(map(os.path.getsize, filter(os.path.exists, files))))
+            nbytes = sum(file_size(path) or 0 for _, paths in walk(source) for path in paths)
+            transaction.check_free_space(nbytes)
             nbytes = _copy_files(
                 folder, manifest, storage, transaction.folder, fsync=fsync, on_progress=on_progress
             )
@@ -206,7 +206,7 @@ class FolderCopier:
                 if self._fsync:
                     self._storage.sync_folder(f"{self._target_folder}/{name}")
                 continue
-            size = os.path.getsize(entry.path)
+            size = file_size(entry.path) or 0
             self._copy_range(name, 0, size)
             if size == 0:
                 self._storage.resize(f"{self._target_folder}/{name}", 0)

@@ -61,7 +61,7 @@ def resolve_save_path(
 
 def is_native(path: str) -> bool:
     """Whether Accelerate's own `save_state` wrote this folder."""
-    return is_folder(path) and any(name.startswith("random_states_") for name in os.listdir(path))
+    return any(name.startswith("random_states_") for name in list_folder(path))
 
 
 def has_only_native(accelerator: Any, run: Run | None) -> bool:
@@ -74,7 +74,7 @@ def has_only_native(accelerator: Any, run: Run | None) -> bool:
     scanned = scan(LocalStorage(root), PREFIX) if run is None else run.steps.scan()
     return not scanned.complete and any(
         is_native(os.path.join(root, name))
-        for name in os.listdir(root)
+        for name in list_folder(root)
         if is_step_name(name, PREFIX)
     )
 

@@ -14,7 +14,13 @@ from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.manager.steps.remove import remove
 from unified_ckpt.manager.steps.scan import has_unified_files
-from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, open_binary
+from unified_ckpt.runtime.storage.regular_files import (
+    exists,
+    is_file,
+    is_folder,
+    list_folder,
+    open_binary,
+)
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -44,7 +50,7 @@ def check_path(path: str) -> Literal["unified", "native"]:
         )
     if not is_folder(path):
         raise NotFoundError(f"ckpt_path {path}: got nothing, expected a checkpoint{_hint(path)}")
-    entries = os.listdir(path)
+    entries = list_folder(path)
     if {".metadata", "meta.pt"} <= set(entries):
         return "native"
     if has_unified_files(dict.fromkeys(entries, 0)):
@@ -70,7 +76,7 @@ def check_path(path: str) -> Literal["unified", "native"]:
 def latest_in(path: str, *, depth: int = _DEPTH) -> str:
     """Return the checkpoint with the highest step in a folder or below it, "" for none."""
     checkpoints: list[tuple[int, str, str]] = []
-    for folder, subfolders, _ in os.walk(path):
+    for folder, subfolders, _ in os.walk(path):  # noqa: TID251  # only for messages
         for name in list(subfolders):
             if name.startswith("."):
                 continue
@@ -99,15 +105,11 @@ def latest_requeue(path: str) -> str:
     interrupted, else `path`.
     """
     folder, name = os.path.split(path)
-    if (
-        os.path.exists(path)
-        or not re.fullmatch(r"hpc_ckpt_\d+\.ckpt", name)
-        or not is_folder(folder)
-    ):
+    if exists(path) or not re.fullmatch(r"hpc_ckpt_\d+\.ckpt", name) or not is_folder(folder):
         return path
     numbered = [
         (int(match[1]), entry)
-        for entry in os.listdir(folder)
+        for entry in list_folder(folder)
         if (match := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", entry))
     ]
     complete = [
@@ -222,7 +224,7 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
 def _retarget_links(folder: str, removed: str, target: str) -> None:
     if not target:
         return
-    for entry in os.listdir(folder):
+    for entry in list_folder(folder):
         link_path = os.path.join(folder, entry)
         if os.path.islink(link_path) and os.path.realpath(link_path) == os.path.realpath(removed):
             replace_link(target, link_path)

@@ -21,7 +21,7 @@ from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
-from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.files.json import read_config
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -110,7 +110,7 @@ def can_load(path: str, trainer: Any) -> bool:
     """
     if is_unified(path):
         return True
-    entries = os.listdir(path)
+    entries = list_folder(path)
     if any(name in _DEEPSPEED or name.startswith("global_step") for name in entries):
         raise FormatError(
             f"resume_from_checkpoint {path}: got a DeepSpeed checkpoint, "

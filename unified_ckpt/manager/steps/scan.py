@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
@@ -20,6 +19,7 @@ from unified_ckpt.engine.folder.completeness import present_parts
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
+from unified_ckpt.runtime.storage.regular_files import file_size, status, walk
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.step_names import StepEntry
 
@@ -213,10 +213,10 @@ def read_step_record(
     try:
         with os.scandir(path) as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-    except OSError as error:
-        problem = f"it cannot be read: {error.strerror}"
+        replica_sizes = file_sizes(f"{path}/{names.REPLICAS}")
+    except (OSError, StorageError) as error:
+        problem = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
         return StepRecord(name, path, "incomplete", problem, unreadable=True)
-    replica_sizes = file_sizes(storage.path(f"{name}/{names.REPLICAS}"))
     unusable = StepRecord(
         name,
         path,
@@ -277,12 +277,16 @@ def _read_entry(storage: LocalStorage, name: str, prefix: str, visit: Visitor) -
 
 
 def file_sizes(folder: str) -> dict[str, int]:
-    """Return path -> size of all files in a folder; for a file, its own size."""
-    sizes = {folder: os.stat(folder).st_size} if os.path.isfile(folder) else {}
-    for parent, _, files in os.walk(folder):
-        for path in (os.path.join(parent, file) for file in files):
-            with suppress(OSError):  # changed by its owner meanwhile
-                sizes[path] = os.lstat(path).st_size
+    """Return path -> size of all files in a folder; for a file, its own size.
+
+    StorageError if one cannot be read.
+    """
+    own_size = file_size(folder)
+    sizes = {} if own_size is None else {folder: own_size}
+    for path in (path for _, paths in walk(folder) for path in paths):
+        found = status(path, follow=False)
+        if found is not None:  # else its owner has removed it meanwhile
+            sizes[path] = found.st_size
     return sizes
 
 
@@ -316,26 +320,28 @@ def _stale_folder(
     kind: Literal["staging", "backup"],
     complete_names: set[str],
 ) -> StaleFolder:
-    sizes: dict[str, int] = {}
-    last_change = 0.0
-    for folder, _, files in os.walk(storage.path(name)):
-        for path in (folder, *(os.path.join(folder, file) for file in files)):
-            try:
-                status = os.lstat(path)
-            except OSError:
-                continue  # changed by its owner meanwhile
-            last_change = max(last_change, status.st_mtime)
-            if path != folder:
-                sizes[os.path.relpath(path, storage.path(name))] = status.st_size
+    """Describe a folder. One that cannot be read has just changed, and may be an only copy."""
+    root, sizes, last_change, may_be_whole = storage.path(name), dict[str, int](), 0.0, False
+    try:
+        for folder, files in walk(root):
+            for path in (folder, *files):
+                found = status(path, follow=False)
+                if found is None:
+                    continue  # removed by its owner meanwhile
+                last_change = max(last_change, found.st_mtime)
+                if path != folder:
+                    sizes[os.path.relpath(path, root)] = found.st_size
+    except StorageError:
+        last_change, may_be_whole = time.time(), True
     is_unified = kind == "staging" or has_unified_files(sizes)
     only_copy = (
         kind == "backup"
-        and names.MANIFEST in sizes
+        and (may_be_whole or names.MANIFEST in sizes)
         and _checkpoint_name(name) not in complete_names
     )
     return StaleFolder(
         name,
-        storage.path(name),
+        root,
         kind,
         is_unified,
         only_copy,

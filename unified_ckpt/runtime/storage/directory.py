@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 
-from unified_ckpt.runtime.storage.regular_files import check_regular, open_regular
+from unified_ckpt.runtime.storage.regular_files import check_regular, is_folder, open_regular
 
 _HANDLE_FLAGS = getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no permission to read
 _CLOSED = -1  # an invalid descriptor: all calls with it fail
@@ -77,6 +77,6 @@ class Directory:
 
 def existing_folder(path: str) -> str:
     """Return a folder, or its nearest parent that exists. `path` is absolute."""
-    while not os.path.isdir(path):
+    while not is_folder(path):
         path = os.path.dirname(path)
     return path

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from unified_ckpt.errors import NotFoundError, StorageError
@@ -48,10 +49,10 @@ def open_binary(path: str) -> BinaryIO:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
-def status(path: str) -> os.stat_result | None:
+def status(path: str, *, follow: bool = True) -> os.stat_result | None:
     """Return the status of what a path leads to, None for nothing. StorageError if unknown."""
     try:
-        return os.stat(path)
+        return os.stat(path, follow_symlinks=follow)
     except ValueError:  # a null byte, which no name has
         return None
     except OSError as error:
@@ -60,10 +61,20 @@ def status(path: str) -> os.stat_result | None:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def exists(path: str) -> bool:
+    """Return whether a path leads to anything. StorageError if unknown."""
+    return status(path) is not None
+
+
 def is_file(path: str) -> bool:
     """Return whether a path leads to a regular file. StorageError if unknown."""
+    return file_size(path) is not None
+
+
+def file_size(path: str) -> int | None:
+    """Return the bytes of a regular file, None if there is none. StorageError if unknown."""
     found = status(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    return None if found is None or not stat.S_ISREG(found.st_mode) else found.st_size
 
 
 def is_folder(path: str) -> bool:
@@ -72,12 +83,39 @@ def is_folder(path: str) -> bool:
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
+def probe(check: Callable[[str], bool], path: str) -> bool:
+    """Return `check(path)` for a path below an entry that nobody named; False if not permitted.
+
+    A volume that holds a checkpoint may also have `lost+found`. StorageError if unknown.
+    """
+    try:
+        return check(path)
+    except StorageError as error:
+        if isinstance(error.__cause__, PermissionError):
+            return False
+        raise
+
+
 def list_folder(path: str) -> list[str]:
     """Return the entries of a folder, [] if there is none. StorageError if unknown."""
     try:
         return os.listdir(path) if is_folder(path) else []
     except OSError as error:
         raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+
+
+def walk(root: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder, at any depth, with the paths of its files; nothing for a file.
+
+    StorageError if a folder cannot be listed: `os.walk` passes over it.
+    """
+
+    def check(error: OSError) -> None:
+        if error.errno not in _ABSENT:
+            raise StorageError(f"{error.filename}: cannot be listed: {error.strerror}") from error
+
+    for folder, _, files in os.walk(root, onerror=check) if is_folder(root) else ():
+        yield folder, [os.path.join(folder, file) for file in files]
 
 
 def check_regular_files(root: str) -> None:
@@ -91,7 +129,7 @@ def check_regular_files(root: str) -> None:
                 if entry.is_dir():
                     if not entry.is_symlink():
                         check_regular_files(entry.path)
-                elif not entry.is_file() and os.path.exists(entry.path):
+                elif not entry.is_file() and exists(entry.path):
                     check_regular(entry.stat(), entry.path)
     except OSError as error:
         raise StorageError(f"{error.filename}: cannot be read: {error.strerror}") from error

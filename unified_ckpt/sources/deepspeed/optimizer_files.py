@@ -7,7 +7,6 @@ content must match rank 0's.
 
 from __future__ import annotations
 
-import os
 import threading
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, StorageError
-from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.regular_files import file_size, is_file
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, FlatRange
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.archive import check_archive_name
@@ -253,6 +252,6 @@ def _is_complete(path: str) -> bool:
     """
     try:
         check_archive_name(path)
-        return os.path.getsize(path) > 1
+        return (file_size(path) or 0) > 1
     except (zipfile.BadZipFile, OSError, StorageError):
         return False

@@ -33,7 +33,7 @@ from unified_ckpt.errors import (
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer
-from unified_ckpt.runtime.storage.regular_files import is_folder
+from unified_ckpt.runtime.storage.regular_files import is_folder, list_folder
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, zero3_layout, zero12_layout
 from unified_ckpt.sources.deepspeed.model import (
     MODEL_FILE,
@@ -79,7 +79,7 @@ def open_deepspeed(root: str, options: SourceOptions) -> Source:
 
 
 def _open(root: str, folder: str, options: SourceOptions) -> Source:
-    entries = frozenset(os.listdir(folder))
+    entries = frozenset(list_folder(folder))
     raise_if_any(
         FormatError,
         "got a model split by tensor, pipeline or expert parallelism, which is not read",
@@ -168,7 +168,7 @@ def _read_training_state(model: ModelFile, folder: str, entries: frozenset[str])
             model.world_size,
             left_out=[
                 f"{UNIVERSAL_FOLDER}/{name}"
-                for name in sorted(os.listdir(universal))
+                for name in sorted(list_folder(universal))
                 if name not in read
             ],
         )
@@ -204,7 +204,7 @@ def step_folder(root: str) -> str:
     """
     if not is_folder(root):
         raise NotFoundError(f"{root}: no such folder")
-    entries = frozenset(os.listdir(root))
+    entries = frozenset(list_folder(root))
     if any(DEEPSPEED_MODEL.fullmatch(name) for name in entries):
         return root
     tag_files = [name for name in DEEPSPEED_LATEST if name in entries]

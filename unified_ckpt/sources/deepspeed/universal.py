@@ -18,7 +18,7 @@ import torch
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.deepspeed.layout import FlatRange, partitioned_ranges
 from unified_ckpt.sources.deepspeed.model import ModelFile
 from unified_ckpt.sources.deepspeed.optimizer_files import (
@@ -88,7 +88,7 @@ def _read_parameter(
 ) -> TrainedParameter:
     files = {
         name.removesuffix(".pt"): os.path.join(folder, name)
-        for name in sorted(os.listdir(folder))
+        for name in sorted(list_folder(folder))
         if name.endswith(".pt")
     }
     tensors = {key: _read_tensor(path, key) for key, path in files.items()}

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
+from unified_ckpt.runtime.storage.regular_files import (
+    exists,
+    is_file,
+    is_folder,
+    list_folder,
+    probe,
+)
 from unified_ckpt.sources.detect.paddle import is_paddle
 from unified_ckpt.sources.detect.unsupported import UNSUPPORTED_FORMATS, UnsupportedFormat
 
@@ -81,7 +87,7 @@ def _is_deepspeed(listing: PathListing) -> bool:
     if listing.entries.isdisjoint(DEEPSPEED_LATEST):
         return False
     if DEEPSPEED_LATEST[1] in listing.entries and any(
-        os.path.isdir(os.path.join(listing.path, name, "zero")) for name in listing.entries
+        probe(is_folder, os.path.join(listing.path, name, "zero")) for name in listing.entries
     ):
         return True
     if "checkpoint" in listing.entries or any(
@@ -94,7 +100,7 @@ def _is_deepspeed(listing: PathListing) -> bool:
 
 def list_orbax_items(path: str, entries: Collection[str]) -> list[str]:
     """Return the folders of an Orbax step that hold a tree of arrays."""
-    return sorted(name for name in entries if os.path.isfile(os.path.join(path, name, ORBAX_TREE)))
+    return sorted(name for name in entries if probe(is_file, os.path.join(path, name, ORBAX_TREE)))
 
 
 def is_orbax(listing: PathListing) -> bool:
@@ -111,9 +117,9 @@ def is_orbax(listing: PathListing) -> bool:
 
 
 def _is_orbax_step(path: str) -> bool:
-    if os.path.isfile(os.path.join(path, ORBAX_STEP)):
+    if is_file(os.path.join(path, ORBAX_STEP)):
         return True
-    return os.path.isdir(path) and bool(list_orbax_items(path, os.listdir(path)))
+    return bool(list_orbax_items(path, list_folder(path)))
 
 
 def _is_megatron(listing: PathListing) -> bool:
@@ -143,11 +149,11 @@ def _holds_adapters(listing: PathListing) -> bool:
     folders = [
         os.path.join(listing.path, entry)
         for entry in listing.entries
-        if os.path.isfile(os.path.join(listing.path, entry, ADAPTER_CONFIG))
+        if probe(is_file, os.path.join(listing.path, entry, ADAPTER_CONFIG))
     ]
     training_files = (TRAINER_STATE, names.MANIFEST)
     return bool(folders) and not any(
-        os.path.exists(os.path.join(folder, file)) for folder in folders for file in training_files
+        exists(os.path.join(folder, file)) for folder in folders for file in training_files
     )
 
 

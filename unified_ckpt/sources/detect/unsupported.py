@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import list_folder
 
 _TRANSFORMERS_4 = "load it with transformers 4 ({}) and call save_pretrained"
 
@@ -86,6 +87,6 @@ UNSUPPORTED_FORMATS = (
 
 def raise_unsupported(path: str, _options: SourceOptions) -> NoReturn:
     """Raise FormatError naming the format and what to do instead."""
-    entries = os.listdir(path) if os.path.isdir(path) else [os.path.split(path)[1]]
+    entries = list_folder(path) or [os.path.split(path)[1]]
     unsupported = next(candidate for candidate in UNSUPPORTED_FORMATS if candidate.matches(entries))
     raise FormatError(f"{path}: {unsupported.title} is not supported; {unsupported.advice}")

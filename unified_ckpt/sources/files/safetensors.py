@@ -18,7 +18,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format import header, index, names
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.names import MODEL
-from unified_ckpt.runtime.storage.regular_files import is_file, open_binary
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder, open_binary
 from unified_ckpt.runtime.torch_state.wrapper_names import strip_wrappers
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
@@ -88,7 +88,7 @@ def open_model_files(root: str, *, part: str = MODEL) -> list[TensorFile]:
 
     Return [] if there are none. Raises IncompleteError naming missing files or tensors.
     """
-    entries = set(os.listdir(root))
+    entries = set(list_folder(root))
     single = names.file_name(part, number=1, count=1)
     weight_map = None
     index_path = os.path.join(root, names.index_name(part))

@@ -9,7 +9,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.safetensors import open_tensor_file, whole_tensors
@@ -73,7 +73,7 @@ def _adapter_folders(root: str) -> dict[str, str]:
     """Return part -> folder of each adapter."""
     subfolders = sorted(
         name
-        for name in os.listdir(root)
+        for name in list_folder(root)
         if os.path.lexists(os.path.join(root, name, ADAPTER_CONFIG))
     )
     folders = {ADAPTER_PART: root} if os.path.lexists(os.path.join(root, ADAPTER_CONFIG)) else {}

@@ -19,6 +19,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import list_folder
 from unified_ckpt.sources.detect.names import HF_SHARD
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.files.safetensors import TensorFile, open_tensor_file
@@ -77,7 +78,7 @@ def _open_files(root: str) -> list[TensorFile]:
     """
     matches = {
         (int(match[1]), int(match[2])): match
-        for name in os.listdir(root)
+        for name in list_folder(root)
         if (match := HF_SHARD.fullmatch(name))
     }
     counts = {int(match[3]) for match in matches.values()}

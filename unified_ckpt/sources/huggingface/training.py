@@ -22,7 +22,7 @@ from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.safetensors import open_model_files, whole_tensors
@@ -72,7 +72,7 @@ def open_accelerate(root: str, options: SourceOptions) -> Source:
 
 
 def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> Source:
-    entries = frozenset(os.listdir(root))
+    entries = frozenset(list_folder(root))
     if JIT_MARKER in entries:
         raise IncompleteError(f"{root}: got {JIT_MARKER}: the Trainer was stopped during the save")
     _read_models(root, entries, checkpoint)
@@ -170,7 +170,7 @@ def _rank_files(root: str, stem: str) -> list[str]:
     """
     names = {
         int(match[1]): name
-        for name in os.listdir(root)
+        for name in list_folder(root)
         if (match := re.fullmatch(rf"{stem}_rank(\d+)\.bin", name))
     }
     raise_if_any(

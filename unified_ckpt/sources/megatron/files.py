@@ -16,7 +16,7 @@ import torch
 
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.runtime.storage.regular_files import is_file, is_folder
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, list_folder
 from unified_ckpt.sources.detect.names import MEGATRON_TRACKER
 from unified_ckpt.sources.files.parsing import read_text
 from unified_ckpt.sources.megatron.arguments import Arguments, parse_arguments, rank_positions
@@ -98,7 +98,7 @@ def read_rank_files(folder: str) -> tuple[Arguments, list[RankFile]]:
 
     IncompleteError names missing ranks, FormatError reports files that do not fit together.
     """
-    names = sorted(name for name in os.listdir(folder) if _FOLDER.fullmatch(name))
+    names = sorted(name for name in list_folder(folder) if _FOLDER.fullmatch(name))
     missing = [name for name in names if not is_file(os.path.join(folder, name, _FILE))]
     if missing or not names:
         raise IncompleteError(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.errors import FormatError, error_prefix
-from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.megatron.arguments import Arguments
 from unified_ckpt.sources.megatron.files import FLAT_FILE, RankFile
@@ -65,7 +65,7 @@ def read_optimizer_states(rank_file: RankFile, args: Arguments) -> dict[ParamKey
     state = rank_file.state_dict.get("optimizer")
     if state is None:
         return {}
-    sibling_names = os.listdir(os.path.dirname(rank_file.path))
+    sibling_names = list_folder(os.path.dirname(rank_file.path))
     if any(name.startswith("layer_wise_optimizer_") for name in sibling_names):
         raise FormatError(
             f"{rank_file.path}: got a layer-wise optimizer, which is not read; "

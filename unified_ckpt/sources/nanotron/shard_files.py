@@ -13,6 +13,7 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import Box, full_box, is_inside
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.runtime.storage.regular_files import walk
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.files.safetensors import TensorFile, open_tensor_file
 from unified_ckpt.views.shards import TensorShard
@@ -45,13 +46,13 @@ def list_shard_files(root: str) -> dict[str, list[ShardFile]]:
     """Return every tensor's files by name: the path of its folder plus the end of its file name."""
     top = os.path.join(root, "model")
     shard_files: dict[str, list[ShardFile]] = {}
-    for folder, _, files in sorted(os.walk(top)):
-        for file in sorted(files):
-            match = _MODEL_FILE.fullmatch(file)
+    for folder, paths in sorted(walk(top)):
+        for path in sorted(paths):
+            match = _MODEL_FILE.fullmatch(os.path.split(path)[1])
             if match is not None:
                 prefix = os.path.relpath(folder, top).replace(os.sep, ".")
                 name = f"{prefix}.{match['name']}".removeprefix("..")
-                shard_file = _read_shard_file(os.path.join(folder, file), match)
+                shard_file = _read_shard_file(path, match)
                 shard_files.setdefault(name, []).append(shard_file)
     if not shard_files:
         raise IncompleteError(f"{top}: no tensor found")

@@ -113,7 +113,7 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
             for optimizer_file in optimizer_files
             for index, entry in optimizer_file.content["state"].items()
         ),
-        left_out=sorted(set(os.listdir(root)) - _READ_ENTRIES),
+        left_out=sorted(set(list_folder(root)) - _READ_ENTRIES),
     )
     return ShardedSource(root, tensors, format="nanotron", metadata=metadata)
 

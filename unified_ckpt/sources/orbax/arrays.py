@@ -21,7 +21,13 @@ import torch
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
-from unified_ckpt.runtime.storage.regular_files import check_regular_files, is_file
+from unified_ckpt.runtime.storage.regular_files import (
+    check_regular_files,
+    file_size,
+    is_file,
+    list_folder,
+    walk,
+)
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 
 CACHE_NBYTES = 512 << 20  # decoded chunks: one chunk may be larger than one read
@@ -90,7 +96,7 @@ def open_arrays(
         sorted(name for name in names if not name or ".." in name.split("/")),
     )
     ocdbt = is_file(os.path.join(root, _MANIFEST))
-    if not ocdbt and any(name.startswith("ocdbt.process_") for name in os.listdir(root)):
+    if not ocdbt and any(name.startswith("ocdbt.process_") for name in list_folder(root)):
         raise IncompleteError(
             f"{root}: {_MANIFEST} is missing, so the files of the processes were never merged"
         )
@@ -204,9 +210,7 @@ def _list_chunk_files(root: str, names: Collection[str]) -> dict[str, set[str]]:
     for name in names:
         array_root = os.path.join(root, name)
         stored_keys[name] = {
-            os.path.relpath(os.path.join(folder, file), array_root)
-            for folder, _, files in os.walk(array_root)
-            for file in files
+            os.path.relpath(path, array_root) for _, paths in walk(array_root) for path in paths
         }
     return stored_keys
 
@@ -220,8 +224,7 @@ def _list_ocdbt_keys(tensorstore: Any, root: str, names: Collection[str]) -> dic
 
     @cache
     def size_of(file: str) -> int | None:
-        path = os.path.join(root, file)
-        return os.path.getsize(path) if is_file(path) else None
+        return file_size(os.path.join(root, file))
 
     def is_stored(location: str) -> bool:
         file, stop = _parse_location(location)

@@ -79,7 +79,7 @@ def resolve_step(root: str) -> OrbaxStep:
             os.path.join(root, ORBAX_STEP)
         )
         return _open_step(parent if is_item else root, {_basename(root): root})
-    items = list_orbax_items(root, os.listdir(root))
+    items = list_orbax_items(root, list_folder(root))
     if items or is_file(os.path.join(root, ORBAX_STEP)):
         return _open_step(root, {name: os.path.join(root, name) for name in items})
     return _latest_complete_step(root)
@@ -91,7 +91,7 @@ def _basename(path: str) -> str:
 
 def _latest_complete_step(root: str) -> OrbaxStep:
     """Return the latest complete step of a root; IncompleteError says why none is complete."""
-    names = sorted(os.listdir(root))
+    names = sorted(list_folder(root))
     numbered = {
         name: int(match[1])
         for name in names
@@ -102,7 +102,7 @@ def _latest_complete_step(root: str) -> OrbaxStep:
     ]
     for name in sorted(numbered, key=lambda step_name: numbered[step_name], reverse=True):
         path = os.path.join(root, name)
-        items = list_orbax_items(path, os.listdir(path))
+        items = list_orbax_items(path, list_folder(path))
         try:
             return _open_step(path, {item: os.path.join(path, item) for item in items})
         except IncompleteError as error:
@@ -133,7 +133,7 @@ def _open_step(path: str, items: Mapping[str, str]) -> OrbaxStep:
             f"{path}: no item has {ORBAX_TREE}, expected a tree of arrays that PyTreeSave or "
             "StandardSave wrote"
         )
-    number, entries = _NUMBER.search(_basename(path)), sorted(os.listdir(path))
+    number, entries = _NUMBER.search(_basename(path)), sorted(list_folder(path))
     json_items = {
         name: file
         for name in entries
@@ -157,7 +157,7 @@ def _open_step(path: str, items: Mapping[str, str]) -> OrbaxStep:
 def _check_committed(path: str, items: Mapping[str, str]) -> None:
     if is_file(os.path.join(path, COMMITTED)):
         return
-    item_entries = {name: os.listdir(folder) for name, folder in items.items() if folder != path}
+    item_entries = {name: list_folder(folder) for name, folder in items.items() if folder != path}
     # An item with ORBAX_STEP is a checkpoint of its own, with its own marker.
     committed = [
         name

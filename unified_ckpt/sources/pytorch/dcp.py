@@ -23,7 +23,7 @@ from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.regular_files import file_size
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.pytorch.dcp_metadata import Entry, KeyPath, read_entries
@@ -294,9 +294,9 @@ def _map_file(root: str, name: str, entry_ends: Mapping[str, int]) -> MappedFile
         raise FormatError(
             f"{root}/{DCP_METADATA}: got the file {name!r}, expected a file in the folder"
         )
-    nbytes = os.path.getsize(path) if is_file(path) else 0
-    missing = sorted(key for key, stop in entry_ends.items() if stop > nbytes)
+    nbytes = file_size(path)
+    missing = sorted(key for key, stop in entry_ends.items() if stop > (nbytes or 0))
     if missing:
-        problem = "is truncated" if is_file(path) else "is missing"
+        problem = "is missing" if nbytes is None else "is truncated"
         raise IncompleteError(format_list(f"{path}: {problem}; affected entries", missing))
     return MappedFile(path)

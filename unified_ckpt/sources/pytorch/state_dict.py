@@ -21,7 +21,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format import index
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.storage.regular_files import list_folder, open_binary
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state, strip_wrappers
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX
 from unified_ckpt.sources.pytorch.optimizer_groups import (
@@ -191,7 +191,7 @@ def open_bin_folder(root: str, _options: SourceOptions) -> ShardedSource:
 
 def read_bins(root: str) -> ParsedStateDict:
     """Return the merged content of the folder's files. Same errors as `open_bin_folder`."""
-    names = set(os.listdir(root))
+    names = set(list_folder(root))
     weight_map: Mapping[str, str] = {}
     files = [BIN]
     if BIN_INDEX in names:

@@ -38,6 +38,7 @@ from unified_ckpt.views.shards import (
     SourceExtras,
     TensorShard,
     sharded_tensor,
+    single_shard,
     whole_tensor,
 )
 
@@ -180,16 +181,8 @@ def _maxtext_tensor(
         )
     dtype = TORCH_DTYPES[dtypes.pop()]
     if state == "step":
-        return sharded_tensor(
-            dtype,
-            (),
-            [
-                TensorShard(
-                    full_box(()),
-                    partial(_common_step, source, part, list(links_by_name)),
-                    part,
-                )
-            ],
+        return single_shard(
+            dtype, (), partial(_common_step, source, part, list(links_by_name)), part
         )
     # a row of MaxText's tensor spans all layers, whose shards should stay cached together
     nbytes = CACHE_NBYTES // 2 // len(links_by_name)

@@ -15,7 +15,7 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer, copy_single_threaded
 from unified_ckpt.runtime.storage.storage import Buffer
-from unified_ckpt.runtime.torch_state.tensors import torch_dtype
+from unified_ckpt.runtime.torch_state.tensors import from_bytes, torch_dtype
 from unified_ckpt.views.shards import ShardedTensor, TensorShard
 
 CACHE_NBYTES = 256 << 20  # of shards that are expensive to load; a larger one is cached alone
@@ -108,6 +108,13 @@ class ShardAssembler:
                 f"and {loaded.dtype}, expected {shard.box.shape} and {dtype}"
             )
         return loaded
+
+
+def assemble(tensor: ShardedTensor) -> torch.Tensor:
+    """Return a whole tensor in memory."""
+    key, buffer = ("", ""), bytearray(tensor.spec.nbytes)
+    ShardAssembler({key: tensor}).read_into(key, 0, memoryview(buffer))
+    return from_bytes(buffer, torch_dtype(tensor.spec.dtype), tensor.spec.shape)
 
 
 class _ShardIndex:

@@ -104,13 +104,16 @@ def shape_of_boxes(boxes: Sequence[Box]) -> tuple[int, ...]:
     return tuple(map(max, zip(*ends, strict=True)))
 
 
+def single_shard(
+    dtype: torch.dtype | str, shape: Sequence[int], load: Callable[[], torch.Tensor], file: str
+) -> ShardedTensor:
+    """Return a tensor that `load` returns whole."""
+    return sharded_tensor(dtype, shape, [TensorShard(full_box(tuple(shape)), load, file)])
+
+
 def whole_tensor(tensor: torch.Tensor, file: str) -> ShardedTensor:
-    """Return a tensor in memory, or in a mapped file, as a single shard."""
-    return sharded_tensor(
-        tensor.dtype,
-        tensor.shape,
-        [TensorShard(full_box(tuple(tensor.shape)), tensor.detach, file)],
-    )
+    """Return a tensor in memory, or in a mapped file."""
+    return single_shard(tensor.dtype, tensor.shape, tensor.detach, file)
 
 
 def _no_rank_extra(_: int) -> None:

@@ -161,6 +161,9 @@ def test_invalid_state_is_refused() -> None:
         uc.FormatError, match=r"x.pt: state of parameter 0: got int, expected a dict"
     ):
         parse_groups("x.pt", {"state": {0: 5}, "param_groups": [{"params": [0]}]})
+    loaded = {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(AssertionError, match="got tensors of torch"):
+        parse_groups("x.pt", loaded)  # they would become values that are no tensors
     meta = {
         "state": {0: {"exp_avg": torch.zeros(2, device="meta")}},
         "param_groups": [{"params": [0]}],

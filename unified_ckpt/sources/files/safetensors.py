@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
@@ -21,7 +20,7 @@ from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder, open_binary
 from unified_ckpt.runtime.torch_state.wrapper_names import strip_wrappers
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
-from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
+from unified_ckpt.views.shards import ShardedTensor, single_shard
 
 if TYPE_CHECKING:
     import torch
@@ -75,10 +74,8 @@ def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key
             key = part, strip_wrappers(name)
             if key in tensors:
                 raise FormatError(f"{file.path}: {name}: is also in {tensors[key].shards[0].file}")
-            tensors[key] = sharded_tensor(
-                entry.dtype,
-                entry.shape,
-                [TensorShard(full_box(entry.shape), partial(file.tensor, name), file.path)],
+            tensors[key] = single_shard(
+                entry.dtype, entry.shape, partial(file.tensor, name), file.path
             )
     return tensors
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, error_prefix
@@ -44,7 +43,7 @@ from unified_ckpt.sources.pytorch.dcp_metadata import Entry, read_entries
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.sources.restricted_pickle.placeholders import to_plain
-from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
+from unified_ckpt.views.shards import ShardedTensor, whole_tensor
 
 _PLANNER_CLASSES = [
     f"torch.distributed.checkpoint.planner.{name}"
@@ -88,8 +87,7 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
     tensors = dict(_checked_tensors(contents.tensors))
     groups, steps = _param_groups(folder, contents, args)
     tensors |= {
-        (OPTIMIZER, f"{name}/step"): sharded_tensor(torch.float32, (), [step_shard(step, folder)])
-        for name, step in steps.items()
+        (OPTIMIZER, f"{name}/step"): step_count(step, folder) for name, step in steps.items()
     }
     content = MegatronContent(
         folder,
@@ -249,9 +247,9 @@ def _param_groups(
     return groups, steps
 
 
-def step_shard(step: float, path: str) -> TensorShard:
+def step_count(step: float, path: str) -> ShardedTensor:
     """Return a step count as float32, as torch's optimizers keep it for each parameter."""
-    return TensorShard(Box((), ()), partial(torch.tensor, step, dtype=torch.float32), path)
+    return whole_tensor(torch.tensor(step, dtype=torch.float32), path)
 
 
 # ---- random state

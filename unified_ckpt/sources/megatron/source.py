@@ -23,7 +23,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.megatron.arguments import Arguments
-from unified_ckpt.sources.megatron.dist import open_dist, step_shard
+from unified_ckpt.sources.megatron.dist import open_dist, step_count
 from unified_ckpt.sources.megatron.files import (
     FLAT_FILE,
     RankFile,
@@ -226,7 +226,4 @@ def _sharded_tensors(
                 key = (kind, name) if kind in (MODEL, MASTER) else (OPTIMIZER, f"{name}/{kind}")
                 yield key, sharded_tensor(tensor.dtypes[kind], tensor.shape, shards)
             if tensor.step is not None:
-                yield (
-                    (OPTIMIZER, f"{name}/step"),
-                    sharded_tensor(torch.float32, (), [step_shard(tensor.step, folder)]),
-                )
+                yield (OPTIMIZER, f"{name}/step"), step_count(tensor.step, folder)

@@ -37,6 +37,7 @@ from unified_ckpt.views.shards import (
     SourceExtras,
     TensorShard,
     sharded_tensor,
+    single_shard,
 )
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -130,14 +131,8 @@ def _as_stored(array: StoredArray) -> ShardedTensor:
 
 def _step_count(array: StoredArray) -> ShardedTensor:
     """Return Adam's count as torch's AdamW stores it."""
-    return sharded_tensor(
-        torch.float32,
-        (),
-        [
-            TensorShard(
-                full_box(()), lambda: array.read(full_box(())).to(torch.float32), array.label
-            )
-        ],
+    return single_shard(
+        torch.float32, (), lambda: array.read(full_box(())).to(torch.float32), array.label
     )
 
 

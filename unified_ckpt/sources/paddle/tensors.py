@@ -31,7 +31,7 @@ from unified_ckpt.sources.paddle.names import (
     torch_name,
 )
 from unified_ckpt.sources.paddle.slices import as_sharded, compare_replicas, files_of, load
-from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
+from unified_ckpt.views.shards import ShardedTensor, single_shard
 
 STATE_NAMES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
 BETAS = "betas"  # key in `extra` if one of them is unknown
@@ -255,8 +255,7 @@ def _step_count(label: str, powers: Sequence[Recipe], adam_betas: AdamBetas) -> 
             steps = infer_steps(list(map(_scalar, powers)), adam_betas)
         return torch.tensor(float(steps), device="cpu")
 
-    shard = TensorShard(full_box(()), load_step_count, files_of(powers[0])[0])
-    return sharded_tensor("F32", (), [shard])
+    return single_shard("F32", (), load_step_count, files_of(powers[0])[0])
 
 
 def _aliases(

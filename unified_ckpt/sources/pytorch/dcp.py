@@ -15,7 +15,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
@@ -37,9 +38,6 @@ from unified_ckpt.views.shards import (
     TensorShard,
     sharded_tensor,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 _OPTIMIZER_KEY = re.compile(r"optimizer(_\d+)?|optim")  # with a number in Lightning
 # 0-d tensors of these names belong to the training loop, not to a model without a key.
@@ -89,7 +87,8 @@ def read_dcp(root: str) -> tuple[dict[Key, ShardedTensor], SourceMetadata, dict[
         tensor_key = None if _module_key(path) else key_for_path(path, scalar=scalar)
         tensor = build_tensor(files, root, key, entry, entry.dtype)
         if tensor_key is None:
-            objects[path] = _materialize(tensor)
+            module = import_module("unified_ckpt.views.shard_assembler")  # it imports torch
+            objects[path] = module.assemble(tensor)
         elif tensor_key in tensors:
             raise FormatError(
                 f"{root}: {key}: maps to {tensor_key[0]}:{tensor_key[1]}, as another tensor does; "
@@ -134,18 +133,6 @@ def _is_known_key(key: str | int) -> bool:
 
 def _is_optimizer(key: str | int) -> bool:
     return _OPTIMIZER_KEY.fullmatch(str(key)) is not None
-
-
-def _materialize(sharded: ShardedTensor) -> torch.Tensor:
-    import torch  # for the few tensors outside all parts
-
-    from unified_ckpt.runtime.torch_state.tensors import torch_dtype
-
-    dtype = torch_dtype(sharded.spec.dtype)
-    tensor = torch.empty(sharded.spec.shape, dtype=dtype, device="cpu")
-    for shard in sharded.shards:
-        tensor[shard.box.slices] = shard.load()
-    return tensor
 
 
 def map_files(root: str, entries: Mapping[str, Entry]) -> dict[str, MappedFile]:

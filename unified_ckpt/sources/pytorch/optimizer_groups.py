@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.torch_state.wrapper_names import strip_wrappers
 from unified_ckpt.sources.restricted_pickle.archive import ArchivedTensor
 from unified_ckpt.sources.restricted_pickle.placeholders import replace_leaves
-from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
+from unified_ckpt.views.shards import ShardedTensor, single_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,7 @@ def archived_tensor(tensor: ArchivedTensor, file: str) -> ShardedTensor:
     """Return a tensor of a file as a single shard. FormatError if it cannot be read."""
     if tensor.problem:
         raise FormatError(f"got {tensor.problem}, expected a whole dense tensor")
-    shard = TensorShard(full_box(tensor.shape), tensor.load, file)
-    return sharded_tensor(tensor.dtype, tensor.shape, [shard])
+    return single_shard(tensor.dtype, tensor.shape, tensor.load, file)
 
 
 def load_tensors(value: Any) -> Any:
@@ -104,6 +102,8 @@ def parse_groups(path: str, state_dict: Any) -> list[SavedGroup]:
                 f"{path}: param group {number}: got {len(names)} names for {len(keys)} params"
             )
         entries = tuple(state.get(key, {}) for key in keys)
+        if any(hasattr(value, "untyped_storage") for entry in entries for value in entry.values()):
+            raise AssertionError(f"{path}: got tensors of torch, expected archived ones")
         excluded = ("params", "param_names")
         options = {key: value for key, value in group.items() if key not in excluded}
         fqns = tuple(map(strip_wrappers, names)) if names is not None else None

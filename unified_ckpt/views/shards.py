@@ -51,8 +51,8 @@ class TensorShard:
 class ShardedTensor:
     """A tensor and its shards.
 
-    `box_shape` is the shape that the shards' boxes refer to. It has the tensor's elements in the
-    same order: the tensor's own shape, (numel,) for flat ranges, or one dim split in two.
+    `box_shape` is the shape that the shards' boxes refer to: the tensor's own, or (numel,) for flat
+    ranges.
     """
 
     spec: TensorSpec
@@ -61,26 +61,17 @@ class ShardedTensor:
 
 
 def sharded_tensor(
-    dtype: torch.dtype | str,
-    shape: Sequence[int],
-    shards: Sequence[TensorShard],
-    *,
-    box_shape: Sequence[int] | None = None,
+    dtype: torch.dtype | str, shape: Sequence[int], shards: Sequence[TensorShard]
 ) -> ShardedTensor:
     """Return a ShardedTensor whose shards cover every element exactly once.
 
-    `dtype`: of torch, or its name in safetensors. FormatError if a box lies outside, boxes overlap,
-    or `box_shape` has another number of elements; IncompleteError for a gap.
+    `dtype`: of torch, or its name in safetensors. FormatError if a box lies outside or boxes
+    overlap, IncompleteError for a gap.
     """
     dtype_name = safetensors_dtype(dtype)
     if dtype_name not in ITEM_BITS:
         raise FormatError(f"got dtype {dtype}, expected one that safetensors can name")
-    spec = TensorSpec(dtype_name, tuple(shape))
-    full_shape = tuple(shape if box_shape is None else box_shape)
-    if prod(full_shape) != prod(spec.shape):
-        raise FormatError(
-            f"got shards of shape {full_shape}, expected the elements of shape {spec.shape}"
-        )
+    full_shape = tuple(shape)
     for shard in shards:
         if not is_inside(shard.box, full_shape):
             raise FormatError(
@@ -95,7 +86,7 @@ def sharded_tensor(
             f"shards overlap: got {sum(shard.box.numel for shard in shards)} elements, expected "
             f"{prod(full_shape)}"
         )
-    return ShardedTensor(spec, tuple(shards), full_shape)
+    return ShardedTensor(TensorSpec(dtype_name, full_shape), tuple(shards), full_shape)
 
 
 def shape_of_boxes(boxes: Sequence[Box]) -> tuple[int, ...]:

@@ -53,8 +53,10 @@ def in_chunks(read: Read, name: str, recipe: Recipe, dtype_name: str) -> Sharded
     `read` returns a box of a stored tensor. `name`: for messages.
     """
     dtype = TORCH_DTYPES[dtype_name]
-    is_whole = any(isinstance(leaf, External) and leaf.whole for leaf in leaves(recipe))
-    chunk_numel = prod(recipe.shape) if is_whole else CHUNK_NBYTES // itemsize(dtype_name)
+    wholes = [leaf for leaf in leaves(recipe) if isinstance(leaf, External) and leaf.whole]
+    chunk_numel = max(
+        [CHUNK_NBYTES // itemsize(dtype_name), *(prod(leaf.shape) for leaf in wholes)]
+    )
     chunks = [
         TensorShard(box, partial(_compute_chunk, recipe, box, read, dtype, name), name, cache=True)
         for box in chunk_boxes(recipe.shape, max(chunk_numel, 1))

@@ -276,8 +276,8 @@ def _stored_tensor(path: str, name: str, array: LazyArray, mapped: MappedFile) -
     if isinstance(raw, FileBytes) and not raw.text:
         tensor = mapped_tensor(mapped, raw.start, array.dtype, array.row_major_shape)
     else:
-        load = partial(_load_box, array, mapped)
-        tensor = External(DTYPE_NAMES[array.dtype], array.row_major_shape, load, file=path)
+        load, dtype = partial(_load_box, array, mapped), DTYPE_NAMES[array.dtype]
+        tensor = External(dtype, array.row_major_shape, load, whole=_is_text(raw), file=path)
     return permute(tensor, range(dims)[::-1]) if array.fortran_order else tensor
 
 

@@ -20,12 +20,12 @@ from unified_ckpt.engine.save.pending import PendingSave, lazy_error
 from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
 from unified_ckpt.engine.save.probe_topology import Topologies
 from unified_ckpt.engine.save.request import (
+    CapturedState,
     SaveArguments,
     SaveRequest,
     StateArguments,
     capture,
     save_request,
-    with_master_check,
 )
 from unified_ckpt.engine.save.save import begin_save
 from unified_ckpt.engine.save.save import save as _save
@@ -158,19 +158,19 @@ class Checkpointer:
             self._pending.start(background_save, lazy_optimizers=optimizers)
             return self._pending
 
-    def _capture(self, state: StateArguments, options: SaveOptions) -> SaveRequest:
+    def _capture(self, state: StateArguments) -> CapturedState:
         """Return what `save` would store now, for `_save_captured`. Tensors are not copied."""
-        comm, arguments = self._get_comm(), SaveArguments(**state, step=None, metrics=None)
-        request = save_request(comm, arguments, options, reads_values=False)
-        return capture(request, rank=comm.rank)
+        with gc_paused:
+            arguments = SaveArguments(**state, step=None, metrics=None)
+            return capture(arguments, rank=self._get_comm().rank)
 
-    def _save_captured(self, path: Path, request: SaveRequest) -> SaveReport:
+    def _save_captured(self, path: Path, captured: CapturedState) -> SaveReport:
         """Collective. Save what was captured. CheckpointError, and nothing is saved, if a tensor
         has changed since, or changes before its bytes are written.
         """
         self.wait()
         with gc_paused:
-            return _save(self._save_call(path, request, FOREGROUND))
+            return _save(self._save_call(path, captured.arguments, FOREGROUND, captured=captured))
 
     def idle(self) -> bool:
         """Return whether no rank has a save in flight, equal on all ranks. Collective."""
@@ -246,30 +246,26 @@ class Checkpointer:
     def _save_call(
         self,
         path: Path,
-        arguments: SaveArguments | SaveRequest,
+        arguments: SaveArguments,
         write_policy: WritePolicy,
         *,
+        captured: CapturedState | None = None,
         lazy_optimizers: Sequence[Optimizer] | None = None,
     ) -> SaveCall:
         """Build the request and resolve the topology. An error in the request goes to all ranks.
 
-        `arguments`: of a save, or what was captured.
+        `captured`: the state that the arguments are of, if it was captured.
         `lazy_optimizers`: the optimizers whose step waits for a lazy save.
         """
         comm = self._get_comm()
-        if isinstance(arguments, SaveRequest):
-            options = arguments.options
-        else:
-            options = arguments.get("options") or self._options
+        options = arguments.get("options") or self._options
         storage, name = LocalStorage("/"), ""
         request: SaveRequest | Exception
         try:
             storage, name = self._locate(path, write_policy)
-            if isinstance(arguments, SaveRequest):
-                request = with_master_check(arguments, rank=comm.rank)
-            else:
-                request = save_request(comm, arguments, options)
-            request = replace(request, is_managed_path=isinstance(path, ManagedPath))
+            request = save_request(comm, arguments, options)
+            is_managed_path = isinstance(path, ManagedPath)
+            request = replace(request, is_managed_path=is_managed_path, captured=captured)
             if lazy_optimizers is not None:
                 request = lazy_error(lazy_optimizers) or request
         except Exception as error:

@@ -16,7 +16,7 @@ from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
-from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.engine.save.request import CapturedState
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.restore.targets import (
@@ -177,12 +177,11 @@ class Run:
         calls it after each step. Calls `state.prepare` now. Raises nothing and waits for no rank.
         """
 
-        def capture() -> SaveRequest:
-            options = state.options or self.save_options
-            return self.checkpointer._capture(state.prepare(), options)
+        def capture() -> CapturedState:
+            return self.checkpointer._capture(state.prepare())
 
-        def save(request: SaveRequest) -> None:
-            job = self._save_job(replace(state, captured=request), for_root=True)
+        def save(captured: CapturedState) -> None:
+            job = self._save_job(replace(state, captured=captured), for_root=True)
             self.scheduler.save_sync(job, is_last=True)
 
         self._on_exception.record(step, capture, save)

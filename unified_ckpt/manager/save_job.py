@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from unified_ckpt.checkpointer import Path
 from unified_ckpt.engine.folder.if_exists import ManagedPath
-from unified_ckpt.engine.save.request import SaveArguments, SaveRequest, StateArguments
+from unified_ckpt.engine.save.request import CapturedState, SaveArguments, StateArguments
 from unified_ckpt.manager.events.run_events import SaveAttempt
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.options import SaveOptions
@@ -32,7 +32,7 @@ class StepState:
     options: SaveOptions | None = None
     counted: Sequence[int] = ()
     path: Path | None = None
-    captured: SaveRequest | None = None
+    captured: CapturedState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,15 @@ class SaveJob:
 
     def arguments_at(self, target: SaveTarget) -> SaveArguments:
         """Return the arguments for this target, with the options."""
+        captured = self.state.captured
         return {
-            **self.state.prepare(),
+            **(self.state.prepare() if captured is None else captured.arguments),
             "step": self.step,
             "metrics": self.metrics,
             "options": self.options_at(target),
         }
 
-    def captured_at(self, target: SaveTarget) -> SaveRequest | None:
+    def captured_at(self, target: SaveTarget) -> CapturedState | None:
         """Return the captured state for this target, if the state is captured."""
-        request = self.state.captured
-        if request is None:
-            return None
-        options = self.options_at(target)
-        return replace(request, step=self.step, metrics=self.metrics, options=options)
+        captured = self.state.captured
+        return captured and replace(captured, arguments=self.arguments_at(target))

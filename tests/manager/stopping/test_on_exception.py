@@ -195,6 +195,10 @@ def next_forward_and_backward(loop: Loop) -> None:
     loop.scheduler.last_epoch = 99
 
 
+def replace_data(loop: Loop) -> None:
+    loop.model.get_parameter("weight").data = torch.zeros(8, 8)
+
+
 class OtherAdam(torch.optim.AdamW):
     """May change parameters before it runs the closure."""
 
@@ -286,6 +290,7 @@ def batch_norm() -> nn.Module:
         ({"fused": True}, step_with_closure, "an optimizer step has begun since"),
         ({"optimizer_class": OtherAdam}, fail_in_closure, "an optimizer step has begun since"),
         ({}, load, "model:weight has changed since"),
+        ({}, replace_data, "model:weight has changed since"),
         ({"model": batch_norm}, Loop.backward, "model:1.num_batches_tracked has changed since"),
     ],
 )
@@ -376,7 +381,7 @@ def test_change_before_the_commit_fails_the_save(tmp_path: Path) -> None:
     """The loop of another rank may run on while its state is saved."""
     arguments: dict[str, Any] = state(1)
     with uc.Checkpointer(tmp_path) as checkpointer:
-        request = checkpointer._capture(arguments, uc.SaveOptions())
+        request = checkpointer._capture(arguments)
         checkpointer._save_captured("same", request)
         arguments["model"]["w"].zero_()
         with pytest.raises(uc.CheckpointError, match="model:w has changed since the end"):
@@ -388,7 +393,7 @@ def test_load_counts_as_a_change(tmp_path: Path) -> None:
     targets: dict[str, Any] = {"model": {"w": torch.zeros(1 << 20)}}
     with uc.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save("one", **targets)
-        request = checkpointer._capture(targets, uc.SaveOptions())
+        request = checkpointer._capture(targets)
         checkpointer.load("one", **targets)
         with pytest.raises(uc.CheckpointError, match="model:w has changed"):
             request.check_unchanged()

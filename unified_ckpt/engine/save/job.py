@@ -179,7 +179,8 @@ def _fill_and_publish(
             )
     with collective.step("write"):
         states, digest_file, rank_extra, exceptions = _write_files(planned, transaction, snapshot)
-        planned.request.check_unchanged()  # the loop may still run
+        if planned.request.captured is not None:
+            planned.request.captured.check_unchanged()  # the loop may still run
     with collective.step("sync"):
         if fsync:
             sync_files(planned, transaction.folder)

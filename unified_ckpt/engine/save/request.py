@@ -5,11 +5,12 @@ Changes nothing of the caller's and touches no file.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
+
+import torch
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
@@ -20,10 +21,19 @@ from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, stored_without_master
 from unified_ckpt.runtime.torch_state.masters import MasterComparison, compare_masters
-from unified_ckpt.runtime.torch_state.modules import ModelArgument
-from unified_ckpt.runtime.torch_state.optimizers import OptimizerArgument
+from unified_ckpt.runtime.torch_state.modules import (
+    CapturedModel,
+    ModelArgument,
+    capture_model,
+    flatten_model,
+)
+from unified_ckpt.runtime.torch_state.optimizers import (
+    OptimizerArgument,
+    capture_optimizer,
+    captured_states,
+)
 from unified_ckpt.runtime.torch_state.placements import describe_meshes, make_resolver
-from unified_ckpt.runtime.torch_state.tensors import LocalTensor
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor, local_tensor
 
 
 class StateArguments(TypedDict, total=False):
@@ -89,53 +99,86 @@ def save_request(
         attach=arguments.get("attach"),
         options=options,
     )
+    if not request.omitted_model_tensors:
+        return request
     if reads_values:
-        return with_master_check(request, rank=comm.rank)
-    if request.omitted_model_tensors:
+        check = compare_masters(state, rank=comm.rank)
+    else:
         masters = {tensor.decl.fqn for tensor in state.tensors if tensor.decl.part == MASTER}
         names = {tensor.decl.fqn for tensor in request.omitted_model_tensors}
         check = MasterComparison(rounded=frozenset(masters & names))
-        return replace(request, master_check=check)
-    return request
+    return replace(request, master_check=check)
 
 
-def with_master_check(request: SaveRequest, *, rank: int) -> SaveRequest:
-    """Return the request with an omitted model compared with its master weights."""
-    if not request.omitted_model_tensors:
-        return request
-    return replace(request, master_check=compare_masters(request.state, rank=rank))
+def capture(arguments: SaveArguments, *, rank: int) -> CapturedState:
+    """Return the state as it is now: tensors by reference, the rest by value.
 
-
-def capture(request: SaveRequest, *, rank: int) -> SaveRequest:
-    """Return a request that stores the state as it is now: tensors by reference, the rest by value.
-
-    `check_unchanged` then says whether the tensors are still those of now. Every rank calls, as
-    `state_dict` of objects may be collective. FormatError for what cannot be stored.
+    Resolves no sharding, as most captured states are never saved. Every rank calls, as `state_dict`
+    of objects may be collective. FormatError for what cannot be stored.
     """
-    state = request.state
-    captured = CapturedState(
-        encode_extra(request.extra, request.rank_extra, keeps_extra=rank == 0, copy=True),
-        tuple(_version(tensor) for tensor in state.tensors),
-    )
-    optimizer = state.optimizer
-    state.optimizer = replace(
-        optimizer,
-        groups=copy.deepcopy(optimizer.groups),
-        scalars=copy.deepcopy(optimizer.scalars),
-    )
-    for flat in (state.model, *state.extra_parts.values()):
-        flat.extra_state = copy.deepcopy(flat.extra_state)
-    return replace(request, captured=captured)
-
-
-def _version(tensor: LocalTensor) -> int:
-    """Return torch's count of changes in place."""
-    if tensor.local.is_inference():
+    captured = arguments.copy()
+    model, parts = arguments.get("model"), arguments.get("parts")
+    if model is not None:
+        captured["model"] = capture_model(model, MODEL)
+    if isinstance(parts, Mapping):
+        captured["parts"] = {
+            part: capture_model(model, f"parts[{part!r}]") for part, model in parts.items()
+        }
+    captured["optimizer"] = capture_optimizer(arguments.get("optimizer"))
+    captured["master_weights"] = capture_optimizer(arguments.get("master_weights"))
+    extra, rank_extra = arguments.get("extra"), arguments.get("rank_extra")
+    caller_extra = encode_extra(extra, rank_extra, keeps_extra=rank == 0, copy=True)
+    tensors = [
+        local_tensor(value)
+        for _, _, values in _captured_values(captured)
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    inference = next(filter(torch.Tensor.is_inference, tensors), None)
+    if inference is not None:
+        name = _stored_names(captured).get(id(inference))
         raise FormatError(
-            f"{tensor.decl.part}:{tensor.decl.fqn}: got a tensor of inference mode, whose changes "
+            f"{name}: got a tensor of inference mode, whose changes "
             "torch does not count; create it under torch.no_grad"
         )
-    return tensor.local._version
+    return CapturedState(captured, caller_extra, tensors, _versions(tensors))
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return torch's counts of changes in place, and addresses, which change with `data`."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+def _captured_models(arguments: SaveArguments) -> Mapping[str, ModelArgument | None]:
+    return {MODEL: arguments.get("model"), **(arguments.get("parts") or {})}
+
+
+def _captured_values(arguments: SaveArguments) -> Iterator[tuple[str, object, Mapping[Any, Any]]]:
+    """Yield (part, parameter or None, values by name): those of a model, or optimizer state."""
+    for part, model in _captured_models(arguments).items():
+        for _, values in model.states if isinstance(model, CapturedModel) else ():
+            yield part, None, values
+    for part, optimizer in (
+        (OPTIMIZER, arguments.get("optimizer")),
+        (MASTER, arguments.get("master_weights")),
+    ):
+        for parameter, state in captured_states(optimizer):
+            yield part, parameter, state
+
+
+def _stored_names(arguments: SaveArguments) -> dict[int, str]:
+    """Return the names of captured tensors that this rank stores, by id of the local tensor."""
+    names, fqns = dict[int, str](), dict[int, str]()
+    for part, model in _captured_models(arguments).items():
+        flat = flatten_model(model)
+        for fqn in flat.tensors.keys() - flat.skipped_ddp_buffers:
+            fqns[id(flat.tensors[fqn])] = fqn
+            names[id(local_tensor(flat.tensors[fqn]))] = f"{part}:{fqn}"
+    for part, parameter, values in _captured_values(arguments):
+        for key, value in values.items() if part in (OPTIMIZER, MASTER) else ():
+            name = key if parameter is None else f"{fqns.get(id(parameter))}/{key}"
+            names[id(local_tensor(value))] = f"{part}:{name}"
+    return names
 
 
 def _finite_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -160,10 +203,25 @@ class OmittedParts:
 
 @dataclass(frozen=True, slots=True)
 class CapturedState:
-    """What the caller passed beside tensors, encoded, and the version of each tensor."""
+    """The state of an earlier time: tensors by reference, all else by value; see `capture`.
 
+    `tensors`: the local ones; `versions`: see `_versions`.
+    """
+
+    arguments: SaveArguments
     caller_extra: CallerExtra
-    versions: tuple[int, ...]
+    tensors: Sequence[torch.Tensor]
+    versions: list[tuple[int, int]]
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError, naming a tensor, if one has changed since the capture."""
+        versions = _versions(self.tensors)
+        if versions == self.versions:
+            return
+        names = _stored_names(self.arguments)
+        for tensor, version, captured in zip(self.tensors, versions, self.versions, strict=True):
+            if version != captured and id(tensor) in names:
+                raise CheckpointError(f"{names[id(tensor)]} has changed since the end of the step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,16 +248,6 @@ class SaveRequest:
     omitted_parts: OmittedParts = field(default_factory=OmittedParts)
     is_managed_path: bool = False
     captured: CapturedState | None = None
-
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError, naming a tensor, if one has changed since the capture."""
-        if self.captured is None:
-            return
-        for tensor, version in zip(self.state.tensors, self.captured.versions, strict=True):
-            if tensor.local._version != version:
-                raise CheckpointError(
-                    f"{tensor.decl.part}:{tensor.decl.fqn} has changed since the end of the step"
-                )
 
     @property
     def omitted_model_tensors(self) -> list[LocalTensor]:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.engine.save.request import CapturedState
 from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.manager.stopping.agreement import poll_interval
 from unified_ckpt.manager.stopping.exception_agreement import ExceptionAgreement, LoopStatus
@@ -49,8 +49,8 @@ class _LastStep:
     """The last step for which the loop called `save`. `error`: why it cannot be saved."""
 
     step: int
-    save: Callable[[SaveRequest], object]
-    request: SaveRequest | None = None
+    save: Callable[[CapturedState], object]
+    captured: CapturedState | None = None
     events: Sequence[torch.cuda.Event] = ()
     error: str = ""
 
@@ -83,8 +83,8 @@ class ExceptionSave:
     def record(
         self,
         step: int,
-        capture: Callable[[], SaveRequest],
-        save: Callable[[SaveRequest], object],
+        capture: Callable[[], CapturedState],
+        save: Callable[[CapturedState], object],
     ) -> None:
         """Record the state at the end of a step, in place of the last one. Every rank must call it.
 
@@ -97,12 +97,12 @@ class ExceptionSave:
             self._begin()
             self._step_begun = False
             try:
-                request = capture()
+                captured = capture()
             except Exception as error:
                 self._last = _LastStep(step, save, error=str(error))
             else:
-                events = record_events(tensor.local for tensor in request.state.tensors)
-                self._last = _LastStep(step, save, request, events)
+                events = record_events(captured.tensors)
+                self._last = _LastStep(step, save, captured, events)
 
     def save_last(self) -> None:
         """Save the last step, on the rank whose loop an exception ends, if all ranks are at it.
@@ -218,10 +218,10 @@ class ExceptionSave:
         last = self._last
         if outcome.problem and outcome.is_author:
             self._warn(outcome.problem)
-        elif not outcome.problem and last is not None and last.request is not None:
+        elif not outcome.problem and last is not None and last.captured is not None:
             try:
                 with streams_after(last.events):
-                    last.save(last.request)
+                    last.save(last.captured)
             except Exception as error:  # the exception of the loop is the one to raise
                 if self._get_comm().rank == 0:
                     self._warn(error)
@@ -234,14 +234,14 @@ class ExceptionSave:
         last = self._last
         if last is None:
             return LoopStatus(problem="no step has ended since the run began or resumed")
-        if last.request is None:
+        if last.captured is None:
             return LoopStatus(problem=f"step {last.step} cannot be saved: {last.error}")
         if self._step_begun:
             return LoopStatus(
                 problem=f"an optimizer step has begun since the end of step {last.step}"
             )
         try:
-            last.request.check_unchanged()
+            last.captured.check_unchanged()
         except CheckpointError as error:
             return LoopStatus(problem=f"step {last.step}: {error}")
         return LoopStatus(last.step)

@@ -58,7 +58,7 @@ def transfer_buffer(nbytes: int) -> torch.Tensor:
 
 def record_events(tensors: Iterable[torch.Tensor]) -> list[torch.cuda.Event]:
     """Record events after all work queued so far on the streams of the tensors' CUDA devices."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return [torch.cuda.current_stream(device).record_event() for device in devices]
 
 

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.torch_state.tensors import check_tensors, memory_key
+from unified_ckpt.runtime.torch_state.tensors import check_tensors, local_tensor, memory_key
 from unified_ckpt.runtime.torch_state.wrapper_names import (
     EXTRA_STATE,
     is_extra_state,
     strip_wrappers,
 )
 
-ModelArgument = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor]
 _FLAT_PARAM = "_flat_param"  # FSDP1
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedModel:
+    """Modules with their `state_dict` of one time; None in place of a module for a plain dict."""
+
+    states: Sequence[tuple[nn.Module | None, dict[str, Any]]]
+
+
+ModelArgument = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor] | CapturedModel
 
 
 @dataclass(slots=True)
@@ -49,16 +58,35 @@ def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatM
 
     `argument`: the caller's name of the model, for errors.
     """
-    flat = FlatModel()
+    flat, names_by_memory = FlatModel(), dict[object, str]()
     if model is None:
         return flat
-    names_by_memory: dict[object, str] = {}
-    if isinstance(model, Mapping):
-        check_tensors(model, argument)
-        for fqn, tensor in model.items():
+    for module, state in _collect(model, argument).states:
+        if module is not None:
+            _flatten_module(flat, names_by_memory, module, state)
+            continue
+        check_tensors(state, argument)
+        for fqn, tensor in state.items():
             _add(flat, names_by_memory, fqn, tensor)
-        return flat
+    return flat
+
+
+def capture_model(model: ModelArgument, argument: str) -> CapturedModel:
+    """Return the model as it is now: tensors by reference, extra state by value."""
+    captured = _collect(model, argument)
+    for _, state in captured.states:
+        state.update({raw: copy.deepcopy(state[raw]) for raw in filter(is_extra_state, state)})
+    return captured
+
+
+def _collect(model: ModelArgument, argument: str) -> CapturedModel:
+    """Return the state of each module now. LayoutError for other types."""
+    if isinstance(model, CapturedModel):
+        return model
+    if isinstance(model, Mapping):
+        return CapturedModel([(None, dict(model))])
     modules: Sequence[object] = model if isinstance(model, Sequence) else [model]
+    states = []
     for module in modules:
         if not isinstance(module, nn.Module):
             type_name = type(module).__name__
@@ -66,14 +94,19 @@ def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatM
                 f"{argument}: got a {type_name}, expected an nn.Module, a list of them, or a dict "
                 "of tensors"
             )
-        _flatten_module(flat, names_by_memory, module)
-    return flat
+        # Also reshards FSDP2's parameters after a forward pass without backward.
+        states.append((module, module.state_dict(keep_vars=True)))
+    return CapturedModel(states)
 
 
-def _flatten_module(flat: FlatModel, names_by_memory: dict[object, str], module: nn.Module) -> None:
-    # First, because it reshards FSDP2's parameters after a forward pass without backward.
-    state = module.state_dict(keep_vars=True)
-    wrapper_prefixes = _wrapper_prefixes(module)
+def _flatten_module(
+    flat: FlatModel,
+    names_by_memory: dict[object, str],
+    module: nn.Module,
+    state: Mapping[str, Any],
+) -> None:
+    modules = dict(module.named_modules())
+    wrapper_prefixes = _wrapper_prefixes(modules)
     for raw, value in state.items():
         fqn = clean_name(raw, wrapper_prefixes)
         if _FLAT_PARAM in raw:
@@ -87,29 +120,29 @@ def _flatten_module(flat: FlatModel, names_by_memory: dict[object, str], module:
                 f"{fqn}: got a {type(value).__name__} in the module's state, expected a tensor; "
                 "store other values with get_extra_state"
             )
-    for name, inner in module.named_modules():
+    for name, inner in modules.items():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             raw = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
             flat.extra_owners[clean_name(raw, wrapper_prefixes)] = inner
     flat.skipped_ddp_buffers |= {
-        clean_name(raw, wrapper_prefixes) for raw in _skipped_ddp_buffers(module)
+        clean_name(raw, wrapper_prefixes) for raw in _skipped_ddp_buffers(modules)
     }
     _rename_tied(flat, module)
 
 
-def _skipped_ddp_buffers(module: nn.Module) -> Iterator[str]:
+def _skipped_ddp_buffers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Yield the buffers that DistributedDataParallel's `broadcast_buffers` sends from rank 0."""
-    for prefix, inner in module.named_modules():
+    for prefix, inner in modules.items():
         if not isinstance(inner, DistributedDataParallel) or not inner.broadcast_buffers:
             continue
         if inner.process_group.rank() != 0:
             yield from (f"{prefix}.{name}" if prefix else name for name, _ in inner.named_buffers())
 
 
-def _wrapper_prefixes(module: nn.Module) -> list[str]:
+def _wrapper_prefixes(modules: Mapping[str, nn.Module]) -> list[str]:
     """Return raw name prefixes that end with a wrapper's `module.`, longest first."""
     kinds = (DistributedDataParallel, DataParallel)
-    names = [name for name, inner in module.named_modules() if isinstance(inner, kinds)]
+    names = [name for name, inner in modules.items() if isinstance(inner, kinds)]
     prefixes = (f"{name}.module." if name else "module." for name in names)
     return sorted(prefixes, key=len, reverse=True)
 
@@ -142,7 +175,7 @@ def _add(
 
 def _memory_key(tensor: torch.Tensor) -> object:
     """Return a key that is equal for two tensors that view the same memory in the same way."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     is_dense = local.layout is torch.strided and not local.is_nested
     is_plain = type(local) in (torch.Tensor, nn.Parameter)
     if not is_dense or not is_plain or local.numel() == 0 or local.device.type == "meta":

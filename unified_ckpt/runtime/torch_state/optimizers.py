@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,7 +33,22 @@ class FlatOptimizer:
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-OptimizerArgument = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor] | FlatOptimizer
+@dataclass(frozen=True, slots=True)
+class CapturedOptimizer:
+    """An optimizer with its groups and state of an earlier time."""
+
+    optimizer: Optimizer
+    param_groups: Sequence[dict[str, Any]]
+    state: Mapping[torch.Tensor, Mapping[str, Any]]
+
+
+OptimizerArgument = (
+    Optimizer
+    | Sequence[Optimizer]
+    | Mapping[str, torch.Tensor]
+    | FlatOptimizer
+    | Sequence[CapturedOptimizer]
+)
 
 
 def as_optimizers(optimizer: OptimizerArgument | None) -> list[Optimizer]:
@@ -79,18 +95,68 @@ def flatten_optimizer(
                 )
         flat.tensors = dict(optimizer)
         return flat
-    check_supported(as_optimizers(optimizer), names)
-    for single in as_optimizers(optimizer):
-        class_fields = {"optimizer": class_name(single), "masters": master_key(single)}
+    optimizers = as_optimizers(optimizer)
+    check_supported([_live(single) for single in optimizers], names)
+    for single in optimizers:
+        live = _live(single)
+        class_fields = {"optimizer": class_name(live), "masters": master_key(live)}
         for number, group in enumerate(single.param_groups):
             fqns = [param_name(param, names, number) for param in group["params"]]
             options = {key: group[key] for key in group if key not in ("params", "param_names")}
             flat.groups.append({"names": fqns, "options": options, **class_fields})
             for fqn, param in zip(fqns, group["params"], strict=True):
                 _flatten_state(flat, fqn, param, single.state.get(param, {}))
-        for param, master in _apex_masters(single):
+        for param, master in _apex_masters(live):
             flat.masters[param_name(param, names, 0)] = master
     return flat
+
+
+def capture_optimizer(optimizer: OptimizerArgument | None) -> OptimizerArgument | None:
+    """Return the optimizer as it is now: tensors by reference, all else by value."""
+    if optimizer is None or isinstance(optimizer, Mapping):
+        return optimizer and dict(optimizer)
+    if isinstance(optimizer, FlatOptimizer):
+        scalars, groups = copy.deepcopy(optimizer.scalars), copy.deepcopy(optimizer.groups)
+        return replace(optimizer, scalars=scalars, groups=groups)
+    return [_capture(single) for single in as_optimizers(optimizer)]
+
+
+def _capture(optimizer: Optimizer) -> CapturedOptimizer:
+    groups = [
+        {
+            key: list(value) if key == "params" else copy.deepcopy(value)
+            for key, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    state = {
+        param: {
+            key: value if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for key, value in optimizer.state.get(param, {}).items()
+        }
+        for group in groups
+        for param in group["params"]
+    }
+    return CapturedOptimizer(optimizer, groups, state)
+
+
+def _live(optimizer: Optimizer | CapturedOptimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, CapturedOptimizer) else optimizer
+
+
+def captured_states(
+    optimizer: OptimizerArgument | None,
+) -> Iterator[tuple[torch.Tensor | None, Mapping[str, Any]]]:
+    """Yield the state of each parameter of a captured optimizer; (None, tensors) of a dict."""
+    if isinstance(optimizer, FlatOptimizer):
+        yield None, {**optimizer.masters, **optimizer.tensors}
+    elif isinstance(optimizer, Mapping):
+        yield None, optimizer
+    else:
+        for single in as_optimizers(optimizer):
+            yield from single.state.items()
+            for param, master in _apex_masters(_live(single)):
+                yield param, {"master": master}
 
 
 def check_supported(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from unified_ckpt.core.planning.slabs import slab_boxes
 from unified_ckpt.core.sharding.boxes import Box
@@ -45,6 +46,11 @@ class LocalTensor:
     def is_stored_bytes(self) -> bool:
         """Whether the memory is, byte for byte, what a file stores of it."""
         return not self.casts and self.local.device.type == "cpu" and self.local.is_contiguous()
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:

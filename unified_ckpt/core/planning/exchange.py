@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 from unified_ckpt.core.planning.io_assignment import AssignedRange, IOAssignment, assign_io
 from unified_ckpt.core.sharding.declarations import TensorDecl
@@ -32,11 +33,11 @@ class Extent:
     local_offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class TileRange:
+class TileRange(NamedTuple):
     """Whole slabs of a tensor, bytes [start, stop), at byte `tile_offset` of a tile.
 
-    `first_local_slab`: index of the first slab in the members' local tensors.
+    `first_local_slab`: index of the first slab in the members' local tensors. One for each small
+    tensor, hence a tuple, which takes a third of the time of a dataclass.
     """
 
     decl_index: int

@@ -15,7 +15,7 @@ from typing import Any
 from torch.autograd.graph import increment_version
 
 from unified_ckpt.core.planning.load_plan import plan_reads
-from unified_ckpt.core.sharding.declarations import Key, TensorDecl
+from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.load.match import (
     Match,
     MatchReport,
@@ -61,7 +61,6 @@ from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, make_exchang
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import Reader
 from unified_ckpt.runtime.torch_state.optimizer_target import match_groups
-from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 def load(
@@ -107,10 +106,7 @@ def _load(
     if rank == 0:
         warn_mismatches(label, mismatches)
     with collective.step("plan"):
-        tensors = {
-            match.target.decl: matched.tensors[match.stored_key] for match in matched.matches
-        }
-        group_plans = _plan_reads(collective, request, tensors, topology)
+        group_plans = _plan_reads(collective, request, matched, topology)
     nbytes, verified_nbytes = _read_and_verify(
         collective, request, matched, group_plans, tile_buffers, topology
     )
@@ -192,14 +188,15 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
 def _plan_reads(
     collective: Collective,
     request: LoadRequest,
-    stored_by_decl: Mapping[TensorDecl, LocatedTensor],
+    matched: _Matched,
     topology: Topology,
 ) -> list[GroupReadPlan]:
     """Return the reads of this rank, by group of tensors that the same ranks of a node need.
 
     Collective.
     """
-    decls = list(stored_by_decl)
+    matches = {match.target.decl: match for match in matched.matches}
+    decls = list(matches)
     table_id, declarations = gather_declarations(collective, decls)
     if declarations is not None:
         if topology.spans_nodes:
@@ -216,9 +213,11 @@ def _plan_reads(
         read_plan = plan_reads(
             group.decls, holders=group.holders, max_over_read=max_over_read, rank=collective.rank
         )
-        tensors = tuple(stored_by_decl[decl] for decl in group.decls)
+        group_matches = [matches[decl] for decl in group.decls]
+        tensors = tuple(matched.tensors[match.stored_key] for match in group_matches)
+        targets = tuple(match.target for match in group_matches)
         group_plans.append(
-            GroupReadPlan(group.index, group.holders, group.decls, tensors, read_plan)
+            GroupReadPlan(group.index, group.holders, group.decls, targets, tensors, read_plan)
         )
     return group_plans
 
@@ -235,12 +234,11 @@ def _read_and_verify(
     verification = request.source.verification
     verified_before = verification.verified_nbytes
     reader = TensorReader(request.source, matched.storage, collective.heartbeat)
-    targets = {match.target.decl: match.target for match in matched.matches}
     try:
         with collective.step("read"):
             # bytes are read straight into memory, which torch does not count as a change
-            increment_version([target.local for target in targets.values()])
-            results = _read(collective, group_plans, targets, reader, tile_buffers, topology)
+            increment_version([match.target.local for match in matched.matches])
+            results = _read(collective, group_plans, reader, tile_buffers, topology)
             verified_nbytes = verify_read(collective, results, reader, mode=request.options.verify)
     except CheckpointError as error:
         failure = type(error)(
@@ -256,7 +254,6 @@ def _read_and_verify(
 def _read(
     collective: Collective,
     group_plans: Sequence[GroupReadPlan],
-    targets: Mapping[TensorDecl, LocalTensor],
     reader: TensorReader,
     tile_buffers: TileBuffers,
     topology: Topology,
@@ -266,11 +263,7 @@ def _read(
     tile_plans = [(plan.read_plan.rank_io, plan.read_plan.tile_nbytes) for plan in group_plans]
     with tile_buffers.exchanging(collective, tile_plans) as buffers:
         for plan in group_plans:
-            destinations = Destinations(
-                [targets[decl] for decl in plan.decls],
-                plan.read_plan.rank_io,
-                rank=collective.rank,
-            )
+            destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=collective.rank)
             group_reader = GroupReader(plan, destinations, reader, collective.rank)
             exchange_id = make_exchange_id(collective, plan.index)
             read_tiles(group_reader, buffers, exchange_id=exchange_id)

@@ -69,8 +69,8 @@ def match_targets(
     """Match each target with its stored tensor. `aliases`: those of the target, by part."""
     matches: list[Match] = []
     match_report = MatchReport()
-    names, has_masters = TensorNames(source, aliases), MASTER in source.parts
-    candidates = [_candidates(target.decl, source, names) for target in targets]
+    names, stored = TensorNames(source, aliases), {p: source.names(p) for p in source.parts}
+    candidates = [_candidates(target.decl, stored, names) for target in targets]
     specs = _specs_of(source, chain.from_iterable(candidates))
     for target, keys in zip(targets, candidates, strict=True):
         decl = target.decl
@@ -80,7 +80,7 @@ def match_targets(
             continue
         stored_key = part, name = _select_key(decl, keys, specs)
         spec = specs[stored_key]
-        if has_masters:
+        if MASTER in stored:
             _note_masters(match_report, decl, keys, stored_key, specs)
         region = target
         if part != decl.part or spec != decl.spec:
@@ -215,27 +215,25 @@ def _stored_region(target: LocalTensor, part: str, spec: TensorSpec, rank: int) 
     return LocalTensor(replace(stored_decl, sharding=sharding), local)
 
 
-def _candidates(decl: TensorDecl, source: Source, tensor_names: TensorNames) -> list[Key]:
+def _candidates(
+    decl: TensorDecl, stored: Mapping[str, Collection[str]], tensor_names: TensorNames
+) -> list[Key]:
     """Return the stored tensors that could fill a target: own part first, then own name first."""
     fqn, slash, state_name = (
         decl.fqn.rpartition("/") if decl.part == OPTIMIZER else (decl.fqn, "", "")
     )
     keys: dict[Key, None] = {}
     for part in (decl.part, *_SUBSTITUTES.get(decl.part, ())):
-        if stored_names := source.names(part):
+        if stored_names := stored.get(part):
             for name in tensor_names(fqn, decl.part, part):
                 stored_name = name + slash + state_name
                 if stored_name in stored_names:
                     keys[part, stored_name] = None
     if decl.part == MASTER:
-        prefixed = (
-            (part, fqn.removeprefix(f"{part}."))
-            for part in source.parts
-            if fqn.startswith(f"{part}.")
-        )
-        keys.update(
-            dict.fromkeys((part, name) for part, name in prefixed if name in source.names(part))
-        )
+        for part, stored_names in stored.items():
+            name = fqn.removeprefix(f"{part}.")
+            if name != fqn and name in stored_names:
+                keys[part, name] = None
     return list(keys)
 
 
@@ -364,4 +362,6 @@ def parameters_without_state(
 
 def _select_key(decl: TensorDecl, keys: Sequence[Key], specs: Mapping[Key, TensorSpec]) -> Key:
     """Return the candidate with the target's dtype, else the first one."""
+    if len(keys) == 1:
+        return keys[0]
     return next((key for key in keys if specs[key].dtype == decl.spec.dtype), keys[0])

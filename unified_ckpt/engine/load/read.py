@@ -35,11 +35,12 @@ from unified_ckpt.runtime.torch_state.tensors import (
 
 @dataclass(frozen=True, slots=True)
 class GroupReadPlan:
-    """What a rank reads of one group of tensors. `tensors` follow the order of `decls`."""
+    """What a rank reads of one group of tensors, into which targets, in the order of `decls`."""
 
     index: int
     holders: tuple[int, ...]
     decls: tuple[TensorDecl, ...]
+    targets: tuple[LocalTensor, ...]
     tensors: tuple[LocatedTensor, ...]
     read_plan: ReadPlan
 

@@ -220,7 +220,7 @@ def _allocate_group(
         if rank not in tile_range.members or tile_range.decl_index in uncopied:
             return tile_range
         slab_index = placed[tile_range.decl_index].slab_index(tile_range.first_local_slab)
-        return replace(tile_range, first_local_slab=slab_index)
+        return tile_range._replace(first_local_slab=slab_index)
 
     tiles = (
         replace(tile, ranges=tuple(map(renumber, tile.ranges)))

@@ -178,9 +178,9 @@ def _memory_key(tensor: torch.Tensor) -> object:
     local = local_tensor(tensor)
     is_dense = local.layout is torch.strided and not local.is_nested
     is_plain = type(local) in (torch.Tensor, nn.Parameter)
-    if not is_dense or not is_plain or local.numel() == 0 or local.device.type == "meta":
+    if not is_dense or not is_plain or local.numel() == 0 or local.is_meta:
         return id(tensor)
-    return memory_key(local), tuple(tensor.shape)
+    return memory_key(local), tensor.shape
 
 
 def _rename_tied(flat: FlatModel, module: nn.Module) -> None:

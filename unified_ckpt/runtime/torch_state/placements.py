@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -169,9 +171,9 @@ class ShardingResolver:
         list_ranks = strides is None
         steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))] if strides is None else strides
         shard_dims = tuple(
-            ShardDim(dim, sizes[i], steps[i], sections, 0, names[i]) for i, dim, sections in order
+            (dim, sizes[i], steps[i], sections, 0, names[i]) for i, dim, sections in order
         )
-        return Sharding(shard_dims, tuple(members) if list_ranks and shard_dims else ())
+        return _sharding_of(shard_dims, tuple(members) if list_ranks and shard_dims else ())
 
     def _mesh_info(self, fqn: str, mesh: DeviceMesh) -> _MeshInfo:
         if mesh not in self._mesh_infos:
@@ -188,6 +190,12 @@ class ShardingResolver:
             ascends = tuple(not bool((ranks.diff(dim=i) < 0).any()) for i in range(len(sizes)))
             self._mesh_infos[mesh] = _MeshInfo(sizes, names, members, ascends)
         return self._mesh_infos[mesh]
+
+
+@lru_cache(maxsize=4096)
+def _sharding_of(shard_dims: tuple[tuple[Any, ...], ...], ranks: tuple[int, ...]) -> Sharding:
+    """Return the same object for equal arguments, as plans are cached by sharding."""
+    return Sharding(tuple(ShardDim(*fields) for fields in shard_dims), ranks)
 
 
 def _padded_dims(
@@ -308,7 +316,7 @@ def _check_disjoint_dims(fqn: str, pattern: str, layout: Layout, tensor: DTensor
 
 
 def _check_dense(fqn: str, local: torch.Tensor) -> None:
-    if local.device.type == "meta":
+    if local.is_meta:
         raise LayoutError(f"{fqn}: is on the meta device; call `to_empty(device=...)` first")
     if local.layout is not torch.strided or local.is_quantized or local.is_nested:
         kind = "quantized" if local.is_quantized else "nested" if local.is_nested else local.layout

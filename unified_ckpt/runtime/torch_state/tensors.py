@@ -106,7 +106,7 @@ def from_bytes(
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
     """Return a key that is equal for two tensors that view the same memory in the same way."""
-    memory = tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+    memory = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride()
     return *memory, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, TypedDict
 
 import torch
@@ -286,7 +287,7 @@ class SaveRequest:
             for tensor in self.omitted_model_tensors
             if tensor.decl.fqn in self.omitted_parts.stored_model_names
         ]
-        return sorted(stored, key=lambda tensor: tensor.decl.key)
+        return sorted(stored, key=attrgetter("decl.part", "decl.fqn"))
 
     def stores(self, part: str) -> bool:
         """Return whether the options select this part."""

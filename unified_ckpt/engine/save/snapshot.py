@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from unified_ckpt.core.planning.exchange import Extent, TileRange
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.encode.exceptions import Exceptions
@@ -31,11 +32,13 @@ from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import free_memory_nbytes
 from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
+from unified_ckpt.runtime.exchange.run_batch import RunBatch
 from unified_ckpt.runtime.torch_state.devices import host_memory
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
     as_bytes,
     as_contiguous,
+    copy_runs_to_tile,
     copy_slabs,
 )
 
@@ -247,23 +250,28 @@ def _check_memory(nbytes: int) -> None:
 
 def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
     """Copy the tensors with these keys; they may change afterwards."""
-    for group, tensors, group_copy in zip(
-        snapshot.groups, snapshot.tensors_by_group, snapshot.copies, strict=True
-    ):
+    for tensors, group_copy in zip(snapshot.tensors_by_group, snapshot.copies, strict=True):
+        run_batch = RunBatch(snapshot.memory, copy_runs_to_tile, rank=snapshot.rank)
         for decl_index, slab_copy in group_copy.slabs.items():
-            if group.decls[decl_index].key in keys:
-                tensor = tensors[decl_index]
-                tensor = LocalTensor(tensor.decl, as_contiguous(tensor.local))
-                data, index = slab_copy.data(snapshot.memory), 0
-                for first_slab, stop in slab_copy.spans:
-                    next_index = index + stop - first_slab
-                    copy_slabs(
-                        data[index:next_index],
-                        tensor,
-                        outer_ndim=slab_copy.outer_ndim,
-                        first_slab=first_slab,
-                    )
-                    index = next_index
+            tensor = tensors[decl_index]
+            if tensor.decl.key not in keys:
+                continue
+            is_small = tensor.decl.spec.nbytes < SMALL_NBYTES  # one slab, copied whole
+            if is_small and tensor.local.dtype == slab_copy.dtype:
+                run_batch.append(slab_copy.offset, tensor.local)
+                continue
+            tensor = LocalTensor(tensor.decl, as_contiguous(tensor.local))
+            data, index = slab_copy.data(snapshot.memory), 0
+            for first_slab, stop in slab_copy.spans:
+                next_index = index + stop - first_slab
+                copy_slabs(
+                    data[index:next_index],
+                    tensor,
+                    outer_ndim=slab_copy.outer_ndim,
+                    first_slab=first_slab,
+                )
+                index = next_index
+        run_batch.flush()
     contiguous: LocalTensor | None = None
     for group_index, tensors in enumerate(snapshot.tensors_by_group):
         for extent, memory in snapshot.extents(group_index):

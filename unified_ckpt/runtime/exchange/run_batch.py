@@ -1,4 +1,4 @@
-"""Copies small shards between a tile and their memory with few calls."""
+"""Copies small shards between a tile or a snapshot and their memory with few calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from unified_ckpt.core.planning.exchange import Tile, TileRange
+from unified_ckpt.core.planning.exchange import TILE_NBYTES, Tile, TileRange
 from unified_ckpt.core.planning.slabs import only_run
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, LocalTensor
 
@@ -20,9 +20,9 @@ def tiles_by_number(tiles: Sequence[Tile]) -> dict[int, list[Tile]]:
 
 
 class RunBatch:
-    """Collects tile ranges of which `rank` holds one run, of one dtype and device.
+    """Collects runs of one dtype and device, such as tile ranges of which `rank` holds one run.
 
-    `copy` is called with the tile's memory, the first byte of each run there, and its tensors.
+    `copy` is called with the memory, the first byte of each run there, and its tensors.
     """
 
     def __init__(
@@ -47,13 +47,19 @@ class RunBatch:
         first = only_run(decl.spec.shape, decl.sharding, self._rank)
         if first is None:
             return False
+        self.append(tile_range.tile_offset + first * local.element_size(), local)
+        return True
+
+    def append(self, start: int, local: torch.Tensor) -> None:
+        """Take a tensor whose copy begins at byte `start`, which is after those taken before."""
         if self._locals and (
-            self._locals[-1].dtype != local.dtype or self._locals[-1].device != local.device
+            self._locals[-1].dtype != local.dtype
+            or self._locals[-1].device != local.device
+            or start - self._starts[0] >= TILE_NBYTES
         ):
             self.flush()
-        self._starts.append(tile_range.tile_offset + first * local.element_size())
+        self._starts.append(start)
         self._locals.append(local)
-        return True
 
     def flush(self) -> None:
         """Copy the collected runs."""

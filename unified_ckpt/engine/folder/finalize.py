@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -141,6 +142,7 @@ def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fs
     storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest), fsync=fsync)
 
 
+@cache  # each version is parsed from the package's METADATA file
 def _versions() -> dict[str, str]:
     """Return the versions of Python, this package, torch and safetensors."""
     package_versions = {"python": platform.python_version()}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 
 from unified_ckpt.core.nodes.node_groups import base_key

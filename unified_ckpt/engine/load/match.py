@@ -5,8 +5,9 @@ Reads no tensor data.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from math import prod
 
@@ -69,9 +70,10 @@ def match_targets(
     """Match each target with its stored tensor. `aliases`: those of the target, by part."""
     matches: list[Match] = []
     match_report = MatchReport()
-    names, stored = TensorNames(source, aliases), {p: source.names(p) for p in source.parts}
-    candidates = [_candidates(target.decl, stored, names) for target in targets]
+    names, stored_names = TensorNames(source, aliases), cache(source.names)
+    candidates = [_candidates(target.decl, source.parts, stored_names, names) for target in targets]
     specs = _specs_of(source, chain.from_iterable(candidates))
+    has_masters = MASTER in source.parts
     for target, keys in zip(targets, candidates, strict=True):
         decl = target.decl
         match_report.used.update(map(":".join, keys))
@@ -80,7 +82,7 @@ def match_targets(
             continue
         stored_key = part, name = _select_key(decl, keys, specs)
         spec = specs[stored_key]
-        if MASTER in stored:
+        if has_masters:
             _note_masters(match_report, decl, keys, stored_key, specs)
         region = target
         if part != decl.part or spec != decl.spec:
@@ -216,23 +218,29 @@ def _stored_region(target: LocalTensor, part: str, spec: TensorSpec, rank: int) 
 
 
 def _candidates(
-    decl: TensorDecl, stored: Mapping[str, Collection[str]], tensor_names: TensorNames
+    decl: TensorDecl,
+    parts: Collection[str],
+    stored_names: Callable[[str], Collection[str]],
+    tensor_names: TensorNames,
 ) -> list[Key]:
-    """Return the stored tensors that could fill a target: own part first, then own name first."""
+    """Return the stored tensors that could fill a target: own part first, then own name first.
+
+    `stored_names` is asked only for parts that could: others may be unreadable.
+    """
     fqn, slash, state_name = (
         decl.fqn.rpartition("/") if decl.part == OPTIMIZER else (decl.fqn, "", "")
     )
     keys: dict[Key, None] = {}
     for part in (decl.part, *_SUBSTITUTES.get(decl.part, ())):
-        if stored_names := stored.get(part):
+        if names := stored_names(part):
             for name in tensor_names(fqn, decl.part, part):
                 stored_name = name + slash + state_name
-                if stored_name in stored_names:
+                if stored_name in names:
                     keys[part, stored_name] = None
     if decl.part == MASTER:
-        for part, stored_names in stored.items():
+        for part in parts:
             name = fqn.removeprefix(f"{part}.")
-            if name != fqn and name in stored_names:
+            if name != fqn and name in stored_names(part):
                 keys[part, name] = None
     return list(keys)
 

@@ -232,6 +232,34 @@ def test_resumed_training_is_bitwise_equal_on_device(
     check_next_steps(job, other)
 
 
+@pytest.mark.parametrize("flags", [{}, {"fused": True}, {"foreach": True}], ids=str)
+def test_state_has_the_strides_of_its_parameter(tmp_path: Path, flags: dict[str, bool]) -> None:
+    """Of a transposed one too. A fused step of the CPU takes equal strides for granted."""
+
+    def job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        net = torch.nn.Conv2d(3, 4, (2, 5)).to(memory_format=torch.channels_last)
+        net.transposed = torch.nn.Parameter(torch.randn(7, 5).t())
+        return net, torch.optim.AdamW(net.parameters(), **flags)
+
+    def steps(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for seed in range(2):
+            torch.manual_seed(seed)
+            for param in net.parameters():
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+
+    saved, loaded = job(), job()
+    steps(*saved)
+    uc.save(tmp_path / "c", model=saved[0], optimizer=saved[1])
+    uc.load(tmp_path / "c", model=loaded[0], optimizer=loaded[1])
+    steps(*saved)
+    steps(*loaded)
+    for name, param in saved[0].named_parameters():
+        other = loaded[0].get_parameter(name)
+        assert torch.equal(other, param), name
+        assert loaded[1].state[other]["exp_avg"].stride() == param.stride()
+
+
 def test_state_is_named_after_its_parameter(tmp_path: Path) -> None:
     """In the file, in the groups, and in a dict of tensors that is loaded."""
     module, optimizer = trained("AdamW amsgrad")

@@ -232,11 +232,15 @@ def _state_tensor(
 def _empty_like_param(
     param: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None
 ) -> torch.Tensor:
-    """Allocate state of a parameter whose global shape is `shape`."""
+    """Allocate state of a parameter whose global shape is `shape`.
+
+    It has the strides of the parameter, as torch's has: fused steps of the CPU take that for
+    granted, and compute other numbers without an error if it is not so.
+    """
     # A Layout's slice may be padded; padding stays zero.
     may_be_padded = not isinstance(param, DTensor) and tuple(param.shape) != shape
     allocate = torch.zeros_like if may_be_padded else torch.empty_like
-    return allocate(param, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+    return allocate(param, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
 
 
 def prepare_masters(

@@ -213,8 +213,7 @@ def test_masters_made_at_the_first_step_are_loaded(
     not torch.cuda.is_available(), reason="torch lets no optimizer be capturable on the CPU"
 )
 @pytest.mark.parametrize(
-    "flags",
-    [{"capturable": True}, {"fused": True}, {"fused": True, "capturable": True}, {"foreach": True}],
+    "flags", [{"capturable": True}, {"fused": True}, {"fused": True, "capturable": True}]
 )
 def test_resumed_training_is_bitwise_equal_on_device(
     tmp_path: Path, flags: dict[str, bool]

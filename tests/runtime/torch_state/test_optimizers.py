@@ -79,7 +79,7 @@ def test_state_has_the_dtype_that_the_next_step_reads(
     optimizer = make(module.parameters())
     target = prepare(module, optimizer, {"w/exp_avg": (saved[0], (5, 3)), "w/step": (saved[1], ())})
     assert tuple(tensor.dtype for tensor in target.tensors.values()) == expected
-    assert target.tensors["w/exp_avg"].is_contiguous()
+    assert target.tensors["w/exp_avg"].stride() == module.get_parameter("w").stride()
     assert not target.tensors["w/exp_avg"].requires_grad
     assert (target.param_names(), len(optimizer.state)) == ({"w"}, 0), "unchanged until `install`"
 

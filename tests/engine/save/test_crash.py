@@ -333,17 +333,36 @@ def test_error_at_any_operation(tmp_path: Path, rank: int, background: bool) -> 
     assert loads(tmp_path, ranks=PAIR) == 2
 
 
-def test_failed_save_deletes_only_its_staging_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("close_fails", [False, True])
+def test_failed_save_deletes_only_its_staging_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_fails: bool
+) -> None:
     prepare(tmp_path, PROCESS, "absent")
     other = tmp_path / "node-0" / f".unified-0123456789abcdef-{NAME}" / "model.safetensors"
     other.parent.mkdir()
     other.write_bytes(b"of a job that may still run")
     before = sorted(tmp_path.rglob("*"))
-    outcomes = save(tmp_path, 2, ranks=PROCESS, storages=lambda _, place: FullStorage(place, 5))
+    with monkeypatch.context() as patch:
+        if close_fails:
+            patch.setattr(os, "close", close_badly("model.safetensors"))
+        outcomes = save(tmp_path, 2, ranks=PROCESS, storages=lambda _, place: FullStorage(place, 5))
     same_error(outcomes, uc.StorageError, "No space left on device")
     assert sorted(tmp_path.rglob("*")) == before
     fine(save(tmp_path, 2, ranks=PROCESS))
     assert other.read_bytes() == b"of a job that may still run"
+
+
+def close_badly(file: str) -> Callable[[int], None]:
+    """Return an `os.close` that reports a lost write of `file`."""
+    close = os.close
+
+    def report(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        close(fd)
+        if path.endswith(f"{NAME}/{file}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    return report
 
 
 # what a power cut would lose
@@ -410,17 +429,10 @@ def test_write_lost_at_close_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks, file: str
 ) -> None:
     """Some file systems report a lost write only when the file is closed."""
-    options, close = REPLACE.model_copy(update={"fsync": False}), os.close
+    options = REPLACE.model_copy(update={"fsync": False})
     left = prepare(tmp_path, ranks, "committed", options)
-
-    def close_badly(fd: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        close(fd)
-        if path.endswith(f"{NAME}/{file}"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "close", close_badly)
+        patch.setattr(os, "close", close_badly(file))
         outcomes = save(tmp_path, 2, ranks=ranks, options=options)
     same_error(outcomes, uc.StorageError, "close failed: Input/output error")
     assert ranks.left(tmp_path) == left

@@ -294,13 +294,12 @@ class Transaction(AbstractContextManager["Transaction"]):
         if not self.is_leader or not self.folder or self._published is not None:
             return
         self.collective.wait_stopped()
-        self.storage.close()  # before its files are deleted: NFS keeps an open one as `.nfs…`
-        try:
+        # The error that ended the save is the one to raise, and the folder is never read as a
+        # checkpoint.
+        with suppress(CheckpointError):
+            self.storage.close()  # before its files are deleted: NFS keeps an open one as `.nfs…`
+        with suppress(CheckpointError):
             delete_checkpoint(self.storage, self.folder, fsync=False)
-        except CheckpointError:
-            # the error that ended the save is the one to raise; the folder is never read as a
-            # checkpoint
-            return
 
     def _replace_name(self) -> tuple[str | None, Manifest | None]:
         """Rename the folder; return `_Published.backup` and `_Published.replaced`."""

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "at the end of epochs": (EPOCHS, "plain", {}),
     "at the end of epochs, counting steps": (EPOCHS, "plain", {"max_epochs": -1, "max_steps": 7}),
     "after validations in mid-epoch": (EPOCHS, "plain", {"val_check_interval": 2}),
+    "in float64": (EPOCHS, "plain", {"precision": "64-true"}),
     "with a loader that has a state": ({**EVERY, "every_n_train_steps": 2}, "stateful", {}),
     "with a loader that has a state, at the end of epochs, counting steps": (
         EPOCHS,
@@ -36,6 +37,7 @@ SLOW: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "every step, counting steps": (EVERY, "plain", {"max_epochs": -1, "max_steps": 7}),
     "between steps of the optimizer": (EVERY, "plain", {"accumulate_grad_batches": 2}),
     "without validation": (EVERY, "plain", {"limit_val_batches": 0}),
+    "in bfloat16": (EPOCHS, "plain", {"precision": "bf16-true"}),
     "with a worker": ({**EVERY, "every_n_train_steps": 3}, "workers", {}),
     "with a loader that has a state, counting steps": (
         EVERY,

@@ -43,6 +43,7 @@ from unified_ckpt.runtime.storage.storage import is_url
 
 _LOG = logging.getLogger("unified_ckpt")
 _SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+_PRECISIONS_OF_MODULES = ("HalfPrecision", "DoublePrecision")  # 16-true, bf16-true, 64-true
 _REMEDIES = {
     "FSDPStrategy": "ModelParallelStrategy (FSDP2)",
     "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2), or Lightning's own checkpoints",
@@ -269,9 +270,14 @@ class PatchedStrategy:
             return
         state_dict = checkpoint["state_dict"]
         target: Any = self.strategy.lightning_module
+        options = self._load_options.model_copy(update={"parts": (MODEL,)})
+        precision = self.trainer.precision_plugin
+        if type(precision).__name__ in _PRECISIONS_OF_MODULES:
+            # Lightning converts the module later, so a float64 value would be rounded before.
+            target = precision.convert_module(target)
+            options = options.model_copy(update={"cast": True})
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
             target, strict = apply_edits(target, state_dict, strict=strict), False
-        options = self._load_options.model_copy(update={"parts": (MODEL,)})
         report = self.run.checkpoints.run.checkpointer.load(
             self._path, model=target, strict=strict, options=options
         )

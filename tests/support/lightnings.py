@@ -94,9 +94,14 @@ class Net(pl.LightningModule):
         }
 
     def train_dataloader(self) -> Any:
-        kind, workers = self.hparams["loader"], 1 if self.hparams["loader"] == "workers" else 0
+        kind = self.hparams["loader"]
+        workers = 1 if kind in ("workers", "persistent") else 0
         return (StatefulDataLoader if kind == "stateful" else DataLoader)(
-            samples(), batch_size=self.hparams["batch"], shuffle=True, num_workers=workers
+            samples(),
+            batch_size=self.hparams["batch"],
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=kind == "persistent",
         )
 
     def val_dataloader(self) -> Any:

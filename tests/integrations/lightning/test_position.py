@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from tests.support.lightnings import check_same, fit
 
@@ -90,3 +91,17 @@ def test_skipped_scheduler_updates_are_named(
     path = tmp_path / "epochs" / "step=4.ckpt"
     fit(tmp_path / "after", checkpoints=EPOCHS, ckpt_path=path, net=net)
     assert ("ReduceLROnPlateau" in caplog.text) is (interval == "epoch")
+
+
+def test_unrepeatable_states_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning skips an update of averages; random states of workers cannot be read."""
+    callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1)]
+    net = {"loader": "persistent"}
+    fit(tmp_path / "whole", checkpoints=EVERY, net=net, callbacks=callbacks)
+    for step in (1, 4):
+        caplog.clear()
+        path = tmp_path / "whole" / f"step={step}.ckpt"
+        callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1)]
+        fit(tmp_path / str(step), checkpoints=EVERY, ckpt_path=path, net=net, callbacks=callbacks)
+        assert "StochasticWeightAveraging: Lightning skips an update" in caplog.text
+        assert ("persistent workers" in caplog.text) is (step == 4)

@@ -146,7 +146,7 @@ class PositionTracker:
         """Replace the epoch loop's method that runs right before the first batch."""
         target, self._target = self._target, None
         if target is not None:
-            self._warn_skipped_updates()
+            self._warn_differences()
         loop, drawn = self._loop, self._loop.epoch_loop.batch_progress.total.ready
         before = self._rng_before_next_batch
         if target is None and before is not None and before[1] == drawn:
@@ -181,16 +181,15 @@ class PositionTracker:
         if target is not None and target.batches:
             RandomStates().load_state_dict(target.rng)
 
-    def _warn_skipped_updates(self) -> None:
-        """Log which schedulers miss an update: Lightning makes it after the save, with metrics that
-        it does not save.
+    def _warn_differences(self) -> None:
+        """Log why the resumed run may differ from an uninterrupted one: updates that Lightning
+        makes after the save, and random states that no process can read.
         """
         trainer = self._trainer
-        if not trainer.lightning_module.automatic_optimization:
-            return
         for config in trainer.lr_scheduler_configs:
             missed = config.interval == "epoch" or self._loop.restarting
-            if config.reduce_on_plateau and missed:
+            automatic = trainer.lightning_module.automatic_optimization
+            if config.reduce_on_plateau and missed and automatic:
                 _LOG.warning(
                     "scheduler %s (monitor %s): Lightning skips its update of the %s at the save; "
                     "learning rates may differ from an uninterrupted run",
@@ -198,6 +197,18 @@ class PositionTracker:
                     config.monitor,
                     config.interval,
                 )
+        if any(type(item).__name__ == "StochasticWeightAveraging" for item in trainer.callbacks):
+            _LOG.warning(
+                "StochasticWeightAveraging: Lightning skips an update at a resume; "
+                "averages and learning rates may differ from an uninterrupted run"
+            )
+        loaders = self._loop._combined_loader.flattened
+        persistent = any(getattr(item, "persistent_workers", False) for item in loaders)
+        if persistent and trainer.current_epoch > 0:
+            _LOG.warning(
+                "data: persistent workers lose their random states; "
+                "random samples may differ from an uninterrupted run"
+            )
 
     def _samplers(self) -> list[Any]:
         loaders = self._loop._combined_loader.flattened

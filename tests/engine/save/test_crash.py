@@ -344,7 +344,7 @@ def test_failed_save_deletes_only_its_staging_folder(
     before = sorted(tmp_path.rglob("*"))
     with monkeypatch.context() as patch:
         if close_fails:
-            patch.setattr(os, "close", close_badly("model.safetensors"))
+            patch.setattr(os, "close", failing_close("model.safetensors"))
         outcomes = save(tmp_path, 2, ranks=PROCESS, storages=lambda _, place: FullStorage(place, 5))
     same_error(outcomes, uc.StorageError, "No space left on device")
     assert sorted(tmp_path.rglob("*")) == before
@@ -352,17 +352,17 @@ def test_failed_save_deletes_only_its_staging_folder(
     assert other.read_bytes() == b"of a job that may still run"
 
 
-def close_badly(file: str) -> Callable[[int], None]:
-    """Return an `os.close` that reports a lost write of `file`."""
+def failing_close(file: str) -> Callable[[int], None]:
+    """Return a function for `os.close`. It closes any file, and then raises EIO for `file`."""
     close = os.close
 
-    def report(fd: int) -> None:
+    def close_and_fail(fd: int) -> None:
         path = os.readlink(f"/proc/self/fd/{fd}")
         close(fd)
         if path.endswith(f"{NAME}/{file}"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    return report
+    return close_and_fail
 
 
 # what a power cut would lose
@@ -432,7 +432,7 @@ def test_write_lost_at_close_is_not_published(
     options = REPLACE.model_copy(update={"fsync": False})
     left = prepare(tmp_path, ranks, "committed", options)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "close", close_badly(file))
+        patch.setattr(os, "close", failing_close(file))
         outcomes = save(tmp_path, 2, ranks=ranks, options=options)
     same_error(outcomes, uc.StorageError, "close failed: Input/output error")
     assert ranks.left(tmp_path) == left

@@ -294,8 +294,8 @@ class Transaction(AbstractContextManager["Transaction"]):
         if not self.is_leader or not self.folder or self._published is not None:
             return
         self.collective.wait_stopped()
-        # The error that ended the save is the one to raise, and the folder is never read as a
-        # checkpoint.
+        # Raise the error that ended the save, not one of these. A folder that remains is never read
+        # as a checkpoint.
         with suppress(CheckpointError):
             self.storage.close()  # before its files are deleted: NFS keeps an open one as `.nfs…`
         with suppress(CheckpointError):

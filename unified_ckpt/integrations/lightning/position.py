@@ -146,7 +146,7 @@ class PositionTracker:
         """Replace the epoch loop's method that runs right before the first batch."""
         target, self._target = self._target, None
         if target is not None:
-            self._warn_differences()
+            self._warn_not_reproducible()
         loop, drawn = self._loop, self._loop.epoch_loop.batch_progress.total.ready
         before = self._rng_before_next_batch
         if target is None and before is not None and before[1] == drawn:
@@ -181,15 +181,17 @@ class PositionTracker:
         if target is not None and target.batches:
             RandomStates().load_state_dict(target.rng)
 
-    def _warn_differences(self) -> None:
-        """Log why the resumed run may differ from an uninterrupted one: updates that Lightning
-        makes after the save, and random states that no process can read.
+    def _warn_not_reproducible(self) -> None:
+        """Log what the resumed run cannot reproduce.
+
+        Lightning makes some updates after the save, with metrics that it does not save. Workers
+        keep their random states to themselves.
         """
         trainer = self._trainer
+        automatic = trainer.lightning_module.automatic_optimization
         for config in trainer.lr_scheduler_configs:
             missed = config.interval == "epoch" or self._loop.restarting
-            automatic = trainer.lightning_module.automatic_optimization
-            if config.reduce_on_plateau and missed and automatic:
+            if automatic and config.reduce_on_plateau and missed:
                 _LOG.warning(
                     "scheduler %s (monitor %s): Lightning skips its update of the %s at the save; "
                     "learning rates may differ from an uninterrupted run",

@@ -43,7 +43,7 @@ from unified_ckpt.runtime.storage.storage import is_url
 
 _LOG = logging.getLogger("unified_ckpt")
 _SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
-_PRECISIONS_OF_MODULES = ("HalfPrecision", "DoublePrecision")  # 16-true, bf16-true, 64-true
+_TRUE_PRECISION = ("HalfPrecision", "DoublePrecision")  # 16-true, bf16-true, 64-true
 _REMEDIES = {
     "FSDPStrategy": "ModelParallelStrategy (FSDP2)",
     "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2), or Lightning's own checkpoints",
@@ -272,8 +272,8 @@ class PatchedStrategy:
         target: Any = self.strategy.lightning_module
         options = self._load_options.model_copy(update={"parts": (MODEL,)})
         precision = self.trainer.precision_plugin
-        if type(precision).__name__ in _PRECISIONS_OF_MODULES:
-            # Lightning converts the module later, so a float64 value would be rounded before.
+        if type(precision).__name__ in _TRUE_PRECISION:
+            # Lightning converts the module after the load, which would round float64 to float32.
             target = precision.convert_module(target)
             options = options.model_copy(update={"cast": True})
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,9 +53,12 @@ def no_fsync() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """End the run if a process of pytest-xdist dies: its other tests would never be run.
 
+    Compiled modules are kept: else each process that a test starts compiles the package again.
     Tensors are tiny: with a thread for each core, the processes mostly wait for each other.
     """
     config.option.maxworkerrestart = "0"
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
     torch.set_num_threads(1)
 

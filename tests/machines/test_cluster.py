@@ -550,8 +550,9 @@ def common_error(outcomes: Sequence[Any]) -> uc.CheckpointError | None:
     return errors[0]
 
 
-def test_cluster() -> None:
-    run_machine(ClusterMachine, examples=50, steps=12)
+@pytest.mark.parametrize("examples", [20, pytest.param(50, marks=pytest.mark.slow)])
+def test_cluster(examples: int) -> None:
+    run_machine(ClusterMachine, examples=examples, steps=12)
 
 
 @pytest.mark.long

@@ -458,8 +458,9 @@ def fine(outcomes: list[Any]) -> list[Any]:
     return outcomes
 
 
-def test_run() -> None:
-    run_machine(RunMachine, examples=100, steps=15)
+@pytest.mark.parametrize("examples", [40, pytest.param(100, marks=pytest.mark.slow)])
+def test_run(examples: int) -> None:
+    run_machine(RunMachine, examples=examples, steps=15)
 
 
 @pytest.mark.long

@@ -389,8 +389,9 @@ class TierMachine(RuleBasedStateMachine):
         }
 
 
-def test_tiers() -> None:
-    run_machine(TierMachine, examples=12, steps=10)
+@pytest.mark.parametrize("examples", [6, pytest.param(12, marks=pytest.mark.slow)])
+def test_tiers(examples: int) -> None:
+    run_machine(TierMachine, examples=examples, steps=10)
 
 
 @pytest.mark.long

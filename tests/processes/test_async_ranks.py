@@ -25,9 +25,8 @@ from tests.support.processes.launch import torchrun
 __all__ = ["spawn"]  # a fixture
 
 
-@pytest.mark.parametrize(
-    "world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_training_during_a_background_save(tmp_path: Path, world: int) -> None:
     """FSDP2 and TP, lazy and not, compared with state gathered before the call. Nothing waits for
     the last save.

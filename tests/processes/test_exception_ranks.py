@@ -14,7 +14,13 @@ from tests.support.processes.run_cases import RAISED, check_same, last_step, lau
 WORKER = "worker_loop_run.py"
 
 
-@pytest.mark.parametrize("case", [*RAISED, pytest.param("ahead", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "raised",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("raised-in-step", "ahead")),
+    ],
+)
 def test_exception_on_one_rank(tmp_path: Path, case: str) -> None:
     output = launch_raising(tmp_path, 2, WORKER, case)
     step, text = RAISED.get(case, (None, 8))[1], "the last save stays"

@@ -154,6 +154,7 @@ def cases_on_nodes(draw: st.DrawFn, *, max_world: int) -> tuple[Case, list[int],
     return case, nodes, loading
 
 
+@pytest.mark.slow
 @given(
     cases_on_nodes(max_world=6),
     st.sampled_from(["lossless", "O1", "O2"]),

@@ -125,7 +125,13 @@ SIZES = [*product([1, 2, 3, 4], [1, 2])]
 PAIRS = [((2, 2), (3, 1)), ((3, 1), (2, 2))]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name.startswith("columns over") else [])
+        for name in LAYOUTS
+    ],
+)
 def test_save_by_some_nodes_and_load_by_others(tmp_path: Path, layout: str) -> None:
     for saved, loaded in PAIRS:
         root = tmp_path / f"{saved}"

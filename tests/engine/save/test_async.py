@@ -267,6 +267,7 @@ with uc.Checkpointer() as checkpointer:
 """
 
 
+@pytest.mark.slow
 def test_async_peak_memory_has_the_limit(tmp_path: Path) -> None:
     """192 MiB under a limit of 40 MiB; the buffers of the writer come on top."""
     done = subprocess.run(

@@ -124,9 +124,9 @@ def crash_cases() -> list[Any]:
     few += [(PAIR, [dead], "absent", DURABLE) for dead in (0, 1)]
     cases: list[Any] = [(*case, None) for case in few]
     every: list[Any] = [*few]
+    cases.append((SHARED, [2, 3], "committed", DURABLE, 19))
+    cases.append((EACH, range(4), "committed", TWICE, 79))
     for where in ([2, 3], range(4)):
-        cases.append((SHARED, where, "committed", DURABLE, 19))
-        cases.append((EACH, where, "committed", TWICE, 39))
         every.append((SHARED, where, "committed", DURABLE))
         every += [(EACH, where, before, DURABLE) for before in ("absent", "committed")]
         every.append((EACH, where, "committed", TWICE))

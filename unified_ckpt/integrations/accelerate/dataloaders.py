@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, get_sampler
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import (
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 _LOG = logging.getLogger("unified_ckpt")
+_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _WARNED_ATTR = "_unified_warned"
 _LOADED_STATE_ATTR = "_unified_state"  # attribute of a data loader from a load until it starts
 
@@ -41,31 +47,10 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
     )
     sampler = get_sampler(loader)
     state: dict[str, Any] = {"epoch": epoch, "midway": midway, "order": _order(sampler)}
-    if (
-        midway
-        and isinstance(sampler, RandomSampler)
-        and not isinstance(sampler, SeedableRandomSampler)
-    ):
-        _warn_once(
-            loader,
-            "dataloader %d: saved within an epoch whose order cannot be reproduced; set "
-            "DataLoaderConfiguration(use_seedable_sampler=True)",
-            index,
-        )
-    if (
-        midway
-        and not epoch
-        and _is_stateful(loader)
-        and loader.num_workers
-        and isinstance(sampler, SeedableRandomSampler)
-    ):
-        _warn_once(
-            loader,
-            "dataloader %d: has workers and is in its first epoch, whose order Accelerate draws "
-            "before it knows the seed; call "
-            "loader.load_state_dict({}) before the loop, or the rest of the epoch is reordered",
-            index,
-        )
+    problem = _resume_problem(loader, sampler, epoch=epoch, midway=midway)
+    if problem and not hasattr(loader, _WARNED_ATTR):  # it may be saved after each step
+        setattr(loader, _WARNED_ATTR, True)
+        _LOG.warning("dataloader %d: %s", index, problem)
     if _is_stateful(loader):
         state["untouched"] = loader.base_dataloader._initial_iter_for_state_dict
     if midway and _is_stateful(loader):
@@ -78,11 +63,24 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
     return state
 
 
-def _warn_once(loader: Any, text: str, index: int) -> None:
-    """Log a warning about a loader whose state may be read after each step."""
-    if not hasattr(loader, _WARNED_ATTR):
-        setattr(loader, _WARNED_ATTR, True)
-        _LOG.warning(text, index)
+def _resume_problem(loader: Any, sampler: Any, *, epoch: int, midway: bool) -> str:
+    """Return what a resume from here cannot reproduce; empty if it is exact."""
+    has_seed = isinstance(sampler, SeedableRandomSampler)
+    if midway and isinstance(sampler, _RANDOM_SAMPLERS) and not has_seed:
+        remedy = (
+            "set DataLoaderConfiguration(use_seedable_sampler=True)"
+            if isinstance(sampler, RandomSampler)
+            else f"save between epochs, or draw the order without {type(sampler).__name__}"
+        )
+        return f"saved within an epoch whose order cannot be reproduced; {remedy}"
+    if midway and not epoch and _is_stateful(loader) and loader.num_workers and has_seed:
+        return (
+            "saved in its first epoch, whose order Accelerate draws before it knows the seed; "
+            "the rest is reordered unless loader.load_state_dict({}) was called before the loop"
+        )
+    if epoch and loader.num_workers and loader.persistent_workers:
+        return "a resume starts persistent workers anew, without their random states"
+    return ""
 
 
 def _running(accelerator: Any, loader: Any) -> Any:
@@ -226,8 +224,8 @@ def _resume(accelerator: Any, resuming: list[Any], restore_rng: Callable[[], Non
     """Restore random states when the interrupted epochs continue, right before the first new batch.
 
     An epoch continues through its data loader, or a copy that skips batches. Accelerate registers
-    each loop that starts with its gradient state, and asks the data loader for its state before it
-    fetches the batch after the next one. The saved run had drawn nothing in between.
+    each loop that starts with its gradient state. A loop fetches one batch ahead: the saved run
+    had drawn nothing between its save and the fetch of the batch after the next one.
     """
     gradient_state = accelerator.gradient_state
     original = type(gradient_state)._add_dataloader
@@ -245,15 +243,18 @@ def _resume(accelerator: Any, resuming: list[Any], restore_rng: Callable[[], Non
         del vars(loader)[_LOADED_STATE_ATTR]
         if started is not loader:
             loader.iteration = started.iteration + 1  # the copy does not update the loader's epoch
-        if not isinstance(started, DataLoaderDispatcher):  # it asks on rank 0 only
-            _call_at_first_batch(started, restore_rng)
+        _call_before_second_fetch(started, restore_rng)
 
     gradient_state._add_dataloader = on_start
 
 
-def _call_at_first_batch(started: Any, callback: Callable[[], None]) -> None:
-    original = type(started)._update_state_dict
+def _call_before_second_fetch(started: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` before the loop fetches the batch after the first that it yields."""
     skipped = iter(range(getattr(started, "skip_batches", 0)))
+    if isinstance(started, DataLoaderDispatcher):
+        _call_before_second_dispatch(started, skipped, callback)
+        return
+    original = type(started)._update_state_dict  # called before each fetch but the first
 
     def patched() -> None:
         if next(skipped, None) is None:
@@ -262,3 +263,25 @@ def _call_at_first_batch(started: Any, callback: Callable[[], None]) -> None:
         original(started)
 
     started._update_state_dict = patched
+
+
+def _call_before_second_dispatch(
+    started: Any, skipped: Iterator[int], callback: Callable[[], None]
+) -> None:
+    original = type(started)._fetch_batches  # on every rank; rank 0 alone asks for the state
+    is_first = True
+
+    def patched(iterator: Any) -> Any:
+        nonlocal is_first
+        if not is_first and next(skipped, None) is None:
+            del started._fetch_batches
+            callback()
+            return original(started, iterator)
+        is_first = False
+        fetched = original(started, iterator)
+        if started._stop_iteration:  # an incomplete batch is the last: no fetch follows
+            del started._fetch_batches
+            callback()
+        return fetched
+
+    started._fetch_batches = patched

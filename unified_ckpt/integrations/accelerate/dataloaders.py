@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, get_sampler
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import (
     IterableDataset,
     RandomSampler,
@@ -26,6 +26,27 @@ _LOG = logging.getLogger("unified_ckpt")
 _RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _WARNED_ATTR = "_unified_warned"
 _LOADED_STATE_ATTR = "_unified_state"  # attribute of a data loader from a load until it starts
+
+
+def _fetch_batches(self: Any, iterator: Any) -> Any:
+    """Fetch the batches of all ranks for a step, and keep the state from before this step.
+
+    Accelerate keeps the state from before the last of these batches, and subtracts the others from
+    its counts: one too many with `split_batches`, and none from the state of a dataset. A resume
+    would repeat or skip them.
+    """
+    if self.state.process_index == 0:
+        self._update_state_dict()
+    self._update_state_dict = lambda: None
+    try:
+        return _FETCH_BATCHES(self, iterator)
+    finally:
+        del self._update_state_dict
+
+
+_FETCH_BATCHES = DataLoaderDispatcher._fetch_batches
+setattr(DataLoaderDispatcher, "_fetch_batches", _fetch_batches)  # noqa: B010
+setattr(DataLoaderDispatcher, "adjust_state_dict_for_prefetch", lambda _: None)  # noqa: B010
 
 
 def loader_states(accelerator: Any) -> list[dict[str, Any]]:
@@ -45,7 +66,7 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
     epoch = (
         running.iteration + (not midway) if running is not None else getattr(loader, "iteration", 0)
     )
-    sampler = get_sampler(loader)
+    sampler = _sampler(loader)
     state: dict[str, Any] = {"epoch": epoch, "midway": midway, "order": _order(sampler)}
     problem = _resume_problem(loader, sampler, epoch=epoch, midway=midway)
     if problem and not hasattr(loader, _WARNED_ATTR):  # it may be saved after each step
@@ -61,6 +82,14 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
             else None
         )
     return state
+
+
+def _sampler(loader: Any) -> Any:
+    """Return the sampler of single elements, inside the batch samplers of this rank's shard."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None):
+        sampler = inner
+    return sampler
 
 
 def _resume_problem(loader: Any, sampler: Any, *, epoch: int, midway: bool) -> str:
@@ -130,7 +159,7 @@ def load_loader_states(
     resuming = []
     for index, (loader, state) in enumerate(zip(accelerator._dataloaders, saved, strict=False)):
         loader.iteration = state["epoch"]
-        _set_order(get_sampler(loader), state["order"])
+        _set_order(_sampler(loader), state["order"])
         if _is_stateful(loader):
             state = _set_position(index, loader, state, same_ranks=same_ranks)
         if state["midway"]:

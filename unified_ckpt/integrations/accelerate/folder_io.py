@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from unified_ckpt.api import open as open_source
@@ -36,11 +37,11 @@ def save_arguments(
 
 def state_arguments(accelerator: Any) -> StateArguments:
     """Return the state of an accelerator as arguments of a save, without `attach`."""
-    prepared = states.prepared_objects(accelerator)
+    prepared, save = states.prepared_objects(accelerator), partial(states.saved_model, accelerator)
     return {
-        "model": prepared.model,
+        "model": None if prepared.model is None else save(prepared.model),
         "optimizer": prepared.optimizers or None,
-        "parts": prepared.parts,
+        "parts": {name: save(module) for name, module in prepared.parts.items()},
         "extra": states.collect_extra(accelerator),
         "rank_extra": states.collect_rank_extra(accelerator),
     }

@@ -16,6 +16,7 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.integrations.accelerate.dataloaders import load_loader_states, loader_states
 from unified_ckpt.integrations.checkpoint_folders import is_unified
+from unified_ckpt.runtime.torch_state.modules import ModelArgument, without_buffers
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -69,6 +70,18 @@ def prepared_objects(accelerator: Any) -> PreparedObjects:
         parts,
         [optimizer.optimizer for optimizer in accelerator._optimizers],
     )
+
+
+def saved_model(accelerator: Any, model: torch.nn.Module) -> ModelArgument:
+    """Return what this rank saves of a model. DistributedDataParallel broadcasts rank 0's buffers
+    before each forward pass, so rank 0 saves them.
+    """
+    handler, parallelism = accelerator.ddp_handler, accelerator.parallelism_config
+    is_ddp = accelerator.distributed_type.startswith("MULTI_") and not (
+        parallelism and parallelism.tp_enabled
+    )
+    broadcasts = is_ddp and (handler is None or handler.broadcast_buffers)
+    return without_buffers(model) if broadcasts and accelerator.process_index else model
 
 
 def summarize(accelerator: Any) -> dict[str, Any]:

@@ -16,7 +16,12 @@ from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS, check_part_name
-from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model
+from unified_ckpt.runtime.torch_state.modules import (
+    clean_name,
+    flatten_model,
+    is_common,
+    without_buffers,
+)
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, flatten_optimizer
 from unified_ckpt.views.model import with_model
 
@@ -93,15 +98,13 @@ def model_part(
     if state_dict.keys() == offered.keys() and all(
         state_dict[name] is tensor for name, tensor in offered.items()
     ):
-        if rank == 0 or all(_is_common(tensor) for tensor in flat.tensors.values()):
-            return module
-        return {name: tensor for name, tensor in flat.tensors.items() if _is_common(tensor)}
+        return module if rank == 0 else without_buffers(module)
     tensors = {}
     for raw, value in state_dict.items():
         name = clean_name(raw, ())
         parameter = flat.tensors.get(flat.aliases.get(name, name))
         tensors[name] = parameter if parameter is not None and value is offered.get(raw) else value
-    return {name: tensor for name, tensor in tensors.items() if rank == 0 or _is_common(tensor)}
+    return {name: tensor for name, tensor in tensors.items() if rank == 0 or is_common(tensor)}
 
 
 def optimizer_part(
@@ -125,7 +128,7 @@ def extract_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[st
             parts[key] = {
                 name: tensor
                 for name, tensor in checkpoint.pop(key).items()
-                if rank == 0 or _is_common(tensor)
+                if rank == 0 or is_common(tensor)
             }
     return parts
 
@@ -186,11 +189,6 @@ def _copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
         # each rank slices locally: nothing is sent
         value = replicated.redistribute(target.device_mesh, target.placements)
     target.copy_(value)
-
-
-def _is_common(tensor: object) -> bool:
-    """Whether all ranks hold the tensor jointly, or hold equal copies."""
-    return isinstance(tensor, torch.nn.Parameter | DTensor)
 
 
 def _is_part(key: str, value: object) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -77,6 +78,24 @@ def capture_model(model: ModelArgument, argument: str) -> CapturedModel:
     for _, state in captured.states:
         state.update({raw: copy.deepcopy(state[raw]) for raw in filter(is_extra_state, state)})
     return captured
+
+
+def without_buffers(module: nn.Module) -> CapturedModel:
+    """Return the module without the tensors that only one rank saves, such as running statistics:
+    all but parameters and DTensors.
+    """
+    state = module.state_dict(keep_vars=True)
+    kept = {
+        raw: value
+        for raw, value in state.items()
+        if not isinstance(value, torch.Tensor) or is_common(value)
+    }
+    return CapturedModel([(module, kept)])
+
+
+def is_common(tensor: object) -> bool:
+    """Whether all ranks hold the tensor jointly, or hold equal copies."""
+    return isinstance(tensor, nn.Parameter | DTensor)
 
 
 def _collect(model: ModelArgument, argument: str) -> CapturedModel:

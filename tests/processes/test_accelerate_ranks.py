@@ -24,6 +24,10 @@ def test_fsdp2_resume_is_bitwise(tmp_path: Path) -> None:
     assert uc.verify(tmp_path / "fsdp", deep=True).ok
 
 
+def test_ddp_resume_within_an_epoch_is_bitwise(tmp_path: Path) -> None:
+    torchrun(2, "worker_accelerate_data.py", tmp_path, timeout_seconds=240)
+
+
 def check_runs_of_world(root: Path, world: int) -> None:
     """A full disk, signals, a killed process, exceptions and two nodes: each run ends as the one
     that is left alone.

@@ -57,13 +57,16 @@ class Job:
         seed: int = 0,
         *,
         stateful: bool = True,
+        dispatch: bool = False,
         workers: int = 0,
         project: Path | None = None,
         **naming: Any,
     ) -> None:
         torch.manual_seed(seed)
         loading = DataLoaderConfiguration(
-            use_stateful_dataloader=stateful, use_seedable_sampler=True
+            use_stateful_dataloader=stateful,
+            use_seedable_sampler=True,
+            dispatch_batches=dispatch,
         )
         named = (
             ProjectConfiguration(

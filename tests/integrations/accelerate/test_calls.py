@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils.data import WeightedRandomSampler
 from transformers import LlamaForCausalLM
 
 import unified_ckpt as uc
@@ -44,6 +45,18 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, straight: Job, sto
     resumed.run(3)
     assert resumed.losses == straight.losses[stop:]
     assert same(resumed, straight)
+
+
+def test_dispatched_batches_resume_within_an_epoch(tmp_path: Path) -> None:
+    whole = Job(dispatch=True).run(3)
+    stopped = Job(dispatch=True).run(3, stop=10)
+    save_state(stopped.accelerator, tmp_path / "c", options=FAST)
+    resumed = Job(seed=7, dispatch=True)
+    load_state(resumed.accelerator, tmp_path / "c")
+    resumed.epoch = 1
+    resumed.run(3)
+    assert resumed.losses == whole.losses[10:]
+    assert same(resumed, whole)
 
 
 def test_resume_with_skip_first_batches(tmp_path: Path) -> None:
@@ -435,17 +448,40 @@ def test_accumulated_gradients_warn(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "accumulated gradients are not saved" in caplog.text
 
 
-def test_order_that_cannot_be_reproduced_warns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("arguments", "epochs", "message"),
+    [
+        ({"shuffle": True}, 0, "an epoch whose order cannot be reproduced; set DataLoaderConf"),
+        (
+            {"sampler": WeightedRandomSampler([1.0] * 24, 24)},
+            0,
+            "an epoch whose order cannot be reproduced; save between epochs",
+        ),
+        (
+            {"num_workers": 1, "persistent_workers": True},
+            1,
+            "a resume starts persistent workers anew",
+        ),
+    ],
+)
+def test_what_a_resume_cannot_reproduce_is_warned_of(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    arguments: dict[str, Any],
+    epochs: int,
+    message: str,
 ) -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(
-        torch.utils.data.DataLoader(Sequences(), batch_size=4, shuffle=True)
+        torch.utils.data.DataLoader(Sequences(), batch_size=4, **arguments)
     )
+    for _ in range(epochs):
+        list(loader)
+    assert not caplog.messages
     for _ in loader:
         save_state(accelerator, tmp_path / "c", options=FAST)
         break
-    assert "dataloader 0: saved within an epoch whose order cannot be reproduced" in caplog.text
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""torchrun script: Accelerate under DDP, with batch norm, dropout and each way to read data. A run
+that stopped within an epoch resumes bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+
+import unified_ckpt as uc
+from tests.support.processes.worker import started
+from unified_ckpt.integrations.accelerate import load_state, save_state
+
+ROWS, EPOCHS = 48, 2
+STATEFUL: dict[str, Any] = {"use_stateful_dataloader": True, "use_seedable_sampler": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "shards": STATEFUL,
+    "generator": {"use_stateful_dataloader": True},
+    "dispatched": {**STATEFUL, "dispatch_batches": True},
+    "split": {**STATEFUL, "dispatch_batches": True, "split_batches": True},
+    "stream": {**STATEFUL, "dispatch_batches": True},
+}
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.randn(8, generator=torch.Generator().manual_seed(i))
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Has a state of its own, as those of `datasets` have."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.position < ROWS:
+            self.position += 1
+            yield Rows()[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Job:
+    def __init__(self, way: str, seed: int) -> None:
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
+        torch.manual_seed(seed)
+        self.accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(**WAYS[way])
+        )
+        model = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 8)
+        )
+        data, shuffled = (Stream(), None) if way == "stream" else (Rows(), True)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffled)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        torch.manual_seed(seed + 1 + self.accelerator.process_index)
+        self.losses: list[float] = []
+
+    def run(self, *, epochs: int = EPOCHS, stop: int | None = None) -> Job:
+        for _ in range(epochs):
+            for rows in self.loader:
+                loss = (self.model(rows) - rows).square().mean()
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.losses.append(loss.item())
+                if len(self.losses) == stop:
+                    return self
+        return self
+
+
+def check(way: str, root: Path) -> None:
+    straight = Job(way, seed=0).run().losses
+    per_epoch = len(straight) // EPOCHS
+    for stop in (per_epoch,) if way == "generator" else (2, per_epoch, per_epoch + 1):
+        folder = root / f"{way}-{stop}"
+        stopped = Job(way, seed=0).run(stop=stop)
+        save_state(stopped.accelerator, folder, step=stop, options=uc.SaveOptions(fsync=False))
+        with uc.open(folder) as source:
+            mean = source["model"]["1.running_mean"][...]
+        mean_of_rank_0 = stopped.model.module[1].running_mean.clone()
+        dist.broadcast(mean_of_rank_0, src=0)
+        assert torch.equal(mean, mean_of_rank_0), (way, stop)
+        resumed = Job(way, seed=3)  # another order, unless it is restored
+        load_state(resumed.accelerator, folder)
+        resumed.run(epochs=EPOCHS - stop // per_epoch)
+        assert resumed.losses == straight[stop:], (way, stop)
+
+
+def main() -> None:
+    with started():
+        for way in sys.argv[2:] or WAYS:
+            check(way, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

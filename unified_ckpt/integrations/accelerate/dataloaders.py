@@ -32,8 +32,8 @@ def _fetch_batches(self: Any, iterator: Any) -> Any:
     """Fetch the batches of all ranks for a step, and keep the state from before this step.
 
     Accelerate keeps the state from before the last of these batches, and subtracts the others from
-    its counts: one too many with `split_batches`, and none from the state of a dataset. A resume
-    would repeat or skip them.
+    its counts. With `split_batches` there are no others, so a resume would repeat batches. Nothing
+    can be subtracted from the state of a dataset, so it would skip batches.
     """
     if self.state.process_index == 0:
         self._update_state_dict()

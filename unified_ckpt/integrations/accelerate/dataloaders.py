@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 _LOG = logging.getLogger("unified_ckpt")
 _RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_WARNED_ATTR = "_unified_warned"
+_WARNED_ATTR = "_unified_warned"  # attribute of a data loader: what was warned of
 _LOADED_STATE_ATTR = "_unified_state"  # attribute of a data loader from a load until it starts
 
 
@@ -69,8 +69,9 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
     sampler = _sampler(loader)
     state: dict[str, Any] = {"epoch": epoch, "midway": midway, "order": _order(sampler)}
     problem = _resume_problem(loader, sampler, epoch=epoch, midway=midway)
-    if problem and not hasattr(loader, _WARNED_ATTR):  # it may be saved after each step
-        setattr(loader, _WARNED_ATTR, True)
+    warned: set[str] = vars(loader).setdefault(_WARNED_ATTR, set())
+    if problem and problem not in warned:  # it may be saved after each step
+        warned.add(problem)
         _LOG.warning("dataloader %d: %s", index, problem)
     if _is_stateful(loader):
         state["untouched"] = loader.base_dataloader._initial_iter_for_state_dict
@@ -93,7 +94,7 @@ def _sampler(loader: Any) -> Any:
 
 
 def _resume_problem(loader: Any, sampler: Any, *, epoch: int, midway: bool) -> str:
-    """Return what a resume from here cannot reproduce; empty if it is exact."""
+    """Return what a resume from here cannot reproduce; empty if nothing is known."""
     has_seed = isinstance(sampler, SeedableRandomSampler)
     if midway and isinstance(sampler, _RANDOM_SAMPLERS) and not has_seed:
         remedy = (

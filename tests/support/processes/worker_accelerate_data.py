@@ -1,9 +1,10 @@
 """torchrun script: Accelerate under DDP, with batch norm, dropout and each way to read data. A run
-that stopped within an epoch resumes bit for bit.
+that stopped within an epoch resumes bit for bit. The Trainer warns where it cannot.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import nn
 
 import unified_ckpt as uc
 from tests.support.processes.worker import started
+from tests.support.trainer_positions import recording_trainer, train
+from tests.support.trainers import StopAt
 from unified_ckpt.integrations.accelerate import load_state, save_state
 
 ROWS, EPOCHS = 48, 2
@@ -106,8 +109,25 @@ def check(way: str, root: Path) -> None:
         assert resumed.losses == straight[stop:], (way, stop)
 
 
+def check_trainer(root: Path) -> None:
+    """The Trainer would repeat dispatched batches, and warns. Shards read the same samples."""
+    shared: dict[str, Any] = {"batch": 4, "ddp_backend": "gloo", "save_strategy": "no"}
+    dispatched = {**shared, "accelerator_config": {"dispatch_batches": True}}
+    whole = train(recording_trainer(root / "whole", native=True, **dispatched))
+    saving = {**dispatched, "save_strategy": "steps", "save_steps": 8}
+    train(recording_trainer(root / "run", StopAt(8), **saving))
+    assert train(recording_trainer(root / "run", **shared), resume=True) == whole[8 * 4 :]
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unified_ckpt").addHandler(handler)
+    train(recording_trainer(root / "run", StopAt(9), **dispatched), resume=True)
+    assert any("'dispatch_batches': False" in text for text in messages) == (dist.get_rank() == 0)
+
+
 def main() -> None:
     with started():
+        check_trainer(Path(sys.argv[1]) / "trainer")
         for way in sys.argv[2:] or WAYS:
             check(way, Path(sys.argv[1]))
 

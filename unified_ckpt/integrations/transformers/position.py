@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from unified_ckpt.api import open as open_source
@@ -138,6 +138,25 @@ def _order(loader: Any, world: int) -> tuple[str, int | None, int | None]:
     return _UNKNOWN_ORDER, None, None
 
 
+def _loader_notes(args: Any, loader: Any, position: DataPosition) -> list[str]:
+    """Return what to warn about in a resume with this data loader."""
+    notes = []
+    skips = position.rounds > 0 and not args.ignore_data_skip
+    is_dispatched = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
+    if skips and is_dispatched and loader.batch_sampler is not None and args.world_size > 1:
+        notes.append(
+            "with dispatch_batches, Accelerate skips batches of one process, so samples are "
+            "repeated; resume with accelerator_config={'dispatch_batches': False}, which reads the "
+            "same samples"
+        )
+    if args.dataloader_num_workers and args.dataloader_persistent_workers:
+        notes.append(
+            "persistent workers start anew, so random numbers differ from those of an "
+            "uninterrupted run; set dataloader_persistent_workers=False to resume exactly"
+        )
+    return notes
+
+
 class PositionTracker:
     """Records a Trainer's data position at saves and restores it at a resume, by replacing methods
     of the Trainer.
@@ -191,6 +210,7 @@ class PositionTracker:
         self._resume_position = None
         if self._saved_position is not None:
             self._resume_position, notes = convert_position(self._saved_position, self._geometry)
+            notes += _loader_notes(args, dataloader, self._resume_position)
             steps_done = (
                 self._resume_position.epoch * steps_in_epoch
                 + self._resume_position.rounds // args.gradient_accumulation_steps
@@ -225,7 +245,7 @@ class PositionTracker:
         ):
             return
         for note in notes:
-            _LOG.warning("resuming within an epoch: %s", note)
+            _LOG.warning("resuming: %s", note)
         if BatchGeometry(**self._saved_position["geometry"]) != self._geometry:
             values = (
                 self._resume_position.epoch,

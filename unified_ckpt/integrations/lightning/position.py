@@ -133,9 +133,11 @@ class PositionTracker:
         self._original_load_states()
         target = self._target
         if target is not None:
+            progress = self._loop.epoch_progress.current
+            # a save at the last batch comes before the end of its epoch is counted
+            epoch = progress.ready if target.ended else progress.processed
             for sampler in self._samplers():
-                # Lightning sets it only after workers started
-                sampler.set_epoch(self._loop.epoch_progress.current.processed)
+                sampler.set_epoch(epoch)  # Lightning sets it only after workers started
             self._loop._combined_loader._load_state_dicts(target.loader_states)
             RandomStates().load_state_dict(
                 target.order_rng if target.batches and target.order_rng is not None else target.rng

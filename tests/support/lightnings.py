@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unified_ckpt as uc
@@ -95,11 +95,13 @@ class Net(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         kind = self.hparams["loader"]
-        workers = 1 if kind in ("workers", "persistent") else 0
+        workers = 1 if kind in ("workers", "persistent", "epochs") else 0
+        sampler = DistributedSampler(samples(), 1, 0) if kind == "epochs" else None
         return (StatefulDataLoader if kind == "stateful" else DataLoader)(
             samples(),
             batch_size=self.hparams["batch"],
-            shuffle=True,
+            shuffle=sampler is None,
+            sampler=sampler,
             num_workers=workers,
             persistent_workers=kind == "persistent",
         )

@@ -27,6 +27,11 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "at the end of epochs, counting steps": (EPOCHS, "plain", {"max_epochs": -1, "max_steps": 7}),
     "after validations in mid-epoch": (EPOCHS, "plain", {"val_check_interval": 2}),
     "in float64": (EPOCHS, "plain", {"precision": "64-true"}),
+    "with a worker and a sampler that counts epochs": (
+        {**EVERY, "every_n_train_steps": 2},
+        "epochs",
+        {},
+    ),
     "with a loader that has a state": ({**EVERY, "every_n_train_steps": 2}, "stateful", {}),
     "with a loader that has a state, at the end of epochs, counting steps": (
         EPOCHS,

@@ -47,27 +47,20 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, straight: Job, sto
     assert same(resumed, straight)
 
 
-def test_dispatched_batches_resume_within_an_epoch(tmp_path: Path) -> None:
-    whole = Job(dispatch=True).run(3)
-    stopped = Job(dispatch=True).run(3, stop=10)
-    save_state(stopped.accelerator, tmp_path / "c", options=FAST)
-    resumed = Job(seed=7, dispatch=True)
-    load_state(resumed.accelerator, tmp_path / "c")
-    resumed.epoch = 1
-    resumed.run(3)
-    assert resumed.losses == whole.losses[10:]
-    assert same(resumed, whole)
-
-
-def test_resume_with_skip_first_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "skip"),
+    [({"stateful": False}, 4), ({"dispatch": True}, 0)],
+    ids=["skip_first_batches", "dispatched"],
+)
+def test_resume_within_an_epoch(tmp_path: Path, arguments: dict[str, Any], skip: int) -> None:
     """`skip_first_batches` resumes without a stateful dataloader; later epochs keep their order."""
-    whole = Job(stateful=False).run(3)
-    stopped = Job(stateful=False).run(3, stop=10)
+    whole = Job(**arguments).run(3)
+    stopped = Job(**arguments).run(3, stop=10)
     save_state(stopped.accelerator, tmp_path / "c", options=FAST)
-    resumed = Job(seed=7, stateful=False)
+    resumed = Job(seed=7, **arguments)
     load_state(resumed.accelerator, tmp_path / "c")
     resumed.epoch = 1
-    resumed.run(3, skip=4)
+    resumed.run(3, skip=skip)
     assert resumed.losses == whole.losses[10:]
     assert same(resumed, whole)
 

@@ -86,7 +86,7 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
 
 
 def _sampler(loader: Any) -> Any:
-    """Return the sampler of single elements, inside the batch samplers of this rank's shard."""
+    """Return the sampler of indices. Batch samplers wrap it, one inside the other."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None):
         sampler = inner

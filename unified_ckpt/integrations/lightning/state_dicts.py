@@ -19,7 +19,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS,
 from unified_ckpt.runtime.torch_state.modules import (
     clean_name,
     flatten_model,
-    is_common,
+    is_parameter_or_dtensor,
     without_buffers,
 )
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, flatten_optimizer
@@ -104,7 +104,11 @@ def model_part(
         name = clean_name(raw, ())
         parameter = flat.tensors.get(flat.aliases.get(name, name))
         tensors[name] = parameter if parameter is not None and value is offered.get(raw) else value
-    return {name: tensor for name, tensor in tensors.items() if rank == 0 or is_common(tensor)}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if rank == 0 or is_parameter_or_dtensor(tensor)
+    }
 
 
 def optimizer_part(
@@ -128,7 +132,7 @@ def extract_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[st
             parts[key] = {
                 name: tensor
                 for name, tensor in checkpoint.pop(key).items()
-                if rank == 0 or is_common(tensor)
+                if rank == 0 or is_parameter_or_dtensor(tensor)
             }
     return parts
 

@@ -138,7 +138,7 @@ def _order(loader: Any, world: int) -> tuple[str, int | None, int | None]:
     return _UNKNOWN_ORDER, None, None
 
 
-def _loader_notes(args: Any, loader: Any, position: DataPosition) -> list[str]:
+def _loader_warnings(args: Any, loader: Any, position: DataPosition) -> list[str]:
     """Return what to warn about in a resume with this data loader."""
     notes = []
     skips = position.rounds > 0 and not args.ignore_data_skip
@@ -210,7 +210,7 @@ class PositionTracker:
         self._resume_position = None
         if self._saved_position is not None:
             self._resume_position, notes = convert_position(self._saved_position, self._geometry)
-            notes += _loader_notes(args, dataloader, self._resume_position)
+            notes += _loader_warnings(args, dataloader, self._resume_position)
             steps_done = (
                 self._resume_position.epoch * steps_in_epoch
                 + self._resume_position.rounds // args.gradient_accumulation_steps

@@ -88,12 +88,12 @@ def without_buffers(module: nn.Module) -> CapturedModel:
     kept = {
         raw: value
         for raw, value in state.items()
-        if not isinstance(value, torch.Tensor) or is_common(value)
+        if not isinstance(value, torch.Tensor) or is_parameter_or_dtensor(value)
     }
     return CapturedModel([(module, kept)])
 
 
-def is_common(tensor: object) -> bool:
+def is_parameter_or_dtensor(tensor: object) -> bool:
     """Whether all ranks hold the tensor jointly, or hold equal copies."""
     return isinstance(tensor, nn.Parameter | DTensor)
 

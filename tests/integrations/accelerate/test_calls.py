@@ -211,6 +211,8 @@ def test_automatic_names_and_total_limit(tmp_path: Path) -> None:
         save_state(fresh.accelerator)
     with pytest.raises(uc.LayoutError, match="its number as the step; pass a path, or no step"):
         save_state(fresh.accelerator, step=3)
+    save_state(resumed.accelerator, tmp_path / "checkpoints" / "checkpoint_1", options=FAST)
+    assert "checkpoint_1" in names(tmp_path), "what was just saved stays"
 
 
 def test_incomplete_checkpoints_are_skipped_and_not_counted(
@@ -278,6 +280,14 @@ def test_attach_replaces_save_and_load(tmp_path: Path) -> None:
     attach(stopped.accelerator)
     stopped.accelerator.load_state(str(tmp_path / "native"))
     assert same(stopped, native), "what Accelerate wrote is loaded by Accelerate"
+    for sizes in ((2,), (2, 2)):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(nn.Sequential(*(nn.Linear(2, size) for size in sizes)))
+        if len(sizes) == 1:
+            accelerator.save_state(str(tmp_path / "smaller"))
+        else:
+            attach(accelerator)
+            accelerator.load_state(str(tmp_path / "smaller"), strict=False)
     for _ in range(2):
         stopped.accelerator.save_state(str(tmp_path / "latest"))
     assert (tmp_path / "latest" / "unified_checkpoint.json").is_file()

@@ -66,10 +66,10 @@ def save_state(
     `total_limit` applies after the commit. The other arguments are those of `uc.save`. Raises
     LayoutError for DeepSpeed, Megatron-LM, FSDP1 and XLA.
     """
-    path, number, arguments = _begin_save(accelerator, path, step, attach, options)
+    path, arguments = _begin_save(accelerator, path, step, attach, options)
     report = _checkpointer(accelerator).save(path, metrics=metrics, options=options, **arguments)
     accelerator.project_configuration.iteration += 1
-    folders.rotate_project(accelerator, os.fspath(path), number)
+    folders.rotate_project(accelerator, os.fspath(path))
     return report
 
 
@@ -85,10 +85,10 @@ def save_state_async(
     """Start `save_state` and return once this process's bytes are copied. The next save or load
     waits for it and raises its error.
     """
-    path, number, arguments = _begin_save(accelerator, path, step, attach, options)
+    path, arguments = _begin_save(accelerator, path, step, attach, options)
 
     def rotate(_: SaveReport) -> None:
-        folders.rotate_project(accelerator, os.fspath(path), number)
+        folders.rotate_project(accelerator, os.fspath(path))
 
     pending = _checkpointer(accelerator).save_async(
         path, metrics=metrics, options=options, after_commit=rotate, **arguments
@@ -201,7 +201,7 @@ def attach(
         **kwargs: Any,
     ) -> None:
         if _is_native(accelerator, input_dir):
-            native_load(input_dir, load_kwargs, **kwargs)
+            native_load(input_dir, load_kwargs, **({} if strict else {"strict": False}), **kwargs)
             folders.advance_iteration(
                 accelerator, None if input_dir is None else os.path.expanduser(input_dir)
             )
@@ -226,10 +226,8 @@ def _begin_save(
     step: int | None,
     attach: Callable[[str], object] | None,
     options: SaveOptions | None,
-) -> tuple[_Path, int, dict[str, Any]]:
-    """Return the target, the number of the save, and the arguments of `Checkpointer.save`.
-    Collective.
-    """
+) -> tuple[_Path, dict[str, Any]]:
+    """Return the target and the arguments of `Checkpointer.save`. Collective."""
     options, checkpointer = options or SaveOptions(), _checkpointer(accelerator)
     checkpointer.wait()
     number = accelerator.project_configuration.iteration
@@ -244,14 +242,8 @@ def _begin_save(
                 "uses its number as the step; pass a path, or no step"
             )
         target = folders.resolve_save_path(accelerator, path, if_exists=options.if_exists)
-    return (
-        target,
-        number,
-        {
-            **save_arguments(collective, accelerator, target, attach),
-            "step": number if path is None else step,
-        },
-    )
+    arguments = save_arguments(collective, accelerator, target, attach)
+    return target, {**arguments, "step": number if path is None else step}
 
 
 def _is_native(accelerator: Any, path: _Path | None) -> bool:

@@ -137,7 +137,7 @@ def advance_iteration(accelerator: Any, path: str | None, *, number: int = -1) -
     accelerator.project_configuration.iteration = max([number, *numbers]) + 1
 
 
-def rotate_project(accelerator: Any, path: str, number: int) -> None:
+def rotate_project(accelerator: Any, path: str) -> None:
     """Keep `total_limit` complete checkpoints after a commit, the new one among them. Other folders
     are neither counted nor removed.
     """
@@ -154,4 +154,6 @@ def rotate_project(accelerator: Any, path: str, number: int) -> None:
         or os.path.dirname(path) != root
     ):
         return
-    keep_latest(root, PREFIX, configuration.total_limit, protected={number})
+    name = os.path.split(path)[1]
+    protected = {int(name.removeprefix(PREFIX))} if is_step_name(name, PREFIX) else set()
+    keep_latest(root, PREFIX, configuration.total_limit, protected=protected)

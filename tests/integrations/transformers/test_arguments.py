@@ -225,3 +225,42 @@ def test_overridden_save_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture)
             callbacks=[UnifiedCheckpointCallback()],
         )
     assert "Saves._save is not called for checkpoints" in caplog.text
+
+
+class Counts(Trainer):
+    """Stores state of its own, as TRL's GRPOTrainer does."""
+
+    count = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.count += 1
+        return super().training_step(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        Path(output_dir, "count").write_text(str(self.count))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.count = int(Path(checkpoint, "count").read_text())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Leave it to the engine."""
+
+
+def test_overrides_of_a_subclass_run(tmp_path: Path) -> None:
+    def run(resume: str | None) -> Counts:
+        fitter = Counts(
+            model=model(),
+            args=trainer(tmp_path, native=True).args,
+            train_dataset=Sequences(),
+            callbacks=[UnifiedCheckpointCallback()],
+        )
+        fitter.train(resume_from_checkpoint=resume)
+        return fitter
+
+    whole = run(None)
+    resumed = run(str(tmp_path / "checkpoint-2"))
+    assert resumed.count == whole.count == 6
+    check_same(resumed, whole)

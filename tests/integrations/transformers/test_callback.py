@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
-from tests.support.trainers import StopAt, check_same, entries, trainer
+from tests.support.trainers import StopAt, check_same, entries, losses, trainer
 from tests.support.training_jobs import TRAITS, JobSpec, Net
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
@@ -141,9 +141,13 @@ def test_save_total_limit(tmp_path: Path, limit: int, left: list[int]) -> None:
 
 
 @pytest.mark.integration
-def test_best_checkpoint_is_kept_and_loaded(tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_and_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a relative path, as in most scripts."""
+    monkeypatch.chdir(tmp_path)
     run = trainer(
-        tmp_path,
+        Path("run"),
         save_total_limit=1,
         eval_strategy="steps",
         eval_steps=2,
@@ -156,7 +160,10 @@ def test_best_checkpoint_is_kept_and_loaded(tmp_path: Path) -> None:
     assert os.path.isdir(best)
     loaded = LlamaForCausalLM.from_pretrained(best).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in run.model.state_dict().items())
-    assert "checkpoint-6" in os.listdir(tmp_path)
+    assert "checkpoint-6" in os.listdir("run")
+    resumed = trainer(Path("run"), max_steps=8)
+    resumed.train(resume_from_checkpoint="run/checkpoint-6")
+    assert losses(resumed)[:6] == losses(run)
 
 
 def test_resume_from_save_only_model_raises(tmp_path: Path) -> None:

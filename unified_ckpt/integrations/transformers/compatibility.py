@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
+from unified_ckpt.integrations.transformers.small_files import patched
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.files.json import read_config
@@ -61,7 +64,7 @@ def check_optimizer(path: str, optimizer: torch.optim.Optimizer) -> None:
     ignore it. Logs other state that the checkpoint lacks, as one of another engine may.
     """
     with open_source(path) as source:
-        extra = source.extra or {}
+        extra = source.extra if isinstance(source.extra, Mapping) else {}
         saved, has_random_states = extra.get("optimizer"), bool(source.rank_extra)
     states = {"learning rate schedule": extra.get("scheduler"), "random states": has_random_states}
     for name, state in states.items():
@@ -145,6 +148,28 @@ def warn_overrides(trainer_class: type) -> None:
                 trainer_class.__name__,
                 name,
             )
+
+
+def replace_own_method(trainer: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a method of the Trainer itself, and return it. An override of a subclass still runs:
+    its `super()` reaches `method`, which runs after it if it does not call `super()`.
+    """
+    own, override = getattr(Trainer, name), getattr(trainer, name)
+
+    def run_override(*args: Any, **kwargs: Any) -> Any:
+        is_reached = False
+
+        def reach(_: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_reached
+            is_reached = True
+            return method(*args, **kwargs)
+
+        with patched(Trainer, name, reach):
+            result = override(*args, **kwargs)
+        return result if is_reached else method(*args, **kwargs)
+
+    setattr(trainer, name, method if getattr(type(trainer), name) is own else run_override)
+    return MethodType(own, trainer)
 
 
 def check_supported(trainer: Any, async_save: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from unified_ckpt.integrations.transformers.compatibility import (
     explain_model_mismatch,
     needs_hub_names,
     optimizer_class,
+    replace_own_method,
     warn_overrides,
 )
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
@@ -90,17 +92,19 @@ class PatchedTrainer:
             "_finalize_training",
             "_maybe_log_save_evaluate",
             "_save_checkpoint",
-            "_save_optimizer_and_scheduler",
-            "_save_scaler",
-            "_save_rng_state",
+        ):
+            self._originals[name] = getattr(trainer, name)
+            setattr(trainer, name, getattr(self, name))
+        for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
+            replace_own_method(trainer, name, lambda _: None)  # the checkpoint holds it
+        for name in (
             "_load_from_checkpoint",
             "_load_optimizer_and_scheduler",
             "_load_scaler",
             "_load_rng_state",
             "_load_best_model",
         ):
-            self._originals[name] = getattr(trainer, name)
-            setattr(trainer, name, getattr(self, name))
+            self._originals[name] = replace_own_method(trainer, name, getattr(self, name))
         self._small_files = SmallFiles(
             trainer, self._originals["_save_checkpoint"], model_dtype=save_options.model_dtype
         )
@@ -240,15 +244,6 @@ class PatchedTrainer:
             "attach": attach,
         }
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Do nothing: the checkpoint holds it."""
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Do nothing: the checkpoint holds it."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: the checkpoint holds it."""
-
     def _collect_extra(self) -> dict[str, Any]:
         trainer = self.trainer
         scaler = getattr(trainer.accelerator, "scaler", None)
@@ -337,7 +332,7 @@ class PatchedTrainer:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         try:
             self.checkpoints.run.checkpointer.load(
-                path, **_model_arguments(model), options=self._load_options
+                os.path.abspath(path), **_model_arguments(model), options=self._load_options
             )
         except MismatchError as error:
             raise explain_model_mismatch(error, path, model) from error
@@ -353,7 +348,7 @@ class PatchedTrainer:
         # the model is loaded; it provides names
         options = self._load_options.model_copy(update={"parts": ("optimizer",)})
         self._report = self.checkpoints.run.checkpointer.load(
-            checkpoint, **weights, optimizer=optimizer, options=options
+            os.path.abspath(checkpoint), **weights, optimizer=optimizer, options=options
         )
         saved = (self._report.extra or {}).get("scheduler")
         if saved is not None and trainer.lr_scheduler is not None:

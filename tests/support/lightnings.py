@@ -96,7 +96,8 @@ class Net(pl.LightningModule):
     def train_dataloader(self) -> Any:
         kind = self.hparams["loader"]
         workers = 1 if kind in ("workers", "persistent", "epochs") else 0
-        sampler = DistributedSampler(samples(), 1, 0) if kind == "epochs" else None
+        seed = torch.initial_seed()
+        sampler = DistributedSampler(samples(), 1, 0, seed=seed) if kind == "epochs" else None
         return (StatefulDataLoader if kind == "stateful" else DataLoader)(
             samples(),
             batch_size=self.hparams["batch"],

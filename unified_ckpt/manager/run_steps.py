@@ -126,6 +126,33 @@ class RunSteps:
         path = self._node_path(point.path, local=point.local, name=point.name)
         return replace(point, path=path)
 
+    def choose(
+        self,
+        operation: str,
+        choose_path: Callable[[Scan, Callable[[StepRecord], str]], str],
+        *,
+        timeout_seconds: float,
+    ) -> str:
+        """Return the path of a step on this node, "" for none. Collective.
+
+        Rank 0 chooses from the steps of both tiers on all nodes, the better copy of a step last.
+        It also gets a function that returns why the nodes cannot load a step, "" if they can.
+        """
+
+        def choose_on_rank_0(cluster: ClusterScan | None) -> object:
+            def check(record: StepRecord) -> str:
+                if cluster is None:
+                    return diagnose(record.path)
+                return cluster.diagnose(record, diagnose_root=diagnose)
+
+            path = choose_path(self._scan_all(cluster), check)
+            return path, self._is_local(path)
+
+        (path, is_local), spans_nodes = self._broadcast(
+            operation, choose_on_rank_0, timeout_seconds=timeout_seconds
+        )
+        return self._node_path(path, local=is_local) if path and spans_nodes else str(path)
+
     def mark_restored(self, point: RestorePoint) -> None:
         """Record that the run resumed from this point."""
         self.later = point.later_steps

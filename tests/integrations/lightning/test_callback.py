@@ -105,6 +105,14 @@ def test_entry_with_the_name_of_the_last_is_kept(
     assert backup.read_bytes() == b"mine"
 
 
+def test_last_checkpoint_that_is_being_read_is_kept(tmp_path: Path) -> None:
+    fit(tmp_path, checkpoints={"save_last": True}, max_epochs=1)
+    with uc.open(tmp_path / "last.ckpt"):
+        fit(tmp_path, checkpoints={"save_last": "link", "enable_version_counter": False})
+    assert os.readlink(tmp_path / "last.ckpt") == "step=8.ckpt"
+    assert uc.verify(tmp_path / "last.ckpt-before-1").ok
+
+
 def test_save_top_k_and_last(tmp_path: Path) -> None:
     run = trainer(
         tmp_path, checkpoints={"monitor": "val", "save_top_k": 2, "save_last": True}, max_epochs=4

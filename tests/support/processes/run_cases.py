@@ -6,6 +6,7 @@ the table is a worker; a column is a case here, or one of the worker's own.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -21,6 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import unified_ckpt as uc
 from tests.support.processes.launch import start_torchrun, torchrun
+from unified_ckpt.engine.save import probe_topology
+from unified_ckpt.runtime.comm import topology
 
 STEPS, SIGNAL_STEP, OUTSIDE_STEP = 24, 6, 10
 SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1}
@@ -103,6 +107,42 @@ def stop_and_resume(train: Train, root: Path, number: int, *, rank: int, **setti
     run(train, root, send, **settings)
     assert not (root / "ended.pt").exists()
     run(train, root, nothing, resume=True, **settings)
+
+
+class CrashError(Exception):
+    """Ends a run on all ranks."""
+
+
+def crash_and_resume_tiers(train: Train, root: Path, options: uc.ManagerOptions) -> None:
+    """Crash on two nodes, whose local steps are newer than those in the root. Resume, stop by a
+    signal, and resume. The root has every eighth step.
+    """
+    node = 2 * int(os.environ["RANK"]) // int(os.environ["WORLD_SIZE"])
+    local = {"local_directory": str(root / f"local-{node}"), "local_interval_steps": 2}
+    options = options.model_copy(update=local)
+    resumed: list[int] = []
+
+    def crash(step: int) -> None:
+        if step == 11:
+            raise CrashError
+
+    def send(step: int) -> None:
+        resumed.append(step)
+        if step == 14 and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if step >= 14:
+            time.sleep(0.03)  # the notice is polled by the clock
+
+    with (
+        mock.patch.object(topology, "node_id", return_value=f"node {node}"),
+        mock.patch.object(probe_topology, "node_id", return_value=f"node {node}"),
+    ):
+        with contextlib.suppress(CrashError):
+            train(root, crash, options=options)
+        run(train, root, send, resume=True, options=options)
+        assert resumed[0] > 9, "the local tier is newer"
+        assert not (root / "ended.pt").exists()
+        run(train, root, nothing, resume=True, options=options)
 
 
 def raise_on_last_rank(train: Train, root: Path, name: str) -> None:

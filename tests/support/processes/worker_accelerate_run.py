@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import time
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,11 +15,15 @@ from accelerate.utils import ProjectConfiguration
 from torch.nn.parallel import DistributedDataParallel
 
 import unified_ckpt as uc
-from tests.support.processes.run_cases import STEPS, AfterStep, nothing, run, run_cases
+from tests.support.processes.run_cases import (
+    STEPS,
+    AfterStep,
+    crash_and_resume_tiers,
+    run,
+    run_cases,
+)
 from tests.support.processes.worker_accelerate import Job
-from unified_ckpt.engine.save import probe_topology
 from unified_ckpt.integrations.accelerate import after_step, attach
-from unified_ckpt.runtime.comm import topology
 
 OPTIONS = uc.ManagerOptions(notice_seconds=0.05, retry_seconds=0.0, interval_steps=4)
 
@@ -73,10 +75,6 @@ def train(
     return checkpoints, (job.accelerator.unwrap_model(job.model).state_dict(), job.losses)
 
 
-class CrashError(Exception):
-    """Ends a run on all ranks."""
-
-
 def full(root: Path) -> None:
     """Let no file grow while step 8 is saved."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -89,24 +87,7 @@ def full(root: Path) -> None:
 
 
 def tiers(root: Path) -> None:
-    """Stop on two nodes, whose local steps are newer than those in the root, and resume."""
-    node = 2 * int(os.environ["RANK"]) // int(os.environ["WORLD_SIZE"])
-    local = {"local_directory": str(root / f"local-{node}"), "local_interval_steps": 1}
-    options = OPTIONS.model_copy(update=local)
-
-    def crash(step: int) -> None:
-        if step == 11:
-            raise CrashError
-
-    with (
-        mock.patch.object(topology, "node_id", return_value=f"node {node}"),
-        mock.patch.object(probe_topology, "node_id", return_value=f"node {node}"),
-    ):
-        with contextlib.suppress(CrashError):
-            train(root, crash, options=options)
-        run(train, root, nothing, resume=True, options=options)
-    if os.environ["RANK"] == "0":
-        assert len(torch.load(root / "ended.pt")[1]) == STEPS - 10, "the local tier is newer"
+    crash_and_resume_tiers(train, root, OPTIONS)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tests.support.lightnings import OPTIONS, Net, trainer
 from tests.support.processes.run_cases import (
     STEPS,
     AfterStep,
-    nothing,
+    crash_and_resume_tiers,
     run,
     run_cases,
     stop_and_resume,
@@ -95,24 +95,8 @@ def full(root: Path) -> None:
     run(train, root, limit)
 
 
-class CrashError(Exception):
-    """Ends a run on all ranks."""
-
-
 def tiers(root: Path) -> None:
-    """Crash after local saves that are newer than ModelCheckpoint's last one, and resume."""
-    local = {"local_directory": str(root / "local"), "local_interval_steps": 2}
-    options = RUN_OPTIONS.model_copy(update=local)
-
-    def crash(step: int) -> None:
-        if step == 11:
-            raise CrashError
-
-    with contextlib.suppress(CrashError):
-        train(root, crash, options=options)
-    run(train, root, nothing, resume=True, options=options)
-    if os.environ["RANK"] == "0":
-        assert len(torch.load(root / "ended.pt")[1]) < STEPS - 8, "the local tier is newer"
+    crash_and_resume_tiers(train, root, RUN_OPTIONS)
 
 
 def slurm(root: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,9 @@ import unified_ckpt as uc
 from tests.support.processes.run_cases import (
     STEPS,
     AfterStep,
+    crash_and_resume_tiers,
     run,
     run_cases,
-    stop_and_resume,
 )
 from tests.support.trainers import losses, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
@@ -87,9 +86,7 @@ def full(root: Path) -> None:
 
 
 def tiers(root: Path) -> None:
-    local = {"local_directory": str(root / "local"), "local_interval_steps": 2}
-    options = OPTIONS.model_copy(update=local)
-    stop_and_resume(train, root, signal.SIGTERM, rank=0, options=options)
+    crash_and_resume_tiers(train, root, OPTIONS)
 
 
 if __name__ == "__main__":

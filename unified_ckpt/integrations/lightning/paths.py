@@ -161,22 +161,18 @@ def end_rename(path: str, backup: str, *, saved: bool) -> None:
 
 def replace_link(target: str, path: str) -> None:
     """Create a relative link, replacing a link atomically. A unified checkpoint there is removed
-    first; anything else is renamed.
+    first; anything else, or one that is being read, is renamed.
     """
     parent, name = os.path.split(os.path.abspath(path))
     storage = LocalStorage(parent)
     kind = storage.kind(name)
     manifest = read_manifest_at(path) if kind == "folder" else None
-    if manifest is not None:
-        remove(storage, name, save_id=manifest.save_id)
-    elif kind not in (None, "link"):
+    removed = manifest is not None and remove(storage, name, save_id=manifest.save_id)
+    if kind not in (None, "link") and not removed:
         backup = backup_name(storage, name, kind=kind)
         storage.rename(name, backup)
-        _LOG.warning(
-            "%s was not a committed checkpoint; it is kept as %s",
-            path,
-            storage.path(backup),
-        )
+        reason = "is being read" if manifest is not None else "was not a committed checkpoint"
+        _LOG.warning("%s %s; it is kept as %s", path, reason, storage.path(backup))
     temporary = os.path.join(parent, f".link-{os.getpid()}-{name}")
     os.symlink(os.path.relpath(os.path.abspath(target), parent), temporary)
     try:

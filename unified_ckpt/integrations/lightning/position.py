@@ -27,7 +27,7 @@ class _ResumeTarget:
 
     `order_rng`: None if the order cannot be reproduced. `batches`: seen in the epoch; 0 where the
     next epoch begins. `loader_states`: of loaders that seek by themselves; `ended`: they are at the
-    end of an epoch.
+    end of an epoch. `seeds`: of samplers that draw the order of an epoch from a seed.
     """
 
     rng: Mapping[str, Any]
@@ -35,6 +35,7 @@ class _ResumeTarget:
     batches: int
     loader_states: list[dict[str, Any]]
     ended: bool
+    seeds: list[int | None]
 
 
 class PositionTracker:
@@ -69,21 +70,25 @@ class PositionTracker:
             "batches": 0 if ended else int(self._loop.epoch_loop.batch_progress.current.ready),
             "loaders": list(combined._state_dicts()) if combined is not None else [],
             "ended": ended,
+            "seeds": [_seed(sampler) for sampler in self._samplers()],
         }
 
     def prepare_resume(
         self,
         checkpoint: MutableMapping[str, Any],
+        rank_state: Mapping[str, Any] | None,
         saved: Sequence[Mapping[str, Any]],
         replicas: int,
     ) -> None:
         """Set what the next iterator resumes from. Changes the loops' state if it is of another
         rank, or another number of ranks.
+
+        `rank_state`: saved by this rank, None if by another number of ranks. `saved`: by the ranks
+        whose state this node has. `replicas`: how many ranks shared the data.
         """
-        trainer, sampler_kwargs = self._trainer, self._sampler_kwargs()
+        sampler_kwargs = self._sampler_kwargs()
         loops = checkpoint["loops"]["fit_loop"]
-        if len(saved) == trainer.world_size and replicas == sampler_kwargs["num_replicas"]:
-            rank_state = saved[trainer.global_rank]
+        if rank_state is not None and replicas == sampler_kwargs["num_replicas"]:
             if rank_state["loaders"]:
                 loops["state_dict"].pop("combined_loader", None)
             self._target = _ResumeTarget(
@@ -92,6 +97,7 @@ class PositionTracker:
                 rank_state["batches"],
                 rank_state["loaders"],
                 rank_state["ended"],
+                rank_state["seeds"],
             )
             return
         # by data rank: ranks that share data (tensor parallel) keep sharing random numbers
@@ -126,6 +132,7 @@ class PositionTracker:
             0 if first_rank["ended"] else batches,
             [],
             ended=first_rank["ended"],
+            seeds=first_rank["seeds"],
         )
 
     def _before_iterator(self) -> None:
@@ -136,8 +143,12 @@ class PositionTracker:
             progress = self._loop.epoch_progress.current
             # a save at the last batch comes before the end of its epoch is counted
             epoch = progress.ready if target.ended else progress.processed
-            for sampler in self._samplers():
+            samplers = self._samplers()
+            for sampler in samplers:
                 sampler.set_epoch(epoch)  # Lightning sets it only after workers started
+            for sampler, seed in zip(samplers, target.seeds, strict=False):
+                if seed is not None and _seed(sampler) is not None:
+                    sampler.seed = seed
             self._loop._combined_loader._load_state_dicts(target.loader_states)
             RandomStates().load_state_dict(
                 target.order_rng if target.batches and target.order_rng is not None else target.rng
@@ -215,7 +226,8 @@ class PositionTracker:
             )
 
     def _samplers(self) -> list[Any]:
-        loaders = self._loop._combined_loader.flattened
+        combined = self._loop._combined_loader
+        loaders = combined.flattened if combined is not None else []
         samplers = [
             getattr(item, name, None) for item in loaders for name in ("sampler", "batch_sampler")
         ]
@@ -226,6 +238,11 @@ class PositionTracker:
             self._trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
         )
         return kwargs
+
+
+def _seed(sampler: Any) -> int | None:
+    seed = getattr(sampler, "seed", None)
+    return seed if isinstance(seed, int) else None
 
 
 def _recount(progress: MutableMapping[str, int], delta: int) -> None:

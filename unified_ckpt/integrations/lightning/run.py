@@ -17,7 +17,6 @@ from typing import Any
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
-from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations.lightning.paths import (
     end_rename,
     remove_checkpoint,
@@ -33,10 +32,9 @@ from unified_ckpt.integrations.run_options import (
     settings_without,
 )
 from unified_ckpt.manager.manager import CheckpointManager
-from unified_ckpt.manager.restore.select import diagnose
 from unified_ckpt.manager.rules.when import FORCED, LOCAL_INTERVAL
 from unified_ckpt.manager.save_job import StepState
-from unified_ckpt.manager.steps.scan import StepRecord, step_name
+from unified_ckpt.manager.steps.scan import Scan, StepRecord, step_name
 from unified_ckpt.options import LoadOptions, ManagerOptions
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -60,11 +58,6 @@ class LightningRun:
 
     def __init__(self, trainer: Any, options: ManagerOptions, load_options: LoadOptions) -> None:
         self._trainer = trainer
-        if options.local_directory is not None and trainer.num_nodes > 1:
-            raise LayoutError(
-                f"local_directory: got {trainer.num_nodes} nodes, expected one; "
-                "leave it out, ModelCheckpoint saves to shared storage"
-            )
         self.checkpoints = CheckpointManager(
             self._folder(), options=options, load_options=load_options
         )
@@ -86,10 +79,14 @@ class LightningRun:
         folder = next((c.dirpath for c in self._callbacks() if getattr(c, "dirpath", None)), None)
         return str(folder or self._trainer.default_root_dir)
 
+    def is_local(self, path: str) -> bool:
+        """Whether the path is in this node's local directory."""
+        return os.path.dirname(path) == self._local_directory
+
     def save(self, state: StepState, path: str) -> None:
         """Save to a path that Lightning chose, or in the local directory. All ranks call it."""
         self._settle()
-        if os.path.dirname(path) == self._local_directory:
+        if self.is_local(path):
             self.checkpoints.run.save(replace(state, path=None), (LOCAL_INTERVAL,))
             return
         is_writer = self._trainer.global_rank == 0
@@ -159,38 +156,42 @@ class LightningRun:
         self.checkpoints.run.take_signals()
 
     def newest(self, path: str) -> str:
-        """Return the checkpoint of the local directory that is newer than `path`, if `path` is the
-        last one of the run; else `path`. Rank 0 calls it.
+        """Return this node's path of the checkpoint in the local directories that is newer than
+        `path`, if `path` is the last one of the run; else `path`. Collective.
         """
-        tiers, name = self.checkpoints.run.tiers, os.path.split(path)[1]
+        run, name = self.checkpoints.run, os.path.split(path)[1]
         last = {getattr(c, "CHECKPOINT_NAME_LAST", "last") for c in self._callbacks()}
-        manifest = read_manifest_at(path)
-        if tiers is None or manifest is None or not name.startswith((*last, "hpc_ckpt_")):
+        if run.tiers is None or not name.startswith((*last, "hpc_ckpt_")):
             return path
-        saved_at = (manifest.created, manifest.step or 0)
-        by_time = {
-            (record.created or "", record.step or 0): record for record in self._local_steps()
-        }
-        for time in sorted((time for time in by_time if time > saved_at), reverse=True):
-            record = by_time[time]
-            if problem := diagnose(record.path):
-                _LOG.warning("%s is skipped: %s", record.path, problem)
-                continue
-            _LOG.info("%s is loaded: it is newer than %s", record.path, path)
-            return record.path
-        return path
 
-    def _local_steps(self) -> list[StepRecord]:
-        tiers = self.checkpoints.run.tiers
-        return [
-            record
-            for record in (tiers.scan().complete if tiers is not None else ())
-            if os.path.dirname(record.path) == self._local_directory
-        ]
+        def choose(scanned: Scan, check: Callable[[StepRecord], str]) -> str:
+            manifest = read_manifest_at(path)
+            if manifest is None:
+                return ""
+            saved_at = (manifest.created, manifest.step or 0)
+            by_time = {
+                (record.created or "", record.step or 0): record
+                for record in self._local_steps(scanned)
+            }
+            for time in sorted((time for time in by_time if time > saved_at), reverse=True):
+                record = by_time[time]
+                if problem := check(record):
+                    _LOG.warning("%s is skipped: %s", record.path, problem)
+                    continue
+                _LOG.info("%s is loaded: it is newer than %s", record.path, path)
+                return record.path
+            return ""
+
+        timeout = run.load_options.timeout_seconds
+        return run.steps.choose("resume", choose, timeout_seconds=timeout) or path
+
+    def _local_steps(self, scanned: Scan) -> list[StepRecord]:
+        return [record for record in scanned.complete if self.is_local(record.path)]
 
     def warn_fresh_start(self) -> None:
         """Log that a run starts fresh beside checkpoints in the local directory."""
-        records = self._local_steps() if self._trainer.is_global_zero else []
+        tiers = self.checkpoints.run.tiers if self._trainer.is_global_zero else None
+        records = self._local_steps(tiers.scan()) if tiers is not None else []
         if records and self._trainer.ckpt_path is None:
             text = "the run starts fresh beside %s; to continue, pass it as ckpt_path"
             _LOG.warning(text, records[-1].path)

@@ -14,11 +14,9 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import (
-    CheckpointError,
     FormatError,
     LayoutError,
     MismatchError,
-    NotFoundError,
     StorageError,
 )
 from unified_ckpt.format.names import MODEL, OPTIMIZER, WEIGHTS
@@ -154,8 +152,9 @@ class PatchedStrategy:
                 "save_checkpoint: got storage_options, expected None; "
                 "CheckpointIO plugins are not used"
             )
-        # metrics in file names may differ between ranks
-        path: str = self.strategy.broadcast(_absolute(filepath))
+        path = _absolute(filepath)
+        if not self.run.is_local(path):  # metrics in file names may differ between ranks
+            path = self.strategy.broadcast(path)
         metrics = _finite_metrics(self.trainer.callback_metrics)
         arguments = self._state_arguments(checkpoint)
         state = self._step_state(lambda: arguments, path, metrics)
@@ -251,7 +250,10 @@ class PatchedStrategy:
                         "expected a full checkpoint; pass one, "
                         "or call uc.load(path, model=module) and fit without ckpt_path"
                     )
-                self._position.prepare_resume(checkpoint, source.rank_extra, extra["replicas"])
+                # of this rank, which another node's folder may hold
+                own = self.run.checkpoints.run.checkpointer.load(path).rank_extra
+                saved = source.rank_extra or ()
+                self._position.prepare_resume(checkpoint, own, saved, extra["replicas"])
             checkpoint.update(
                 {
                     part: LazyStateDict(path, part)
@@ -316,19 +318,18 @@ class PatchedStrategy:
             )
 
     def _resolve_path(self, checkpoint_path: str | os.PathLike[str]) -> tuple[str, str]:
-        """Return the path and who wrote it, as rank 0 sees it, on every rank."""
-        answer: tuple[str, str, str] = ("", "", "")
-        if self.trainer.is_global_zero:
-            path = latest_requeue(_absolute(checkpoint_path))
-            path = self.run.newest(path) if self._is_fitting() else path
-            try:
-                answer = (path, "unified" if is_url(path) else check_path(path), "")
-            except CheckpointError as error:
-                answer = (path, type(error).__name__, str(error))
-        path, kind, problem = self.strategy.broadcast(answer)
-        if problem:
-            raise FormatError(problem) if kind == "FormatError" else NotFoundError(problem)
-        return path, kind
+        """Return the path on this node, and who wrote it as rank 0 sees it. Collective."""
+        run, timeout = self.run.checkpoints.run, self._load_options.timeout_seconds
+        collective = run.comm.begin_collective("ckpt_path", timeout_seconds=timeout)
+        with collective.step("path"):
+            path = _absolute(checkpoint_path)
+            path = latest_requeue(path) if collective.rank == 0 else path
+            path = str(collective.broadcast_json("path", path))
+        path = self.run.newest(path) if self._is_fitting() else path
+        collective = run.comm.begin_collective("ckpt_path", timeout_seconds=timeout)
+        with collective.step("format"):
+            kind = "unified" if is_url(path) or collective.rank != 0 else check_path(path)
+            return path, str(collective.broadcast_json("kind", kind))
 
     def _is_fitting(self) -> bool:
         return str(getattr(self.trainer.state.fn, "value", "")) == "fit"

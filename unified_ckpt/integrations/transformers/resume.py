@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
@@ -15,7 +16,7 @@ from unified_ckpt.errors import IncompleteError
 from unified_ckpt.format.names import is_backup
 from unified_ckpt.integrations.checkpoint_folders import check_unified
 from unified_ckpt.manager.run import Run
-from unified_ckpt.manager.steps.scan import Scan, foreign_steps, has_unified_files
+from unified_ckpt.manager.steps.scan import Scan, StepRecord, foreign_steps, has_unified_files
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.detect.names import TRAINER_STATE
 from unified_ckpt.sources.step_names import list_steps, read_step
@@ -42,26 +43,29 @@ def latest_checkpoint(run: Run) -> str | bool:
     Raises IncompleteError if some exist and none is complete: the stock Trainer would load what is
     left, without optimizer.
     """
-    root, timeout = run.root, run.load_options.timeout_seconds
-    collective = run.comm.begin_collective(f"resume in {root}", timeout_seconds=timeout)
-    with collective.step("latest"):
-        if collective.rank == 0:
-            path, skipped = _select_latest(root, run.steps.scan())
-            if skipped and not path:
-                text = format_list(
-                    f"{root}: none of its checkpoints can be resumed",
-                    [f"{entry}: {problem}" for entry, problem in skipped.items()],
-                )
-                raise IncompleteError(
-                    f"{text}\nRepair one, or start fresh with resume_from_checkpoint=False"
-                )
-            for entry, problem in skipped.items():
-                _LOG.warning("%s is skipped: %s", os.path.join(root, entry), problem)
-            collective.put("latest", f".{path}".encode())
-    return collective.get("latest").decode()[1:] or True
+    root = run.root
+
+    def choose(scanned: Scan, check: Callable[[StepRecord], str]) -> str:
+        path, skipped = _select_latest(root, scanned, check)
+        if skipped and not path:
+            text = format_list(
+                f"{root}: none of its checkpoints can be resumed",
+                [f"{entry}: {problem}" for entry, problem in skipped.items()],
+            )
+            raise IncompleteError(
+                f"{text}\nRepair one, or start fresh with resume_from_checkpoint=False"
+            )
+        for entry, problem in skipped.items():
+            _LOG.warning("%s is skipped: %s", os.path.join(root, entry), problem)
+        return path
+
+    timeout = run.load_options.timeout_seconds
+    return run.steps.choose("resume", choose, timeout_seconds=timeout) or True
 
 
-def _select_latest(root: str, scanned: Scan) -> tuple[str, dict[str, str]]:
+def _select_latest(
+    root: str, scanned: Scan, check: Callable[[StepRecord], str]
+) -> tuple[str, dict[str, str]]:
     """Return the path of the latest complete checkpoint, "" for none, and name -> problem of those
     skipped. Of two copies of a step, the later in the scan is better.
     """
@@ -73,7 +77,9 @@ def _select_latest(root: str, scanned: Scan) -> tuple[str, dict[str, str]]:
     for record in latest_first:
         if record.path in native:
             problem = read_step(native[record.path]).problem
-        elif record.status == "complete" or record.is_unified or record.unreadable:
+        elif record.status == "complete":
+            problem = check(record)
+        elif record.is_unified or record.unreadable:
             problem = record.problem
         else:
             continue  # empty folder

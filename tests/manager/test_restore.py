@@ -10,12 +10,14 @@ import logging
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import unified_ckpt as uc
 from tests.support.managers import (
@@ -231,6 +233,40 @@ def test_not_strict_loads_the_latest_step_with_some_parts(
         )
         save_steps(tmp_path, 5)
         assert manager.restore(strict=False, **targets).step == 5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("start", ["weights", "adapters", "some parts", "another engine", "state"])
+def test_failed_load_is_followed_by_a_whole_one_or_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, start: str
+) -> None:
+    """Otherwise the optimizer of the damaged step stays beside the weights of the next choice."""
+    root, other, targets, options = tmp_path / "run", tmp_path / "other", state(0), {}
+    if start == "some parts":
+        save_steps(root, 1, full=False)
+    elif start == "another engine":
+        with warnings.catch_warnings(action="ignore"):  # one process
+            model = {"model": state(1)["model"]}
+            dcp.save(model, checkpoint_id=root / "checkpoint-1", no_dist=True)
+    elif start == "adapters":
+        targets |= {"parts": {"adapter_model": {"w": torch.zeros(3, 40)}}}
+        options = {"load_adapters_path": str(other)}
+    else:
+        save_steps(other, 7)
+        name = "load_parameters_path" if start == "weights" else "load_full_state_path"
+        options = {name: str(other / "checkpoint-7")}
+    more = {"parts": targets["parts"]} if "parts" in targets else {}
+    save_steps(root, 2, **more)
+    flip_last_byte(root / "checkpoint-2")
+    with manager_of(None, root, **options) as manager:
+        if start == "state":
+            assert manager.restore(**targets).step == 7  # type: ignore[union-attr]
+            check_state(targets, 7)
+        else:
+            with pytest.raises(uc.IntegrityError, match="has CRC"):
+                manager.restore(strict=start in ("weights", "adapters"), **targets)
+    assert f"{root}/checkpoint-2 is skipped: " in caplog.text
+    if start in ("weights", "adapters"):
+        assert "is not loaded: a failed load has overwritten targets" in caplog.text
 
 
 def test_complete_steps_without_a_required_part_raise(

@@ -31,12 +31,12 @@ def select_foreign(
     foreign: Sequence[StepEntry],
     required: Sequence[frozenset[str]],
     *,
-    strict: bool,
+    is_enough: Callable[[Sequence[str]], bool],
     load_failures: Mapping[str, str],
     read: Callable[[StepEntry], StepContents],
 ) -> tuple[StepEntry | None, dict[str, str]]:
-    """Return the first usable step of another engine with the required parts, and path -> reason of
-    those skipped.
+    """Return the first usable step of another engine with the required parts, else the first that
+    has enough of them, and path -> reason of those skipped.
     """
     partial: StepEntry | None = None
     skipped: dict[str, str] = {}
@@ -46,7 +46,7 @@ def select_foreign(
         missing = list_missing_parts(contents.parts, required)
         if not problem and not missing:
             return entry, skipped
-        if not problem and not strict and len(missing) < len(required):
+        if not problem and is_enough(missing):
             partial = partial or entry
         skipped[entry.path] = problem or missing_text(missing)
     if partial is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.reader import open_path
@@ -64,6 +65,9 @@ def select(
     all nodes, if there are several. Each skipped step is logged once; no step is changed. Raises
     IncompleteError if steps exist and none can be used, unless the options name a path or fresh
     starts are allowed.
+
+    A failed load may have filled targets with the state of its step. Only what fills all of these
+    again may follow, or else nothing is selected.
     """
     required, strict = request.required, request.strict
     entries, absences = _root_entries(root, options.step_prefix, cluster)
@@ -100,7 +104,12 @@ def select(
     missing_parts = {
         record.path: list_missing_parts(record.parts, required) for record in scan.complete
     }
-    candidates = _candidates(scan, missing_parts, 1 if strict else max(len(required), 1))
+    is_enough = partial(
+        _is_enough,
+        limit=0 if strict else len(required) - 1,
+        unfilled=[missing_parts.get(path, ()) for path in load_failures],
+    )
+    candidates = _candidates(scan, missing_parts, is_enough)
     for record in candidates:
         problem = load_failures.get(record.path) or check(record)
         if not problem:
@@ -121,7 +130,7 @@ def select(
         if record.path in unusable
     } | missing_texts
     selected, foreign_problems = select_foreign(
-        foreign, required, strict=strict, load_failures=load_failures, read=read
+        foreign, required, is_enough=is_enough, load_failures=load_failures, read=read
     )
     if selected is not None:
         log_foreign(
@@ -130,9 +139,35 @@ def select(
         return foreign_point(selected, scan, damaged)
     point = _point_of_options(options, damaged)
     unusable |= foreign_problems
-    if unusable and not load_failures:
-        _check_fresh_start(root, unusable, point, allow_fresh=request.allow_fresh)
+    if load_failures:
+        return _point_after_failures(point, skipped | foreign_problems, strict=strict)
+    _check_fresh_start(root, unusable, point, allow_fresh=request.allow_fresh)
     return point
+
+
+def _point_after_failures(
+    point: RestorePoint, skipped: Mapping[str, str], *, strict: bool
+) -> RestorePoint:
+    """Log the skipped steps. Return `point` if it fills all targets, or else a point of nothing."""
+    for path, reason in skipped.items():
+        warn_skipped(path, reason)
+    if point.kind == "none" or (point.kind == "full" and strict):
+        return point
+    _LOG.warning(
+        "%s is not loaded: a failed load has overwritten targets that it may leave unchanged; "
+        "repair or remove the damaged step and restart",
+        point.path,
+    )
+    return replace(point, kind="none")
+
+
+def _is_enough(missing: Sequence[str], *, limit: int, unfilled: Sequence[Sequence[str]]) -> bool:
+    """Whether a step may lack these required parts. `unfilled`: those that each failed load lacked,
+    so that it left their targets unchanged.
+    """
+    return not missing or (
+        len(missing) <= limit and all(set(missing) <= set(others) for others in unfilled)
+    )
 
 
 def _root_entries(
@@ -145,14 +180,16 @@ def _root_entries(
 
 
 def _candidates(
-    scan: Scan, missing_parts: Mapping[str, Sequence[str]], limit: int
+    scan: Scan,
+    missing_parts: Mapping[str, Sequence[str]],
+    is_enough: Callable[[Sequence[str]], bool],
 ) -> list[StepRecord]:
-    """Return the complete steps that lack fewer than `limit` of the required parts.
+    """Return the complete steps that lack no more of the required parts than is allowed.
 
     Those with all parts come first; the latest of equal ones does.
     """
     latest_first = reversed(scan.complete)
-    candidates = [record for record in latest_first if len(missing_parts[record.path]) < limit]
+    candidates = [record for record in latest_first if is_enough(missing_parts[record.path])]
     return sorted(candidates, key=lambda record: bool(missing_parts[record.path]))
 
 
@@ -230,6 +267,8 @@ def _check_fresh_start(
     """Raise IncompleteError if the run would start fresh next to existing steps; log a warning if
     the caller allows it.
     """
+    if not unusable:
+        return
     steps = [
         f"{os.path.relpath(path, root)}: {' '.join(reason.split())}"
         for path, reason in unusable.items()

@@ -15,6 +15,7 @@ from typing import TypeVar
 from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.errors import StorageError
 from unified_ckpt.manager.events.run_events import RunEvents, SaveAttempt
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import kept_text
@@ -259,6 +260,8 @@ class SaveScheduler:
         if target.local:
             attempt = job.attempt(target, first_number)
             try:
+                if target.problem:
+                    raise StorageError(target.problem)
                 return attempt, start(attempt)
             except Exception as error:
                 self._record_failure(job, attempt, error, 1)

@@ -38,7 +38,7 @@ from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import local_tier, tiers, upload_queue
 from unified_ckpt.manager.tiers.local_tier import LocalTier
-from unified_ckpt.manager.tiers.run_marker import MARKER, RunMarker, foreign_saves, read
+from unified_ckpt.manager.tiers.run_marker import MARKER, RunMarker, foreign_saves
 from unified_ckpt.report.run_data import copy_rows
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -691,7 +691,9 @@ def test_foreign_saves(
     run_marker = None
     if marker is not None:
         root, saves, known_foreign = marker
-        run_marker = RunMarker(root, frozenset(saves.split()), frozenset(known_foreign.split()))
+        run_marker = RunMarker(
+            root=root, root_saves=saves.split(), foreign_saves=known_foreign.split()
+        )
     assert foreign_saves(
         run_marker, "/root", root_saves=committed.split(), local_saves=local.split()
     ) == set(foreign.split())
@@ -699,11 +701,50 @@ def test_foreign_saves(
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b'{"root": 1}', b"\xff", b'{"root": "/", "root_saves": 3, "foreign_saves": []}'],
+    [
+        None,
+        b"",
+        b"[]",
+        b'{"root": 1}',
+        b"\xff",
+        b'{"root": "/", "root_saves": 3, "foreign_saves": []}',
+    ],
 )
-def test_unreadable_marker_is_ignored(tmp_path: Path, body: bytes) -> None:
-    (tmp_path / MARKER).write_bytes(body)
-    assert read(str(tmp_path)) is None
+def test_unreadable_marker_is_an_error_and_stays(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    body: bytes | None,
+) -> None:
+    """Otherwise local steps count as another run's, also after the marker can be read again."""
+
+    def fail(self: LocalStorage, name: str) -> bytes:
+        if name == MARKER:
+            raise uc.StorageError(f"{self.path(name)}: read failed: {os.strerror(errno.EIO)}")
+        return original(self, name)
+
+    original = LocalStorage.read
+    with tiers_of(None, tmp_path, keep_latest_local=2) as manager:
+        train(manager, range(9, 13))
+    marker = tmp_path / LOCAL / MARKER
+    healthy = marker.read_bytes()
+    if body is None:
+        monkeypatch.setattr(LocalStorage, "read", fail)
+    else:
+        marker.write_bytes(body)
+    problem = f"{marker}: " + ("read failed" if body is None else "is damaged")
+    with pytest.raises((uc.StorageError, uc.FormatError), match=problem):
+        restored(tmp_path)
+    with tiers_of(None, tmp_path) as manager:
+        train(manager, range(13, 21))
+    (*_, first, last) = [text for text in warnings_of(caplog) if problem in text]
+    assert "step 19 to the local directory failed; training continues without it" in first
+    assert "step 20 to the local directory failed; saving to the root instead" in last
+    assert marker.read_bytes() == (healthy if body is None else body)
+    monkeypatch.undo()
+    marker.write_bytes(healthy)
+    shutil.rmtree(tmp_path / ROOT / "checkpoint-20")
+    assert restored(tmp_path) == (12, LOCAL)
 
 
 def test_stale_local_folders_of_this_run_are_removed(tmp_path: Path) -> None:

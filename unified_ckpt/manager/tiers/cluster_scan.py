@@ -164,42 +164,37 @@ class ClusterScan:
         """Describe this node's directory: its steps, which are of other runs, and whether it knows
         saves in the root.
         """
-        entries: dict[str, StepEntry] = {}
-        try:
-            scanned = scan(LocalStorage(self._directory), self._prefix)
-            if self._directory == self._root:
-                entries = {
-                    entry.name: entry for entry in list_steps(self._root, prefix=self._prefix)
-                }
-        except CheckpointError as error:
-            _LOG.warning("cannot list the local directory: %s", error)
-            scanned = Scan((), ())
         if self._directory == self._root:
-            # of rank 0; equal if the root is shared
-            root_names = set(self._collective.get_json("root-entries"))
-            additional = [
-                asdict(entry) for name, entry in entries.items() if name not in root_names
-            ]
-            steps = [asdict(entry) for entry in scanned.steps]
-            return {
-                "steps": steps,
-                "excluded": [],
-                "knows_root_saves": False,
-                "absent": sorted(root_names - entries.keys()),
-                "additional": additional,
-            }
-        marker = run_marker.read(self._directory)
-        excluded = run_marker.foreign_saves(
-            marker, self._root, root_saves=saves, local_saves=run_marker.save_ids(scanned.steps)
-        )
-        scanned = run_marker.attributable_steps(marker, self._root, scanned, root_saves=saves)
+            return self._describe_root()
+        local = run_marker.scan_local(self._directory, self._prefix, self._root, root_saves=saves)
+        marker = local.marker
         knows_root_saves = (
             marker is not None and marker.root == self._root and bool(marker.root_saves)
         )
         return {
-            "steps": [asdict(entry) for entry in scanned.steps],
-            "excluded": sorted(excluded),
+            "steps": [asdict(entry) for entry in local.scan.steps],
+            "excluded": sorted(local.foreign_saves),
             "knows_root_saves": knows_root_saves,
+        }
+
+    def _describe_root(self) -> dict[str, Any]:
+        """Describe this node's root: its steps, and how its entries differ from rank 0's."""
+        entries: dict[str, StepEntry] = {}
+        try:
+            scanned = scan(LocalStorage(self._root), self._prefix)
+            entries = {entry.name: entry for entry in list_steps(self._root, prefix=self._prefix)}
+        except CheckpointError as error:
+            _LOG.warning("cannot list the root: %s", error)
+            scanned = Scan((), ())
+        root_names = set(self._collective.get_json("root-entries"))
+        return {
+            "steps": [asdict(entry) for entry in scanned.steps],
+            "excluded": [],
+            "knows_root_saves": False,
+            "absent": sorted(root_names - entries.keys()),
+            "additional": [
+                asdict(entry) for name, entry in entries.items() if name not in root_names
+            ],
         }
 
     def _loadable_save(self, name: str) -> str | None:

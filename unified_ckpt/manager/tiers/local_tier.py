@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from contextlib import suppress
 
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.rules import when
@@ -62,12 +62,10 @@ class LocalTier:
         """
         os.makedirs(self.directory, exist_ok=True)
         storage = LocalStorage(self.directory)
-        previous = run_marker.read(self.directory)
-        local = scan(storage, self._options.step_prefix)
-        foreign_ids = run_marker.foreign_saves(
-            previous, self.root, root_saves=root_saves, local_saves=run_marker.save_ids(local.steps)
-        )
-        marker = RunMarker(self.root, root_saves, foreign_ids)
+        scanned = scan(storage, self._options.step_prefix)
+        local = run_marker.attribute(scanned, self.directory, self.root, root_saves=root_saves)
+        foreign_ids = local.foreign_saves
+        marker = RunMarker(root=self.root, root_saves=root_saves, foreign_saves=foreign_ids)
         run_marker.write(self.directory, marker)
         if foreign_ids:
             _LOG.warning(
@@ -76,9 +74,9 @@ class LocalTier:
                 self.directory,
                 len(foreign_ids),
             )
-        if previous is not None and previous.root == self.root:
-            for stale in local.stale_folders:
-                if stale.kind == "staging" and not stale.only_copy:
+        if local.marker is not None and local.marker.root == self.root:
+            for stale in scanned.stale_folders:
+                if stale.kind == "staging":
                     remove_folder(storage, stale.name)
         self.marker = marker
 
@@ -88,7 +86,7 @@ class LocalTier:
         """
         with self._lock:
             if self.marker is not None:
-                self.marker = replace(self.marker, root_saves=saves)
+                self.marker = self.marker.model_copy(update={"root_saves": saves})
         self._write_marker()
 
     def apply_retention(
@@ -118,8 +116,11 @@ class LocalTier:
         with self._lock:
             if self.marker is None:
                 return
+            stored = None
+            with suppress(CheckpointError):  # damaged since: it is written again
+                stored = run_marker.read(self.directory)
             try:
-                if run_marker.read(self.directory) != self.marker:
+                if stored != self.marker:
                     run_marker.write(self.directory, self.marker)
             except CheckpointError as error:
                 _LOG.warning(

@@ -22,57 +22,94 @@ Limits:
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from unified_ckpt.errors import CheckpointError, StorageError
-from unified_ckpt.format.json_text import parse_json
-from unified_ckpt.manager.steps.scan import Scan, StepRecord
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError, StorageError
+from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+_LOG = logging.getLogger("unified_ckpt")
 MARKER = ".unified_tier.json"
 
 
-@dataclass(frozen=True, slots=True)
-class RunMarker:
+class RunMarker(BaseModel):
     """The content of the file. `root_saves`: ids committed in the root. `foreign_saves`: ids in the
     local directory that are of other runs.
     """
+
+    model_config = ConfigDict(frozen=True)
 
     root: str
     root_saves: frozenset[str]
     foreign_saves: frozenset[str]
 
 
-def read(directory: str) -> RunMarker | None:
-    """Read the marker of a local directory. Returns None if there is none, or it cannot be read."""
+@dataclass(frozen=True, slots=True)
+class LocalSteps:
+    """The steps of a local directory that may be of this run, its marker, and the saves there that
+    do not count.
+    """
+
+    scan: Scan
+    marker: RunMarker | None
+    foreign_saves: frozenset[str]
+
+
+def scan_local(
+    directory: str, prefix: str, root: str, *, root_saves: Collection[str]
+) -> LocalSteps:
+    """Scan a local directory for the run of `root`. One that cannot be listed counts as empty, with
+    a warning. Raises the errors of `read`.
+    """
     try:
-        with open_binary(path := os.path.join(directory, MARKER)) as file:
-            fields = parse_json(file.read(), file=path)
-        return RunMarker(
-            str(fields["root"]),
-            frozenset(map(str, fields["root_saves"])),
-            frozenset(map(str, fields["foreign_saves"])),
-        )
-    except (CheckpointError, OSError, KeyError, TypeError):
+        local = scan(LocalStorage(directory), prefix)
+    except CheckpointError as error:
+        _LOG.warning("cannot list the local directory: %s", error)
+        return LocalSteps(Scan((), ()), None, frozenset())
+    return attribute(local, directory, root, root_saves=root_saves)
+
+
+def attribute(local: Scan, directory: str, root: str, *, root_saves: Collection[str]) -> LocalSteps:
+    """Decide which steps of a local directory count, by the rule above. Drops steps of unknown
+    saves, unless the directory is of this run: they may be another run's. `root_saves`: ids
+    committed in the root. Raises the errors of `read`.
+    """
+    marker, saves = read(directory), save_ids(local.steps)
+    if not belongs_to_root(marker, root, root_saves=root_saves, local_saves=saves):
+        known = tuple(record for record in local.steps if record.save_id is not None)
+        local = Scan(known, local.stale_folders)
+    foreign = foreign_saves(marker, root, root_saves=root_saves, local_saves=saves)
+    return LocalSteps(local, marker, foreign)
+
+
+def read(directory: str) -> RunMarker | None:
+    """Read the marker of a local directory, None if there is none.
+
+    Raises StorageError if it cannot be read, and FormatError if it is damaged: without it, steps of
+    this run would count as another run's.
+    """
+    try:
+        return RunMarker.model_validate_json(LocalStorage(directory).read(MARKER))
+    except NotFoundError:
         return None
+    except ValidationError:
+        raise FormatError(
+            f"{os.path.join(directory, MARKER)}: is damaged; remove it to use only those of the "
+            "checkpoints beside it that the root has too"
+        ) from None
 
 
 def write(directory: str, marker: RunMarker) -> None:
     """Write the marker atomically. Raises StorageError on failure."""
-    body = json.dumps(
-        {
-            "root": marker.root,
-            "root_saves": sorted(marker.root_saves),
-            "foreign_saves": sorted(marker.foreign_saves),
-        }
-    )
     path = os.path.join(directory, MARKER)
     try:
         with open(f"{path}.new", "w") as file:
-            file.write(body + "\n")
+            file.write(marker.model_dump_json() + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(f"{path}.new", path)
@@ -113,19 +150,6 @@ def belongs_to_root(
         return False
     known_saves = (marker.root_saves | frozenset(local_saves)) - marker.foreign_saves
     return bool(known_saves & frozenset(root_saves)) or (not marker.root_saves and not root_saves)
-
-
-def attributable_steps(
-    marker: RunMarker | None, root: str, local: Scan, *, root_saves: Collection[str]
-) -> Scan:
-    """Drop local steps of unknown saves, unless the directory is of this run: they may be another
-    run's.
-    """
-    if belongs_to_root(marker, root, root_saves=root_saves, local_saves=save_ids(local.steps)):
-        return local
-    return Scan(
-        tuple(record for record in local.steps if record.save_id is not None), local.stale_folders
-    )
 
 
 def save_ids(records: Collection[StepRecord]) -> frozenset[str]:

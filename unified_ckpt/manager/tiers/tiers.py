@@ -93,20 +93,21 @@ class TieredStorage:
 
         def select(collective: Collective) -> dict[str, Any]:
             problem = None if direct else self._open_local(collective)
-            if problem and for_root:  # a save that is not due raises the problem itself
-                text = "the local directory cannot be used; saving to %s instead: %s"
-                _LOG.warning(text, self.root, problem)
-            local = not direct and not (problem and for_root)
-            return {"local": local, "token": self._token}
+            return {"problem": problem, "token": self._token}
 
         reply = self._exchange("select_target", select)
         self._count_outcomes(reply["outcomes"], strict=False, is_last=is_last)
         self._token = reply["token"]
         self._join_merges()
-        self._local_suspect = self._local_suspect and (reply["local"] or not for_root)
-        if not reply["local"]:
+        self._local_suspect = self._local_suspect and (not direct or not for_root)
+        if direct:
             return SaveTarget(name)
-        return SaveTarget(os.path.join(self.local_directory, name), local=True)
+        problem = reply["problem"]
+        return SaveTarget(
+            os.path.join(self.local_directory, name),
+            local=True,
+            problem=f"the local directory cannot be used: {problem}" if problem else "",
+        )
 
     def _open_local(self, collective: Collective) -> str | None:
         """Open the local directory of every node before the first save. Collective over the
@@ -352,23 +353,13 @@ class TieredStorage:
         runs.
         """
         root_scan = scan(LocalStorage(self.root), self._options.step_prefix)
-        try:
-            local_scan = scan(LocalStorage(self.local_directory), self._options.step_prefix)
-        except CheckpointError as error:
-            _LOG.warning("cannot list the local directory: %s", error)
-            local_scan = Scan((), ())
-        marker, root_saves = (
-            run_marker.read(self.local_directory),
-            run_marker.save_ids(root_scan.complete),
+        local = run_marker.scan_local(
+            self.local_directory,
+            self._options.step_prefix,
+            self.root,
+            root_saves=run_marker.save_ids(root_scan.complete),
         )
-        local_saves = run_marker.save_ids(local_scan.steps)
-        excluded = run_marker.foreign_saves(
-            marker, self.root, root_saves=root_saves, local_saves=local_saves
-        )
-        local_scan = run_marker.attributable_steps(
-            marker, self.root, local_scan, root_saves=root_saves
-        )
-        return run_marker.merge_tiers(root_scan, local_scan, excluded)
+        return run_marker.merge_tiers(root_scan, local.scan, local.foreign_saves)
 
     def flush_this_rank(self) -> None:
         """Wait for pending uploads without a collective, as long as they progress. Failed uploads

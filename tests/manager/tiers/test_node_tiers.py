@@ -19,7 +19,7 @@ from tests.support.managers import RootLatch, flip_last_byte, manager_of, steps_
 from tests.support.run_model import check_state, check_whole, state
 from unified_ckpt.format.events import CopyEvent
 from unified_ckpt.manager.events.file import read_events
-from unified_ckpt.manager.steps.scan import StepRecord
+from unified_ckpt.manager.steps.scan import Scan, StepRecord
 from unified_ckpt.manager.tiers import merge_queue
 from unified_ckpt.manager.tiers.cluster_scan import merge_scans
 from unified_ckpt.manager.tiers.run_marker import MARKER
@@ -361,7 +361,9 @@ def test_merge_scans_joins_folders_of_one_save() -> None:
         record_of(4, None),
         record_of(5, None),
     ]
-    joint, foreign = merge_scans([(first, []), (second, [])], "/local")
+    joint, foreign = merge_scans(
+        [(Scan(tuple(first), ()), []), (Scan(tuple(second), ()), [])], "/local"
+    )
     assert foreign == frozenset()
     assert [(record.name, record.status, record.save_id) for record in joint.steps] == [
         ("checkpoint-3", "complete", "a"),
@@ -373,9 +375,9 @@ def test_merge_scans_joins_folders_of_one_save() -> None:
 
 
 def test_merge_scans_counts_a_save_that_any_node_counts() -> None:
-    records = [record_of(3, "a", "model")]
-    assert merge_scans([(records, ["a"]), (records, [])], "/local")[1] == frozenset()
-    assert merge_scans([(records, ["a"]), (records, ["a"]), ([], [])], "/local")[1] == {"a"}
+    one, none = Scan((record_of(3, "a", "model"),), ()), Scan((), ())
+    assert merge_scans([(one, ["a"]), (one, [])], "/local")[1] == frozenset()
+    assert merge_scans([(one, ["a"]), (one, ["a"]), (none, [])], "/local")[1] == {"a"}
 
 
 def test_emptied_root_is_a_new_run_if_any_node_knows(tmp_path: Path) -> None:
@@ -396,7 +398,9 @@ def node_root_manager(job: Job, comm: Comm, node: int, **more: Any) -> uc.Checkp
     return manager_of(comm, job.disks[node], save_options=SAVE, node=f"node {node}", **options)
 
 
-def test_roots_per_node_are_rotated_and_restored_together(tmp_path: Path) -> None:
+def test_roots_per_node_are_rotated_and_restored_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     job = Job(tmp_path)
 
     def run_job(steps: range, places: Sequence[int], **more: Any) -> int | None:
@@ -413,7 +417,12 @@ def test_roots_per_node_are_rotated_and_restored_together(tmp_path: Path) -> Non
     assert job.local_steps() == [[4, 5], [4, 5]]
     assert run_job(range(0), (1, 1, 0, 0)) == 5, "the nodes are reordered"
     (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
+    for disk in job.disks:  # an interrupted replacement
+        shutil.copytree(disk / "checkpoint-4", disk / ".replaced-abc-checkpoint-6")
     assert run_job(range(0), NODES) == 4
+    assert [
+        text.partition(" is skipped")[0] for text in warnings_of(caplog) if "only copy" in text
+    ] == [f"{disk}/.replaced-abc-checkpoint-6" for disk in job.disks]
     shutil.rmtree(job.disks[0])
     with pytest.raises(uc.IncompleteError, match=r"checkpoint-4: .*no node has"):
         run_job(range(0), NODES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import count
@@ -19,7 +19,7 @@ from typing import Any
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
+from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord, scan
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
@@ -75,10 +75,7 @@ class ClusterScan:
         if self._directory == self._root:
             self._replies = dict(zip(self._leaders, replies, strict=True))
         local_scan, excluded = merge_scans(
-            [
-                ([decode_record(entry) for entry in reply["steps"]], reply["excluded"])
-                for reply in replies
-            ],
+            [(_decode_scan(reply["scan"]), reply["excluded"]) for reply in replies],
             self._directory,
         )
         # the root was emptied: exclude all
@@ -172,7 +169,7 @@ class ClusterScan:
             marker is not None and marker.root == self._root and bool(marker.root_saves)
         )
         return {
-            "steps": [asdict(entry) for entry in local.scan.steps],
+            "scan": asdict(local.scan),
             "excluded": sorted(local.foreign_saves),
             "knows_root_saves": knows_root_saves,
         }
@@ -188,7 +185,7 @@ class ClusterScan:
             scanned = Scan((), ())
         root_names = set(self._collective.get_json("root-entries"))
         return {
-            "steps": [asdict(entry) for entry in scanned.steps],
+            "scan": asdict(scanned),
             "excluded": [],
             "knows_root_saves": False,
             "absent": sorted(root_names - entries.keys()),
@@ -219,15 +216,15 @@ class ClusterScan:
 
 
 def merge_scans(
-    replies: Iterable[tuple[Sequence[StepRecord], Sequence[str]]], directory: str
+    replies: Sequence[tuple[Scan, Sequence[str]]], directory: str
 ) -> tuple[Scan, frozenset[str]]:
-    """Merge the scans of all nodes as if they lay in one `directory`. Pure.
+    """Merge the scans of all nodes as if their steps lay in one `directory`. Pure.
 
-    `replies`: per node, its steps and the save ids that it excludes. Returns one record per save,
-    and the saves that every node excludes.
+    `replies`: per node, its scan and the save ids that it excludes. Returns one record per save
+    and the stale folders of all nodes, and the saves that every node excludes.
     """
     records_by_node = [
-        (record, set(excluded)) for records, excluded in replies for record in records
+        (record, set(excluded)) for scanned, excluded in replies for record in scanned.steps
     ]
     counted = {
         record.save_id
@@ -249,7 +246,9 @@ def merge_scans(
         [*merged, *unmerged.values()],
         key=lambda record: (-1 if record.step is None else record.step, record.name),
     )
-    return Scan(tuple(steps), ()), frozenset(
+    # a folder that the nodes share counts once
+    stale = {folder.path: folder for scanned, _ in replies for folder in scanned.stale_folders}
+    return Scan(tuple(steps), tuple(stale.values())), frozenset(
         id_ for _, excluded in records_by_node for id_ in excluded
     ) - counted
 
@@ -265,6 +264,14 @@ def _merge_records(records: Sequence[StepRecord], directory: str) -> StepRecord:
         parts=tuple(parts),
         nbytes=nbytes,
         files=files,
+    )
+
+
+def _decode_scan(fields: Mapping[str, Any]) -> Scan:
+    """Rebuild a Scan from its JSON."""
+    return Scan(
+        tuple(decode_record(record) for record in fields["steps"]),
+        tuple(StaleFolder(**folder) for folder in fields["stale_folders"]),
     )
 
 

@@ -48,7 +48,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 def set_oldest_time(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        os.utime(path, (0, 0))
+        os.utime(path, (0, 0), follow_symlinks=False)
 
 
 @pytest.fixture
@@ -395,6 +395,7 @@ def test_prune_removes_only_old_unified_folders(
     assert "kept checkpoint-60: written by another framework (Hugging Face Trainer)" in text
     assert "kept .unified-ab-checkpoint-70: a save may be writing to it" in text
     assert folders(run) == before
+    (run / "checkpoint-50" / "link").symlink_to("nothing")
     for folder in run.iterdir():
         set_oldest_time(folder)
     text = run_verb(capsys, "prune", run, "--incomplete", "--stale")

@@ -6,7 +6,6 @@ Does not ask for confirmation. Does not import torch.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from argparse import Namespace
@@ -23,7 +22,14 @@ from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.steps.remove import remove, remove_broken, remove_folder
 from unified_ckpt.manager.steps.rotate import damaged_saves, removable
-from unified_ckpt.manager.steps.scan import Scan, StepRecord, foreign_steps, scan
+from unified_ckpt.manager.steps.scan import (
+    Scan,
+    StepRecord,
+    folder_statuses,
+    foreign_steps,
+    last_change,
+    scan,
+)
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.detect.names import format_title
 from unified_ckpt.sources.step_names import list_steps
@@ -112,14 +118,17 @@ def _decide_incomplete(
         return False, f"it may be a checkpoint: {record.problem}"
     if not record.is_unified:
         return False, f"incomplete: {record.problem}; {_UNKNOWN_WRITER}"
-    if (age_seconds := _age_seconds(storage, record)) < min_age_seconds:
+    try:
+        age_seconds = _age_seconds(storage, record)
+    except CheckpointError as error:
+        return False, f"incomplete: {record.problem}; {error}"
+    if age_seconds < min_age_seconds:
         return False, f"incomplete: {record.problem}; changed {age_seconds / 3600:.1f} h ago"
     return True, f"incomplete: {record.problem}"
 
 
 def _age_seconds(storage: LocalStorage, record: StepRecord) -> float:
-    names = [record.name, *(f"{record.name}/{entry}" for entry in storage.entries(record.name))]
-    return time.time() - max(os.stat(storage.path(name)).st_mtime for name in names)
+    return time.time() - last_change(folder_statuses(storage.path(record.name)))
 
 
 def _stale_folders(

@@ -8,6 +8,7 @@ is no checkpoint.
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -282,12 +283,26 @@ def file_sizes(folder: str) -> dict[str, int]:
     StorageError if one cannot be read.
     """
     own_size = file_size(folder)
-    sizes = {} if own_size is None else {folder: own_size}
-    for path in (path for _, paths in walk(folder) for path in paths):
-        found = status(path, follow=False)
-        if found is not None:  # else its owner has removed it meanwhile
-            sizes[path] = found.st_size
-    return sizes
+    if own_size is not None:
+        return {folder: own_size}
+    statuses = folder_statuses(folder).items()
+    return {path: found.st_size for path, found in statuses if not stat.S_ISDIR(found.st_mode)}
+
+
+def folder_statuses(root: str) -> dict[str, os.stat_result]:
+    """Return path -> status of a folder and everything in it at any depth; links are not followed.
+
+    StorageError if a folder cannot be listed.
+    """
+    paths = (path for folder, files in walk(root) for path in (folder, *files))
+    return {  # without what its owner has removed meanwhile
+        path: found for path in paths if (found := status(path, follow=False)) is not None
+    }
+
+
+def last_change(statuses: Mapping[str, os.stat_result]) -> float:
+    """Return the time of the last change in a folder."""
+    return max((found.st_mtime for found in statuses.values()), default=0.0)
 
 
 def has_unified_files(entries: Mapping[str, int]) -> bool:
@@ -321,18 +336,16 @@ def _stale_folder(
     complete_names: set[str],
 ) -> StaleFolder:
     """Describe a folder. One that cannot be read has just changed, and may be an only copy."""
-    root, sizes, last_change, may_be_whole = storage.path(name), dict[str, int](), 0.0, False
+    root, statuses, may_be_whole = storage.path(name), dict[str, os.stat_result](), False
     try:
-        for folder, files in walk(root):
-            for path in (folder, *files):
-                found = status(path, follow=False)
-                if found is None:
-                    continue  # removed by its owner meanwhile
-                last_change = max(last_change, found.st_mtime)
-                if path != folder:
-                    sizes[os.path.relpath(path, root)] = found.st_size
+        statuses = folder_statuses(root)
     except StorageError:
-        last_change, may_be_whole = time.time(), True
+        may_be_whole = True
+    sizes = {
+        os.path.relpath(path, root): found.st_size
+        for path, found in statuses.items()
+        if not stat.S_ISDIR(found.st_mode)
+    }
     is_unified = kind == "staging" or has_unified_files(sizes)
     only_copy = (
         kind == "backup"
@@ -347,5 +360,5 @@ def _stale_folder(
         only_copy,
         sum(sizes.values()),
         len(sizes),
-        max(time.time() - last_change, 0.0),
+        0.0 if may_be_whole else max(time.time() - last_change(statuses), 0.0),
     )

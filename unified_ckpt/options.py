@@ -318,7 +318,7 @@ class ManagerOptions(_Options):
     notice_seconds: Timeout = 1.0
     margin_steps: Count = 2
 
-    local_directory: str | None = None
+    local_directory: Annotated[str, Field(min_length=1)] | None = None
     local_interval_steps: Count | None = None
     keep_latest_local: Count = 1
 
@@ -392,7 +392,7 @@ def combine_options(
 
 def with_root(options: RunOptions, root: str | None) -> RunOptions:
     """Return the options with this root. Raises FormatError for no root, or for two."""
-    if root is None and options.root is None:
+    if root == "" or not (root or options.root):
         raise FormatError("root: got none, expected the folder of the checkpoints")
     if root is not None and options.root not in (None, os.path.abspath(root)):
         raise FormatError(f"root: got {root}, expected {options.root} as configured; pass one")

@@ -186,7 +186,7 @@ def _number(values: Mapping[str, object], name: str) -> int:
 
 def _maxtext_root(values: Mapping[str, object]) -> str | None:
     """Return `<base_output_directory>/<run_name>/checkpoints`, MaxText's folder of steps."""
-    if values.get(_ROOT) is None:
+    if not values.get(_ROOT):
         return None
     run_name = str(values.get(_RUN_NAME) or "")
     return absolute_path(os.path.join(str(values[_ROOT]), run_name, "checkpoints"))

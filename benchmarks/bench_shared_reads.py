@@ -1,7 +1,7 @@
 """Measure what nodes gain when they read a shared folder for each other.
 
-Run: python benchmarks/bench_shared_reads.py [--nodes 2,4] [--nbytes 134217728] [--rate 200e6]
-[--out FILE].
+Run: PYTHONPATH=. python benchmarks/bench_shared_reads.py [--nodes 2,4] [--nbytes 134217728]
+[--rate 200e6] [--out FILE].
 
 Replicas on several nodes load from one throttled volume. Nodes are threads with a name of their
 own. The volume serves `rate` bytes a second to all of them together; a node that has read a block
@@ -25,9 +25,9 @@ import torch
 from common import write_rows
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 WAYS = ("never", "always")
 

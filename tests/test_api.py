@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.manifests import manifest_of
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 
 class Net(nn.Module):

@@ -35,7 +35,6 @@ LAYERS = [
     ["exports"],
     ["checkpointer.py"],
     ["api.py"],
-    ["testing.py"],
     ["manager"],
     ["report"],
     ["__init__.py"],

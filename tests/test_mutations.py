@@ -23,10 +23,10 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.compressed import trained_state
+from tests.support.harness import run_ranks
 from tests.support.manifests import IndexFile, sealed
 from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import run_ranks
 
 SEEDS = [
     0,

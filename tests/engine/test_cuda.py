@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 NO_SYNC = uc.SaveOptions(fsync=False)
 

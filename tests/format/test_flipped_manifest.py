@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.manifests import edit_manifest
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_node
@@ -19,7 +20,6 @@ from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import run_ranks, try_ranks
 
 NAME = "checkpoint-41"
 MASKS = (0x01, 0x10, 0x80)

@@ -51,11 +51,11 @@ from tests.support.cluster_plans import (
     sessions,
 )
 from tests.support.cluster_ranks import arguments, extra_of, local, save_rank
+from tests.support.harness import FullStorage, try_ranks
 from tests.support.machines import run_machine
 from tests.support.simulated_nodes import keys_in_store, on_node
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FullStorage, try_ranks
 
 REPEATS = 8
 MORE_KEYS = 4  # in the store after eight equal calls than after two

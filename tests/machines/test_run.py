@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import HashStore
 
 import unified_ckpt as uc
 from tests.support.cluster_model import Files, read_files
+from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, try_ranks
 from tests.support.machines import run_machine
 from tests.support.managers import manager_of
 from tests.support.run_model import (
@@ -46,7 +47,6 @@ from tests.support.run_model import (
 from unified_ckpt.cli.main import main
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, try_ranks
 
 Result = TypeVar("Result")
 SECONDS = 20.0

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import unified_ckpt as uc
 from tests.support.cluster_model import Files, read_files
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.machines import run_machine
 from tests.support.managers import RootLatch, manager_of
 from tests.support.run_model import (
@@ -34,7 +35,6 @@ from tests.support.run_model import (
 )
 from unified_ckpt.manager.tiers import merge_queue, upload_queue
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import run_ranks, try_ranks
 
 SECONDS = 20.0
 PREFIX, MANIFEST, ROOT = "checkpoint-", "unified_checkpoint.json", "root"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks
 from tests.support.managers import (
     check_state,
     folders,
@@ -30,7 +31,6 @@ from tests.support.managers import (
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import run_ranks
 
 RANKS = 3
 

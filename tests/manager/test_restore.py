@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks
 from tests.support.managers import (
     check_state,
     delete_file,
@@ -36,7 +37,6 @@ from unified_ckpt.manager.restore import select
 from unified_ckpt.manager.restore.targets import required_parts
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage import locks
-from unified_ckpt.testing import run_ranks
 
 PREVIOUS = 1
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks
 from tests.support.managers import manager_of, save_steps, state
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
@@ -25,7 +26,6 @@ from unified_ckpt.engine.plan.sharding_records import encode_shardings
 from unified_ckpt.report.contents import layer_of
 from unified_ckpt.report.slices import COLUMNS, PlacedTensor, map_slices
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import run_ranks
 
 pytest.importorskip("vl_convert")
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"

@@ -24,6 +24,7 @@ import torch
 from awscrt.checksums import crc64nvme
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.process_files import (
     mapped_nbytes,
     nbytes_of_calls,
@@ -48,7 +49,6 @@ from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 from unified_ckpt.sources import open_source
-from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
 
 BLOCK_NBYTES = 1 << 20  # of a digest
 PAGES_NBYTES = 64 << 10  # that the kernel maps at a time

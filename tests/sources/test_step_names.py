@@ -19,6 +19,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.sources.conformance_cases import PYTORCH
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.managers import (
     delete_file,
     delete_manifest,
@@ -38,7 +39,6 @@ from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.sources.step_names import list_steps
-from unified_ckpt.testing import run_ranks, try_ranks
 
 pytestmark = pytest.mark.filterwarnings(
     r"ignore::UserWarning:(pytorch_)?lightning\b",

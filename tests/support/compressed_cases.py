@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from tests.support.harness import DrawnLayout, drawn_layouts
 from tests.support.oracles import Array
 from tests.support.reshard_cases import INTS, Case, bits
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.format.encodings import BlockEncoding, first_moment, second_moment
-from unified_ckpt.testing import DrawnLayout, drawn_layouts
 
 MOMENT_BITS = {"O1": (8, 8), "O2": (6, 4)}
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -18,9 +18,9 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.compressed import trained_state
+from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.reshard_cases import bits
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 EXTRA = {"epoch": 3, "names": ("a", "b"), "day": date(2026, 11, 22), "table": np.arange(6.0)}

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import set_comm
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import set_comm
 
 QUICK: dict[str, Any] = {"asynchronous": False, "retry_seconds": 0.0, "on_preemption": False}
 

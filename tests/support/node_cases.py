@@ -7,10 +7,10 @@ from math import prod
 from hypothesis import HealthCheck, assume
 from hypothesis import strategies as st
 
+from tests.support.harness import DrawnLayout, DrawnTensor
 from tests.support.reshard_cases import Case, cases, global_array
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
-from unified_ckpt.testing import DrawnLayout, DrawnTensor
 
 SPECS = {
     "big": TensorSpec("F32", (600, 450)),  # two digest blocks

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks
 from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import run_ranks
 
 FULL = {
     "w": torch.arange(900 * 400, dtype=torch.float32).reshape(900, 400),  # two digest blocks

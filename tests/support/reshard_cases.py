@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import unified_ckpt as uc
+from tests.support.harness import DrawnLayout, drawn_layouts, run_ranks, specs
 from tests.support.oracles import Array, filled, local_part
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import TensorSpec
@@ -28,7 +29,6 @@ from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, LocalTensor
-from unified_ckpt.testing import DrawnLayout, drawn_layouts, run_ranks, specs
 
 # the slowest case takes 14 s on an idle machine: runs of one byte, read one by one
 SECONDS = 90.0

@@ -170,7 +170,7 @@ def replaced_storage(make: Callable[[str], LocalStorage]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
-            of_package = name.startswith("unified_ckpt.") and name != "unified_ckpt.testing"
+            of_package = name.startswith("unified_ckpt.")
             if of_package and getattr(module, "LocalStorage", None) is LocalStorage:
                 patch.setattr(module, "LocalStorage", Replacement)
         yield

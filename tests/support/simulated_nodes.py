@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import unified_ckpt as uc
+from tests.support.harness import DrawnLayout, make_checkpointer, run_ranks, try_ranks
 from tests.support.oracles import local_part, where
 from tests.support.reshard_cases import Case, bits
 from unified_ckpt import checkpointer
@@ -27,7 +28,6 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import WritePolicy
 from unified_ckpt.runtime.torch_state.flatten import FlatState
-from unified_ckpt.testing import DrawnLayout, make_checkpointer, run_ranks, try_ranks
 
 NAME = "checkpoint-1"
 SECONDS = 30.0

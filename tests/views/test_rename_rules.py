@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.optimizers import FusedAdam
 from tests.support.torch_training import check_equal, next_token_loss, state_of, train
 from unified_ckpt.engine.source.view import SourceView
@@ -26,7 +27,6 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format.renames import parse_renames
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 QUICK = uc.SaveOptions(fsync=False)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.refusals import same_error
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
-from unified_ckpt.testing import make_checkpointer, try_ranks
 from unified_ckpt.views.materialize import CHUNK_NBYTES
 
 QUICK = uc.SaveOptions(fsync=False)

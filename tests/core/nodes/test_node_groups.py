@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.harness import meshes, shardings
 from tests.support.node_folders import boxes_of
 from tests.support.oracles import filled, local_part, where
 from unified_ckpt.core.nodes.node_groups import (
@@ -21,7 +22,6 @@ from unified_ckpt.core.nodes.node_groups import (
 )
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
-from unified_ckpt.testing import meshes, shardings
 
 SHAPES = st.sampled_from([(), (7,), (0, 3), (5, 1), (16, 12), (9, 7), (3, 4, 6)])
 

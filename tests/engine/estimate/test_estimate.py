@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.estimate.estimate import (
     Estimate,
@@ -25,7 +26,6 @@ from unified_ckpt.engine.estimate.estimate import (
 from unified_ckpt.engine.estimate.state import predict_arguments
 from unified_ckpt.engine.save.request import save_request
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 MANIFEST = "unified_checkpoint.json"
 

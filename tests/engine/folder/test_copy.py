@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 from tests.support.managers import delete_file, flip_last_byte, state
 from unified_ckpt.engine.folder.copy import CopyReport, copy_checkpoint
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.locks import exclusive_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 
 NAME = "checkpoint-3"
 

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
+from tests.support.harness import SimulatedCrash
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.copy import copy_checkpoint
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.runtime.comm.comm import single_process
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import SimulatedCrash
 
 NAME, STEP = "checkpoint-8", 8
 EVENTS = "unified_events.jsonl"  # of a manager

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.manifests import edit_index, edit_manifest
 from tests.support.refusals import HARD, REFUSED, same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.format.manifest_fields import IndexFile
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import make_checkpointer, try_ranks
 
 SHAPES = {"embed": (302, 256), "heads": (302, 256), "norm": (257,)}
 STATES = {"embed/exp_avg": (302, 256), "embed/step": ()}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.optimizer_cases import same
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 
 class Net(torch.nn.Linear):

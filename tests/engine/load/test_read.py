@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.simulated_nodes import LOAD, SAVE, on_node
 from unified_ckpt.engine.load import read
 from unified_ckpt.engine.load.read import Destinations
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 COUNT = 24
 FULL = {f"w{i:02}": torch.arange(i, i + 300.0 * 400).reshape(300, 400) for i in range(COUNT)}

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
+from tests.support.harness import DrawnLayout, DrawnTensor, drawn_layouts, run_ranks, try_ranks
 from tests.support.oracles import local_part, lowest_peak, segment_writers, where
 from tests.support.refusals import same_error
 from tests.support.reshard_cases import (
@@ -54,7 +55,6 @@ from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, LocalTensor
-from unified_ckpt.testing import DrawnLayout, DrawnTensor, drawn_layouts, run_ranks, try_ranks
 from unified_ckpt.views.rename_rules import apply_renames
 
 __all__ = ["root"]  # fixtures

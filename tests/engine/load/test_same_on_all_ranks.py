@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import NAME, SAVE, fine, folder_of, on_node
 from unified_ckpt.engine.load import load as load_module
@@ -18,7 +19,6 @@ from unified_ckpt.engine.load.same_on_all_ranks import check_same_on_all_ranks, 
 from unified_ckpt.engine.nodes import discover
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage import open_files
-from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
 
 COLUMNS = uc.Layout(mesh={"tp": 2}, rules={"w": {"tp": 1}})
 LOAD = uc.LoadOptions(timeout_seconds=8)

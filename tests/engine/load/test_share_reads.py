@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, on_node
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
@@ -20,7 +21,6 @@ from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.plan.holders import Declarations
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import run_ranks
 
 FULL = {
     "w": torch.arange(3_000_000, dtype=torch.float32).reshape(3000, 1000),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.manifests import edit_index
 from tests.support.node_damage import FULL, break_header, flip, layout, local_state, save, shorten
 from tests.support.refusals import same_error
@@ -31,7 +32,6 @@ from unified_ckpt.engine.folder.reader import Folder
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import run_ranks, try_ranks
 
 __all__ = ["once", "twice"]  # fixtures
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_node
 from unified_ckpt.engine.folder.reader import Folder, open_folder
@@ -16,7 +17,6 @@ from unified_ckpt.engine.nodes.folders import FolderCache
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange import file_server
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
-from unified_ckpt.testing import run_ranks, try_ranks
 
 NODES = 3
 

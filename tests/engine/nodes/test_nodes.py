@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
+from tests.support.harness import DrawnLayout
 from tests.support.node_cases import (
     FEW,
     FUNCTION_FIXTURE,
@@ -36,7 +37,6 @@ from tests.support.simulated_nodes import (
 )
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.core.text import format_ranks
-from unified_ckpt.testing import DrawnLayout
 
 __all__ = ["states"]  # a fixture
 

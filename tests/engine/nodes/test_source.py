@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks
 from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.runtime.comm.comm import Comm, single_process
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.testing import run_ranks
 
 WORLD = 4
 FULL = {

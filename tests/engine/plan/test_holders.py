@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.harness import run_ranks
 from unified_ckpt.core.sharding.declarations import HolderGroup, TensorDecl, group_tensors
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.plan import holders as declarations
@@ -19,7 +20,6 @@ from unified_ckpt.engine.plan.holders import (
     send_groups_by_node,
 )
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import run_ranks
 
 ROWS = [TensorDecl("model", name, TensorSpec("F32", (4, 2)), Sharding()) for name in "abcd"]
 

@@ -10,11 +10,11 @@ import pytest
 
 import unified_ckpt as uc
 from tests.support.damaged_folders import body, tensors
+from tests.support.harness import run_ranks
 from tests.support.node_damage import flip, save, shorten
 from tests.support.simulated_nodes import folder_of, on_node
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import run_ranks
 
 NODES = [0, 0, 1, 2]  # node 0 has whole copies, the others a half of another copy each
 

@@ -12,12 +12,12 @@ import pytest
 import unified_ckpt as uc
 from tests.support.compressed import stored_files, trained_state
 from tests.support.damaged_folders import body, tensors
+from tests.support.harness import run_ranks
 from tests.support.manifests import edit_manifest
 from tests.support.node_damage import break_header, flip, save
 from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.format import header, names
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.damaged_folders import NAME, body, folder, good, put
+from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 from tests.support.manifests import edit_manifest
 from tests.support.node_damage import flip, shorten
 from unified_ckpt.cli.main import main
@@ -24,7 +25,6 @@ from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.locks import exclusive_lock, repair_lock
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 
 __all__ = ["folder", "good"]  # fixtures
 

@@ -19,6 +19,7 @@ from tests.support.compressed import (
 )
 from tests.support.compressed_cases import stored_tensors
 from tests.support.decoders import decode_folder
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.manifests import edit_manifest
 from tests.support.simulated_nodes import on_node
 from tests.support.source_cases import assert_same
@@ -31,7 +32,6 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources import open_source
-from unified_ckpt.testing import run_ranks, try_ranks
 
 FORMS: tuple[Compression, ...] = ("lossless", "O1", "O2")
 # Several files, several blocks, runs of one row and of many, short last blocks.

@@ -19,6 +19,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import unified_ckpt as uc
+from tests.support.harness import (
+    FaultPoint,
+    FaultyStorage,
+    FullStorage,
+    SimulatedCrash,
+    run_ranks,
+    try_ranks,
+)
 from tests.support.managers import manager_of, state
 from tests.support.manifests import manifest_of
 from tests.support.paddles import llama
@@ -35,14 +43,6 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources import open_source
 from unified_ckpt.sources.deepspeed.model import read_model_file
 from unified_ckpt.sources.detect.names import FORMATS
-from unified_ckpt.testing import (
-    FaultPoint,
-    FaultyStorage,
-    FullStorage,
-    SimulatedCrash,
-    run_ranks,
-    try_ranks,
-)
 from unified_ckpt.views import shard_assembler
 
 NAME = "new"

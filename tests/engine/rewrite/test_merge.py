@@ -21,6 +21,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
+from tests.support.harness import (
+    FaultPoint,
+    FaultyStorage,
+    FullStorage,
+    SimulatedCrash,
+    run_ranks,
+    try_ranks,
+)
 from tests.support.manifests import manifest_of
 from tests.support.node_cases import FEW, scattered
 from tests.support.node_damage import flip
@@ -53,14 +61,6 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import PeerStorage
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import (
-    FaultPoint,
-    FaultyStorage,
-    FullStorage,
-    SimulatedCrash,
-    run_ranks,
-    try_ranks,
-)
 
 __all__ = ["once", "states", "twice"]  # fixtures
 

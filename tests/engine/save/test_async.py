@@ -42,6 +42,7 @@ from tests.support.async_saves import (
     storages,
     values,
 )
+from tests.support.harness import FullStorage, make_checkpointer, run_ranks, set_comm, try_ranks
 from tests.support.refusals import same_error
 from tests.support.reshard_cases import (
     INTS,
@@ -64,7 +65,6 @@ from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import FullStorage, make_checkpointer, run_ranks, set_comm, try_ranks
 
 __all__ = ["latch", "storages"]  # fixtures
 

@@ -21,6 +21,7 @@ from tests.support.compressed_cases import (
     rounded,
     stored_tensors,
 )
+from tests.support.harness import DrawnLayout, DrawnTensor, run_ranks
 from tests.support.oracles import Array
 from tests.support.reshard_cases import (
     NAME,
@@ -39,7 +40,6 @@ from unified_ckpt.engine.save.planned_save import SaveCache
 from unified_ckpt.engine.save.save import begin_save, save
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import DrawnLayout, DrawnTensor, run_ranks
 
 __all__ = ["root"]  # fixtures
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 from tests.support.node_commits import (
     EACH,
     PAIR,
@@ -33,7 +34,6 @@ from tests.support.refusals import same_error
 from tests.support.simulated_nodes import NAME, fine
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 
 USER_FILES = {"notes.txt": b"mine", "experiment/run.log": b"mine too", ".unified": b"not a save"}
 PRECIOUS = "precious.bin"  # in an uncommitted folder

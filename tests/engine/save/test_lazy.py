@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import unified_ckpt as uc
 from tests.support.async_saves import QUICK, SECONDS, Late, late
+from tests.support.harness import make_checkpointer, try_ranks
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import make_checkpointer, try_ranks
 
 __all__ = ["late"]  # a fixture
 

@@ -16,6 +16,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.compressed import trained_state
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.node_commits import (
     EACH,
     LAYOUT,
@@ -44,7 +45,6 @@ from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import run_ranks, try_ranks
 
 
 class Stuck(LocalStorage):

@@ -15,6 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
+from tests.support.harness import (
+    DrawnLayout,
+    DrawnTensor,
+    run_ranks,
+)
 from tests.support.node_cases import (
     FEW,
     FUNCTION_FIXTURE,
@@ -46,11 +51,6 @@ from unified_ckpt.engine.save.node_replicas import check_peer_manifest
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import (
-    DrawnLayout,
-    DrawnTensor,
-    run_ranks,
-)
 
 __all__ = ["states"]  # a fixture
 

@@ -20,6 +20,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.async_saves import Latch, Storages, storages
+from tests.support.harness import FullStorage, make_checkpointer, run_ranks, try_ranks
 from tests.support.manifests import edit_manifest
 from tests.support.refusals import HARD, same_error
 from tests.support.simulated_nodes import keys_in_store, on_node
@@ -27,7 +28,6 @@ from unified_ckpt.engine.save import snapshot
 from unified_ckpt.manager.option_aliases import from_paddle
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import FullStorage, make_checkpointer, run_ranks, try_ranks
 
 __all__ = ["storages"]  # a fixture
 

@@ -18,6 +18,10 @@ from hypothesis import strategies as st
 
 import unified_ckpt as uc
 from tests.support.compressed_cases import compressed_cases
+from tests.support.harness import (
+    run_ranks,
+    try_ranks,
+)
 from tests.support.managers import folders, manager_of
 from tests.support.refusals import same_error
 from tests.support.reshard_cases import Case, cases
@@ -35,10 +39,6 @@ from unified_ckpt.engine.save import probe_topology, tiles
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import (
-    run_ranks,
-    try_ranks,
-)
 
 __all__ = ["states"]  # a fixture
 NODES = [0, 0, 1, 1]

@@ -15,6 +15,7 @@ from safetensors.numpy import save
 import unified_ckpt as uc
 from tests.support.compressed import QUICK, save_compressed, stored_files, trained_state
 from tests.support.decoders import decode_folder
+from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.manifests import edit_manifest
 from tests.support.source_cases import assert_same
 from unified_ckpt.engine.source.decoded import decode_source
@@ -22,7 +23,6 @@ from unified_ckpt.engine.source.whole_blocks import WholeBlocks
 from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.sources import open_source
-from unified_ckpt.testing import make_checkpointer, try_ranks
 
 State = dict[str, dict[str, Any]]
 FORMS = ("lossless", "O1", "O2")

@@ -29,9 +29,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unified_ckpt as uc
 from tests.support.generators import drawn
+from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
 
 UNFILLED = {"w": torch.zeros(6)}  # where the tensors of a load do not matter
 TORCHDATA = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

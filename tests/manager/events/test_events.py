@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks
 from tests.support.managers import manager_of, state, warnings_of
 from unified_ckpt.format.events import (
     EVENTS_NAME,
@@ -28,7 +29,6 @@ from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.phases import Phase, PhaseClock, summarize_phases
-from unified_ckpt.testing import run_ranks
 
 RANKS = 3
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import unified_ckpt as uc
+from tests.support.harness import FaultPoint, FaultyStorage, SimulatedCrash
 from tests.support.managers import (
     copy_folder,
     delete_file,
@@ -27,7 +28,6 @@ from unified_ckpt.manager.steps.remove import remove, remove_broken, remove_fold
 from unified_ckpt.manager.steps.scan import read_step_record, scan
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultPoint, FaultyStorage, SimulatedCrash
 
 
 def id_of(root: Path, name: str) -> str:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks
 from tests.support.managers import manager_of, state, steps_in, warnings_of
 from tests.support.simulated_nodes import counting
 from unified_ckpt.manager.stopping.exception_agreement import (
@@ -28,7 +29,6 @@ from unified_ckpt.manager.stopping.exception_agreement import (
 )
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.key_store import KeyStore
-from unified_ckpt.testing import run_ranks
 
 # the agreement
 

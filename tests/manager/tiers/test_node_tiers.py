@@ -15,6 +15,13 @@ import pytest
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
+from tests.support.harness import (
+    FaultPoint,
+    FaultyStorage,
+    SimulatedCrash,
+    run_ranks,
+    try_ranks,
+)
 from tests.support.managers import RootLatch, flip_last_byte, manager_of, steps_in, warnings_of
 from tests.support.run_model import check_state, check_whole, state
 from unified_ckpt.format.events import CopyEvent
@@ -26,13 +33,6 @@ from unified_ckpt.manager.tiers.run_marker import MARKER
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import (
-    FaultPoint,
-    FaultyStorage,
-    SimulatedCrash,
-    run_ranks,
-    try_ranks,
-)
 
 NODES = (0, 0, 1, 1)
 ROOT = "root"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import unified_ckpt as uc
+from tests.support.harness import FaultPoint, FaultyStorage, SimulatedCrash, run_ranks
 from tests.support.managers import (
     RootLatch,
     check_state,
@@ -42,7 +43,6 @@ from unified_ckpt.manager.tiers.run_marker import MARKER, RunMarker, foreign_sav
 from unified_ckpt.report.run_data import copy_rows
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultPoint, FaultyStorage, SimulatedCrash, run_ranks
 
 ROOT, LOCAL = "root", "local"
 

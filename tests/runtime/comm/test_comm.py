@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.harness import run_ranks
 from tests.support.refusals import same_error
 from unified_ckpt import errors
 from unified_ckpt.errors import (
@@ -24,7 +25,6 @@ from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.comm import Comm, from_torch
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.error_spread import Spread, demote_shared, mark, spread_of
-from unified_ckpt.testing import run_ranks
 
 SECONDS = 10.0  # far more than any of this needs
 SOON = 0.5

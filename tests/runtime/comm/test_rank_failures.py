@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.managers import flip_last_byte
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_node
@@ -27,7 +28,6 @@ from unified_ckpt.runtime.exchange.shared_memory import TileBuffer
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 WORLD, LONG = 4, 60.0  # LONG: seconds that no call may reach
 AT_ONCE = LONG / 2

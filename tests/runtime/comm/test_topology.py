@@ -3,11 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from tests.support.harness import run_ranks
 from unified_ckpt.core.nodes.node_groups import NodeGroup
 from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WriteAlignment
 from unified_ckpt.runtime.comm.comm import Comm, single_process
 from unified_ckpt.runtime.comm.topology import Topology, gather_topology, node_id
-from unified_ckpt.testing import run_ranks
 
 
 def test_node_id_is_the_boot_id() -> None:

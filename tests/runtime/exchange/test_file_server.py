@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.harness import run_ranks
 from tests.support.managers import flip_last_byte
 from tests.support.simulated_nodes import LOAD, SAVE, ResourceUsage, counting, folder_of, on_node
 from unified_ckpt.errors import NotFoundError, StorageError
@@ -23,7 +24,6 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange import tcp
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
-from unified_ckpt.testing import run_ranks
 
 BODY = bytes(range(256)) * 40
 SECONDS = 5.0

@@ -1,8 +1,4 @@
-"""Support for tests of code that saves and loads: ranks as threads, failing storage, drawn layouts.
-
-Provisional: names here may change. Needs hypothesis: `pip install unified-ckpt[test]`. Knows no
-expected values; oracles belong to the tests.
-"""
+"""Ranks as threads, failing storage and drawn layouts. Knows no expected values."""
 
 from __future__ import annotations
 

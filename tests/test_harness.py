@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.oracles import local_part
-from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.shardings import TensorSpec, missing_coordinates
-from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
-from unified_ckpt.testing import (
+from tests.support.harness import (
     DrawnLayout,
     FaultPoint,
     FaultyStorage,
@@ -29,6 +24,11 @@ from unified_ckpt.testing import (
     specs,
     try_ranks,
 )
+from tests.support.oracles import local_part
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.shardings import TensorSpec, missing_coordinates
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 # ranks
 

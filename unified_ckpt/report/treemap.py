@@ -1,8 +1,12 @@
-"""The chart of what takes how much room in a checkpoint, as a Vega specification."""
+"""The chart of what takes how much room in a checkpoint. `treemap.json` is its Vega specification
+without the data.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any
 
 from unified_ckpt.core.text import human_size
@@ -35,140 +39,6 @@ def treemap(tensors: Sequence[TensorRow]) -> Spec:
         title = f"{part}: {name or layer}"[:NAME_CHARS]
         leaf_key, size = (part, layer, name, dtype), human_size(nbytes)
         node(leaf_key, of_layer, title=title, dtype=dtype, nbytes=nbytes, size=size)
-    return {
-        "signals": [
-            {
-                "name": "width",
-                "init": "containerSize()[0]",
-                "on": [{"events": "window:resize", "update": "containerSize()[0]"}],
-            }
-        ],
-        "height": 420,
-        "padding": {"left": 0, "right": 0, "top": 0, "bottom": 0},
-        "autosize": {"type": "fit-x", "contains": "padding"},
-        "data": [
-            {
-                "name": "tree",
-                "values": nodes,
-                "transform": [
-                    {"type": "stratify", "key": "id", "parentKey": "parent"},
-                    {
-                        "type": "treemap",
-                        "field": "nbytes",
-                        "sort": {"field": "value", "order": "descending"},
-                        "round": True,
-                        "method": "squarify",
-                        "paddingInner": 1,
-                        "paddingTop": 0,
-                        "size": [{"signal": "width"}, {"signal": "height"}],
-                    },
-                ],
-            },
-            {
-                "name": "parts",
-                "source": "tree",
-                "transform": [{"type": "filter", "expr": "datum.depth === 1"}],
-            },
-            {
-                "name": "layers",
-                "source": "tree",
-                "transform": [
-                    {
-                        "type": "filter",
-                        "expr": "datum.depth === 2 && datum.x1 - datum.x0 > 60 "
-                        "&& datum.y1 - datum.y0 > 16",
-                    }
-                ],
-            },
-            {
-                "name": "leaves",
-                "source": "tree",
-                "transform": [{"type": "filter", "expr": "!datum.children"}],
-            },
-        ],
-        "scales": [
-            {
-                "name": "dtypes",
-                "type": "ordinal",
-                "domain": {"data": "leaves", "field": "dtype", "sort": True},
-                "range": {"scheme": "tableau10"},
-            }
-        ],
-        "legends": [{"fill": "dtypes", "orient": "top", "direction": "horizontal"}],
-        "marks": [_leaves(), _outlines("parts", 3), _layer_names(), _part_names()],
-    }
-
-
-_BOX = {
-    "x": {"field": "x0"},
-    "x2": {"field": "x1"},
-    "y": {"field": "y0"},
-    "y2": {"field": "y1"},
-}
-
-
-def _leaves() -> Spec:
-    tooltip = "{name: datum.title, dtype: datum.dtype, size: datum.size}"
-    return {
-        "type": "rect",
-        "from": {"data": "leaves"},
-        "encode": {
-            "update": {
-                **_BOX,
-                "fill": {"scale": "dtypes", "field": "dtype"},
-                "fillOpacity": {"value": 0.85},
-                "tooltip": {"signal": tooltip},
-            },
-            "hover": {"fillOpacity": {"value": 0.5}},
-        },
-    }
-
-
-def _outlines(data: str, width: int) -> Spec:
-    stroke = {"stroke": {"signal": "outline"}, "strokeWidth": {"value": width}}
-    return {
-        "type": "rect",
-        "from": {"data": data},
-        "interactive": False,
-        "encode": {"update": {**_BOX, **stroke}},
-    }
-
-
-def _part_names() -> Spec:
-    return {
-        "type": "text",
-        "from": {"data": "parts"},
-        "interactive": False,
-        "encode": {
-            "update": {
-                "x": {"signal": "(datum.x0 + datum.x1) / 2"},
-                "y": {"signal": "(datum.y0 + datum.y1) / 2"},
-                "align": {"value": "center"},
-                "baseline": {"value": "middle"},
-                "fill": {"value": "black"},
-                "fontSize": {"value": 18},
-                "fontWeight": {"value": "bold"},
-                "text": {"field": "title"},
-                "limit": {"signal": "datum.x1 - datum.x0 - 8"},
-            }
-        },
-    }
-
-
-def _layer_names() -> Spec:
-    text = {"x": {"field": "x0", "offset": 4}, "y": {"field": "y0", "offset": 4}}
-    return {
-        "type": "text",
-        "from": {"data": "layers"},
-        "interactive": False,
-        "encode": {
-            "update": {
-                **text,
-                "baseline": {"value": "top"},
-                "fill": {"value": "white"},
-                "fontSize": {"value": 11},
-                "text": {"field": "title"},
-                "limit": {"signal": "datum.x1 - datum.x0 - 8"},
-            }
-        },
-    }
+    spec = json.loads((resources.files("unified_ckpt.report") / "treemap.json").read_text())
+    spec["data"][0]["values"] = nodes
+    return dict(spec)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Checkpointer, Path
-from unified_ckpt.core.keywords import check_argument_names, show_keywords
+from unified_ckpt.core.keywords import show_keywords
 from unified_ckpt.engine.estimate.estimate import Estimate, EstimateCall, estimate_save
 from unified_ckpt.engine.estimate.state import (
     EstimateArguments,
@@ -66,7 +66,6 @@ def save(
     Raises the same error on every rank, and leaves `path` unchanged: LayoutError, MismatchError,
     FormatError, StorageError or RankError.
     """
-    check_argument_names(arguments, SaveArguments, function="save")
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.save(path, **arguments)
 
@@ -85,7 +84,6 @@ def save_async(
     `lazy`, `after_commit`: see `Checkpointer.save_async`, which also keeps its buffers for the next
     save. `PendingSave.result` waits for the commit and raises errors of the thread.
     """
-    check_argument_names(arguments, SaveArguments, function="save_async")
     checkpointer = Checkpointer(group=group)
     try:
         return checkpointer._start_async(
@@ -126,7 +124,6 @@ def load(
     is unusable after two later errors: an IntegrityError of a digest, and a CheckpointError of an
     object that rejects its state.
     """
-    check_argument_names(arguments, LoadArguments, function="load")
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.load(path, **arguments)
 
@@ -158,7 +155,6 @@ def estimate(
     Assumes that all ranks share a folder. Raises OptionError if the state of a fresh optimizer
     cannot be predicted, StorageError if `root` cannot be measured, and the errors of `save`.
     """
-    check_argument_names(arguments, EstimateArguments, function="estimate")
     comm, options = comms.from_torch(group), arguments.get("options") or SaveOptions()
     request: SaveRequest | Exception
     folder = None

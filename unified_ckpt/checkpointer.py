@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-from unified_ckpt.core.keywords import check_argument_names, show_keywords
+from unified_ckpt.core.keywords import show_keywords
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load as _load
 from unified_ckpt.engine.load.report import LoadReport
@@ -106,7 +106,6 @@ class Checkpointer:
         `options`: overrides the options of this Checkpointer. Waits for an earlier `save_async` and
         raises its error.
         """
-        check_argument_names(arguments, SaveArguments, function="Checkpointer.save")
         self.wait()
         with gc_paused:
             return _save(self._save_call(path, arguments, FOREGROUND))
@@ -131,7 +130,6 @@ class Checkpointer:
         One save is in flight at a time: this call waits for an earlier one, see `idle`. Errors in
         the thread are raised by `PendingSave.result`, or by the next call of this Checkpointer.
         """
-        check_argument_names(arguments, SaveArguments, function="Checkpointer.save_async")
         return self._start_async(path, arguments, lazy=lazy, after_commit=after_commit, on_end=None)
 
     def _start_async(
@@ -204,7 +202,6 @@ class Checkpointer:
 
         Waits for an earlier `save_async` and raises its error.
         """
-        check_argument_names(arguments, LoadArguments, function="Checkpointer.load")
         self.wait()
         options = arguments.get("options") or LoadOptions()
         comm, timeout = self._get_comm(), options.timeout_seconds

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, is_typeddict
 
 Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def check_argument_names(
-    arguments: Mapping[str, object], valid: type[Any], *, function: str
-) -> None:
-    """TypeError for a keyword that the TypedDict `valid` lacks, as Python raises it."""
-    unknown = sorted(arguments.keys() - valid.__optional_keys__)
-    if unknown:
-        hint = suggestion(unknown[0], valid.__optional_keys__)
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}{hint}")
 
 
 def suggestion(word: str, words: Iterable[str]) -> str:
@@ -29,16 +20,29 @@ def suggestion(word: str, words: Iterable[str]) -> str:
 def show_keywords(declared: type[Any], **defaults: object) -> Callable[[Function], Function]:
     """Decorate a function with `**arguments` so that its signature lists what `declared` declares.
 
-    `declared`: a class whose annotations are the keywords, such as a TypedDict. The default that is
-    shown is None for keywords without one in `defaults`.
+    `declared`: a class whose annotations are the keywords. The default that is shown is None for
+    keywords without one in `defaults`. With a TypedDict, other keywords raise TypeError at the
+    call, as in Python; other classes check their keywords themselves.
     """
 
     def decorate(function: Function) -> Function:
         shown = signature(function)
         first = [p for p in shown.parameters.values() if p.kind != Parameter.VAR_KEYWORD]
         parameters = [*first, *keyword_parameters(declared, defaults)]
-        function.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
+        names = [parameter.name for parameter in parameters]
+
+        @wraps(function)
+        def checked(*values: object, **arguments: object) -> object:
+            unknown = sorted(arguments.keys() - names) if is_typeddict(declared) else ()
+            if unknown:
+                raise TypeError(
+                    f"{function.__qualname__}() got an unexpected keyword argument "
+                    f"{unknown[0]!r}{suggestion(unknown[0], names)}"
+                )
+            return function(*values, **arguments)
+
+        checked.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return cast("Function", checked)
 
     return decorate
 

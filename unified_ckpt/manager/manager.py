@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Path
-from unified_ckpt.core.keywords import check_argument_names, show_keywords
+from unified_ckpt.core.keywords import show_keywords
 from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
@@ -121,7 +121,6 @@ class CheckpointManager:
         Raises errors in the arguments at once. Raises failures of the storage or of a rank after
         `raise_after` failed saves in a row.
         """
-        check_argument_names(arguments, StateArguments, function="CheckpointManager.save")
         state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
         self.run.record(step, state)
         return self.run.save(state, self.run.save_reasons(step) + when.FORCED * force)
@@ -138,7 +137,6 @@ class CheckpointManager:
 
         Raises the error of a failed save at once. An existing step stays, as in `save`.
         """
-        check_argument_names(arguments, StateArguments, function="CheckpointManager.finish")
         state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
         return self.run.finish(state)
 
@@ -174,7 +172,6 @@ class CheckpointManager:
         Raises IncompleteError if steps exist, but none is valid and no path is set. `allow_fresh`
         logs a warning instead.
         """
-        check_argument_names(targets, LoadArguments, function="CheckpointManager.restore")
         self.wait()
         if not self.options.enabled:
             return None

@@ -122,6 +122,7 @@ def _read_digests(folder: Folder) -> dict[_Tensor, NDArray[np.uint64]]:
 
 
 def _find_patterns(steps: Sequence[_Step], *, left_out: int) -> StepChanges:
+    """Find the patterns of the newest steps, of so many that a page can hold them."""
     known = sorted({tensor for _, tensors in steps for tensor in tensors}, key=_sort_key)
     all_layers = list(dict.fromkeys(layer_of(name) for _, name, _ in known))
     shown = set(all_layers[:_MAX_LAYERS])
@@ -134,13 +135,10 @@ def _find_patterns(steps: Sequence[_Step], *, left_out: int) -> StepChanges:
             number = number_of.setdefault(row.tobytes(), len(number_of))
             by_pattern[number] = by_pattern.get(number, 0) + nbytes
     patterns = np.frombuffer(b"".join(number_of), np.int64).reshape(-1, len(steps))
-    names = tuple(name for name, _ in steps)
-    while patterns.size > _MAX_NUMBERS and len(names) > 2:
-        names = names[-max(len(names) // 2, 2) :]
-        patterns, numbers = _merge_equal(patterns[:, -len(names) :])
-        totals = {layer: _renumber(sizes, numbers) for layer, sizes in totals.items()}
-    left_out += len(steps) - len(names)
-    return StepChanges(names, left_out, totals, patterns)
+    if patterns.size > _MAX_NUMBERS and len(steps) > 2:
+        newest = steps[-max(len(steps) // 2, 2) :]
+        return _find_patterns(newest, left_out=left_out + len(steps) - len(newest))
+    return StepChanges(tuple(name for name, _ in steps), left_out, totals, patterns)
 
 
 def _rows(
@@ -185,18 +183,3 @@ def _first_equal(table: NDArray[Any]) -> Array:
     first = np.empty(table.shape, np.int64)
     np.put_along_axis(first, order, np.take_along_axis(order, starts, 0), 0)
     return first
-
-
-def _merge_equal(patterns: Array) -> tuple[Array, Array]:
-    """Return the distinct patterns of fewer steps, and the number of each earlier one in them."""
-    first = np.where(patterns < 0, -1, _first_equal(patterns.T).T)
-    merged, numbers = np.unique(first, axis=0, return_inverse=True)
-    return merged, numbers.reshape(-1)
-
-
-def _renumber(sizes: Mapping[int, int], numbers: Array) -> dict[int, int]:
-    renumbered: dict[int, int] = {}
-    for number, nbytes in sizes.items():
-        new = int(numbers[number])
-        renumbered[new] = renumbered.get(new, 0) + nbytes
-    return renumbered

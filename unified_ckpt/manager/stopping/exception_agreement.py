@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from unified_ckpt.core.text import format_ranks
-from unified_ckpt.manager.stopping.agreement import delete_when_all_close
+from unified_ckpt.manager.stopping.agreement import delete_when_all_close, poll_interval
 from unified_ckpt.runtime.comm.key_store import KeyStore
 
 _POLL_SECONDS = 0.02
-_POLLS_PER_SECOND = 10_000  # upper bound for all ranks together
 _SAVE = "save"
 
 
@@ -99,8 +98,7 @@ class ExceptionAgreement:
         self._store.compare_set("request", "", str(step))
         started = time.monotonic()
         author = self._publish(status)
-        # the store serves all ranks
-        pause = max(_POLL_SECONDS, len(self._ranks) / _POLLS_PER_SECOND)
+        pause = poll_interval(_POLL_SECONDS, pollers=len(self._ranks))
         while not self._store.check(["outcome"]):
             waited = time.monotonic() - started
             if waited > self.seconds:

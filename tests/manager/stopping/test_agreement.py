@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -176,14 +177,24 @@ def in_another_thread(call: Callable[[], object]) -> None:
     thread.join()
 
 
+@contextmanager
+def active_flag() -> Iterator[SignalFlag]:
+    flag = SignalFlag()
+    flag.start()
+    try:
+        yield flag
+    finally:
+        flag.stop()
+
+
 def test_signal_sets_the_flag_and_handlers_are_restored(received: list[int]) -> None:
     """A previous handler of SIGTERM is called too, that of SIGINT by the second SIGINT."""
     before = handlers()
-    with SignalFlag() as interruption:
+    with active_flag() as interruption:
         assert interruption.received is None
         signal.raise_signal(signal.SIGTERM)
         assert interruption.received == "SIGTERM"
-    with SignalFlag() as interruption:
+    with active_flag() as interruption:
         signal.raise_signal(signal.SIGINT)
         assert (interruption.received, received) == ("SIGINT", [signal.SIGTERM])
         signal.raise_signal(signal.SIGINT)
@@ -194,7 +205,7 @@ def test_signal_sets_the_flag_and_handlers_are_restored(received: list[int]) -> 
 
 
 def test_later_handler_stays(received: list[int]) -> None:
-    with SignalFlag():
+    with active_flag():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 

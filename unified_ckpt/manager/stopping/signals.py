@@ -55,13 +55,6 @@ class SignalFlag:
         for signum in dict.fromkeys(deferred):
             signal.raise_signal(signum)
 
-    def __enter__(self) -> SignalFlag:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
     def _previous_action(self, signum: int) -> _Handler:
         """Return the previous handler that is still active."""
         return _active(self._previous.get(signum), signum)

@@ -237,21 +237,17 @@ class Run:
 
     def _close(self, *, this_rank_only: bool) -> None:
         self._stop_signals.defer()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._stop_signals.close)  # last: a signal does not interrupt the save
+            stack.callback(self.checkpointer.close)
+            if self.tiers is not None:
+                stack.callback(self.tiers.stop)
             try:
                 if this_rank_only and not self.should_stop:
                     self._on_exception.save_last()
             finally:
                 self._on_exception.close()
             self._finish_saves(this_rank_only=this_rank_only)
-        finally:
-            try:
-                if self.tiers is not None:
-                    self.tiers.stop()
-                self.checkpointer.close()
-            finally:
-                # last, so that a signal does not interrupt the save
-                self._stop_signals.close()
 
     def _finish_saves(self, *, this_rank_only: bool) -> None:
         try:

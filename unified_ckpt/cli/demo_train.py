@@ -167,14 +167,6 @@ def save(
     }
 
 
-def resume(job: TrainingJob, manager: uc.CheckpointManager, step: int) -> int:
-    """Load a checkpoint into the job and return its step."""
-    manager.restore(
-        step, model=job.model, optimizer=job.optimizer, extra={"scheduler": job.scheduler}
-    )
-    return step
-
-
 def main() -> None:
     """Train this rank until step `--until`, and log every step and save."""
     parser = argparse.ArgumentParser()
@@ -185,7 +177,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, required=True)
     parser.add_argument("--until", type=int, required=True)
     parser.add_argument("--save-every", type=int, default=0, help="0: never")
-    parser.add_argument("--resume", type=int, metavar="STEP")
+    parser.add_argument("--resume", type=int, metavar="STEP", default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     corpus = torch.frombuffer(bytearray(arguments.corpus.read_bytes()), dtype=torch.uint8)
@@ -203,8 +195,10 @@ def main() -> None:
                 log.write(json.dumps(entry) + "\n")
 
         log.write(json.dumps({"event": "started", "pid": os.getpid()}) + "\n")
-        resumed_step = resume(job, manager, arguments.resume) if arguments.resume else 0
-        for step in range(resumed_step + 1, arguments.until + 1):
+        if arguments.resume:
+            extra = {"scheduler": job.scheduler}
+            manager.restore(arguments.resume, model=job.model, optimizer=job.optimizer, extra=extra)
+        for step in range(arguments.resume + 1, arguments.until + 1):
             started = time.perf_counter()
             loss = train_step(job, draw_batch(corpus, step))
             record(

@@ -170,7 +170,8 @@ class CheckpointManager:
         no step and no extra), `load_full_state_path`, `load_adapters_path`.
 
         Raises IncompleteError if steps exist, but none is valid and no path is set. `allow_fresh`
-        logs a warning instead.
+        logs a warning instead. A load that fails may have filled targets. Only a choice that fills
+        them all again may then follow; without one, the error of the load is raised.
         """
         self.wait()
         if not self.options.enabled:

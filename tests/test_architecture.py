@@ -249,6 +249,7 @@ def test_the_format_has_no_effects(trees: dict[str, ast.Module]) -> None:
                 "format/manifest.py",
                 "format/manifest_fields.py",
                 "format/renames.py",
+                "manager/tiers/run_marker.py",
                 "options.py",
             },
         ),

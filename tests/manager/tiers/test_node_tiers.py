@@ -197,6 +197,15 @@ def test_directory_without_marker_counts_by_another_node(tmp_path: Path) -> None
     job.run(range(1, 14))
     (job.disks[1] / MARKER).unlink()
     assert job.restored() == 13
+    (job.disks[1] / MARKER).write_text("{")
+
+    def act(comm: Comm) -> None:
+        with job.manager(comm) as manager:
+            job.restore(comm, manager)
+
+    for error in try_ranks(len(NODES), act):
+        assert isinstance(error, uc.CheckpointError)
+        assert f"{job.disks[1]}/{MARKER}: is damaged" in str(error)
 
 
 # failures

@@ -32,11 +32,6 @@ class StopSignals:
         self._opened = False
         self.take()
 
-    @property
-    def received(self) -> str | None:
-        """The first signal that this rank received, by name."""
-        return self._signals.received
-
     def take(self) -> None:
         """Handle the signals, also in place of handlers that a trainer has installed since."""
         if self.watching:
@@ -78,7 +73,7 @@ class StopSignals:
                 self._clock_consensus.notify(reason)
             reasons += [self._clock_consensus.poll(step)]
         if self._stop_consensus is not None and not self.stopped:
-            reason = self.requested or self.received
+            reason = self.requested or self._signals.received
             if reason is not None:
                 self._stop_consensus.notify(reason)
             if self._stop_consensus.poll(step) is not None:

@@ -84,7 +84,8 @@ class Rule(_Strict):
     each matching tensor under its own name.
 
     `parts`: apply the rule to these parts only. Optimizer state follows the model's parameters
-    unless "optimizer" is among them; the pattern then matches "<parameter>/<state>".
+    unless "optimizer" is among them; the pattern then matches "<parameter>/<state>". With `drop`,
+    one that also matches "<parameter>", as "*" does, takes it out of its param group.
 
     `partial`: elements may be unused, or used twice. `optional`: the rule may match nothing.
     """

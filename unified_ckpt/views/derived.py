@@ -79,6 +79,23 @@ class Renamed:
 
 
 @dataclass(frozen=True, slots=True)
+class ExternalTensor:
+    """A tensor that is not stored."""
+
+    external: External
+
+    @property
+    def stored(self) -> Collection[Key]:
+        """No stored tensor."""
+        return ()
+
+    # it has no operands
+    def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:  # noqa: ARG002
+        """Return the tensor."""
+        return self.external
+
+
+@dataclass(frozen=True, slots=True)
 class ElementRange:
     """`count` elements of a stored tensor, in row-major order, from element `first`."""
 
@@ -175,10 +192,9 @@ class DerivedSource(WrappedSource):
         metadata: SourceMetadata | None = None,
         refused: Collection[str] = (),
     ) -> None:
-        super().__init__(source)
+        super().__init__(source, metadata)
         self._exprs = exprs
         self._aliases = aliases
-        self._metadata = metadata
         self._refused = refused
         self._resolved: dict[Key, tuple[Recipe, TensorSpec]] = {}
         self._runs: dict[Key, Sequence[Run] | None] = {}
@@ -280,10 +296,6 @@ class DerivedSource(WrappedSource):
                     crc for crcs, first, stop in crc_ranges for crc in (crcs or ())[first:stop]
                 )
         return result
-
-    def metadata(self) -> SourceMetadata:
-        """Return everything beside tensors, under the new names."""
-        return self._metadata or self._source.metadata()
 
     def close(self) -> None:
         """Drop cached chunks and close the original source."""

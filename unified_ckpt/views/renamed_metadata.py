@@ -9,7 +9,7 @@ from typing import Any
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError
-from unified_ckpt.format.names import MODEL
+from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.format.renames import Renames
 from unified_ckpt.views.rule_matches import (
     Rules,
@@ -31,6 +31,7 @@ def renamed_metadata(
     merged differ, or if a rule does more than rename a module.
     """
     metadata, rules = source.metadata(), Rules(renames, MODEL)
+    optimizer_rules = Rules(renames, OPTIMIZER, named_only=True)
 
     def new_names(fqn: str) -> list[str]:
         match = rules.match(fqn)
@@ -46,6 +47,10 @@ def renamed_metadata(
             for index in range(count)
         ]
 
+    def new_state_names(fqn: str) -> list[str]:
+        match = optimizer_rules.match(fqn)  # of all state of a parameter, not only of its tensors
+        return [] if match is not None and match.rule.drop else new_names(fqn)
+
     for fqn in metadata.modules:
         module_match = rules.match(fqn)
         if (
@@ -60,8 +65,8 @@ def renamed_metadata(
     modules = {name: value for fqn, value in metadata.modules.items() for name in new_names(fqn)}
     return replace(
         metadata,
-        groups=_renamed_groups(metadata.groups, new_names),
-        scalars=_renamed_scalars(metadata.scalars, new_names),
+        groups=_renamed_groups(metadata.groups, new_state_names),
+        scalars=_renamed_scalars(metadata.scalars, new_state_names),
         modules=modules,
         paddable_dims={**metadata.paddable_dims, **pads},
     )

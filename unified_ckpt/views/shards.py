@@ -25,6 +25,7 @@ from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, VerificationLog
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
+from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.storage.storage import Buffer
 from unified_ckpt.runtime.torch_state.dtype_names import safetensors_dtype
 
@@ -167,7 +168,8 @@ class ShardedSource(Source):
     @property
     def parts(self) -> Sequence[str]:
         """Names of all parts, those that cannot be read included."""
-        return sorted({*self._names, *self._refused})
+        has_optimizer = self._metadata.groups or self._metadata.scalars  # also one without state
+        return sorted({*self._names, *self._refused, *([OPTIMIZER] if has_optimizer else [])})
 
     def names(self, part: str) -> Collection[str]:
         """Return the tensor names of a part. FormatError for a part that cannot be read."""

@@ -7,37 +7,18 @@ their place in the files; those that it makes are computed when read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from unified_ckpt.core.recipes import External, Recipe
+from unified_ckpt.core.recipes import External
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.view import LazyTensor, PartView, TensorView
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.runtime.torch_state.tensors import dtype_name
-from unified_ckpt.views.derived import DerivedSource, Expr, Renamed
-
-
-@dataclass(frozen=True, slots=True)
-class _ExternalTensor:
-    """A tensor that is not stored."""
-
-    external: External
-
-    @property
-    def stored(self) -> tuple[Key, ...]:
-        """No stored tensor."""
-        return ()
-
-    # it has no operands
-    def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:  # noqa: ARG002
-        """Return the tensor."""
-        return self.external
+from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed
 
 
 def apply_function(source: Source, path: str) -> DerivedSource:
@@ -125,6 +106,4 @@ def _external(
             )
         return tensor.detach().cpu()[box.slices]
 
-    return _ExternalTensor(
-        External(dtype_name(dtype, fqn=description), shape, load_box, whole=True)
-    )
+    return ExternalTensor(External(dtype_name(dtype, fqn=description), shape, load_box, whole=True))

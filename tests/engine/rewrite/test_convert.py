@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,6 +252,34 @@ def test_model_dtype_casts_from_the_masters(unified_folder: Path, tmp_path: Path
     halves = tensors(tmp_path / "half")
     same(halves["model"], {name: tensor.half() for name, tensor in expected.items()})
     same(halves["optimizer"], parts["optimizer"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parts": ("model",)},
+        {"source": {"rename": ({"match": "*", "parts": "optimizer", "drop": True},)}},
+        {"source": {"conversion_fn": f"{__name__}:only_model"}},
+    ],
+)
+def test_no_optimizer_is_loaded_from_a_conversion_without_it(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model, optimizer = trained()
+    uc.save(tmp_path / "full", model=model, optimizer=optimizer)
+    if "source" in options:
+        options = {"source": uc.SourceOptions(**options["source"]), "compare": False}
+    uc.convert(tmp_path / "full", tmp_path / NAME, **options)
+    manifest = manifest_of(tmp_path / NAME)
+    assert (manifest["omitted_parts"], manifest["optimizer"]) == (["optimizer"], None)
+    with pytest.raises(uc.MismatchError, match="is not in the checkpoint"):
+        uc.load(tmp_path / NAME, model=model, optimizer=optimizer)
+    assert len(optimizer.state) == 6
+
+
+def only_model(parts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a conversion's model without its optimizer."""
+    return {"model": dict(parts["model"])}
 
 
 def test_hugging_face_folder_has_only_the_model(unified_folder: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageE
 from unified_ckpt.format import digests
 from unified_ckpt.format.encoded_tensors import Compression, choose_encodings
 from unified_ckpt.format.manifest import ConvertedFrom
-from unified_ckpt.format.names import WITHOUT_MASTERS, check_part_name
+from unified_ckpt.format.names import OPTIMIZER, check_part_name
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
@@ -335,15 +335,13 @@ def _finalize(
     state = write_state(
         rewrite,
         written,
-        has_optimizer=bool(metadata.groups or metadata.scalars or "optimizer" in source.parts),
+        has_optimizer=OPTIMIZER in source.parts
+        and bool(metadata.groups or metadata.scalars or source.names(OPTIMIZER)),
         rank_extra=write_rank_extra(rewrite, world_size=metadata.rank_extras, notes=record.notes),
     )
     fields = manifest_fields(rewrite.transaction, started=start_time) | {
         "step": metadata.step,
-        "omitted_parts": sorted(
-            {*metadata.omitted_parts, *(request.uncast_source or source).parts}
-            - {*source.parts, WITHOUT_MASTERS}
-        ),
+        "omitted_parts": list(metadata.omitted_parts),
         "converted_from": record,
         "metrics": dict(metadata.metrics),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -14,9 +14,8 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest_fields import EncodingRecord
+from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.runtime.storage.storage import Buffer, Reader
-
-_OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +183,13 @@ class Source(ABC):
 
 
 class WrappedSource(Source):
-    """A Source that has the state beside tensors, and the files, of another one."""
+    """A Source that has the state beside tensors, and the files, of another one.
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    `metadata` replaces that of the other one if names in it change.
+    """
+
+    def __init__(self, source: Source, metadata: SourceMetadata | None = None) -> None:
+        self._source, self._metadata = source, metadata
         self.format, self.verification = source.format, source.verification
 
     def aliases(self, part: str) -> Mapping[str, str]:
@@ -199,8 +201,12 @@ class WrappedSource(Source):
         self._source.check_values(parts, share=share, shares=shares)
 
     def metadata(self) -> SourceMetadata:
-        """Return everything besides tensors."""
-        return self._source.metadata()
+        """Return everything besides tensors; nothing of an optimizer that is left out."""
+        metadata, parts = self._metadata or self._source.metadata(), self.parts
+        omitted_parts = {*metadata.omitted_parts, *self._source.parts} - {*parts, WITHOUT_MASTERS}
+        if OPTIMIZER not in parts:
+            metadata = replace(metadata, groups=(), scalars={})
+        return replace(metadata, omitted_parts=sorted(omitted_parts))
 
     def rank_extra(self, rank: int) -> Any:
         """Return the `rank_extra` of a saving rank."""
@@ -247,7 +253,7 @@ class IndexedOptimizerSource(WrappedSource):
     @property
     def parts(self) -> Sequence[str]:
         """The stored parts, always with "optimizer"."""
-        return sorted({*self._source.parts, _OPTIMIZER})
+        return sorted({*self._source.parts, OPTIMIZER})
 
     def names(self, part: str) -> Collection[str]:
         """Return the stored tensors of a part."""
@@ -263,8 +269,8 @@ class IndexedOptimizerSource(WrappedSource):
 
     def locations(self, keys: Collection[Key]) -> Locations | None:
         """Return where some tensors lie plainly in files."""
-        has_optimizer = any(part == _OPTIMIZER for part, _ in keys)
-        return self._source_of(_OPTIMIZER if has_optimizer else "").locations(keys)
+        has_optimizer = any(part == OPTIMIZER for part, _ in keys)
+        return self._source_of(OPTIMIZER if has_optimizer else "").locations(keys)
 
     def metadata(self) -> SourceMetadata:
         """Return the metadata, without param groups if their parameters are unknown."""
@@ -274,7 +280,7 @@ class IndexedOptimizerSource(WrappedSource):
             return self._source.metadata()
 
     def _source_of(self, part: str) -> Source:
-        return self.with_stored_order if part == _OPTIMIZER else self._source
+        return self.with_stored_order if part == OPTIMIZER else self._source
 
 
 def with_indexes(source: Source) -> Source:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
+from tests.support.manifests import manifest_of
 from tests.support.paddles import FIXTURES
 
 peft = pytest.importorskip("peft")
@@ -87,17 +88,32 @@ def test_merged_model_is_that_of_peft(tmp_path: Path, options: dict[str, Any]) -
 
 
 def test_merge_reads_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unified_ckpt.exports import adapters
+    from unified_ckpt.views import materialize
 
     save_base(tmp_path / "base")
     save_adapter(tmp_path / "adapter")
     adapter = str(tmp_path / "adapter")
     uc.convert(tmp_path / "base", tmp_path / "whole", to="huggingface", adapter=adapter)
-    monkeypatch.setattr(adapters, "_READ_NBYTES", 500)
+    monkeypatch.setattr(materialize, "CHUNK_NBYTES", 500)
     uc.convert(tmp_path / "base", tmp_path / "rows", to="huggingface", adapter=adapter)
     whole, rows = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "rows"))
     for name, tensor in whole.items():
         torch.testing.assert_close(rows[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_merge_into_a_training_state_names_what_it_lacks(tmp_path: Path) -> None:
+    base = base_model()
+    optimizer = torch.optim.AdamW(base.parameters())
+    base(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    uc.save(tmp_path / "base", model=base, optimizer=optimizer, extra=1, rank_extra={"seed": 2})
+    save_adapter(tmp_path / "adapter")
+    report = uc.convert(tmp_path / "base", tmp_path / "out", adapter=str(tmp_path / "adapter"))
+    assert report.left_out == ("optimizer",)
+    manifest = manifest_of(tmp_path / "out")
+    assert (manifest["omitted_parts"], manifest["optimizer"]) == (["optimizer"], None)
+    with uc.open(tmp_path / "out") as opened:
+        assert (opened.extra, list(opened.rank_extra)) == (1, [{"seed": 2}])
 
 
 @pytest.mark.parametrize(
@@ -106,6 +122,10 @@ def test_merge_reads_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"use_dora": True}, "expected a plain LoRA, got.*use_dora=True"),
         ({"peft_type": "IA3"}, "expected a plain LoRA, got.*peft_type='IA3'"),
         ({"fan_in_fan_out": True}, "expected a plain LoRA, got.*fan_in_fan_out=True"),
+        *(
+            ({"init_lora_weights": init}, f"init_lora_weights='{init}' also changed the weights")
+            for init in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")
+        ),
     ],
 )
 def test_other_adapters_are_not_merged(tmp_path: Path, change: dict[str, Any], text: str) -> None:

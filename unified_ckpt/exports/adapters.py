@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box, full_box
+from unified_ckpt.core.recipes import External
+from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.source.protocol import Source
@@ -29,21 +30,17 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.runtime.storage.storage import absolute_path
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART
 from unified_ckpt.sources.open import open_on_all_ranks
-from unified_ckpt.sources.orbax.arrays import chunk_boxes
-from unified_ckpt.views.derived import DerivedSource, Renamed
+from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed
 from unified_ckpt.views.materialize import read_tensor
 from unified_ckpt.views.model import with_model
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
 
 _PADDLE_CONFIG = "lora_config.json"
 _PREFIX = "base_model.model."
 _LORA = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
-_READ_NBYTES = 32 << 20
 # Options of an adapter whose update is not scaling * B @ A, unless they have these values.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -51,6 +48,8 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "fan_in_fan_out": (None, False),
     "bias": (None, "none"),
 }
+# Initializations of A and B that also change the weights of the base.
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _PADDLE_PLAIN = ("loraga", "lora_use_mixer", "pissa", "use_mora", "trainable_bias")
 
 
@@ -149,12 +148,12 @@ def merge_adapter(base: Source, adapter: Source, part: str, config: Mapping[str,
     Closing it closes the base. FormatError if the adapter does not fit the base, or is not a plain
     LoRA.
     """
-    deltas = _updates(adapter, part, config)
+    updates = _updates(adapter, part, config)
     specs = base.specs(MODEL, base.names(MODEL))
     raise_if_any(
         FormatError,
         "the adapter is not that of this model, which lacks",
-        sorted(name for name in deltas if name not in specs),
+        sorted(name for name in updates if name not in specs),
     )
     a_specs = adapter.specs(part, adapter.names(part))
     raise_if_any(
@@ -162,31 +161,21 @@ def merge_adapter(base: Source, adapter: Source, part: str, config: Mapping[str,
         "the adapter is not that of this model; other shapes have",
         [
             f"{name}: got {shape}, expected {specs[name].shape}"
-            for name, (a_name, b_name, _) in deltas.items()
+            for name, (a_name, b_name, _) in updates.items()
             if (shape := (a_specs[b_name].shape[0], a_specs[a_name].shape[-1])) != specs[name].shape
         ],
     )
-    tensors: dict[tuple[str, str], ShardedTensor] = {}
-    for name, spec in specs.items():
-        dtype = TORCH_DTYPES[spec.dtype]
-        load = partial(read_tensor, base, (MODEL, name))
-        if name in deltas:
-            load = partial(_merged, base, name, adapter, part, deltas[name])
-        boxes = chunk_boxes(
-            spec.shape,
-            spec.shape,
-            dtype.itemsize,
-            axes=range(len(spec.shape[:1])),
-            nbytes=_READ_NBYTES,
-        )
-        shards = [TensorShard(box, partial(load, box), name, cache=True) for box in boxes]
-        tensors[MODEL, name] = sharded_tensor(dtype, spec.shape, shards)
-    return ShardedSource(
-        "merged",
-        tensors,
-        format=base.format,
-        metadata=base.metadata(),
+    exprs: dict[str, Expr] = {name: Renamed((MODEL, name)) for name in specs}
+    for name, update in updates.items():
+        load = partial(_merged, base, name, adapter, part, update)
+        exprs[name] = ExternalTensor(External(specs[name].dtype, specs[name].shape, load))
+    metadata = base.metadata()
+    other_parts = [part for part in base.parts if part != MODEL]
+    return DerivedSource(
+        base,
+        {MODEL: exprs},
         aliases={MODEL: base.aliases(MODEL)},
+        metadata=replace(metadata, left_out=(*metadata.left_out, *other_parts)),
     )
 
 
@@ -203,6 +192,13 @@ def _updates(
             if config.get(name) not in plain
         ],
     )
+    init = config.get("init_lora_weights")
+    if str(init).lower().startswith(_CHANGED_BASE):
+        raise FormatError(
+            f"the adapter cannot be merged: init_lora_weights={init!r} also changed the weights of "
+            "its base, expected an adapter of the base as it is; save it again with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
     matches = {name: _LORA.fullmatch(name) for name in adapter.names(part)}
     raise_if_any(
         FormatError,
@@ -242,12 +238,12 @@ def _merged(
     update: tuple[str, str, float],
     box: Box,
 ) -> torch.Tensor:
-    """Return rows of a merged weight; computed in float32 at least."""
+    """Return a box of a merged weight; computed in float32 at least."""
     a_name, b_name, scaling = update
     weight = read_tensor(base, (MODEL, name), box)
-    shape = adapter.specs(part, [a_name])[a_name].shape
-    a = read_tensor(adapter, (part, a_name), full_box(shape))
-    b_box = Box((box.offsets[0], 0), (box.shape[0], shape[0]))
-    b = read_tensor(adapter, (part, b_name), b_box)
+    (row, column), (rows, columns) = box.offsets, box.shape
+    rank = adapter.specs(part, [a_name])[a_name].shape[0]
+    a = read_tensor(adapter, (part, a_name), Box((0, column), (rank, columns)))
+    b = read_tensor(adapter, (part, b_name), Box((row, 0), (rows, rank)))
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(dtype) + (b.to(dtype) @ a.to(dtype)) * scaling).to(weight.dtype)

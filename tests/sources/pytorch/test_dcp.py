@@ -225,6 +225,16 @@ def test_module_extra_state_is_restored(tmp_path: Path, under: tuple[str, ...]) 
         assert report.extra is None
 
 
+def test_lists_stay_lists(tmp_path: Path) -> None:
+    """A list that holds a tensor lacks it: the tensor is in a part of its own."""
+    schedulers, seen = [{"last_epoch": 3}, {"last_epoch": 4}], [{"a": torch.ones(2)}, {"b": 5}]
+    state = {"model": {"w": torch.ones(2)}, "schedulers": schedulers, "deep": {"seen": seen}}
+    save_dcp(state, tmp_path / "c")
+    with uc.open(tmp_path / "c") as opened:
+        assert opened.extra == {"schedulers": schedulers, "deep": {"seen": {1: {"b": 5}}}}
+        assert torch.equal(opened["deep"]["seen.0.a"][...], torch.ones(2))
+
+
 def test_scalar_parameter_of_unnamed_model(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.logit_scale = nn.Parameter(torch.tensor(2.5))

@@ -168,13 +168,16 @@ def _module_key(path: KeyPath) -> str:
 
 
 def _restore_lists(tree: Any) -> Any:
-    """Return the tree with lists where keys are integers, as DCP restores what it flattened."""
+    """Return the tree with lists where keys are positions, as DCP restores what it flattened.
+
+    A list whose tensors are in a part stays a dict of its other items.
+    """
     if not isinstance(tree, dict):
         return tree
     restored = {key: _restore_lists(child) for key, child in tree.items()}
-    if restored and all(isinstance(key, int) for key in restored):
-        return [restored[key] for key in sorted(restored)]
-    return restored
+    positions = range(len(restored))
+    is_list = restored and restored.keys() == set(positions)
+    return [restored[position] for position in positions] if is_list else restored
 
 
 def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
@@ -200,8 +203,8 @@ def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
     step = tree.get("step")
     return SourceMetadata(
         step=step if isinstance(step, int) and not isinstance(step, bool) else None,
-        extra=tree or None,
-        modules={name: _restore_lists(state_tree) for name, state_tree in modules.items()},
+        extra=_restore_lists(tree) or None,
+        modules=_restore_lists(modules),
         groups=_param_groups(options),
         scalars=scalars,
     )

@@ -329,6 +329,7 @@ def sum_loss(net: nn.Module, _: torch.Generator) -> torch.Tensor:
 def test_accelerate_folder_resumes_bitwise(tmp_path: Path, safe: bool) -> None:
     accelerator, net, optimizer, _ = job(0)
     train(net, optimizer, sum_loss, 0, 3)
+    accelerator.register_for_checkpointing(torch.optim.SGD(net.parameters()))
     accelerator.save_state(str(tmp_path / "c"), safe_serialization=safe)
     expected = train(net, optimizer, sum_loss, 0, 3)
     _, other, fresh, scheduler = job(1)
@@ -339,6 +340,7 @@ def test_accelerate_folder_resumes_bitwise(tmp_path: Path, safe: bool) -> None:
     assert train(other, fresh, sum_loss, 0, 3) == expected
     with uc.open(tmp_path / "c") as source:
         assert source.format == "accelerate"
+        assert source.source.metadata().left_out == ["custom_checkpoint_0.pkl"]
         if safe:  # safetensors files do not keep the order of tensors
             with pytest.raises(uc.FormatError, match="by position"):
                 list(source["optimizer"])

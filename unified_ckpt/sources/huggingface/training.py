@@ -3,7 +3,7 @@
 Reads the model, optimizers, schedulers and random states. The model may be safetensors,
 pickled, or adapters; under FSDP a DCP folder, one file, or one file per rank.
 Does not read `training_args.bin`, `sampler.bin` and `custom_checkpoint_*.pkl`, which are
-pickled classes.
+pickled classes; `left_out` has the names of the last two, which hold state.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _RNG_FILES = (
     re.compile(r"rng_state_(\d+)\.pth"),
     re.compile(r"random_states_(\d+)\.pkl"),
 )
+_UNREAD_STATE = re.compile(r"custom_checkpoint_\d+\.pkl|sampler(_\d+)?\.bin")
 _RNG_KEYS = {  # keys of the Trainer and of Accelerate -> those of `RandomStates`
     "python": "python",
     "numpy": "numpy",
@@ -81,7 +82,11 @@ def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> S
     rng_files = _list_rng_files(root, entries)
     extra |= checkpoint.metadata.extra or {}
     checkpoint.metadata = replace(
-        checkpoint.metadata, step=step, extra=extra or None, rank_extras=len(rng_files)
+        checkpoint.metadata,
+        step=step,
+        extra=extra or None,
+        rank_extras=len(rng_files),
+        left_out=sorted(filter(_UNREAD_STATE.fullmatch, entries)),
     )
     checkpoint.rank_extra = partial(_read_rng_state, rng_files)
     config_path = options.config or root

@@ -67,14 +67,8 @@ class _OptimizerFile:
     dp: int
     tp: int
     exp: int
+    names: Mapping[int, str]  # of parameters, by index
     content: Mapping[str, Any]
-
-    def parameter_names(self) -> dict[int, str]:
-        """Return parameter names by index."""
-        return {
-            index: str(name).removeprefix("module.")
-            for index, name in self.content["names"].items()
-        }
 
 
 def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
@@ -109,7 +103,7 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
         extra=extra,
         groups=_param_groups(optimizer_files),
         scalars=merge_scalars(
-            (optimizer_file.path, optimizer_file.parameter_names()[index], entry)
+            (optimizer_file.path, optimizer_file.names[index], entry)
             for optimizer_file in optimizer_files
             for index, entry in optimizer_file.content["state"].items()
         ),
@@ -195,8 +189,10 @@ def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
             isinstance(content.get(key), Mapping) for key in ("state", "names")
         ):
             raise FormatError(f"{path}: expected an optimizer state dict with names")
-        pp, dp, tp, exp = ranks
-        optimizer_files.append(_OptimizerFile(path, pp, dp, tp, exp, content))
+        parameter_names = {
+            index: str(name).removeprefix("module.") for index, name in content["names"].items()
+        }
+        optimizer_files.append(_OptimizerFile(path, *ranks, parameter_names, content))
     return optimizer_files
 
 
@@ -240,11 +236,10 @@ def _parameter_name(key: Key) -> str:
 
 
 def _state_tensors(optimizer_file: _OptimizerFile) -> Iterator[tuple[Key, torch.Tensor]]:
-    names = optimizer_file.parameter_names()
     for index, entry in optimizer_file.content["state"].items():
         for key, value in entry.items():
             if isinstance(value, torch.Tensor):
-                yield (OPTIMIZER, f"{names[index]}/{key}"), value
+                yield (OPTIMIZER, f"{optimizer_file.names[index]}/{key}"), value
     for name, value in optimizer_file.content.get("gradient_accumulator", {}).items():
         yield (MASTER, str(name).removeprefix("module.")), value
 
@@ -286,7 +281,7 @@ def _param_groups(optimizer_files: list[_OptimizerFile]) -> list[dict[str, Any]]
     """Return param groups over all ranks; a group whose options differ becomes several."""
     merged: dict[tuple[int, str], dict[str, Any]] = {}
     for optimizer_file in optimizer_files:
-        names = optimizer_file.parameter_names()
+        names = optimizer_file.names
         for number, group in enumerate(optimizer_file.content.get("param_groups", [])):
             options = {key: value for key, value in group.items() if key != "params"}
             entry = merged.setdefault((number, repr(options)), {"names": {}, "options": options})

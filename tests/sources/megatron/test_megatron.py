@@ -122,6 +122,16 @@ def test_random_state_of_an_expert_rank(tmp_path: Path) -> None:
             assert tuple(state.tolist()) == place_of(rank, arguments(job)), rank
 
 
+def test_random_state_of_a_folder_that_one_process_wrote(root: Path) -> None:
+    def convert(content: Any) -> None:
+        content["args"].rank, content["args"].world_size = 0, 1
+
+    edit(convert, ALL)(root)
+    with uc.open(root) as source:
+        assert list(source.rank_extra) == []
+        assert "rng_state" in source.source.metadata().left_out
+
+
 def test_step_folder_and_release(root: Path) -> None:
     with uc.open(root / "iter_0000007") as source:
         assert source.format == "megatron"

@@ -32,8 +32,9 @@ class Arguments:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; 0 if unknown."""
-        return self.get_int("world_size", 0)
+        """Number of ranks; 0 if unknown, as where one process converted the files of several."""
+        world_size = self.get_int("world_size", 0)
+        return 0 if world_size % (self.tp * self.pp) else world_size
 
     @property
     def experts(self) -> int:

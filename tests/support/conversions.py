@@ -22,6 +22,11 @@ def renamed(parts: Parts) -> dict[str, dict[str, Any]]:
     }
 
 
+def same(parts: Parts) -> dict[str, dict[str, Any]]:
+    """Return the tensors as they are, tied ones under their stored names only."""
+    return {part: {tensor.name: tensor for tensor in parts[part].values()} for part in parts}
+
+
 def transposed(parts: Parts) -> dict[str, dict[str, Any]]:
     """Return a function per tensor, one LazyTensor, and two further tensors."""
     model = parts["model"]

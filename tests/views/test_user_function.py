@@ -47,6 +47,18 @@ def test_tensors_under_other_names_are_the_stored_bytes(folder: Path, mark: str)
     assert report.verified_bytes == target.nbytes
 
 
+def test_tied_tensors_stay_tied_under_new_names(tmp_path: Path) -> None:
+    embedding = torch.nn.Parameter(torch.randn(3, 4))
+    model = {"a.e": embedding, "b.h": embedding, "c": torch.ones(2)}
+    uc.save(tmp_path / "c", model=model, options=QUICK)
+    with uc.open(tmp_path / "c", options=options(":renamed")) as opened:
+        assert sorted(opened["model"]) == ["net.a.e", "net.c"]
+        assert opened.source.aliases("model") == {"net.b.h": "net.a.e"}
+        assert torch.equal(opened["model"]["net.b.h"][...], embedding)
+    with uc.open(tmp_path / "c", options=options(":same")) as opened:
+        assert opened.source.aliases("model") == {"b.h": "a.e"}
+
+
 def test_results_are_computed_when_read(folder: Path) -> None:
     conversions.CALLS.clear()
     with uc.open(folder, options=options(":transposed")) as opened:

@@ -6,7 +6,7 @@ their place in the files; those that it makes are computed when read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -24,10 +24,11 @@ from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Rena
 def apply_function(source: Source, path: str) -> DerivedSource:
     """Return a source of the tensors that the function at `path` returns.
 
-    Everything beside tensors stays unchanged, under the original names.
+    The function sees tied tensors under all their names; where it returns them unchanged, they stay
+    tied. Everything beside tensors stays unchanged, under the original names.
     """
     function = _import_function(path)
-    returned = function({part: PartView(source, part) for part in source.parts})
+    returned = function({part: _PartWithAliases(source, part) for part in source.parts})
     if not isinstance(returned, Mapping) or not all(
         isinstance(part_tensors, Mapping) for part_tensors in returned.values()
     ):
@@ -41,15 +42,42 @@ def apply_function(source: Source, path: str) -> DerivedSource:
         }
         for part, tensors in returned.items()
     }
-    aliases = {
-        part: {
-            alias: name_of
-            for alias, name_of in source.aliases(part).items()
-            if tensors.get(name_of) == Renamed((part, name_of)) and alias not in tensors
-        }
+    aliases = {part: _aliases(source, part, tensors) for part, tensors in exprs.items()}
+    exprs = {
+        part: {name: expr for name, expr in tensors.items() if name not in aliases[part]}
         for part, tensors in exprs.items()
     }
     return DerivedSource(source, exprs, aliases=aliases)
+
+
+class _PartWithAliases(PartView):
+    """A part that lists tied tensors under all their names."""
+
+    def __iter__(self) -> Iterator[str]:
+        names = self._source.names(self.part), self._source.aliases(self.part)
+        return iter(sorted(set().union(*names)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _aliases(source: Source, part: str, tensors: Mapping[str, Expr]) -> dict[str, str]:
+    """Return which of the tensors of a part are aliases of others, and the names left out."""
+    tied: dict[Expr, set[str]] = {}  # stored tensor -> all its names
+    for stored_part in source.parts:
+        for alias, name in source.aliases(stored_part).items():
+            tied.setdefault(Renamed((stored_part, name)), {name}).add(alias)
+    targets: dict[Expr, str] = {}
+    aliases = {}
+    for name in sorted(tensors, key=lambda name: (tensors[name] != Renamed((part, name)), name)):
+        if tensors[name] in tied and targets.setdefault(tensors[name], name) != name:
+            aliases[name] = targets[tensors[name]]
+    unlisted = {
+        alias: name
+        for alias, name in source.aliases(part).items()
+        if targets.get(Renamed((part, name))) == name and alias not in tensors
+    }
+    return aliases | unlisted
 
 
 def _import_function(path: str) -> Callable[[Any], Any]:

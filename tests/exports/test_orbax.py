@@ -100,6 +100,13 @@ def test_orbax_restores_any_training_state(tmp_path: Path) -> None:
     assert np.array_equal(tree["ema"]["layer"]["0"]["w"], as_numpy(ema["layer.0.w"]))
 
 
+def test_names_of_tied_tensors_are_reported(tmp_path: Path) -> None:
+    tied = torch.ones(2)
+    uc.save(tmp_path / "c", model={"e.weight": tied, "h.weight": tied})
+    (note,) = uc.convert(tmp_path / "c", tmp_path / "o", to="orbax").notes
+    assert note.endswith("tied tensors that were not written (1):\n  model:h.weight (e.weight)")
+
+
 def test_model_in_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model=MODEL, step=2)
     uc.convert(tmp_path / "c", tmp_path / "o", to="orbax", model_dtype="bfloat16")

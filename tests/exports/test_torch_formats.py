@@ -108,8 +108,52 @@ def test_dcp_folder_equals_what_dcp_saves(saved: tuple[Path, list[float]], tmp_p
     assert main(["diff", str(tmp_path / "d"), str(folder), "--deep"]) == 0
     loaded_model, fresh = net(2)
     report = uc.load(tmp_path / "d", model=loaded_model, optimizer=fresh)
-    assert report.extra["extra"]["scheduler"] == {"last": (1, 2.5)}
+    assert report.extra["scheduler"] == {"last": (1, 2.5)}
     assert train(loaded_model, fresh, loss_of, 3, 3) == expected
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("named", [True, False], ids=["groups", "no groups"])
+def test_exports_read_back_as_what_they_were(tmp_path: Path, to: str, named: bool) -> None:
+    """Also an optimizer without param groups, or of parameters that the model lacks."""
+    model, optimizer = net(0)
+    train(model, optimizer, loss_of, 0, 1)
+    state: Any = (
+        optimizer if named else {"other/exp_avg": torch.ones(2), "1.bias/step": torch.tensor(3.0)}
+    )
+    extra = {"step": 9, "words": ("a", b"b", torch.ones(1)), "lists": [{"n": 1}, {"n": 2}]}
+    parts = {"ema": {"1.bias": torch.ones(5)}, "empty": {}}
+    uc.save(
+        tmp_path / "c",
+        model=model,
+        optimizer=state,
+        parts=parts,
+        extra=extra,
+        rank_extra={"seed": torch.ones(2)},
+        step=3,
+        metrics={"loss": 0.5},
+        options=QUICK,
+    )
+    path = tmp_path / ("c.pt" if to == "torch" else "d")
+    report = uc.convert(tmp_path / "c", path, to=to)
+    assert (report.left_out, report.notes) == ((), ())
+    ema, fresh = torch.zeros(5), net(1)
+    loaded = uc.load(
+        path, model=fresh[0], optimizer=fresh[1] if named else None, parts={"ema": {"1.bias": ema}}
+    )
+    assert ema.tolist() == [1] * 5
+    assert loaded.step == 3
+    assert str(loaded.extra) == str(extra)
+    uc.convert(path, tmp_path / "again")
+    with uc.open(tmp_path / "c") as first, uc.open(tmp_path / "again") as again:
+        assert first.source.aliases("model") == again.source.aliases("model")
+        metadata, other = first.source.metadata(), again.source.metadata()
+        assert [group["names"] for group in metadata.groups] == [
+            group["names"] for group in other.groups
+        ]
+        assert (metadata.scalars, metadata.metrics) == (other.scalars, other.metrics)
+        assert str(list(first.rank_extra)) == str(list(again.rank_extra))
+    assert main(["diff", str(tmp_path / "c"), str(tmp_path / "again"), "--deep"]) == 0
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])

@@ -21,7 +21,7 @@ from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
-from unified_ckpt.engine.rewrite.tensors import tensor_sizes
+from unified_ckpt.engine.rewrite.tensors import tensor_sizes, unwritten_names_notes
 from unified_ckpt.engine.rewrite.weights_check import compare_masters
 from unified_ckpt.engine.source.protocol import ReadPolicy, SourceMetadata
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
@@ -358,14 +358,14 @@ def _export(
         time.monotonic() - start_time,
         dict(tensors),
         dict(nbytes),
+        notes=tuple(unwritten_names_notes(source)) if options.to == "orbax" else (),
     )
 
 
 def _config(options: ConvertOptions, main_path: str) -> str | None:
     """The path of the model's config: from the options, or beside the source."""
-    return options.source.config or (
-        main_path if is_file(os.path.join(main_path, CONFIG)) else None
-    )
+    has_config = is_file(os.path.join(main_path, CONFIG))
+    return options.source.config or (main_path if has_config else None)
 
 
 def _select_parts(source: Source, options: ConvertOptions, main_path: str) -> Source:

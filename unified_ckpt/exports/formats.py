@@ -41,6 +41,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.pytorch.dcp import open_dcp
+from unified_ckpt.sources.pytorch.exported import EXPORT_KEY, EXPORT_VERSION
 from unified_ckpt.sources.pytorch.state_dict import open_torch_file
 
 _CHUNK_NBYTES = 4 << 20  # copied per read
@@ -68,7 +69,8 @@ Tensors = Mapping[str, StreamedTensor]
 
 
 def write_torch(source: Source, path: str, args: ExportArgs) -> None:
-    """Write one file with "model", "optimizer", each further part, "step" and "extra".
+    """Write one file with "model", "optimizer", each further part, "step", "extra", "metrics" and
+    "rank_extra".
 
     "optimizer" is what `Optimizer.load_state_dict` takes. Parameters are numbered in the order of
     their groups, as torch does; each group's "param_names" has their names.
@@ -82,12 +84,11 @@ def write_torch(source: Source, path: str, args: ExportArgs) -> None:
     with open(path, "xb") as file:
         write_archive(file, _state_dict(source, args.progress))
     with closing(open_torch_file(path, SourceOptions())) as opened:
-        _check_written(source, opened, [MODEL])
+        _check_written(source, opened, source.parts)
 
 
 def write_dcp(source: Source, path: str, args: ExportArgs) -> None:
-    """Write a folder that `dcp.load` reads, with "model", "optimizer", each further part, "step"
-    and "extra".
+    """Write a folder that `dcp.load` reads, with the keys of `write_torch`.
 
     "optimizer" is as `get_state_dict` returns it.
     """
@@ -210,8 +211,9 @@ def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
 
 
 def _other_entries(source: Source, metadata: SourceMetadata) -> dict[str, Any]:
-    """Everything beside tensors that exists."""
+    """Everything beside tensors that exists, and the mark by which the reader knows it."""
     entries = {
+        EXPORT_KEY: EXPORT_VERSION,
         "step": metadata.step,
         "extra": metadata.extra,
         "metrics": dict(metadata.metrics) or None,

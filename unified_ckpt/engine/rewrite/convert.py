@@ -33,6 +33,7 @@ from unified_ckpt.engine.rewrite.tensors import (
     WrittenFiles,
     plan_files,
     tensor_sizes,
+    unwritten_names_notes,
     write_tensors,
 )
 from unified_ckpt.engine.rewrite.weights_check import MasterCheck
@@ -323,12 +324,7 @@ def _finalize(
     source, tensors = rewrite.source, written.tensors
     attach = partial(_attach_files, request)
     if request.without_manifest:
-        tied_names = sorted(
-            f"{part}:{a} ({b})" for part in source.parts for a, b in source.aliases(part).items()
-        )
-        if tied_names:
-            title = "names of tied tensors that were not written"
-            record.notes.append(format_list(title, tied_names))
+        record.notes += unwritten_names_notes(source)
         finalize_files(rewrite.transaction, tensors, attach=attach)
         return
     metadata = source.metadata()

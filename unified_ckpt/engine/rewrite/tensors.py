@@ -15,6 +15,7 @@ from itertools import islice
 from unified_ckpt.core.planning.merge_plan import MergedFile, node_spans, plan_merge
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import file_shape
+from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.chunks import chunks
 from unified_ckpt.engine.plan.save_plan import StagedTensors
@@ -111,6 +112,18 @@ def tensor_sizes(source: Source) -> dict[Key, int]:
         for part in source.parts
         for name, spec in source.specs(part, source.names(part)).items()
     }
+
+
+def unwritten_names_notes(source: Source) -> list[str]:
+    """Return a note on tied tensors of which a format has one name; [] without any."""
+    names_by_alias = {
+        f"{part}:{alias}": name
+        for part in source.parts
+        for alias, name in source.aliases(part).items()
+    }
+    title = "names of tied tensors that were not written"
+    tied_names = sorted(f"{alias} ({name})" for alias, name in names_by_alias.items())
+    return [format_list(title, tied_names)] if tied_names else []
 
 
 def plan_files(

@@ -192,7 +192,8 @@ def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
         parameter_names = {
             index: str(name).removeprefix("module.") for index, name in content["names"].items()
         }
-        optimizer_files.append(_OptimizerFile(path, *ranks, parameter_names, content))
+        pp, dp, tp, exp = ranks
+        optimizer_files.append(_OptimizerFile(path, pp, dp, tp, exp, parameter_names, content))
     return optimizer_files
 
 

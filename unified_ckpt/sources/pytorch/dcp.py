@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -28,6 +28,7 @@ from unified_ckpt.runtime.storage.regular_files import file_size
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.pytorch.dcp_metadata import Entry, KeyPath, read_entries
+from unified_ckpt.sources.pytorch.exported import restore_entries
 from unified_ckpt.sources.pytorch.optimizer_groups import groups_by_options, param_group
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.sources.restricted_pickle.load import load_torch_bytes
@@ -56,14 +57,30 @@ def open_dcp(root: str, _options: SourceOptions) -> ShardedSource:
 
     FormatError if the folder is damaged, IncompleteError names missing and truncated files.
     """
-    tensors, metadata, refused = read_dcp(root)
+    folder = read_dcp(root)
+    metadata, rank_extra = restore_entries(folder.metadata)
     return ShardedSource(
-        root, tensors, format="dcp", metadata=metadata, extras=SourceExtras(refused)
+        root,
+        folder.tensors,
+        format="dcp",
+        metadata=metadata,
+        aliases=folder.aliases,
+        extras=SourceExtras(folder.refused, rank_extra),
     )
 
 
-def read_dcp(root: str) -> tuple[dict[Key, ShardedTensor], SourceMetadata, dict[str, str]]:
-    """Return a folder's tensors, what is beside them, and why parts are not read, by part."""
+@dataclass(frozen=True, slots=True)
+class DcpFolder:
+    """The content of a folder. `refused`: why parts are not read, by part."""
+
+    tensors: dict[Key, ShardedTensor]
+    aliases: dict[str, dict[str, str]]
+    metadata: SourceMetadata
+    refused: dict[str, str]
+
+
+def read_dcp(root: str) -> DcpFolder:
+    """Return a folder's content. Same errors as `open_dcp`."""
     entries = read_entries(root)
     _strip_wrapper(entries)
     if not any(entry.path[0] == MODEL for entry in entries.values()):
@@ -77,6 +94,8 @@ def read_dcp(root: str) -> tuple[dict[Key, ShardedTensor], SourceMetadata, dict[
         for entry in entries.values()
     )
     tensors: dict[Key, ShardedTensor] = {}
+    aliases: dict[str, dict[str, str]] = {}
+    names_by_place: dict[object, str] = {}
     objects: dict[KeyPath, Any] = {}
     for key, entry in entries.items():
         path = entry.path
@@ -95,12 +114,19 @@ def read_dcp(root: str) -> tuple[dict[Key, ShardedTensor], SourceMetadata, dict[
                 "expected unique names"
             )
         else:
-            tensors[tensor_key] = tensor
+            part, name = tensor_key
+            chunks = [(chunk.file, chunk.start) for chunk in entry.chunks]
+            place = (part, entry.shape, entry.dtype, *chunks) if chunks else tensor_key
+            stored_name = names_by_place.setdefault(place, name)  # of an export's tied tensors
+            if stored_name == name:
+                tensors[tensor_key] = tensor
+            else:
+                aliases.setdefault(part, {})[name] = stored_name
     metadata, refused = _build_metadata(objects), {}
     if any(not isinstance(name, str) for group in metadata.groups for name in group["names"]):
         tensors = {key: tensor for key, tensor in tensors.items() if key[0] != OPTIMIZER}
         metadata, refused = replace(metadata, groups=[]), {OPTIMIZER: _INDEXED_REFUSAL}
-    return tensors, metadata, refused
+    return DcpFolder(tensors, aliases, metadata, refused)
 
 
 def _strip_wrapper(entries: Mapping[str, Entry]) -> None:

@@ -21,20 +21,20 @@ META_FILE = "meta.pt"
 
 def open_lightning(root: str, _options: SourceOptions) -> ShardedSource:
     """Open a sharded checkpoint. Errors as for `open_dcp`."""
-    tensors, metadata, refused = read_dcp(root)
+    folder = read_dcp(root)
     meta = to_plain(load_torch(os.path.join(root, META_FILE), placeholders=NAMESPACE_CLASSES))
     if not isinstance(meta, Mapping):
         raise FormatError(f"{root}/{META_FILE}: got {type(meta).__name__}, expected a dict")
     step = meta.get("global_step")
     metadata = replace(
-        metadata,
+        folder.metadata,
         step=step if isinstance(step, int) else None,
-        extra={**meta, **(metadata.extra or {})},
+        extra={**meta, **(folder.metadata.extra or {})},
     )
     return ShardedSource(
         root,
-        tensors,
+        folder.tensors,
         format="lightning-sharded",
         metadata=metadata,
-        extras=SourceExtras(refused),
+        extras=SourceExtras(folder.refused),
     )

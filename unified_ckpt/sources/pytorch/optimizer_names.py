@@ -75,7 +75,7 @@ class ForeignCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _NamedState:
+class NamedState:
     """Optimizer state by parameter name, in the form of `SourceMetadata`."""
 
     tensors: Mapping[Key, ShardedTensor]
@@ -348,7 +348,19 @@ def _flat_names(order: Order) -> list[str]:
     return [name for group in order for name, _ in group]
 
 
-def _name_state(path: str, groups: Sequence[SavedGroup], order: Order) -> _NamedState:
+def exported_optimizer(
+    path: str, groups: Sequence[SavedGroup], states_by_name: Mapping[str, Any]
+) -> NamedState:
+    """Return the optimizer that a conversion wrote: in groups that have names, else by name."""
+    if groups:
+        return _name_state(
+            path, groups, [[(name, ()) for name in group.names or ()] for group in groups]
+        )
+    group = SavedGroup({}, tuple(states_by_name.values()), tuple(states_by_name))
+    return replace(_name_state(path, [group], [[(name, ()) for name in states_by_name]]), groups=())
+
+
+def _name_state(path: str, groups: Sequence[SavedGroup], order: Order) -> NamedState:
     """Return the state under the names of an order that fits."""
     tensors: dict[Key, ShardedTensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
@@ -368,4 +380,4 @@ def _name_state(path: str, groups: Sequence[SavedGroup], order: Order) -> _Named
         {"names": [name for name, _ in parameters], "options": dict(group.options)}
         for group, parameters in zip(groups, order, strict=True)
     ]
-    return _NamedState(tensors, scalars, named_groups)
+    return NamedState(tensors, scalars, named_groups)

@@ -19,11 +19,12 @@ from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import Order, Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format import index
-from unified_ckpt.format.names import MASTER, MODEL
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import list_folder, open_binary
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state, strip_wrappers
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX
+from unified_ckpt.sources.pytorch.exported import ENTRIES, EXPORT_KEY, restore_entries
 from unified_ckpt.sources.pytorch.optimizer_groups import (
     SavedGroup,
     archived_tensor,
@@ -35,6 +36,8 @@ from unified_ckpt.sources.pytorch.optimizer_groups import (
 from unified_ckpt.sources.pytorch.optimizer_names import (
     DDP_PREFIX,
     ForeignCheckpoint,
+    NamedState,
+    exported_optimizer,
     with_optimizer_names,
 )
 from unified_ckpt.sources.pytorch.parameter_order import config_order
@@ -87,35 +90,39 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     aliases: dict[str, Mapping[str, str]] = {MODEL: model.aliases}
     groups: list[SavedGroup] = []
     rest: dict[Any, Any] = {}
+    optimizer = NamedState({}, {}, ())
     if model_key is not None:
         rest = {key: value for key, value in content.items() if key != model_key}
-        for key in _list_optimizer_keys(content):
-            value = rest.pop(key)
-            state_dicts = value if isinstance(value, list) else [value]
-            for state_dict in state_dicts:
-                groups += parse_groups(path, state_dict)
-            if any(others := list(map(other_entries, state_dicts))):
-                rest[key] = others
-        if _is_state_dict(content.get(MASTER)):
-            masters = parse_state_dict(path, rest.pop(MASTER), part=MASTER)
-            tensors |= masters.tensors
-            aliases[MASTER] = masters.aliases
-            if master_values := masters.extra_states | masters.values:
-                rest[MASTER] = master_values
+        groups = list(_param_groups(path, rest))
+        for part, parsed in _other_parts(path, rest):
+            tensors |= parsed.tensors
+            aliases[part] = parsed.aliases
+            if part_values := parsed.extra_states | parsed.values:
+                rest[part] = part_values
+        if EXPORT_KEY in content:
+            optimizer = exported_optimizer(path, groups, rest.pop(OPTIMIZER, {}))
+            tensors, groups = {**tensors, **optimizer.tensors}, []
     step = next((rest[name] for name in _STEP_KEYS if isinstance(rest.get(name), int)), None)
     if model_key is None:
         rest = model.values
     elif model.values:
         rest[model_key] = model.values
+    file_metadata = SourceMetadata(
+        step=step,
+        extra=to_plain(rest) or None,
+        modules=to_plain(model.extra_states),
+        groups=optimizer.groups,
+        scalars=optimizer.scalars,
+    )
+    metadata, rank_extra = restore_entries(file_metadata)
     checkpoint = ForeignCheckpoint(
         path,
         "lightning" if _LIGHTNING_KEY in content else "torch",
         tensors,
         aliases=aliases,
-        metadata=SourceMetadata(
-            step=step, extra=to_plain(rest) or None, modules=to_plain(model.extra_states)
-        ),
+        metadata=metadata,
         indexed_groups=groups,
+        rank_extra=rank_extra,
     )
     orders = {"the order of the file's tensors": partial(_file_order, tensors)}
     if options.config is not None:
@@ -130,6 +137,8 @@ def _model_key(path: str, content: Mapping[Any, Any]) -> str | None:
 
     FormatError if two keys could be the model. Lightning's is known.
     """
+    if EXPORT_KEY in content:
+        return MODEL
     candidates = [name for name in _MODEL_KEYS if _is_state_dict(content.get(name))]
     if _LIGHTNING_KEY in content and "state_dict" in candidates:
         return "state_dict"
@@ -137,6 +146,24 @@ def _model_key(path: str, content: Mapping[Any, Any]) -> str | None:
         problem = f"{path}: expected one state dict that may be the model, got several"
         raise FormatError(format_list(problem, candidates))
     return candidates[0] if candidates else None
+
+
+def _param_groups(path: str, rest: dict[Any, Any]) -> Iterator[SavedGroup]:
+    """Take the optimizers out of `rest`, except what is beside their groups and state."""
+    for key in _list_optimizer_keys(rest):
+        value = rest.pop(key)
+        state_dicts = value if isinstance(value, list) else [value]
+        for state_dict in state_dicts:
+            yield from parse_groups(path, state_dict)
+        if any(others := list(map(other_entries, state_dicts))):
+            rest[key] = others
+
+
+def _other_parts(path: str, rest: dict[Any, Any]) -> Iterator[tuple[str, ParsedStateDict]]:
+    """Take further parts out of `rest`: all state dicts of an export, else master weights."""
+    for part in rest.keys() - ENTRIES if EXPORT_KEY in rest else [MASTER]:
+        if _is_state_dict(rest.get(part)):
+            yield part, parse_state_dict(path, rest.pop(part), part=part)
 
 
 def _list_optimizer_keys(content: Mapping[Any, Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from tests.support.torch_training import causal_lm_loss, check_equal, state_of, 
 from unified_ckpt.cli.main import main
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.views.apply_options import apply_options
 from unified_ckpt.views.stack_layers import stack_layers, unstack_layers
 
 QUICK = uc.SaveOptions(fsync=False)
@@ -96,29 +97,25 @@ def test_groups_of_layers_that_differ(tmp_path: Path) -> None:
     """In models with alternating layers, every second layer has equal shapes."""
     model = {f"h.{i}.w": torch.full((2 + i % 2, 3), float(i)) for i in range(6)}
     uc.save(tmp_path / "c", model=model, options=QUICK)
+    even = {"over": "i", "step": 2}
+    groups = [(even, "[02468]", "h.0.w"), ({**even, "start": 1}, "[13579]", "h.1.w")]
+    stacking = [
+        {"regex": rf"h\.(?P<i>{digits})\.w", "stack": over, "to": name}
+        for over, digits, name in groups
+    ]
+    unstacking = [{"match": name, "unstack": over, "to": "h.{i}.w"} for over, _, name in groups]
     with uc.open(tmp_path / "c") as opened:
-        view = stack_layers(opened.source, period=2)
+        view = apply_options(opened.source, SourceOptions(rename=stacking))
         assert {
             name: spec.shape for name, spec in view.specs("model", view.names("model")).items()
         } == {
             "h.0.w": (3, 2, 3),
             "h.1.w": (3, 3, 3),
         }
-        again = unstack_layers(view, period=2)
+        again = apply_options(view, SourceOptions(rename=unstacking))
         assert sorted(again.names("model")) == sorted(model)
         for name, tensor in model.items():
             assert uc.engine.source.view.SourceView(again)["model"][name][...].equal(tensor)
-        with pytest.raises(
-            FormatError,
-            match="h: got 6 layers, expected a multiple of the period, 4",
-        ):
-            stack_layers(opened.source, period=4)
-        with pytest.raises(
-            FormatError,
-            match=r"model:h.1.w: got F32 of shape \(3, 3\), expected F32 of shape \(2, 3\) as "
-            r"in layer 0",
-        ):
-            stack_layers(opened.source)
 
 
 def test_unstacked_tensors_keep_the_stored_digests(tmp_path: Path) -> None:
@@ -131,12 +128,16 @@ def test_unstacked_tensors_keep_the_stored_digests(tmp_path: Path) -> None:
 
 
 WRONG = [
-    ({"h.0.w": (2,), "h.1.w": (2,), "h.1.b": (2,)}, "h.1.b: layer 0 lacks this tensor"),
-    ({"h.0.w": (2,), "h.0.b": (2,), "h.1.w": (2,)}, "h.1.b: is missing; layer 0 has it"),
-    ({"h.0.w": (2,), "h.2.w": (2,)}, "h: got layers 0, 2, expected all from 0"),
+    ({"h.0.w": (2,), "h.1.w": (2,), "h.1.b": (2,)}, "model:h.b: 0 is missing in a stack of 1"),
     (
-        {"h.0.w": (2,), "h.1.w": (3,)},
-        r"model:h.1.w: got F32 of shape \(3,\), expected F32 of shape \(2,\) as in layer 0",
+        {"h.0.w": (2,), "h.0.b": (2,), "h.1.w": (2,)},
+        "model: h.w stacks 2 tensors, h.b 1; add 1 to both",
+    ),
+    ({"h.0.w": (2,), "h.2.w": (2,)}, "model:h.w: 1 is missing in a stack of 0, 2"),
+    ({"h.0.w": (2,), "h.1.w": (3,)}, r"model:h.w: .*got shapes \(2,\), \(3,\), expected equal"),
+    (
+        {"h.0.w": (2,), "h.1.w": torch.float16},
+        r"model:h.w: got operands of dtypes F16, F32, expected one dtype",
     ),
     ({"w": (2,)}, "no tensor name contains a layer number"),
     ({"h.0.w": (2,), "h.w": (2,)}, "model:h.w: is the new name of model:h.w and of model:h.0.w"),
@@ -145,15 +146,16 @@ WRONG = [
 
 @pytest.mark.parametrize(("shapes", "text"), WRONG, ids=[text for _, text in WRONG])
 def test_layers_that_differ_are_refused_by_name(
-    tmp_path: Path, shapes: dict[str, tuple[int, ...]], text: str
+    tmp_path: Path, shapes: dict[str, tuple[int, ...] | torch.dtype], text: str
 ) -> None:
-    uc.save(
-        tmp_path / "c",
-        model={name: torch.ones(shape) for name, shape in shapes.items()},
-        options=QUICK,
-    )
-    with pytest.raises(FormatError, match=text):
-        uc.open(tmp_path / "c", options=SourceOptions(layers="stacked"))
+    model = {
+        name: torch.ones(shape) if isinstance(shape, tuple) else torch.ones(2, dtype=shape)
+        for name, shape in shapes.items()
+    }
+    uc.save(tmp_path / "c", model=model, options=QUICK)
+    options = SourceOptions(layers="stacked")
+    with pytest.raises(FormatError, match=text), uc.open(tmp_path / "c", options=options) as source:
+        source["model"]["h.w"]  # before the first byte
 
 
 def test_stacks_of_different_heights_are_refused_by_name(tmp_path: Path) -> None:

@@ -193,25 +193,20 @@ def _chunks(source: Source, key: Key, nbytes: int, progress: Progress) -> Iterat
 
 
 def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
+    metadata, tree = source.metadata(), _tree(source, progress)
+    if OPTIMIZER in source.parts:
+        tree[OPTIMIZER] = _optimizer(metadata, _tensors(source, OPTIMIZER, progress))
+    return tree
+
+
+def _tree(source: Source, progress: Progress) -> dict[str, Any]:
+    """Everything but the optimizer, and the mark by which the reader knows the keys."""
     metadata = source.metadata()
-    state_dict: dict[str, Any] = {
+    parts: dict[str, Any] = {
         part: _tensors(source, part, progress) for part in source.parts if part != OPTIMIZER
     }
-    if MODEL in state_dict:
-        state_dict[MODEL] |= metadata.modules
-    if OPTIMIZER in source.parts or metadata.groups or metadata.scalars:
-        state_dict[OPTIMIZER] = _optimizer(metadata, _tensors(source, OPTIMIZER, progress))
-    other_entries = _other_entries(source, metadata)
-    raise_if_any(
-        FormatError,
-        "part names conflict with reserved keys of the file",
-        sorted(state_dict.keys() & other_entries.keys()),
-    )
-    return state_dict | other_entries
-
-
-def _other_entries(source: Source, metadata: SourceMetadata) -> dict[str, Any]:
-    """Everything beside tensors that exists, and the mark by which the reader knows it."""
+    if MODEL in parts:
+        parts[MODEL] |= metadata.modules
     entries = {
         EXPORT_KEY: EXPORT_VERSION,
         "step": metadata.step,
@@ -219,7 +214,13 @@ def _other_entries(source: Source, metadata: SourceMetadata) -> dict[str, Any]:
         "metrics": dict(metadata.metrics) or None,
         "rank_extra": [source.rank_extra(rank) for rank in range(metadata.rank_extras)] or None,
     }
-    return {name: value for name, value in entries.items() if value is not None}
+    entries = {name: value for name, value in entries.items() if value is not None}
+    raise_if_any(
+        FormatError,
+        "part names conflict with reserved keys of the file",
+        sorted(parts.keys() & entries.keys()),
+    )
+    return parts | entries
 
 
 def _optimizer(metadata: SourceMetadata, tensors: Tensors) -> dict[str, Any]:
@@ -261,18 +262,12 @@ def _states(metadata: SourceMetadata, tensors: Tensors) -> dict[str, dict[str, A
 
 
 def _state_entries(source: Source, progress: Progress) -> list[StateEntry]:
-    metadata = source.metadata()
-    entries = [
-        StateEntry((part, name), tensor)
-        for part in source.parts
-        if part != OPTIMIZER
-        for name, tensor in _tensors(source, part, progress).items()
-    ]
-    entries += [
-        StateEntry((MODEL, name), value)
-        for name, value in metadata.modules.items()
-        if MODEL in source.parts
-    ]
+    metadata, entries = source.metadata(), list[StateEntry]()
+    for key, value in _tree(source, progress).items():
+        if key in source.parts or (key == "extra" and _is_dict_of_names(value)):
+            entries += [StateEntry((key, name), item) for name, item in value.items()]
+        else:
+            entries.append(StateEntry((key,), value))
     for fqn, states in _states(metadata, _tensors(source, OPTIMIZER, progress)).items():
         entries += [
             StateEntry((OPTIMIZER, "state", fqn, state), value) for state, value in states.items()
@@ -283,10 +278,8 @@ def _state_entries(source: Source, progress: Progress) -> list[StateEntry]:
             StateEntry((OPTIMIZER, "param_groups", number, key), value)
             for key, value in options.items()
         ]
-    other_entries = _other_entries(source, metadata)
-    extra = other_entries.pop("extra", None)
-    if isinstance(extra, dict) and extra and all(isinstance(key, str) for key in extra):
-        entries += [StateEntry(("extra", key), value) for key, value in extra.items()]
-    elif extra is not None:
-        other_entries["extra"] = extra
-    return entries + [StateEntry((key,), value) for key, value in other_entries.items()]
+    return entries
+
+
+def _is_dict_of_names(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) for key in value)

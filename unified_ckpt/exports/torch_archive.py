@@ -90,7 +90,7 @@ def _reduce_tensor(tensor: StreamedTensor) -> tuple[Any, tuple[Any, ...]]:
     return torch._utils._rebuild_tensor_v3, (*args, tensor.dtype)
 
 
-def write_archive(file: BinaryIO, value: Any, *, name: str = "archive") -> None:
+def write_archive(file: BinaryIO, value: Any) -> None:
     """Write an archive at the file's current position.
 
     `value` is anything that can be pickled, with torch tensors and `StreamedTensor`s in it.
@@ -101,11 +101,11 @@ def write_archive(file: BinaryIO, value: Any, *, name: str = "archive") -> None:
     with zipfile.ZipFile(
         cast("Any", _OffsetFile(file)), "w", zipfile.ZIP_STORED, allowZip64=True
     ) as archive:
-        _write_entry(archive, f"{name}/data.pkl", [memoryview(body.getbuffer())])
-        _write_entry(archive, f"{name}/byteorder", [memoryview(sys.byteorder.encode())])
+        _write_entry(archive, "archive/data.pkl", [memoryview(body.getbuffer())])
+        _write_entry(archive, "archive/byteorder", [memoryview(sys.byteorder.encode())])
         for key, tensor in enumerate(pickler.storages):
-            _write_entry(archive, f"{name}/data/{key}", tensor.chunks())
-        _write_entry(archive, f"{name}/version", [memoryview(b"3\n")])
+            _write_entry(archive, f"archive/data/{key}", tensor.chunks())
+        _write_entry(archive, "archive/version", [memoryview(b"3\n")])
 
 
 def _write_entry(archive: zipfile.ZipFile, name: str, chunks: Any) -> None:

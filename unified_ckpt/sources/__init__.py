@@ -17,21 +17,20 @@ from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import absolute_path, is_url, strip_file_scheme
-from unified_ckpt.sources.detect.names import Format, detect_format, detect_unsupported
+from unified_ckpt.sources.detect.names import Format, check_recognized, detect_format
 from unified_ckpt.sources.files.parsing import DAMAGE_ERRORS
 
 
 def resolve_format(path: str, options: SourceOptions) -> Format | None:
     """Return the foreign format at a path, or None for unified, safetensors and unknown files.
 
-    If no reader matches, this is the unsupported format whose files were recognized; opening it
-    raises.
+    FormatError for a recognized but unsupported format.
     """
     if is_url(path):
         return None
     detected = detect_format(strip_file_scheme(path), format_name=options.format)
     if detected is None and options.format is None:
-        return detect_unsupported(strip_file_scheme(path))
+        check_recognized(strip_file_scheme(path))
     return detected
 
 

@@ -21,7 +21,7 @@ from unified_ckpt.runtime.storage.regular_files import (
     probe,
 )
 from unified_ckpt.sources.detect.paddle import is_paddle
-from unified_ckpt.sources.detect.unsupported import UNSUPPORTED_FORMATS, UnsupportedFormat
+from unified_ckpt.sources.detect.unsupported import check_supported
 
 DCP_METADATA = ".metadata"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -227,21 +227,6 @@ FORMATS = (
 )
 
 
-def _unsupported_format(unsupported: UnsupportedFormat) -> Format:
-    """Return a format whose open function raises."""
-    return Format(
-        unsupported.name,
-        unsupported.title,
-        "detect.unsupported:raise_unsupported",
-        lambda listing: unsupported.matches(
-            {os.path.split(listing.path)[1]} if listing.is_file else listing.entries
-        ),
-    )
-
-
-_UNSUPPORTED = tuple(map(_unsupported_format, UNSUPPORTED_FORMATS))
-
-
 def format_title(name: str) -> str:
     """Return a format's title for messages, or the name itself if it is unknown."""
     return next((known_format.title for known_format in FORMATS if known_format.name == name), name)
@@ -279,12 +264,8 @@ def match_format(listing: PathListing) -> Format | None:
     return next((known_format for known_format in FORMATS if known_format.matches(listing)), None)
 
 
-def detect_unsupported(path: str) -> Format | None:
-    """Return the recognized but unsupported format of a path, if nothing readable is there.
-
-    Opening it raises an error that says what to do instead.
-    """
+def check_recognized(path: str) -> None:
+    """Raise FormatError for a recognized but unsupported format, if nothing readable is there."""
     listing = list_path(path)
-    if has_safetensors(listing) or listing.entries & _UNIFIED_FILES:
-        return None
-    return next((unsupported for unsupported in _UNSUPPORTED if unsupported.matches(listing)), None)
+    if not has_safetensors(listing) and not listing.entries & _UNIFIED_FILES:
+        check_supported(path, {os.path.split(path)[1]} if listing.is_file else listing.entries)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NoReturn
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import list_folder
 
 _TRANSFORMERS_4 = "load it with transformers 4 ({}) and call save_pretrained"
 
 
 @dataclass(frozen=True, slots=True)
-class UnsupportedFormat:
+class _UnsupportedFormat:
     """A format that is recognized but not read. `patterns` match names of files."""
 
-    name: str
     title: str
     patterns: tuple[str, ...]
     advice: str
@@ -29,42 +24,36 @@ class UnsupportedFormat:
         return any(fnmatchcase(entry, pattern) for entry in entries for pattern in self.patterns)
 
 
-UNSUPPORTED_FORMATS = (
-    UnsupportedFormat(
-        "diffusers",
+_UNSUPPORTED_FORMATS = (
+    _UnsupportedFormat(
         "a diffusers pipeline",
         ("model_index.json",),
         "load it with diffusers and save each component with uc.save",
     ),
-    UnsupportedFormat(
-        "gguf",
+    _UnsupportedFormat(
         "GGUF (quantized weights of llama.cpp)",
         ("*.gguf",),
         "load it with transformers, from_pretrained(folder, gguf_file=...), "
         "and call save_pretrained",
     ),
-    UnsupportedFormat(
-        "nemo",
+    _UnsupportedFormat(
         "NeMo",
         ("*.nemo", "model_weights.ckpt"),
         "export it to Hugging Face with NeMo (nemo.collections.llm.export_ckpt, or "
         "scripts/checkpoint_converters)",
     ),
-    UnsupportedFormat(
-        "paddle-pickle",
+    _UnsupportedFormat(
         "a paddle.save pickle",
         ("*.pdparams", "*.pdopt", "*.pdmodel", "*.pdiparams"),
         "pass the folder that holds model_state*.pdparams and config.json, or save it with "
         "PaddleNLP as safetensors",
     ),
-    UnsupportedFormat(
-        "flax",
+    _UnsupportedFormat(
         "Flax",
         ("*.msgpack",),
         _TRANSFORMERS_4.format("from_pretrained(folder, from_flax=True)"),
     ),
-    UnsupportedFormat(
-        "tensorflow",
+    _UnsupportedFormat(
         "TensorFlow",
         (
             "*.h5",
@@ -76,8 +65,7 @@ UNSUPPORTED_FORMATS = (
         ),
         _TRANSFORMERS_4.format("from_pretrained(folder, from_tf=True)"),
     ),
-    UnsupportedFormat(
-        "onnx",
+    _UnsupportedFormat(
         "ONNX, a graph for inference",
         ("*.onnx",),
         "pass the folder of the model that it was exported from",
@@ -85,8 +73,8 @@ UNSUPPORTED_FORMATS = (
 )
 
 
-def raise_unsupported(path: str, _options: SourceOptions) -> NoReturn:
-    """Raise FormatError naming the format and what to do instead."""
-    entries = list_folder(path) or [os.path.split(path)[1]]
-    unsupported = next(candidate for candidate in UNSUPPORTED_FORMATS if candidate.matches(entries))
-    raise FormatError(f"{path}: {unsupported.title} is not supported; {unsupported.advice}")
+def check_supported(path: str, entries: Collection[str]) -> None:
+    """Raise FormatError if a file is of a recognized format: which, and what to do instead."""
+    for unsupported in _UNSUPPORTED_FORMATS:
+        if unsupported.matches(entries):
+            raise FormatError(f"{path}: {unsupported.title} is not supported; {unsupported.advice}")

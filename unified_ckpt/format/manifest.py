@@ -361,13 +361,13 @@ def _check_crc(encoded: bytes, recorded: object, file: str) -> None:
 
 def _check_version(content: dict[str, Any], file: str) -> None:
     version = content.get("format_version")
-    major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
-    if not (dot and _is_number(major) and _is_number(minor)):
+    match = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
+    if match is None:
         raise FormatError(
             f"{file}: got format_version {version!r}, expected a version like {FORMAT_VERSION!r}"
         )
     major_read = FORMAT_VERSION.partition(".")[0]
-    if int(major) != int(major_read):
+    if int(match[1]) != int(major_read):
         versions = content.get("versions")
         writer = versions.get("unified-ckpt") if isinstance(versions, dict) else None
         writer_text = f"unified_ckpt {writer!s:.40}, which" if writer else "the unified_ckpt that"
@@ -375,10 +375,6 @@ def _check_version(content: dict[str, Any], file: str) -> None:
             f"{file}: got format version {version}, expected {major_read}.x; "
             f"install {writer_text} wrote it"
         )
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < len(str(2**31))
 
 
 def _validation_text(error: ValidationError) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from itertools import islice
 from math import prod
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -108,14 +109,6 @@ def whole_tensor(tensor: torch.Tensor, file: str) -> ShardedTensor:
     return single_shard(tensor.dtype, tensor.shape, tensor.detach, file)
 
 
-def _no_rank_extra(_: int) -> None:
-    """Return None: the format stores nothing by rank."""
-
-
-def _no_files() -> None:
-    """Do nothing: no file is open."""
-
-
 @dataclass(frozen=True, slots=True)
 class SourceExtras:
     """What only some formats have.
@@ -125,8 +118,8 @@ class SourceExtras:
     """
 
     refused: Mapping[str, str] = field(default_factory=dict)
-    rank_extra: Callable[[int], Any] = _no_rank_extra
-    close: Callable[[], object] = _no_files
+    rank_extra: Callable[[int], Any] = lambda _: None
+    close: Callable[[], object] = lambda: None
 
 
 class ShardedSource(Source):
@@ -151,7 +144,7 @@ class ShardedSource(Source):
         self.verification = VerificationLog()  # other formats have no digests
         self._names: dict[str, dict[str, None]] = {}
         for part, name in sorted(
-            tensors, key=lambda key: [shard.file for shard in tensors[key].shards[:1]]
+            tensors, key=lambda key: [shard.file for shard in islice(tensors[key].shards, 1)]
         ):
             self._names.setdefault(part, {})[name] = None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import overload
+from typing import Any
 
 import torch
 
@@ -59,13 +59,7 @@ class _LazyShards(Sequence[TensorShard]):
     def __len__(self) -> int:
         return len(self._ranges)
 
-    @overload
-    def __getitem__(self, index: int) -> TensorShard: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TensorShard]: ...
-    def __getitem__(self, index: int | slice) -> TensorShard | Sequence[TensorShard]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: Any) -> Any:
         flat_range = self._ranges[index]
         return TensorShard(
             Box((flat_range.param_offset,), (flat_range.numel,)),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.runtime.storage.regular_files import open_binary
@@ -28,6 +29,13 @@ def parsing(path: str, expected: str) -> Iterator[None]:
         yield
     except (*DAMAGE_ERRORS, NotFoundError) as error:
         raise FormatError(f"{path}: expected {expected}: {error!r}") from error
+
+
+def set_nested(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """Set a value in a tree of dicts, under these keys."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
 
 
 def read_text(path: str) -> str:

@@ -21,6 +21,7 @@ from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.files.json import read_json
+from unified_ckpt.sources.files.parsing import set_nested
 from unified_ckpt.sources.orbax.arrays import StoredArray, chunk_boxes, open_arrays
 from unified_ckpt.sources.orbax.folders import OrbaxStep, OrbaxTree, read_tree, resolve_step
 from unified_ckpt.sources.orbax.maxtext import (
@@ -148,27 +149,21 @@ def _metadata(
     )
     extra: dict[Any, Any] = {}
     for path in roles.scalars:
-        _set_nested(extra, path, arrays[path].read(full_box(())).item())
+        set_nested(extra, path, arrays[path].read(full_box(())).item())
     for path, text in strings.items():
-        _set_nested(extra, path, text)
+        set_nested(extra, path, text)
     for item, file in step.json_items.items():
-        _set_nested(extra, (item,), read_json(file))
+        set_nested(extra, (item,), read_json(file))
     custom = {item: tree.custom for item, tree in trees.items() if tree.custom}
     custom |= step.metadata.get("custom_metadata") or {}
     if custom:
-        _set_nested(extra, ("custom_metadata",), custom)
+        set_nested(extra, ("custom_metadata",), custom)
     return SourceMetadata(
         step=number,
         extra=extra or None,
         rank_extras=len(step.iterator_states),
         left_out=step.left_out,
     )
-
-
-def _set_nested(tree: dict[Any, Any], path: Path, value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
 
 
 def _iterator_state(step: OrbaxStep, rank: int) -> Any:

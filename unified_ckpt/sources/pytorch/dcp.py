@@ -27,6 +27,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import file_size
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.detect.names import DCP_METADATA
+from unified_ckpt.sources.files.parsing import set_nested
 from unified_ckpt.sources.pytorch.dcp_metadata import Entry, KeyPath, read_entries
 from unified_ckpt.sources.pytorch.exported import restore_entries
 from unified_ckpt.sources.pytorch.optimizer_groups import groups_by_options, param_group
@@ -215,7 +216,7 @@ def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
     for path, value in objects.items():
         state = _state_path(path)
         if state is not None:
-            _insert(scalars, state, value)
+            set_nested(scalars, state, value)
             continue
         if _is_optimizer(path[0]) and len(path) > 1:
             inner_path = path[1:] if len(path) > 2 else tuple(str(path[1]).split("."))
@@ -225,7 +226,9 @@ def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
                 options.setdefault((str(path[0]), owner), {})[str(inner_path[-1])] = value
                 continue
         module = _module_key(path)
-        _insert(modules if module else tree, path[path.index(module) :] if module else path, value)
+        set_nested(
+            modules if module else tree, path[path.index(module) :] if module else path, value
+        )
     step = tree.get("step")
     return SourceMetadata(
         step=step if isinstance(step, int) and not isinstance(step, bool) else None,
@@ -245,12 +248,6 @@ def _state_path(path: KeyPath) -> KeyPath | None:
             fqn, _, key = str(path[1]).removeprefix("state.").rpartition(".")
             return fqn, key
     return None
-
-
-def _insert(tree: dict[Any, Any], path: KeyPath, value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value
 
 
 def _param_groups(options: Mapping[GroupKey, dict[str, Any]]) -> list[dict[str, Any]]:

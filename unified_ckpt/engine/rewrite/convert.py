@@ -324,7 +324,7 @@ def _finalize(
     source, tensors = rewrite.source, written.tensors
     attach = partial(_attach_files, request)
     if request.without_manifest:
-        record.notes += unwritten_names_notes(source)
+        record.notes.extend(unwritten_names_notes(source))
         finalize_files(rewrite.transaction, tensors, attach=attach)
         return
     metadata = source.metadata()

@@ -253,7 +253,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[uc.CheckpointError], str]
         uc.IncompleteError,
         r"is distrib_optim.pt missing\?",
     ),
-    "no step": (track("8"), uc.IncompleteError, r"names step 8, whose folder does not exist"),
+    "no step": (
+        track("8"),
+        uc.IncompleteError,
+        r"names step 8, but .*/iter_0000008 does not exist",
+    ),
     "a path": (track("../../etc"), uc.FormatError, r"got '../../etc'"),
     "two saves": (
         edit(lambda content: content.update(iteration=6)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from unified_ckpt.errors import FormatError, NotFoundError
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, open_binary
 
 # RuntimeError includes RecursionError.
 DAMAGE_ERRORS = (
@@ -42,3 +44,27 @@ def read_text(path: str) -> str:
     """Return a small text file, such as one that names the latest step, without outer blanks."""
     with open_binary(path) as file:
         return file.read().decode(errors="replace").strip()
+
+
+def pointed_step(
+    root: str, pointer: str, folder_name: Callable[[int], str], *, others: Collection[str] = ()
+) -> str:
+    """Return the folder of the step that a pointer file names; `root` itself without the file.
+
+    `others`: folders that it may name instead of a number. FormatError for anything else,
+    IncompleteError if the folder does not exist.
+    """
+    path = os.path.join(root, pointer)
+    if not is_file(path):
+        return root
+    step = read_text(path)
+    if not re.fullmatch("[0-9]{1,18}", step) and step not in others:
+        expected = " or ".join(["a step number", *others])
+        raise FormatError(f"{path}: got {step[:40]!r}, expected {expected}")
+    folder = os.path.join(root, step if step in others else folder_name(int(step)))
+    if not is_folder(folder):
+        raise IncompleteError(
+            f"{path}: names step {step}, but {folder} does not exist; pass the folder of an "
+            "existing step"
+        )
+    return folder

@@ -16,9 +16,7 @@ import torch
 
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, list_folder
-from unified_ckpt.sources.detect.names import MEGATRON_TRACKER
-from unified_ckpt.sources.files.parsing import read_text
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.megatron.arguments import Arguments, parse_arguments, rank_positions
 from unified_ckpt.sources.megatron.names import to_core_name
 from unified_ckpt.sources.restricted_pickle.load import load_torch
@@ -71,26 +69,6 @@ class RankFile:
     state_dict: Mapping[str, Any]
     chunks: list[dict[str, torch.Tensor]] = field(default_factory=list)
     left_out: frozenset[str] = frozenset()
-
-
-def step_folder(root: str) -> str:
-    """Return the folder of the step that the tracker file names; `root` itself without a tracker.
-
-    IncompleteError if that folder does not exist.
-    """
-    tracker = os.path.join(root, MEGATRON_TRACKER)
-    if not is_file(tracker):
-        return root
-    step = read_text(tracker)
-    if step != "release" and not re.fullmatch(r"\d+", step):
-        raise FormatError(f"{tracker}: got {step[:40]!r}, expected a number or 'release'")
-    folder = os.path.join(root, step if step == "release" else f"iter_{int(step):07d}")
-    if not is_folder(folder):
-        raise IncompleteError(
-            f"{tracker}: names step {step}, whose folder does not exist; "
-            "pass the folder of an existing step"
-        )
-    return folder
 
 
 def read_rank_files(folder: str) -> tuple[Arguments, list[RankFile]]:

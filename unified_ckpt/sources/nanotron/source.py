@@ -28,13 +28,13 @@ from unified_ckpt.core.sharding.boxes import (
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, list_folder
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.detect.names import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.sources.files.json import read_json_object
-from unified_ckpt.sources.files.parsing import read_text
+from unified_ckpt.sources.files.parsing import pointed_step
 from unified_ckpt.sources.nanotron.shard_files import (
     ShardFile,
     list_shard_files,
@@ -81,7 +81,7 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
             f"{root}: names='huggingface' is not supported for nanotron, whose tensors are fused; "
             "pass names='own'"
         )
-    root = _step_folder(root)
+    root = pointed_step(root, NANOTRON_LATEST, str)
     meta = _read_json(os.path.join(root, NANOTRON_META))
     shard_files = list_shard_files(root)
     tensors: dict[Key, ShardedTensor] = {}
@@ -110,19 +110,6 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
         left_out=sorted(set(list_folder(root)) - _READ_ENTRIES),
     )
     return ShardedSource(root, tensors, format="nanotron", metadata=metadata)
-
-
-def _step_folder(root: str) -> str:
-    latest = os.path.join(root, NANOTRON_LATEST)
-    if not is_file(latest):
-        return root
-    step = read_text(latest)
-    if not step.isdigit():
-        raise FormatError(f"{latest}: got {step[:40]!r}, expected a step number")
-    folder = os.path.join(root, step)
-    if not is_folder(folder):
-        raise NotFoundError(f"{folder}: does not exist, but {NANOTRON_LATEST} names it")
-    return folder
 
 
 def _read_json(path: str) -> dict[str, Any]:

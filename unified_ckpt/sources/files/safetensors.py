@@ -80,27 +80,36 @@ def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key
     return tensors
 
 
+def weight_files(root: str, single: str, index_name: str) -> tuple[list[str], Mapping[str, str]]:
+    """Return the files of a Hugging Face model, and the file of each tensor if there is an index.
+
+    Without an index, or with a stale one, this is the single file, if it exists. IncompleteError
+    names missing files.
+    """
+    entries = set(list_folder(root))
+    weight_map: Mapping[str, str] = {}
+    if index_name in entries:
+        path = os.path.join(root, index_name)
+        with open_binary(path) as file:
+            weight_map = index.parse_index(file.read(), file=path)
+        if index.is_stale(weight_map, single=single, file_names=entries, folder=root):
+            weight_map = {}
+    files = sorted(set(weight_map.values()))
+    raise_if_any(
+        IncompleteError,
+        f"{root}: files are missing",
+        [name for name in files if name not in entries],
+    )
+    return files or sorted({single} & entries), weight_map
+
+
 def open_model_files(root: str, *, part: str = MODEL) -> list[TensorFile]:
     """Open the Hugging Face safetensors files of a part: a single file, or those of the index.
 
     Return [] if there are none. Raises IncompleteError naming missing files or tensors.
     """
-    entries = set(list_folder(root))
-    single = names.file_name(part, number=1, count=1)
-    weight_map = None
-    index_path = os.path.join(root, names.index_name(part))
-    if names.index_name(part) in entries:
-        with open_binary(index_path) as index_file:
-            weight_map = index.parse_index(index_file.read(), file=index_path)
-    if weight_map is None or index.is_stale(
-        weight_map, single=single, file_names=entries, folder=root
-    ):
-        return [open_tensor_file(os.path.join(root, single))] if single in entries else []
-    files = sorted(set(weight_map.values()))
-    raise_if_any(
-        IncompleteError,
-        f"{root}: files are missing",
-        [file for file in files if file not in entries],
+    files, weight_map = weight_files(
+        root, names.file_name(part, number=1, count=1), names.index_name(part)
     )
     opened_files = {file: open_tensor_file(os.path.join(root, file)) for file in files}
     raise_if_any(

@@ -18,12 +18,11 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import Order, Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.format import index
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import list_folder, open_binary
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state, strip_wrappers
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX
+from unified_ckpt.sources.files.safetensors import weight_files
 from unified_ckpt.sources.pytorch.exported import ENTRIES, EXPORT_KEY, restore_entries
 from unified_ckpt.sources.pytorch.optimizer_groups import (
     SavedGroup,
@@ -218,22 +217,7 @@ def open_bin_folder(root: str, _options: SourceOptions) -> ShardedSource:
 
 def read_bins(root: str) -> ParsedStateDict:
     """Return the merged content of the folder's files. Same errors as `open_bin_folder`."""
-    names = set(list_folder(root))
-    weight_map: Mapping[str, str] = {}
-    files = [BIN]
-    if BIN_INDEX in names:
-        path = os.path.join(root, BIN_INDEX)
-        with open_binary(path) as file:
-            weight_map = index.parse_index(file.read(), file=path)
-        if index.is_stale(weight_map, single=BIN, file_names=names, folder=root):
-            weight_map = {}
-    if weight_map:
-        files = sorted(set(weight_map.values()))
-        raise_if_any(
-            IncompleteError,
-            f"{root}: files are missing",
-            [name for name in files if name not in names],
-        )
+    files, weight_map = weight_files(root, BIN, BIN_INDEX)
     merged = ParsedStateDict({}, {}, {}, {})
     for file_name in files:
         path = os.path.join(root, file_name)

@@ -149,7 +149,8 @@ class SourceOptions(_Options):
     splits them. `layer_lists` names the lists of layers; None detects them.
 
     `conversion_fn`: "package.module:function". It is imported and called with
-    {part: {name: tensor that is read when indexed}}, and returns the same structure.
+    {part: {name: tensor that is read when indexed}}, tied tensors under all their names, and
+    returns the same structure.
     """
 
     format: str | None = None

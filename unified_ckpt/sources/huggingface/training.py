@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,11 +35,7 @@ from unified_ckpt.sources.restricted_pickle.load import load_torch, read_torch
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
 _PLAIN_FILES = ("scheduler", "scaler", "dl_state_dict")  # plain values, stored in `extra`
-_RNG_FILES = (
-    re.compile(r"rng_state()\.pth"),
-    re.compile(r"rng_state_(\d+)\.pth"),
-    re.compile(r"random_states_(\d+)\.pkl"),
-)
+_RNG_FILE = r"rng_state(?:_(\d+))?\.pth|random_states_(\d+)\.pkl"
 _UNREAD_STATE = re.compile(r"custom_checkpoint_\d+\.pkl|sampler(_\d+)?\.bin")
 _RNG_KEYS = {  # keys of the Trainer and of Accelerate -> those of `RandomStates`
     "python": "python",
@@ -79,7 +75,7 @@ def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> S
     _read_models(root, entries, checkpoint)
     _read_optimizers(root, entries, checkpoint)
     step, extra = _read_extra(root, entries)
-    rng_files = _list_rng_files(root, entries)
+    rng_files = _rank_files(root, entries, _RNG_FILE)
     extra |= checkpoint.metadata.extra or {}
     checkpoint.metadata = replace(
         checkpoint.metadata,
@@ -146,7 +142,7 @@ def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> Pa
         tensors = {(part, name): tensor for (_, name), tensor in source.tensors.items()}
         metadata = source.metadata()
         return ParsedStateDict(tensors, {}, dict(metadata.modules), metadata.extra or {})
-    rank_paths = _rank_files(root, fsdp_name)
+    rank_paths = _rank_files(root, entries, rf"{fsdp_name}_rank(\d+)\.bin")
     if rank_paths:
         from unified_ckpt.sources.huggingface.fsdp_ranks import (  # imports DTensor
             model_from_ranks,
@@ -168,25 +164,17 @@ def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> Pa
     return ParsedStateDict({}, {}, {}, {})
 
 
-def _rank_files(root: str, stem: str) -> list[str]:
-    """Return the paths of `<stem>_rank<r>.bin` for ranks 0, 1, ...; [] if there are none.
+def _rank_files(root: str, entries: Collection[str], pattern: str) -> list[str]:
+    """Return the paths of the files of ranks 0, 1, ...; [] if there are none.
 
-    IncompleteError names a missing rank in between.
+    `pattern`: of their names, with the rank as a group, 0 without. IncompleteError names a missing
+    rank in between.
     """
-    names = {
-        int(match[1]): name
-        for name in list_folder(root)
-        if (match := re.fullmatch(rf"{stem}_rank(\d+)\.bin", name))
-    }
-    raise_if_any(
-        IncompleteError,
-        f"{root}: files are missing",
-        [
-            f"{stem}_rank{rank}.bin"
-            for rank in range(max(names, default=-1) + 1)
-            if rank not in names
-        ],
-    )
+    matches = [match for name in entries if (match := re.fullmatch(pattern, name))]
+    names = {int(next(filter(None, match.groups()), 0)): match[0] for match in matches}
+    missing = sorted(set(range(max(names, default=-1))) - set(names))
+    title = f"{root}: found {', '.join(sorted(names.values()))}; these ranks' files are missing"
+    raise_if_any(IncompleteError, title, list(map(str, missing)))
     return [os.path.join(root, names[rank]) for rank in sorted(names)]
 
 
@@ -224,7 +212,7 @@ def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignChec
                 source.metadata(),
                 prefix=_optimizer_prefix(checkpoint, index),
             )
-        elif rank_paths := _rank_files(root, folder):
+        elif rank_paths := _rank_files(root, entries, rf"{folder}_rank(\d+)\.bin"):
             from unified_ckpt.sources.huggingface.fsdp_ranks import optimizer_from_ranks
 
             _add_optimizer(
@@ -305,23 +293,6 @@ def _read_extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[st
         extra["trainer_state"] = read_json_object(os.path.join(root, TRAINER_STATE))
     step = extra.get("trainer_state", {}).get("global_step")
     return (step if isinstance(step, int) else None), extra
-
-
-def _list_rng_files(root: str, entries: frozenset[str]) -> list[str]:
-    """Return the random state files by rank. IncompleteError names a missing rank in between."""
-    names = {
-        int(match[1] or 0): name
-        for name in entries
-        for pattern in _RNG_FILES
-        if (match := pattern.fullmatch(name))
-    }
-    missing = sorted(set(range(len(names))) - set(names))
-    if missing:
-        raise IncompleteError(
-            f"{root}: random states of rank {missing[0]} are missing; "
-            f"found {', '.join(sorted(names.values()))}"
-        )
-    return [os.path.join(root, names[rank]) for rank in sorted(names)]
 
 
 def _read_rng_state(files: Sequence[str], rank: int) -> dict[str, Any] | None:

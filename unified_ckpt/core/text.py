@@ -49,6 +49,13 @@ def format_ranks(ranks: Iterable[int]) -> str:
     )
 
 
+def first_items(items: Sequence[str], limit: int) -> str:
+    """Return the first items in one line, and how many more there are."""
+    return ", ".join(items[:limit]) + (
+        f" (and {len(items) - limit} more)" if len(items) > limit else ""
+    )
+
+
 def format_list(title: str, items: Sequence[str]) -> str:
     """Return a title and its items as indented lines, at most `MAX_SHOWN` of them."""
     remainder = f"\n  … and {len(items) - MAX_SHOWN} more" if len(items) > MAX_SHOWN else ""

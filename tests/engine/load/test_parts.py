@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import unified_ckpt as uc
 from tests.support.harness import make_checkpointer, run_ranks
@@ -177,3 +179,70 @@ def test_masters_and_objects_are_joined_over_ranks(tmp_path: Path, shared: bool)
         assert first == ("ema", "extra:other")
     else:
         assert "master_weights: b: the checkpoint's master weights are more precise" in first
+
+
+# extra state of modules
+
+
+def net(seed: int = 1) -> Net:
+    return trained_net(seed)[0]
+
+
+def tensors(seed: int = 1) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in net(seed).named_parameters()}
+
+
+def shared(seed: int = 1) -> torch.nn.Module:
+    module = net(seed)
+    return torch.nn.ModuleDict({"a": module, "b": module})
+
+
+def plain() -> torch.nn.Module:
+    return torch.nn.Linear(8, 8)
+
+
+def hub_folder(path: Path) -> None:
+    path.mkdir()
+    save_file(tensors(0), path / "model.safetensors")
+
+
+def converted(path: Path) -> None:
+    hub_folder(path.with_name("hub"))
+    uc.convert(path.with_name("hub"), path)
+
+
+def net_with_ema(path: Path) -> None:
+    uc.save(path, model=net(0), parts={"ema": net(0)})
+
+
+STATE = "modules:_extra_state"
+# how the checkpoint is made, the part that is loaded, its target, and what the report names where
+EXTRA_STATES: dict[str, tuple[Callable[[Path], None], str, Callable[[], Any], str, str]] = {
+    "not saved": (lambda path: uc.save(path, model=tensors()), "model", net, "missing", STATE),
+    "no owner": (net_with_ema, "model", plain, "unexpected", STATE),
+    "no owner in a part": (net_with_ema, "ema", plain, "unexpected", "modules:ema._extra_state"),
+    "dict of tensors": (net_with_ema, "model", tensors, "unused", STATE),
+    "part not requested": (net_with_ema, "ema", net, "unused", "model"),
+    "Hugging Face": (hub_folder, "model", net, "notes", "_extra_state"),
+    "converted": (converted, "model", net, "notes", "_extra_state"),
+    "shared module": (lambda path: uc.save(path, model=shared(0)), "model", shared, "", STATE),
+}
+
+
+@pytest.mark.parametrize("case", EXTRA_STATES)
+def test_extra_state_of_modules_without_counterpart(tmp_path: Path, case: str) -> None:
+    """It follows the rule of tensors; only a format that cannot have it is no error."""
+    make, part, target_of, field, name = EXTRA_STATES[case]
+    make(tmp_path / "c")
+    target = target_of()
+    arguments = {"model": target} if part == "model" else {"parts": {part: target}}
+    before = copy.deepcopy(target)
+    is_error = field in ("missing", "unexpected")
+    if is_error:
+        with pytest.raises(uc.MismatchError, match=name) as error:
+            uc.load(tmp_path / "c", **arguments)
+        assert getattr(error.value, field) == (name,)
+        assert same(target.state_dict(), before.state_dict())
+    report = uc.load(tmp_path / "c", **arguments, strict=not is_error)
+    for kind in ("missing", "unexpected", "unused", "notes"):
+        assert any(name in text for text in getattr(report, kind)) == (kind == field), kind

@@ -56,6 +56,7 @@ def test_several_modules_and_dicts_are_one_model() -> None:
     tensors = {"b": torch.ones(2), "a": torch.ones(3)}
     assert flatten_model(tensors).tensors == tensors
     shared = nn.Linear(2, 2)
+    assert flatten_model(tensors).extra_owners is None
     flat = flatten_model(
         [nn.ModuleDict({"0": shared}), nn.ModuleDict({"0": shared, "1": nn.Linear(2, 2)})]
     )

@@ -259,6 +259,7 @@ class Folder(Source):
             step=manifest.step,
             extra=codec.decode(manifest.extra, blobs, path="extra"),
             modules=self._decode_dict(manifest.modules, blobs, "modules"),
+            stores_modules=manifest.modules is not None or manifest.converted_from is None,
             groups=groups,
             scalars=scalars,
             rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,

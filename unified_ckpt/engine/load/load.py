@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from unified_ckpt.core.planning.load_plan import plan_reads
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.text import first_items
 from unified_ckpt.engine.load.match import (
     Match,
     MatchReport,
@@ -179,6 +180,7 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
         request.extra, request.rank_extra, request.source, metadata, rank=rank, world=world
     )
     report.missing += stateful.missing
+    _check_modules(request, report)
     group_options = _saved_group_options(request)
     matches = _check_optimizer(request, matches, report)
     mismatches = collect_mismatches(collective, request, report, stateful)
@@ -285,11 +287,28 @@ def _check_tied(
     )
     match_report.wrong += differing.values()
     if equal:
-        suffix = f", and {len(equal) - 3} more" if len(equal) > 3 else ""
         match_report.notes.append(
-            f"tied in the target, stored as equal tensors: {', '.join(equal[:3])}{suffix}"
+            f"tied in the target, stored as equal tensors: {first_items(equal, 3)}"
         )
     return [match for match in matches if match.target_key not in differing]
+
+
+def _check_modules(request: LoadRequest, match_report: MatchReport) -> None:
+    """Record modules whose extra state is not stored: a note where no format could have it."""
+    metadata = request.metadata
+    absent = [
+        name
+        for modules in request.state.extra_owners().values()
+        for name in modules
+        if name not in metadata.modules
+    ]
+    if metadata.modules or metadata.stores_modules:
+        match_report.missing += [f"modules:{name}" for name in absent]
+    elif absent:
+        match_report.notes.append(
+            "left unchanged, as the checkpoint has no extra state of modules: "
+            f"{first_items(absent, 3)}"
+        )
 
 
 def _check_optimizer(
@@ -347,6 +366,7 @@ def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -
         fqns = request.optimizer.param_names()
         scalars = {fqn: state for fqn, state in request.metadata.scalars.items() if fqn in fqns}
         request.optimizer.install(scalars=scalars, groups=groups)
-    for name, module in request.state.extra_owners().items():
-        if name in request.metadata.modules:
-            module.set_extra_state(request.metadata.modules[name])
+    for modules in request.state.extra_owners().values():
+        for name, module in modules.items():
+            if name in request.metadata.modules:
+                module.set_extra_state(request.metadata.modules[name])

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import first_items, format_list
 from unified_ckpt.engine.load.match import MatchReport
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.engine.load.same_on_all_ranks import check_same_on_all_ranks, shared_settings
@@ -55,6 +55,9 @@ def collect_mismatches(
             *sorted({part for parts in match_report.sources.values() for part in parts}),
         ],
     }
+    owners = request.state.extra_owners()
+    names["module_parts"] = sorted(owners)
+    names["modules"] = sorted(name for modules in owners.values() for name in modules)
     if is_resumed(request):
         names["masters"] = sorted(match_report.masters - match_report.masters_read)
         names["masters_read"] = sorted(match_report.masters_read)
@@ -94,6 +97,12 @@ def _join_names(
         for name in sorted(source.names(part))
         if f"{part}:{name}" not in joined["used"]
     ]
+    unused: list[str] = []
+    for name in sorted(request.metadata.modules.keys() - joined["modules"]):
+        part = name.partition(".")[0]
+        part = part if part in {*source.parts, *expected} else MODEL
+        if part in expected:  # a dict of tensors has no place for it
+            (unexpected if part in joined["module_parts"] else unused).append(f"modules:{name}")
     lost = sorted(joined.get("masters", set()) - joined.get("masters_read", set()))
     if lost:
         wrong.insert(0, _lost_masters_message(lost))
@@ -108,15 +117,14 @@ def _join_names(
         wrong=wrong,
         kept=sorted(joined["kept"]),
         padded=sorted(joined["padded"]),
-        unused=[name for name in stored if name not in expected | joined["loaded"]],
+        unused=[name for name in stored if name not in expected | joined["loaded"]] + unused,
     )
 
 
 def _lost_masters_message(names: Sequence[str]) -> str:
-    shown = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
     return (
-        f"{MASTER}: {shown}: the checkpoint's master weights are more precise than the model; pass "
-        "master_weights=, load a float32 model, or leave them out with "
+        f"{MASTER}: {first_items(names, 3)}: the checkpoint's master weights are more precise than "
+        "the model; pass master_weights=, load a float32 model, or leave them out with "
         'LoadOptions(parts=("model", "optimizer"))'
     )
 

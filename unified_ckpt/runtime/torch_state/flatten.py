@@ -90,13 +90,17 @@ class FlatState:
                 states[f"{part}.{fqn}"] = value
         return states
 
-    def extra_owners(self) -> dict[str, nn.Module]:
-        """Return the modules with extra state in the requested parts, by name as stored."""
-        owners = dict(self.model.extra_owners) if MODEL in self.requested_parts else {}
-        for part, flat in self.extra_parts.items():
-            if part in self.requested_parts:
-                owners |= {f"{part}.{fqn}": module for fqn, module in flat.extra_owners.items()}
-        return owners
+    def extra_owners(self) -> dict[str, dict[str, nn.Module]]:
+        """Return the modules that take extra state, by name as stored, of each requested part.
+
+        Parts that are dicts of tensors are left out.
+        """
+        flats = [("", MODEL, self.model), *((f"{p}.", p, f) for p, f in self.extra_parts.items())]
+        return {
+            part: {prefix + fqn: module for fqn, module in flat.extra_owners.items()}
+            for prefix, part, flat in flats
+            if part in self.requested_parts and flat.extra_owners is not None
+        }
 
     def skipped_ddp_buffers(self) -> set[Key]:
         """Return the buffers that rank 0 of a DDP group stores for this one."""

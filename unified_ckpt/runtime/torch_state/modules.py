@@ -40,13 +40,14 @@ class FlatModel:
 
     `tensors`: the caller's own tensors by name, each stored tensor once. `aliases`: other name ->
     stored name. `skipped_ddp_buffers`: buffers of DistributedDataParallel that rank 0 of its group
-    broadcasts before each forward pass, and saves for this rank.
+    broadcasts before each forward pass, and saves for this rank. `extra_owners`: the modules that
+    take extra state; None for a dict of tensors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_state: dict[str, Any] = field(default_factory=dict)
-    extra_owners: dict[str, nn.Module] = field(default_factory=dict)
+    extra_owners: dict[str, nn.Module] | None = None
     skipped_ddp_buffers: set[str] = field(default_factory=set)
 
     def param_names(self) -> dict[int, str]:
@@ -124,7 +125,8 @@ def _flatten_module(
     module: nn.Module,
     state: Mapping[str, Any],
 ) -> None:
-    modules = dict(module.named_modules())
+    # A shared module has several names, each with its extra state.
+    modules = dict(module.named_modules(remove_duplicate=False))
     wrapper_prefixes = _wrapper_prefixes(modules)
     for raw, value in state.items():
         fqn = clean_name(raw, wrapper_prefixes)
@@ -139,8 +141,9 @@ def _flatten_module(
                 f"{fqn}: got a {type(value).__name__} in the module's state, expected a tensor; "
                 "store other values with get_extra_state"
             )
+    flat.extra_owners = flat.extra_owners or {}
     for name, inner in modules.items():
-        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+        if type(inner).set_extra_state is not nn.Module.set_extra_state:
             raw = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
             flat.extra_owners[clean_name(raw, wrapper_prefixes)] = inner
     flat.skipped_ddp_buffers |= {

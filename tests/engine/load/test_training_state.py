@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -393,6 +394,28 @@ def test_groups_are_matched_by_name_and_not_by_position(
     assert same(other.state_dict(), two[0].state_dict()), "also the frozen parameters"
     assert other.frozen.weight not in fresh.state
     assert not any("frozen" in n for n in load_file(tmp_path / "c" / "optimizer.safetensors"))
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), np.arange(3), [torch.ones(3)]], ids=type)
+def test_options_with_several_elements(tmp_path: Path, value: Any) -> None:
+    """Groups are compared at the save, and at a load into one group."""
+    module = Two()
+    groups = [
+        {"params": list(layer.parameters()), "mask": copy.deepcopy(value)}
+        for layer in (module.first, module.second)
+    ]
+    saved = torch.optim.SGD(groups, lr=0.1)
+    stepped(module, saved)
+    uc.save(tmp_path / "c", model=module, optimizer=saved)
+    other = Two()
+    joined = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=9)
+    uc.load(tmp_path / "c", model=other, optimizer=joined)
+    assert joined.param_groups[0]["lr"] == 0.1
+    assert str(joined.param_groups[0]["mask"]) == str(value)
+    groups[1]["mask"] = [] if isinstance(value, list) else value + 1
+    uc.save(tmp_path / "d", model=module, optimizer=torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(uc.MismatchError, match="joins parameters whose saved hyperparameters"):
+        uc.load(tmp_path / "d", model=other, optimizer=joined)
 
 
 def test_group_that_joins_saved_groups(tmp_path: Path, two: tuple[Two, Optimizer]) -> None:

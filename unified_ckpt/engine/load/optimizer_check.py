@@ -19,16 +19,13 @@ from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.torch_state.optimizer_rules import (
     MASTER_KEYS,
+    RUNTIME_OPTIONS,
     STEP,
     StateRule,
     class_name,
     state_rule,
 )
-from unified_ckpt.runtime.torch_state.optimizer_target import (
-    RUNTIME_OPTIONS,
-    OptimizerTarget,
-    saved_groups,
-)
+from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget, saved_groups
 from unified_ckpt.runtime.torch_state.optimizers import is_master
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 

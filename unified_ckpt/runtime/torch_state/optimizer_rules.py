@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from unified_ckpt.format import codec
+
 STEP = "step"
+# Options of how an optimizer runs, not of what it computes: never loaded.
+RUNTIME_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 # The names of masters in apex and TransformerEngine.
 MASTER_KEYS = ("master_param", "master_params", "master_weight", "master_weights")
 # A master that is no more precise than its parameter may be ignored by any step.
@@ -134,3 +138,20 @@ def _torch_rule(name: str, enabled: frozenset[str]) -> StateRule:
     required, optional = (frozenset(names.split()) for names in _TORCH[name])
     dtypes: dict[str, torch.dtype] | None = {} if name == "LBFGS" else None
     return StateRule(required | enabled, optional - enabled | _OPTIONAL_MASTERS, dtypes)
+
+
+def computing_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a param group that change what the optimizer computes."""
+    return {name: value for name, value in options.items() if name not in RUNTIME_OPTIONS}
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Return whether two stored values are equal; they may be or contain tensors and arrays."""
+    try:
+        if a == b:
+            return True
+    except (RuntimeError, TypeError, ValueError):  # of several elements, or other shapes
+        pass
+    if isinstance(a, dict) and isinstance(b, dict):  # in any order
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+    return codec.pack(a, "value") == codec.pack(b, "value")

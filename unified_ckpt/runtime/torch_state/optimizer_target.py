@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unified_ckpt.errors import MismatchError
-from unified_ckpt.runtime.torch_state.optimizer_rules import STEP, state_rule
+from unified_ckpt.runtime.torch_state.optimizer_rules import (
+    RUNTIME_OPTIONS,
+    STEP,
+    computing_options,
+    same_value,
+    state_rule,
+)
 from unified_ckpt.runtime.torch_state.optimizers import (
     check_supported,
     is_master,
@@ -20,9 +26,6 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     param_name,
 )
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
-
-# Options of how the optimizer runs, not of what it computes: never loaded.
-RUNTIME_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(slots=True)
@@ -289,7 +292,8 @@ def match_groups(
     matched: list[Mapping[str, Any]] = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         candidates = [saved_group["options"] for saved_group in saved_groups(names, group, saved)]
-        if any(not _equal_options(candidates[0], other) for other in candidates[1:]):
+        first, *others = map(computing_options, candidates or [{}])
+        if not all(same_value(first, other) for other in others):
             fqn = names[id(group["params"][0])]
             raise MismatchError(
                 f"{fqn}: its param group joins parameters whose saved hyperparameters differ; "
@@ -297,14 +301,3 @@ def match_groups(
             )
         matched.append(candidates[0] if candidates else {})
     return matched
-
-
-def _equal_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    keys = a.keys() - set(RUNTIME_OPTIONS)
-    return keys == b.keys() - set(RUNTIME_OPTIONS) and all(_equal(a[key], b[key]) for key in keys)
-
-
-def _equal(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)

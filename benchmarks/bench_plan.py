@@ -215,9 +215,7 @@ def writer(declarations: Declarations) -> Callable[[], object]:
             checked_groups(declarations), declarations, max_file_bytes=BOUND
         )
         files = {name for plan in plans for name in names_in(plan)}
-        global_plan = build_global_plan(
-            plans, dict.fromkeys(files, (8, "0" * 16)), digest_head, [0]
-        )
+        global_plan = build_global_plan(plans, dict.fromkeys(files, (8, "0" * 16)), digest_head)
         indexes = {
             part: IndexFile.from_bytes(
                 encode_index(total_size=global_plan.tensors.nbytes[part], weight_map=weight_map)

@@ -48,7 +48,7 @@ def test_ranks_of_a_node_with_equal_declarations_are_grouped(
             table, gathered = gather_declarations(meeting, rows)
             if gathered is not None:
                 send_groups_by_node(meeting, gathered, nodes)
-        members, _ = read_memberships(meeting, table, rows, prefix=f"{nodes[comm.rank]}/")
+        members = read_memberships(meeting, table, rows, prefix=f"{nodes[comm.rank]}/")
         return [(group.index, group.holders, group.decls) for group in members]
 
     known_groups: dict[tuple[int, int], tuple[object, object]] = {}

@@ -81,7 +81,56 @@ def asks(parts: tuple[str, ...], /, **state: object) -> list[Arguments]:
     return [{**state, "options": uc.SaveOptions(parts=parts, timeout_seconds=HARD)}] * 2
 
 
+class Counting(torch.nn.Linear):
+    def __init__(self, count: int) -> None:
+        super().__init__(2, 2)
+        torch.nn.init.ones_(self.weight), torch.nn.init.ones_(self.bias)
+        self.count = count
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Stepping(torch.optim.SGD):
+    """Has state that is not a tensor."""
+
+    def __init__(self, model: torch.nn.Module, *, lr: float = 0.1, count: int = 1) -> None:
+        super().__init__(model.parameters(), lr=lr)
+        self.state[model.weight] = {"count": count}
+
+
+def trains(own_tensor: bool, counts: Sequence[int] = (3, 3), **options: Any) -> list[Arguments]:
+    """Saves of two ranks with equal tensors; with `own_tensor`, each has one that is its own."""
+    modules = [Counting(count) for count in counts]
+    values = [{name: value[rank] for name, value in options.items()} for rank in range(2)]
+    return [
+        {
+            "model": module,
+            "optimizer": Stepping(module, **value),
+            "parts": {"own": {f"r{rank if own_tensor else 0}": BIG}},
+        }
+        for rank, (module, value) in enumerate(zip(modules, values, strict=True))
+    ]
+
+
+DIFFER = r"(?s)ranks hold different state of the same name.*\(%d\):.*%s: rank\(s\) 0 differ from"
 REFUSED: dict[str, Refused] = {
+    **{
+        f"{name}, {'other' if own_tensor else 'equal'} tensors": (
+            uc.LayoutError,
+            DIFFER % (count, text),
+            trains(own_tensor, **values),
+        )
+        for own_tensor in (False, True)
+        for name, count, text, values in [
+            ("extra state of ranks", 1, "modules:_extra_state", {"counts": (3, 4)}),
+            ("hyperparameters of ranks", 2, "param group of bias", {"lr": (0.1, 0.2)}),
+            ("optimizer state of ranks", 1, "optimizer:weight", {"count": (1, 2)}),
+        ]
+    },
     "gap between ranks": (
         uc.LayoutError,
         r"tensors with missing shards \(1\):\n  model:w: no rank holds the shard at \(1,\) "
@@ -328,6 +377,23 @@ REFUSED: dict[str, Refused] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_state_is_refused(tmp_path: Path, case: str) -> None:
     check_refused(tmp_path, *REFUSED[case])
+
+
+@pytest.mark.parametrize("own_tensor", [False, True])
+def test_unchecked_state_of_the_first_rank_is_stored(tmp_path: Path, own_tensor: bool) -> None:
+    saves = trains(own_tensor, (3, 4), lr=(0.1, 0.2), count=(1, 2))
+    options = uc.SaveOptions(check_replicas="never")
+    run_ranks(
+        2,
+        lambda comm: make_checkpointer(comm).save(
+            tmp_path / "c", **saves[comm.rank], options=options
+        ),
+    )
+    module = Counting(0)
+    optimizer = Stepping(module, lr=7.0)
+    uc.load(tmp_path / "c", model=module, optimizer=optimizer)
+    assert (module.count, optimizer.param_groups[0]["lr"]) == (3, 0.1)
+    assert optimizer.state[module.weight]["count"] == 1
 
 
 @pytest.mark.parametrize("argument", ["model", "optimizer", "master_weights", "parts"])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unified_ckpt.core.text import format_ranks, raise_if_any
+from unified_ckpt.errors import LayoutError
 from unified_ckpt.format import blobs, codec, digests, header, names
 from unified_ckpt.format.manifest import OptimizerRecord, ParamGroup
 from unified_ckpt.format.manifest_fields import NamedFile
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.runtime.torch_state.optimizer_rules import computing_options, same_value
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer
 
 
@@ -26,10 +29,7 @@ class NonTensorState:
 
 
 def encode_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
-    """Return the state beside tensors, which one rank reports for all ranks with the same tensors.
-
-    `with_optimizer`: whether the optimizer is stored.
-    """
+    """Return this rank's state beside tensors. `with_optimizer`: whether that of the optimizer."""
     optimizer = state.optimizer if with_optimizer else FlatOptimizer()
     return codec.pack(
         {
@@ -43,33 +43,60 @@ def encode_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
     )
 
 
-def merge_non_tensor_state(states: Sequence[bytes]) -> NonTensorState:
-    """Merge the reported states.
+def merge_non_tensor_state(
+    states: Sequence[tuple[Sequence[int], bytes]], *, check: bool
+) -> NonTensorState:
+    """Merge the states of ranks, given as (ranks, encoded state).
 
     Param groups with equal options become one; groups keep the order of their first appearance.
+    The first rank that has a value decides. LayoutError if values differ, and `check`.
     """
     merged = NonTensorState()
     groups_by_key: dict[bytes, dict[str, Any]] = {}
-    for body in states:
+    first_values: dict[str, tuple[Sequence[int], Any]] = {}
+    conflicts, grouped = list[str](), set[str]()
+    for ranks, body in states:
         state = codec.unpack(body, "state")
+        for name, value in _values(state):
+            first_ranks, first = first_values.setdefault(name, (ranks, value))
+            if check and not same_value(first, value):
+                conflicts.append(
+                    f"{name}: rank(s) {format_ranks(first_ranks)} differ from rank(s) "
+                    f"{format_ranks(ranks)}"
+                )
         for part, aliases in state["aliases"].items():
             merged.aliases.setdefault(part, {}).update(aliases)
-        merged.modules.update(state["modules"])
-        merged.scalars.update(state["scalars"])
+        for kept, values in ((merged.modules, "modules"), (merged.scalars, "scalars")):
+            kept.update({k: v for k, v in state[values].items() if k not in kept})
         merged.has_optimizer |= state["optimizer"]
-        groups_of_rank: dict[bytes, dict[str, Any]] = {}
-        for index, group in enumerate(state["groups"]):
-            # Groups of one rank stay separate even if their options are equal now.
-            options = group["options"]
-            duplicates = sum(other["options"] == options for other in state["groups"][:index])
+        keys = list[bytes]()
+        for group in state["groups"]:
             kinds = {kind: group.get(kind) for kind in ("optimizer", "masters")}
-            groups_of_rank[codec.pack([options, kinds, duplicates], "options")] = group
-        for key, group in groups_of_rank.items():
-            merged_group = groups_by_key.setdefault(key, {**group, "names": []})
-            merged_names = set(merged_group["names"])
-            merged_group["names"].extend(fqn for fqn in group["names"] if fqn not in merged_names)
+            key = codec.pack([group["options"], kinds], "options")
+            keys.append(key)
+            # Groups of one rank stay separate even if their options are equal now.
+            key += b"%d" % keys.count(key)
+            fqns = [fqn for fqn in group["names"] if fqn not in grouped]
+            if fqns or not group["names"]:
+                groups_by_key.setdefault(key, {**group, "names": []})["names"].extend(fqns)
+        grouped.update(fqn for group in state["groups"] for fqn in group["names"])
+    raise_if_any(
+        LayoutError,
+        "ranks hold different state of the same name, expected equal values; make them equal "
+        'before the save, or store those of the first rank with check_replicas="never"',
+        conflicts,
+    )
     merged.groups = list(groups_by_key.values())
     return merged
+
+
+def _values(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values that all ranks with the same name must share."""
+    yield from ((f"modules:{name}", value) for name, value in state["modules"].items())
+    yield from ((f"optimizer:{fqn}", value) for fqn, value in state["scalars"].items())
+    for group in state["groups"]:
+        options = computing_options(group["options"])
+        yield from ((f"param group of {fqn}", options) for fqn in group["names"])
 
 
 def write_extra(

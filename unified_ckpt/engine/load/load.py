@@ -209,7 +209,7 @@ def _plan_reads(
         request.policy.redundancy = collective.get_json("redundancy")
     group_plans = []
     prefix = f"{topology.node}/"
-    groups, _ = read_memberships(collective, table_id, decls, prefix=prefix)
+    groups = read_memberships(collective, table_id, decls, prefix=prefix)
     for group in groups:
         max_over_read = request.options.max_over_read
         read_plan = plan_reads(

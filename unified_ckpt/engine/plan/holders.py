@@ -202,14 +202,14 @@ def _send_memberships(
     *,
     prefix: str,
 ) -> None:
-    """Send the memberships of each table, after its reporter and the holders of its groups."""
+    """Send the memberships of each table, after the holders of its groups."""
     holders: dict[str, list[object]] = {table_id: [] for table_id in memberships}
     for group in groups:
         spans = to_intervals(group_holders(group, ranks_by_table))
         for table_id in group.table_ids:
             holders[table_id].append(spans)
     for table_id, body in memberships.items():
-        line = _encode_line([ranks_by_table[table_id][0], holders[table_id]])
+        line = _encode_line(holders[table_id])
         collective.put(f"groups/{prefix}{table_id}", line + b"\n" + body)
 
 
@@ -220,16 +220,15 @@ def _encode_line(document: object) -> bytes:
 
 def read_memberships(
     collective: Collective, table_id: str, decls: Sequence[TensorDecl], *, prefix: str = ""
-) -> tuple[list[Membership], bool]:
+) -> list[Membership]:
     """Return the groups of this rank's table as rank 0 sent them, by index.
 
-    Also returns whether this rank is the reporter of its table. `prefix` is that of
-    `send_groups_by_node`.
+    `prefix` is that of `send_groups_by_node`.
     """
     ordered = sorted(decls, key=sort_key)
     body = collective.get(f"groups/{prefix}{table_id}")
-    (reporter, holders), groups = map(json.loads, body.split(b"\n"))
-    memberships = [
+    holders, groups = map(json.loads, body.split(b"\n"))
+    return [
         Membership(
             index,
             tuple(_from_spans(ranks)),
@@ -238,7 +237,6 @@ def read_memberships(
         )
         for ranks, (index, decl_spans, group_info) in zip(holders, groups, strict=True)
     ]
-    return memberships, reporter == collective.rank
 
 
 def _from_spans(spans: Sequence[Sequence[int]]) -> list[int]:

@@ -108,8 +108,7 @@ class GlobalPlan:
 
     `decls_by_group` are all declarations, `encoded` those of encoded tensors, and `encoded_nbytes`
     the bytes that files store of these. `digest_nbytes` are the bytes of each group in the order of
-    the digest file. `reporters` are the ranks that report non-tensor state. `shardings`: as in the
-    manifest.
+    the digest file. `shardings`: as in the manifest.
     """
 
     tensors: StagedTensors
@@ -118,7 +117,6 @@ class GlobalPlan:
     encoded_nbytes: int
     digest_header: bytes
     digest_nbytes: Sequence[int]
-    reporters: Sequence[int]
     shardings: ShardingRecords | None
 
     @property
@@ -143,15 +141,14 @@ class GlobalPlan:
 class SavePlan:
     """One rank's plan.
 
-    `global_plan` is set on rank 0. `is_reporter`: this rank reports non-tensor state for the ranks
-    with its table. `nbytes` counts tensor bytes of the checkpoint, and `encoded_nbytes` those of
-    encoded tensors. `replicas_checked`: replicas were compared since the plan was made.
+    `global_plan` is set on rank 0. `nbytes` counts tensor bytes of the checkpoint, and
+    `encoded_nbytes` those of encoded tensors. `replicas_checked`: replicas were compared since the
+    plan was made.
     """
 
     plan_key: PlanKey
     groups: list[GroupPlan]
     global_plan: GlobalPlan | None
-    is_reporter: bool
     nbytes: int
     encoded_nbytes: int
     replicas_checked: bool = False
@@ -192,7 +189,7 @@ def make_plan(
         )
         group_infos = [files.group_info for files in all_files]
         send_groups(collective, declarations, holder_groups, group_infos)
-    memberships, is_reporter = read_memberships(collective, table_id, decls)
+    memberships = read_memberships(collective, table_id, decls)
     groups = [
         plan_group(membership, rank=collective.rank, max_file_bytes=max_file_bytes)
         for membership in memberships
@@ -206,15 +203,14 @@ def make_plan(
     if led_files:
         collective.put_json(f"files/{collective.rank}", led_files)
     if declarations is None:
-        return SavePlan(plan_key, groups, None, is_reporter, *collective.get_json("nbytes"))
+        return SavePlan(plan_key, groups, None, *collective.get_json("nbytes"))
     file_stats: dict[str, tuple[int, str]] = {}
     for leader in {files.holders[0] for files in all_files}:
         file_stats |= collective.get_json(f"files/{leader}")
-    reporters = [ranks[0] for ranks in declarations.ranks_by_table.values()]
-    global_plan = build_global_plan(all_files, file_stats, digest_header, reporters)
+    global_plan = build_global_plan(all_files, file_stats, digest_header)
     nbytes = sum(global_plan.tensors.nbytes.values()), global_plan.encoded_nbytes
     collective.put_json("nbytes", nbytes)
-    return SavePlan(plan_key, groups, global_plan, is_reporter, *nbytes)
+    return SavePlan(plan_key, groups, global_plan, *nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +350,6 @@ def build_global_plan(
     all_files: Sequence[GroupFiles],
     file_stats: Mapping[str, tuple[int, str]],
     digest_header: bytes,
-    reporters: Sequence[int],
 ) -> GlobalPlan:
     """Collect what indexes and manifest need. `file_stats`: (bytes, header CRC) by file."""
     weight_maps: dict[str, dict[str, str]] = {}
@@ -390,7 +385,6 @@ def build_global_plan(
         sum(encoded.values()),
         digest_header,
         sections,
-        sorted(reporters),
         encode_shardings(
             (decl.part, files.stored.tensors[index].fqn, decl.sharding, files.holders)
             for files in all_files

@@ -28,14 +28,14 @@ def finalize(
     planned: PlannedSave,
     transaction: Transaction,
     *,
-    states: Sequence[bytes],
+    states: Sequence[tuple[Sequence[int], bytes]],
     digest_file: DigestFile | None,
     rank_extra: RankExtraFile | None,
     exceptions: ExceptionsByPart,
 ) -> None:
     """On rank 0: write all that the folder lacks but its name, the manifest last.
 
-    `states` are the encoded non-tensor states of all reporters. `exceptions`: on rank 0 of all
+    `states`: of non-tensor state, as (ranks, encoded). `exceptions`: on rank 0 of all
     node groups, those of the whole save.
     """
     request, global_plan, commit_group = (
@@ -66,7 +66,7 @@ def finalize(
     state = StagedState(
         caller_extra.extra,
         caller_extra.objects,
-        merge_non_tensor_state(states),
+        merge_non_tensor_state(states, check=request.options.check_replicas != "never"),
         digest_file,
         rank_extra,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from unified_ckpt.engine.encode.stored_models import (
 )
 from unified_ckpt.engine.folder.if_exists import resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.plan.holders import gather_distinct
 from unified_ckpt.engine.plan.save_plan import GlobalPlan
 from unified_ckpt.engine.save.caller_extra import write_rank_extra
 from unified_ckpt.engine.save.finalize import finalize
@@ -220,11 +221,13 @@ def _publish(commit_group: CommitGroup, transaction: Transaction) -> None:
 
 def _write_files(
     planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None
-) -> tuple[list[bytes], DigestFile | None, RankExtraFile | None, ExceptionsByPart]:
+) -> tuple[
+    list[tuple[list[int], bytes]], DigestFile | None, RankExtraFile | None, ExceptionsByPart
+]:
     """Collective. Write tensors, digests and rank extras.
 
-    Returns, on rank 0, the non-tensor states of all reporters, and the records of both files. On
-    rank 0 of all node groups, also the exceptions of all ranks.
+    Returns, on rank 0, the distinct non-tensor states with their ranks, and the records of both
+    files. On rank 0 of all node groups, also the exceptions of all ranks.
     """
     call, collective, plan = planned.call, planned.collective, planned.plan
     file_writer = planned.file_writer(transaction)
@@ -240,13 +243,13 @@ def _write_files(
     if planned.is_encoded and plan.global_plan is not None:
         _check_models(planned, plan.global_plan)
     rank_extra = write_rank_extra(collective, file_writer, planned.caller_extra.rank_extra)
-    local_state = planned.non_tensor_state
-    if local_state is None:
-        local_state = planned.encode_non_tensor_state()
-    reporters: Sequence[int] = (collective.rank,) if plan.is_reporter else ()
-    if plan.global_plan is not None:
-        reporters = plan.global_plan.reporters
-    states = collective.collect("non-tensor-state", local_state, dst=0, ranks=reporters)
+    state_ids, encoded_states = gather_distinct(
+        collective, "non-tensor-state", planned.non_tensor_state
+    )
+    ranks_by_state: dict[str, list[int]] = {}
+    for rank, state_id in zip(collective.ranks, state_ids, strict=False):  # no ids elsewhere
+        ranks_by_state.setdefault(state_id, []).append(rank)
+    states = [(ranks, encoded_states[state_id]) for state_id, ranks in ranks_by_state.items()]
     exceptions: ExceptionsByPart = {}
     if planned.is_encoded:
         shapes = planned.encoded_shapes()

@@ -189,7 +189,7 @@ def local_shardings(
         if declarations is not None:
             groups = group_tensors(declarations.tables, declarations.ranks_by_table)
             send_groups(collective, declarations, groups, [{} for _ in groups])
-        memberships, _ = read_memberships(collective, table_id, decls)
+        memberships = read_memberships(collective, table_id, decls)
     shardings: dict[Key, Sharding | None] = {}
     for membership in memberships:
         holders = [node_group.ranks[index] for index in membership.holders]

@@ -13,7 +13,6 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.encode.agree import EncodingAgreement
 from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.folder.if_exists import PublishTarget
-from unified_ckpt.engine.folder.non_tensor_state import encode_non_tensor_state
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import SavePlan
 from unified_ckpt.engine.save.caller_extra import CallerExtra
@@ -21,7 +20,6 @@ from unified_ckpt.engine.save.node_local import CommitGroup, GlobalRecords, Loca
 from unified_ckpt.engine.save.probe_topology import Connections
 from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
 from unified_ckpt.engine.save.snapshot import SnapshotMemory
-from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_writer import FileWriter
@@ -130,8 +128,7 @@ class PlannedSave:
     """A save that all ranks have entered, planned and checked; only the writing is left.
 
     `collective` is that of the ranks that share the folder. `tensors_by_group` has one entry per
-    group of the plan.
-    `non_tensor_state` is None until it is encoded.
+    group of the plan. `non_tensor_state` is encoded.
     `entries_before` are those of the replaced folder, on the rank that publishes. `exceptions` are
     collected while tensors are written. `staging` is that of a background save.
     """
@@ -143,7 +140,7 @@ class PlannedSave:
     plan: SavePlan
     tensors_by_group: Sequence[Sequence[LocalTensor]]
     caller_extra: CallerExtra
-    non_tensor_state: bytes | None = None
+    non_tensor_state: bytes
     entries_before: frozenset[str] = frozenset()
     exceptions: Exceptions = field(default_factory=Exceptions)
     staging: Staging = field(default_factory=Staging)
@@ -190,12 +187,4 @@ class PlannedSave:
             transaction.folder,
             self.call.connections.transport,
             save_id=transaction.save_id,
-        )
-
-    def encode_non_tensor_state(self) -> bytes:
-        """Return this rank's non-tensor state; a placeholder where another rank reports it."""
-        if not self.plan.is_reporter:
-            return b"."
-        return encode_non_tensor_state(
-            self.request.state, with_optimizer=self.request.stores(OPTIMIZER)
         )

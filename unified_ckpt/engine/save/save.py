@@ -23,6 +23,7 @@ from unified_ckpt.engine.folder.if_exists import (
     check_target_name,
     resolve_if_exists,
 )
+from unified_ckpt.engine.folder.non_tensor_state import encode_non_tensor_state
 from unified_ckpt.engine.plan.save_plan import PlanKey, make_plan, make_plan_key
 from unified_ckpt.engine.save.caller_extra import CallerExtra, encode_extra
 from unified_ckpt.engine.save.job import SaveReport, write_and_commit
@@ -45,6 +46,7 @@ from unified_ckpt.engine.save.snapshot import (
     copy_tensors,
     prepare_snapshot,
 )
+from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.devices import record_events, streams_after
@@ -81,7 +83,6 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
                     call.cache.snapshot_memory,
                     host_nbytes=planned.request.options.host_bytes,
                 )
-                planned = replace(planned, non_tensor_state=planned.encode_non_tensor_state())
                 deferrable = (
                     keys_changed_only_by_step(planned.request.state) if lazy else frozenset()
                 )
@@ -259,6 +260,7 @@ def _plan_save(
                 cache.plan,
                 [[by_key[decl.key] for decl in group.decls] for group in cache.plan.groups],
                 caller_extra,
+                encode_non_tensor_state(request.state, with_optimizer=request.stores(OPTIMIZER)),
                 entries_before=entries_before,
             )
             _verify_replicas(planned)

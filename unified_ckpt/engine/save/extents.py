@@ -27,10 +27,9 @@ from unified_ckpt.runtime.torch_state.tensors import (
 
 
 def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
-    """Create the files whose header this rank writes, at their full length."""
+    """Write the headers that are this rank's. The last tensor byte sets the length of a file."""
     for file in group.files:
         if file.io_rank == rank:
-            writer.resize(file.name, file.nbytes)
             writer.write([(file.name, 0, [memoryview(file.header_bytes)])])
 
 

@@ -51,10 +51,6 @@ class FileWriter:
         """Fill `into` with bytes that some rank has written, from byte `start` on."""
         self._storage.read_at(f"{self.folder}/{file}", start, into)
 
-    def resize(self, file: str, nbytes: int) -> None:
-        """Set the file's length."""
-        self._storage.resize(f"{self.folder}/{file}", nbytes)
-
     def start_flush(self, file: str, start: int, nbytes: int) -> None:
         """Start writing these bytes to the disk, without waiting."""
         self._storage.start_flush(f"{self.folder}/{file}", start, nbytes)
@@ -113,10 +109,6 @@ class QueuedWriter:
         """Wait until everything queued is written."""
         while self._pending:
             self._pending.pop(0).result()
-
-    def resize(self, file: str, nbytes: int) -> None:
-        """Create the file with this length."""
-        self._file_writer.resize(file, nbytes)
 
     def close(self) -> None:
         """Stop the I/O thread."""

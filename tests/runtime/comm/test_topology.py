@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,11 +8,29 @@ from tests.support.harness import run_ranks
 from unified_ckpt.core.nodes.node_groups import NodeGroup
 from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WriteAlignment
 from unified_ckpt.runtime.comm.comm import Comm, single_process
-from unified_ckpt.runtime.comm.topology import Topology, gather_topology, node_id
+from unified_ckpt.runtime.comm.topology import Topology, file_system_type, gather_topology, node_id
 
 
 def test_node_id_is_the_boot_id() -> None:
     assert node_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def test_file_system_type_of_any_mount_point(tmp_path: Path) -> None:
+    """A type that is taken for that of the root may let two nodes write one page."""
+    mountinfo = tmp_path / "mountinfo"
+    mounts = {"/": "ext4", "/mnt/données": "nfs4", "/mnt/a b\\": "lustre", "/mnt/\udcff": "beegfs"}
+    lines = [
+        b"36 35 98:0 / %s rw,noatime master:1 - %s /dev/root rw\n"
+        % (
+            os.fsencode(point).replace(b"\\", b"\\134").replace(b" ", b"\\040"),
+            fs_type.encode(),
+        )
+        for point, fs_type in mounts.items()
+    ]
+    mountinfo.write_bytes(b"".join(lines))
+    for point, fs_type in mounts.items():
+        assert file_system_type(f"{point}/run", str(mountinfo)) == fs_type
+    assert file_system_type("/mnt/données-2", str(mountinfo)) == "ext4"
 
 
 def test_single_process_is_one_node_and_one_group() -> None:

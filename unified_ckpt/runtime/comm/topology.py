@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -108,22 +109,28 @@ def node_id() -> str:
         ) from error
 
 
-def file_system_type(path: str) -> str:
+def file_system_type(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
     """Return the kernel's name of a folder's file system type, or "unknown"."""
     longest, fs_type = -1, "unknown"
     real = os.path.realpath(path)
     try:
-        with open("/proc/self/mountinfo") as file:
+        with open(mountinfo, "rb") as file:
             for line in file:
-                mount_fields, _, fs_fields = line.partition(" - ")
+                mount_fields, _, fs_fields = line.partition(b" - ")
                 # A space is written as \\040.
-                mount_point = mount_fields.split()[4].encode().decode("unicode_escape")
+                mount_point = os.fsdecode(
+                    re.sub(rb"\\([0-7]{3})", _decode_octal, mount_fields.split()[4])
+                )
                 contains = real == mount_point or real.startswith(mount_point.rstrip("/") + "/")
                 if contains and len(mount_point) >= longest:  # the last of equal ones is on top
-                    longest, fs_type = len(mount_point), fs_fields.split()[0]
+                    longest, fs_type = len(mount_point), fs_fields.split()[0].decode()
     except OSError:
         pass  # no /proc: unknown
     return fs_type
+
+
+def _decode_octal(match: re.Match[bytes]) -> bytes:
+    return bytes([int(match[1], 8)])
 
 
 def free_memory_nbytes() -> int | None:

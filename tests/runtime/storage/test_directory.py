@@ -52,6 +52,15 @@ def test_open_handle_reads_the_same_folder(pinned: LocalStorage) -> None:
     pinned.directory.close()
 
 
+def test_folder_below_a_file_was_replaced(pinned: LocalStorage) -> None:
+    below = LocalStorage(f"{pinned.root}/below")
+    below.open_handle()
+    Path(pinned.root).rename(f"{pinned.root}-moved")
+    Path(pinned.root).touch()
+    assert below.directory.was_replaced()
+    below.directory.close()
+
+
 def test_closed_directory_reads_nothing(pinned: LocalStorage) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):

@@ -30,7 +30,7 @@ class Directory:
         """Return whether the name now belongs to another folder than the handle, or to none."""
         try:
             return not os.path.samestat(self.stat(""), os.stat(self._root))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
 
     def open(self, name: str) -> int:

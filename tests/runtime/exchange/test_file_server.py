@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -229,6 +230,34 @@ def test_frames_are_sent_without_nagle_delay() -> None:
     listener.close()
     assert all(accepted)
     assert len(accepted) == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ECONNABORTED])
+def test_listener_outlives_failed_connections(
+    monkeypatch: pytest.MonkeyPatch, host: str, code: int
+) -> None:
+    """Later peers would wait in vain until the timeout. IPv6 is how MASTER_ADDR may resolve."""
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    accept, failures = socket.socket.accept, [code, code]
+
+    def failing(listening: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures.pop(), os.strerror(code))
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    listener = tcp.Listener(
+        lambda connection: tcp.send_header(connection, {}),
+        on_closed=lambda: None,
+        timeout_seconds=SECONDS,
+    )
+    address = Address(host, listener.address.port, listener.address.token)
+    with tcp.connect(address, timeout_seconds=SECONDS) as connected:
+        assert tcp.receive_header(connected) == ({}, 0)
+    assert not failures
+    listener.close()
 
 
 def test_loopback_address_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ _MAX_HEADER_NBYTES = 1 << 26
 _TOKEN_CHARS = 32
 # Connections that arrive at once: 511 of 16,384 ranks do. Beyond it, some retry a second later.
 _BACKLOG = 1024
+_ACCEPT_RETRY_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,13 @@ class Listener:
         timeout_seconds: float,
     ) -> None:
         self._serve, self._on_closed, self._timeout_seconds = serve, on_closed, timeout_seconds
-        host = _local_host()
-        self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
+        host, dualstack = _local_host(), socket.has_dualstack_ipv6()
+        self._socket = socket.create_server(
+            ("", 0),
+            family=socket.AF_INET6 if dualstack else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=dualstack,
+        )
         port, token = self._socket.getsockname()[1], secrets.token_hex(_TOKEN_CHARS // 2)
         self.address = Address(host, port, token)
         self._connections: set[socket.socket] = set()
@@ -67,11 +74,12 @@ class Listener:
         threading.Thread(target=self._accept, name="unified_ckpt-serve", daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError:  # closed; or this connection failed, such as by too many open files
+                time.sleep(_ACCEPT_RETRY_SECONDS)
+                continue
             with self._lock:
                 if self._closed:
                     connection.close()

@@ -580,6 +580,16 @@ def test_load_plain_safetensors_that_are_bad(
     assert (target["a"].tolist(), target["b"].tolist()) == ([5, 5], [6, 6])
 
 
+def test_dtype_that_torch_lacks(tmp_path: Path) -> None:
+    """Once a KeyError, for which a view says that it has no such tensor."""
+    header = {"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}
+    (tmp_path / "model.safetensors").write_bytes(raw_file(header, bytes(3)))
+    with uc.open(tmp_path) as opened:
+        for read in (lambda: opened["model"]["a"], lambda: "a" in opened["model"]):
+            with pytest.raises(uc.FormatError, match="dtype F6_E2M3 is missing in this torch"):
+                read()
+
+
 # no checkpoint in the folder, or several folders
 
 

@@ -24,7 +24,7 @@ from unified_ckpt.runtime.torch_state.predicted_state import (
     predict_optimizer_of,
     without_memory,
 )
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 PredictedOptimizer = OptimizerArgument | str
 
@@ -102,7 +102,7 @@ def arguments_from_source(
 
 def _tensors_of(source: Source, part: str) -> dict[str, torch.Tensor]:
     return {
-        name: without_memory(torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta"))
+        name: without_memory(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"))
         for name, spec in source.specs(part, source.names(part)).items()
     }
 

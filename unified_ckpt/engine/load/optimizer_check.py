@@ -27,7 +27,7 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import (
 )
 from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget, saved_groups
 from unified_ckpt.runtime.torch_state.optimizers import is_master
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 Aliases = Mapping[str, Mapping[str, str]]
 
@@ -197,7 +197,7 @@ def _step_counts(
             key = next(name for name in names if name in source.names(OPTIMIZER))
             spec = source.specs(OPTIMIZER, {key})[key]
             buffer = read_box(source, (OPTIMIZER, key), full_box(spec.shape))
-            steps = torch.frombuffer(buffer, dtype=TORCH_DTYPES[spec.dtype])
+            steps = torch.frombuffer(buffer, dtype=torch_dtype(spec.dtype))
             counts.setdefault(int(steps.max()), fqn)
     if not counts and STEP in group.saved_options:
         counts[int(group.saved_options[STEP])] = next(iter(group.states), "")

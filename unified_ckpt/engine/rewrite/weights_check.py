@@ -18,7 +18,7 @@ from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import Source, read_chunks
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format.names import MASTER, MODEL
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 MISMATCH = "master weights, cast to the model's dtype, differ from the model; nothing was written"
 _CHUNK_NBYTES = 4 << 20
@@ -132,15 +132,13 @@ class MasterCheck:
             or self._master_specs[name].shape != self._model_specs[name].shape
         ):
             return
-        dtype, model_spec = TORCH_DTYPES[self._master_specs[name].dtype], self._model_specs[name]
+        dtype, model_spec = torch_dtype(self._master_specs[name].dtype), self._model_specs[name]
         master = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
         model_offset = start // dtype.itemsize * itemsize(model_spec.dtype)
         model_bytes = bytearray(master.numel() * itemsize(model_spec.dtype))
         model_key = MODEL, self._model_names[name]
         self._source.read_into(model_key, model_offset, memoryview(model_bytes))
-        model = torch.frombuffer(model_bytes, dtype=torch.uint8).view(
-            TORCH_DTYPES[model_spec.dtype]
-        )
+        model = torch.frombuffer(model_bytes, dtype=torch.uint8).view(torch_dtype(model_spec.dtype))
         comparison = self._comparisons.setdefault(name, Comparison())
         comparison.elements += master.numel()
         rounded = master.to(model.dtype)

@@ -26,13 +26,13 @@ from unified_ckpt.runtime.exchange.run_batch import RunBatch, tiles_by_number
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, TileSpan
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.torch_state.tensors import (
-    TORCH_DTYPES,
     LocalTensor,
     as_bytes,
     as_contiguous,
     boxes_in_slab,
     copy_runs_to_tile,
     copy_slabs_to_tile,
+    torch_dtype,
 )
 
 
@@ -232,6 +232,6 @@ def slab_copies(
     for (decl_index, outer_ndim), spans in sorted(spans_by_decl.items()):
         merged, tensor = merge_adjacent(sorted(spans)), tensors[decl_index]
         shape = sum(stop - first for first, stop in merged), *tensor.local.shape[outer_ndim:]
-        dtype = TORCH_DTYPES[tensor.decl.spec.dtype]
+        dtype = torch_dtype(tensor.decl.spec.dtype)
         slabs[decl_index] = SlabCopy(outer_ndim, merged, 0, shape, dtype)
     return slabs

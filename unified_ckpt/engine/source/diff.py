@@ -19,7 +19,7 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.source.protocol import Source, read_chunks
 from unified_ckpt.errors import NotFoundError
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 _CHUNK_ELEMENTS = 1 << 20  # per side and read
 
@@ -167,7 +167,7 @@ def _chunks(source: Source, key: Key, spec: TensorSpec) -> Iterator[torch.Tensor
     """Yield a tensor's elements in row-major order: [at most _CHUNK_ELEMENTS]."""
     chunk_nbytes = _CHUNK_ELEMENTS * itemsize(spec.dtype)
     for chunk in read_chunks(source, key, spec.nbytes, chunk_nbytes=chunk_nbytes):
-        yield torch.frombuffer(chunk, dtype=torch.uint8).view(TORCH_DTYPES[spec.dtype])
+        yield torch.frombuffer(chunk, dtype=torch.uint8).view(torch_dtype(spec.dtype))
 
 
 def _chunk_difference(left: torch.Tensor, right: torch.Tensor) -> tuple[int, float | None]:

@@ -14,7 +14,7 @@ import torch
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.errors import NotFoundError
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, from_bytes
+from unified_ckpt.runtime.torch_state.tensors import from_bytes, torch_dtype
 
 Index = int | slice | EllipsisType
 
@@ -91,9 +91,7 @@ class PartView(Mapping[str, TensorView]):
         if stored_name not in self._source.names(self.part):
             raise KeyError(f"{self.part}:{name}")
         spec = self._source.specs(self.part, [stored_name])[stored_name]
-        return TensorView(
-            self._source, self.part, stored_name, spec.shape, TORCH_DTYPES[spec.dtype]
-        )
+        return TensorView(self._source, self.part, stored_name, spec.shape, torch_dtype(spec.dtype))
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._source.names(self.part)))

@@ -25,7 +25,7 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     master_key,
     param_name,
 )
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ def prepare_optimizer(
                     dtype, shape = saved[key]
                     state = _SavedState(
                         key.rpartition("/")[2],
-                        TORCH_DTYPES[dtype],
+                        torch_dtype(dtype),
                         shape,
                         shapes.get(fqn) if shape in param_shapes else None,
                     )

@@ -236,4 +236,4 @@ def _typed_slabs(
     tile: torch.Tensor, tensor: LocalTensor, *, outer_ndim: int, count: int
 ) -> torch.Tensor:
     spec = tensor.decl.spec
-    return tile.view(TORCH_DTYPES[spec.dtype]).view(count, *spec.shape[outer_ndim:])
+    return tile.view(torch_dtype(spec.dtype)).view(count, *spec.shape[outer_ndim:])

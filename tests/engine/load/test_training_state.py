@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 import unified_ckpt as uc
 from tests.support.optimizer_cases import MAKERS, model, same, states, step
 from tests.support.optimizers import FusedAdam
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.testing import make_checkpointer, run_ranks
 
 Job = tuple[nn.Module, Optimizer]
 CURRENT = uc.LoadOptions(hyperparameters="current")
@@ -502,6 +504,22 @@ def test_tied_parameters_have_one_state(tmp_path: Path) -> None:
         uc.load(tmp_path / "c", model=other, optimizer=fresh)
         for param in other.parameters():
             assert same(fresh.state[param], optimizer.state[module["embed"].weight])
+
+
+def test_ranks_that_store_tied_tensors_under_either_name(tmp_path: Path) -> None:
+    """The manifest once refused an alias of an alias, after all bytes were written."""
+    names = ["ab", "ba"]
+
+    def act(comm: Comm) -> None:
+        shared = torch.ones(3)
+        model = {**dict.fromkeys(names[comm.rank], shared), "c": torch.ones(2)}
+        with make_checkpointer(comm) as checkpointer:
+            checkpointer.save(tmp_path / "c", model=model)
+
+    run_ranks(2, act)
+    target = {name: torch.zeros(3) for name in "ab"} | {"c": torch.zeros(2)}
+    uc.load(tmp_path / "c", model=target)
+    assert all(tensor.all() for tensor in target.values())
 
 
 def half_precision(**state: Callable[[torch.Size], torch.Tensor]) -> Job:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.torch_state.modules import flatten_model
+from unified_ckpt.runtime.torch_state.modules import flatten_model, root_aliases
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -191,6 +192,35 @@ def test_stage_stores_a_tied_weight_under_its_first_name() -> None:
     untied = tiny(tied=False)
     del untied.model.embed_tokens
     assert "lm_head.weight" in flatten_model(untied).tensors
+
+
+class Stage(nn.ModuleDict):
+    """A stage without the first of its tied weights, as T5's decoder."""
+
+    config = SimpleNamespace(tie_word_embeddings=True)
+    _tied_weights_keys = {
+        f"{name}.weight": "shared.weight" for name in ("encoder", "decoder", "head")
+    }
+
+
+def test_aliases_name_stored_tensors() -> None:
+    """Also those of a weight that is renamed, in its own and in another chunk."""
+    decoder, head = (nn.Linear(3, 4, bias=False) for _ in range(2))
+    head.weight = decoder.weight
+    shared = {"head.weight": "shared.weight", "decoder.weight": "shared.weight"}
+    for model in (
+        Stage({"decoder": decoder, "head": head}),
+        [Stage({"decoder": decoder}), Stage({"head": head})],
+        [Stage({"decoder": decoder}), nn.ModuleDict({"head": head})],
+    ):
+        flat = flatten_model(model)
+        assert list(flat.tensors) == ["shared.weight"]
+        assert flat.aliases == shared
+
+
+def test_aliases_of_ranks_that_name_each_other() -> None:
+    assert root_aliases({"a": "b", "b": "c"}) == {"a": "c", "b": "c"}
+    assert root_aliases({"a": "b", "b": "a", "c": "a"}) == {"c": "a"}
 
 
 # extra state

@@ -13,6 +13,7 @@ from unified_ckpt.format.manifest import OptimizerRecord, ParamGroup
 from unified_ckpt.format.manifest_fields import NamedFile
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.runtime.torch_state.modules import root_aliases
 from unified_ckpt.runtime.torch_state.optimizer_rules import computing_options, same_value
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer
 
@@ -86,6 +87,7 @@ def merge_non_tensor_state(
         'before the save, or store those of the first rank with check_replicas="never"',
         conflicts,
     )
+    merged.aliases = {part: root_aliases(aliases) for part, aliases in merged.aliases.items()}
     merged.groups = list(groups_by_key.values())
     return merged
 

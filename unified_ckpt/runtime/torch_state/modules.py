@@ -70,7 +70,24 @@ def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatM
         check_tensors(state, argument)
         for fqn, tensor in state.items():
             _add(flat, names_by_memory, fqn, tensor)
+    flat.aliases = root_aliases(flat.aliases)
     return flat
+
+
+def root_aliases(aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return aliases that name stored tensors, from such that may name other aliases.
+
+    Ranks that store two tied tensors under each other's names have two stored tensors.
+    """
+    roots = {}
+    for alias, stored in aliases.items():
+        passed = {alias}
+        while stored in aliases and stored not in passed:
+            passed.add(stored)
+            stored = aliases[stored]
+        if stored != alias:
+            roots[alias] = stored
+    return roots
 
 
 def capture_model(model: ModelArgument, argument: str) -> CapturedModel:

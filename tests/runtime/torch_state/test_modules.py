@@ -198,9 +198,7 @@ class Stage(nn.ModuleDict):
     """A stage without the first of its tied weights, as T5's decoder."""
 
     config = SimpleNamespace(tie_word_embeddings=True)
-    _tied_weights_keys = {
-        f"{name}.weight": "shared.weight" for name in ("encoder", "decoder", "head")
-    }
+    _tied_weights_keys = dict.fromkeys(("decoder.weight", "head.weight"), "shared.weight")
 
 
 def test_aliases_name_stored_tensors() -> None:

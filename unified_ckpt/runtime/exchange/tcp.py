@@ -74,11 +74,13 @@ class Listener:
         threading.Thread(target=self._accept, name="unified_ckpt-serve", daemon=True).start()
 
     def _accept(self) -> None:
-        while not self._closed:
+        while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed; or this connection failed, such as by too many open files
-                time.sleep(_ACCEPT_RETRY_SECONDS)
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(_ACCEPT_RETRY_SECONDS)  # only this one failed: too many open files
                 continue
             with self._lock:
                 if self._closed:

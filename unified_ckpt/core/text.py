@@ -43,10 +43,7 @@ def count_text(number: int, noun: str) -> str:
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as compact text: `0-3, 8`."""
     spans = to_intervals(sorted(ranks))
-    shown = [f"{a}-{b - 1}" if a < b - 1 else str(a) for a, b in spans[:MAX_SHOWN]]
-    return ", ".join(shown) + (
-        f", and {len(spans) - MAX_SHOWN} more" if len(spans) > MAX_SHOWN else ""
-    )
+    return first_items([f"{a}-{b - 1}" if a < b - 1 else str(a) for a, b in spans], MAX_SHOWN)
 
 
 def first_items(items: Sequence[str], limit: int) -> str:

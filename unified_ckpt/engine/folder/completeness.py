@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
+from unified_ckpt.core.text import first_items
 from unified_ckpt.engine.folder.stored_files import read_file, read_header
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import names
@@ -38,8 +39,7 @@ def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[s
     problems += undecodable_parts(manifest, parts)
     if not parts and manifest.parts:
         problems.append("all of its parts were deleted")
-    suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return tuple(parts), f"{problems[0]}{suffix}" if problems else ""
+    return tuple(parts), first_items(problems, 1)
 
 
 def undecodable_parts(manifest: Manifest, parts: Collection[str]) -> list[str]:

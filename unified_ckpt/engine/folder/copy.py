@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from unified_ckpt.core.text import first_items
 from unified_ckpt.engine.folder.backup import engine_files
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_copy_if_exists
@@ -106,8 +107,7 @@ def _check_source(folder: Folder) -> tuple[Manifest, bytes]:
         )
     problems = verify_folder(folder, deep=False).problems
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise IntegrityError(f"{root}: cannot be copied: {problems[0]}{more}")
+        raise IntegrityError(f"{root}: cannot be copied: {first_items(problems, 1)}")
     return manifest, manifest_bytes
 
 

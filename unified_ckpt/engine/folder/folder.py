@@ -14,7 +14,7 @@ from unified_ckpt.core.intervals import coalesce
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import memory_shape
 from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import first_items, format_list
 from unified_ckpt.engine.folder.rank_extra_index import check_rank_extra_index, read_uint64s
 from unified_ckpt.engine.folder.stored_files import (
     check_size,
@@ -361,8 +361,7 @@ class Folder(Source):
             for part in self._weight_maps
             for name in sorted(self.tensors_by_file(part).get(file, ()))
         ]
-        more = " …" if len(tensors) > 3 else ""
-        return f"{file} with {len(tensors)} tensor(s): {', '.join(tensors[:3])}{more}"
+        return f"{file} with {len(tensors)} tensor(s): {first_items(tensors, 3)}"
 
     def _read_header(self, file: str, size: int) -> dict[str, Entry]:
         if self.manifest is None:

@@ -28,7 +28,7 @@ from itertools import chain
 from typing import TypeVar
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import MAX_SHOWN, count_text, format_ranks, human_size
+from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_ranks, human_size
 from unified_ckpt.engine.folder.stored_files import check_size, read_file
 from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.repair.copies import (
@@ -293,7 +293,7 @@ class FolderRepair:
                 elif not unavailable:
                     yield block.start, body
             if unavailable:
-                raise _UnavailableError(f"no copy has {_shortened(unavailable)}")
+                raise _UnavailableError(f"no copy has {first_items(unavailable, MAX_SHOWN)}")
         yield 0, header.body
 
     def _intact_block(self, file: str, block: Block) -> bytes | None:
@@ -347,11 +347,6 @@ class FolderRepair:
         storage.close()  # the next reader opens the new file
         self._repaired.append(file)
         self._nbytes += nbytes
-
-
-def _shortened(items: Sequence[str]) -> str:
-    more = f" and {len(items) - MAX_SHOWN} more" if len(items) > MAX_SHOWN else ""
-    return ", ".join(items[:MAX_SHOWN]) + more
 
 
 class _UnavailableError(Exception):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.runtime.torch_state.optimizer_rules import MASTER_KEYS
 from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget
+from unified_ckpt.runtime.torch_state.tensors import local_tensor
 
 # State that the first step of torch's optimizers, and of similar ones, initializes to zero.
 _ZERO_INITIALIZED = (
@@ -43,12 +43,13 @@ def init_grown_state(target: OptimizerTarget, grown: Collection[str]) -> None:
         tensor, existing = target.tensors[key], optimizer.state.get(param, {}).get(name)
         if existing is tensor:
             continue
+        local = local_tensor(tensor).detach()
         if isinstance(existing, torch.Tensor) and existing.shape == tensor.shape:
-            _local(tensor).copy_(_local(existing))
+            local.copy_(local_tensor(existing).detach())
         elif name in MASTER_KEYS and tensor.is_floating_point():
-            _local(tensor).copy_(_local(param))
+            local.copy_(local_tensor(param).detach())
         elif name in _ZERO_INITIALIZED or name in MASTER_KEYS:
-            _local(tensor).zero_()  # an integer master is the remainder of rounding: none
+            local.zero_()  # an integer master is the remainder of rounding: none
         else:
             unsupported.append(key)
     if unsupported:
@@ -56,7 +57,3 @@ def init_grown_state(target: OptimizerTarget, grown: Collection[str]) -> None:
             f"optimizer:{', '.join(unsupported)}: grows with its parameter, and the initial value "
             "of new elements is unknown; step the optimizer once before the load"
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()

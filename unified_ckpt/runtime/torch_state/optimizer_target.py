@@ -25,7 +25,7 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     master_key,
     param_name,
 )
-from unified_ckpt.runtime.torch_state.tensors import torch_dtype
+from unified_ckpt.runtime.torch_state.tensors import local_tensor, torch_dtype
 
 
 @dataclass(slots=True)
@@ -135,11 +135,7 @@ def _counter_device(param: torch.Tensor, group: Mapping[str, Any]) -> torch.devi
 
     It is the CPU unless the optimizer is fused or capturable.
     """
-    return _device(param) if group.get("fused") or group.get("capturable") else "cpu"
-
-
-def _device(param: torch.Tensor) -> torch.device:
-    return (param._local_tensor if isinstance(param, DTensor) else param).device
+    return local_tensor(param).device if group.get("fused") or group.get("capturable") else "cpu"
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -228,7 +224,7 @@ def _state_tensor(
         return existing
     if like_param:
         return _empty_like_param(param, dtype, state.param_shape)
-    device = _counter_device(param, group) if state.name == STEP else _device(param)
+    device = _counter_device(param, group) if state.name == STEP else local_tensor(param).device
     return torch.empty(state.shape, dtype=dtype, device=device)
 
 

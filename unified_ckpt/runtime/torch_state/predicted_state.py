@@ -25,6 +25,7 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     as_optimizers,
     flatten_optimizer,
 )
+from unified_ckpt.runtime.torch_state.tensors import local_tensor
 
 
 def without_memory(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -49,7 +50,7 @@ def without_memory(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> to
 def materialized(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors; those on the meta device without memory on another one."""
     return {
-        fqn: without_memory(tensor) if _local(tensor).device.type == "meta" else tensor
+        fqn: without_memory(tensor) if local_tensor(tensor).device.type == "meta" else tensor
         for fqn, tensor in tensors.items()
     }
 
@@ -122,7 +123,3 @@ def _created_tensors(
         else without_memory(param.detach(), dtype)
         for state, dtype in dtypes.items()
     }
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -28,13 +28,12 @@ from unified_ckpt.format.encodings import (
     second_moment,
 )
 from unified_ckpt.format.manifest_fields import EncodingRecord
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 
 Compression = Literal["none", "lossless", "O1", "O2"]
 Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint32]
 
-MODEL_PART = "model"  # beside which masters are encoded
-_MASTERS, _OPTIMIZER = "master_weights", "optimizer"
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 _MOMENT_BITS = {"O1": (8, 8), "O2": (6, 4)}  # of the first and the second moment
 _SCALE = ".scale"
@@ -232,7 +231,7 @@ def scale_name(fqn: str) -> str:
 def state_name(key: Key) -> str:
     """Return the state that an optimizer tensor holds of its parameter, "" in other parts."""
     part, fqn = key
-    return fqn.rpartition("/")[2] if part == _OPTIMIZER else ""
+    return fqn.rpartition("/")[2] if part == OPTIMIZER else ""
 
 
 _KNOWN: tuple[Encoding, ...] = (
@@ -288,7 +287,7 @@ def encoding_records(
 def is_scale(part: str, fqn: str, states: Collection[str]) -> bool:
     """Return whether a stored tensor has the scales of a tensor in one of the encoded states."""
     scaled = fqn.removesuffix(_SCALE)
-    return scaled != fqn and part == _OPTIMIZER and state_name((part, scaled)) in states
+    return scaled != fqn and part == OPTIMIZER and state_name((part, scaled)) in states
 
 
 def _looks_encoded(key: Key, dtype: str, states: Mapping[str, str]) -> bool:
@@ -325,7 +324,7 @@ def decoded_specs(
         if record is None:
             continue
         encoding = encoding_named(record.name, file=file)
-        if spec.dtype != encoding.dtype and not (part == _OPTIMIZER and scale_name(fqn) in stored):
+        if spec.dtype != encoding.dtype and not (part == OPTIMIZER and scale_name(fqn) in stored):
             continue
         *outer, stored_length = spec.shape or (0,)
         length = record.row_lengths.get(fqn, encoding.row_length(stored_length))
@@ -369,10 +368,10 @@ def choose_encodings(
         part, fqn = key
         if spec.dtype != "F32" or not _has_rows(spec.shape):
             continue
-        if part == _MASTERS:
-            if specs.get((MODEL_PART, fqn)) == spec_of("BF16", spec.shape):
+        if part == MASTER:
+            if specs.get((MODEL, fqn)) == spec_of("BF16", spec.shape):
                 chosen[key] = _ENCODINGS[MasterEncoding.name]
-        elif part == _OPTIMIZER and state_name(key) in moments and spec.shape[-1] >= _MIN_ROW:
+        elif part == OPTIMIZER and state_name(key) in moments and spec.shape[-1] >= _MIN_ROW:
             owner = fqn.rpartition("/")[0]
             if all(specs.get((part, f"{owner}/{state}")) == spec for state in moments):
                 chosen[key] = moments[state_name(key)]

@@ -20,10 +20,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import unified_ckpt as uc
+from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.optimizer_cases import MAKERS, model, same, states, step
 from tests.support.optimizers import FusedAdam
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import make_checkpointer, run_ranks
 
 Job = tuple[nn.Module, Optimizer]
 CURRENT = uc.LoadOptions(hyperparameters="current")

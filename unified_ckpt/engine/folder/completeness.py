@@ -9,7 +9,7 @@ from unified_ckpt.core.text import first_items
 from unified_ckpt.engine.folder.stored_files import read_file, read_header
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import names
-from unified_ckpt.format.encoded_tensors import MODEL_PART, MasterEncoding
+from unified_ckpt.format.encoded_tensors import MasterEncoding
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -44,10 +44,10 @@ def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[s
 
 def undecodable_parts(manifest: Manifest, parts: Collection[str]) -> list[str]:
     """Describe those of these parts that are encoded beside the model, if that was deleted."""
-    if MODEL_PART in parts:
+    if names.MODEL in parts:
         return []
     return [
-        f"{part} is stored beside the part {MODEL_PART}, which was deleted"
+        f"{part} is stored beside the part {names.MODEL}, which was deleted"
         for part in parts
         if any(e.name == MasterEncoding.name for e in manifest.parts[part].encodings.values())
     ]

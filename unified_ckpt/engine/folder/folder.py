@@ -48,7 +48,6 @@ from unified_ckpt.runtime.storage.storage import (
     Reader,
 )
 
-_MODEL = "model"
 _DIGEST_GAP_NBYTES = 64 << 10  # reading a gap this small is cheaper than another request
 
 

@@ -19,6 +19,7 @@ from unified_ckpt.errors import (
 from unified_ckpt.format import index
 from unified_ckpt.format import names as format_names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import (
     LocalStorage,
@@ -26,8 +27,6 @@ from unified_ckpt.runtime.storage.storage import (
     absolute_path,
     open_reader,
 )
-
-_MODEL = "model"
 
 
 def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Folder:
@@ -90,11 +89,11 @@ def open_folder(
             f"{storage.root}: is an unfinished save: it has no {format_names.MANIFEST}, expected a "
             "committed checkpoint"
         )
-    single = format_names.file_name(_MODEL, number=1, count=1)
-    if format_names.index_name(_MODEL) in file_names:
+    single = format_names.file_name(MODEL, number=1, count=1)
+    if format_names.index_name(MODEL) in file_names:
         weight_map = index.parse_index(
-            storage.read(format_names.index_name(_MODEL)),
-            file=f"{storage.root}/{format_names.index_name(_MODEL)}",
+            storage.read(format_names.index_name(MODEL)),
+            file=f"{storage.root}/{format_names.index_name(MODEL)}",
         )
         if not index.is_stale(
             weight_map, single=single, file_names=file_names, folder=storage.root
@@ -103,11 +102,11 @@ def open_folder(
     if single in file_names:
         folder = Folder(storage, None, {})
         folder.check_files([single])
-        return Folder(storage, None, {_MODEL: dict.fromkeys(folder._headers[single], single)})
+        return Folder(storage, None, {MODEL: dict.fromkeys(folder._headers[single], single)})
     check_not_run_folder(storage)
     raise NotFoundError(
         f"{storage.root}: holds no checkpoint: expected {format_names.MANIFEST}, "
-        f"{format_names.index_name(_MODEL)} or {single}"
+        f"{format_names.index_name(MODEL)} or {single}"
     )
 
 
@@ -120,7 +119,7 @@ def _open_indexed(
     FormatError for a tensor that the index assigns to another file.
     """
     all_names = dict(weight_map)
-    folder = Folder(storage, None, {_MODEL: all_names})
+    folder = Folder(storage, None, {MODEL: all_names})
     for file in sorted(set(weight_map.values()) & set(file_names)):
         stale = sorted(
             name for name in folder.header(file) if all_names.setdefault(name, file) != file

@@ -17,7 +17,6 @@ from unified_ckpt.engine.source.protocol import Locations, Source, WrappedSource
 from unified_ckpt.engine.source.whole_blocks import WholeBlocks
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.encoded_tensors import (
-    MODEL_PART,
     Bits,
     Bytes,
     Encoding,
@@ -31,7 +30,7 @@ from unified_ckpt.format.encoded_tensors import (
 )
 from unified_ckpt.format.exceptions import Elements, parse_exceptions
 from unified_ckpt.format.manifest_fields import EncodingRecord
-from unified_ckpt.format.names import exceptions_name
+from unified_ckpt.format.names import MODEL, exceptions_name
 from unified_ckpt.runtime.storage.storage import Buffer
 
 _SCALES_NBYTES = 4 << 20  # of one check
@@ -120,7 +119,7 @@ class DecodedSource(WrappedSource):
             bits = encoding.decode(stored, run.width).reshape(-1)
         else:
             (low, high), *_ = run.stored_ranges(encoding)  # the model has as many bytes
-            model = self._blocks.read((MODEL_PART, name), low, high).view(np.uint16)
+            model = self._blocks.read((MODEL, name), low, high).view(np.uint16)
             bits = encoding.decode(stored, run.width, model.reshape(run.count, -1)).reshape(-1)
         elements = self._part_exceptions(part).get(name)
         if elements is not None:
@@ -153,7 +152,7 @@ class DecodedSource(WrappedSource):
             return [key]
         encoding, spec = encoded
         stored_keys = [(part, stored) for stored in encoding.stored_specs(name, spec.shape)]
-        return [*stored_keys, (MODEL_PART, name)] if encoding.needs_model else stored_keys
+        return [*stored_keys, (MODEL, name)] if encoding.needs_model else stored_keys
 
     def check_values(self, parts: Collection[str], *, share: int, shares: int) -> None:
         """Check the exceptions of these parts, and the scales of every `shares`-th tensor."""
@@ -181,18 +180,18 @@ class DecodedSource(WrappedSource):
         """IncompleteError or FormatError unless each tensor has a model tensor to decode it."""
         if not shapes:
             return
-        models = self._source.names(MODEL_PART) if MODEL_PART in self._source.parts else ()
+        models = self._source.names(MODEL) if MODEL in self._source.parts else ()
         missing = sorted(name for name in shapes if name not in models)
         if missing:
             raise IncompleteError(
-                f"{self._label}: {part}:{missing[0]}: is stored beside {MODEL_PART}:{missing[0]}, "
-                f"which is missing ({len(missing)} such tensors); restore the part {MODEL_PART}"
+                f"{self._label}: {part}:{missing[0]}: is stored beside {MODEL}:{missing[0]}, "
+                f"which is missing ({len(missing)} such tensors); restore the part {MODEL}"
             )
-        for name, spec in self._source.specs(MODEL_PART, shapes.keys()).items():
+        for name, spec in self._source.specs(MODEL, shapes.keys()).items():
             if spec != spec_of("BF16", shapes[name]):
                 raise FormatError(
                     f"{self._label}: {part}:{name}: got {spec.dtype} {list(spec.shape)} in "
-                    f"{MODEL_PART}, expected BF16 {list(shapes[name])} to decode it"
+                    f"{MODEL}, expected BF16 {list(shapes[name])} to decode it"
                 )
 
     def _plain(self, keys: Collection[Key]) -> list[Key]:

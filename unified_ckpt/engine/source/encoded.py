@@ -16,7 +16,6 @@ from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.source.protocol import Source, WrappedSource
 from unified_ckpt.engine.source.whole_blocks import WholeBlocks
 from unified_ckpt.format.encoded_tensors import (
-    MODEL_PART,
     Bits,
     Bytes,
     Encoding,
@@ -28,6 +27,7 @@ from unified_ckpt.format.encoded_tensors import (
 )
 from unified_ckpt.format.exceptions import Elements, encode_exceptions
 from unified_ckpt.format.manifest_fields import EncodingRecord
+from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.storage import Buffer
 
 # called with a key, a byte offset in the tensor, and the bytes there
@@ -47,7 +47,7 @@ def find_exceptions(
         on_bytes(key, 4 * run.start, rows.reshape(-1).view(np.uint8).data)
         if isinstance(encoding, MasterEncoding):
             low, high = 2 * run.start, 2 * (run.start + rows.size)
-            model = blocks.read((MODEL_PART, key[1]), low, high).view(np.uint16)
+            model = blocks.read((MODEL, key[1]), low, high).view(np.uint16)
             indices = encoding.exceptions(rows, model.reshape(rows.shape))
         else:
             indices = encoding.exceptions(rows)

@@ -10,18 +10,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def count_files(sizes: Sequence[int], *, max_file_bytes: int) -> int:
-    """Return how many files these tensors need if each file is filled in order up to the limit.
-
-    `sizes`: in bytes. A tensor larger than the limit has a file of its own.
-    """
-    return len(_file_stops(list(accumulate(sizes)), max_file_bytes))
-
-
 def split_files(sizes: Sequence[int], *, max_file_bytes: int) -> list[range]:
-    """Divide tensors into `count_files` files, with the largest file as small as possible.
+    """Divide tensors into as few files as their order allows, the largest as small as possible.
 
-    Each file is a range of positions in `sizes`.
+    `sizes`: in bytes. A tensor larger than the limit has a file of its own. Each file is a range of
+    positions in `sizes`.
     """
     ends = list(accumulate(sizes))
     stops = _file_stops(ends, max_file_bytes)

@@ -22,6 +22,7 @@ from unified_ckpt.core.sharding.declarations import (
     sort_key,
 )
 from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.core.text import ranks_by_value
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.collective import Collective
 
@@ -93,15 +94,12 @@ def gather_declarations(
     table_ids, bodies = gather_distinct(collective, "table", body)
     if collective.rank != 0:
         return local_id, None
-    ranks_by_table: dict[str, list[int]] = {}
-    for rank, table_id in enumerate(table_ids):
-        ranks_by_table.setdefault(table_id, []).append(rank)
     ordered = sorted(decls, key=sort_key)
     tables = {
         table_id: ordered if table_id == local_id else decode_table(body)
         for table_id, body in bodies.items()
     }
-    return local_id, Declarations(tables, ranks_by_table)
+    return local_id, Declarations(tables, ranks_by_value(enumerate(table_ids)))
 
 
 def check_layout_rules(

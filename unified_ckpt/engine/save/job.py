@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from unified_ckpt.core.text import format_list, human_size
+from unified_ckpt.core.text import format_list, human_size, ranks_by_value
 from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
 from unified_ckpt.engine.encode.stored_models import (
     masters_of_differing_models,
@@ -246,9 +246,7 @@ def _write_files(
     state_ids, encoded_states = gather_distinct(
         collective, "non-tensor-state", planned.non_tensor_state
     )
-    ranks_by_state: dict[str, list[int]] = {}
-    for rank, state_id in zip(collective.ranks, state_ids, strict=False):  # no ids elsewhere
-        ranks_by_state.setdefault(state_id, []).append(rank)
+    ranks_by_state = ranks_by_value(zip(collective.ranks, state_ids, strict=False))  # on rank 0
     states = [(ranks, encoded_states[state_id]) for state_id, ranks in ranks_by_state.items()]
     exceptions: ExceptionsByPart = {}
     if planned.is_encoded:

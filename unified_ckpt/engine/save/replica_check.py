@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from unified_ckpt.core.sharding.shardings import Sharding
-from unified_ckpt.core.text import format_list, format_ranks
+from unified_ckpt.core.text import format_list, format_ranks, ranks_by_value
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.engine.save.extents import BufferRing
@@ -87,10 +87,9 @@ def _describe(details: Sequence[Mapping[str, Mapping[str, int]]], keys: Sequence
     for key in keys:
         names = next(detail[key] for detail in details if key in detail)
         for name in names:
-            by_crc: dict[int, list[int]] = {}
-            for rank, detail in enumerate(details):
-                if key in detail:
-                    by_crc.setdefault(detail[key][name], []).append(rank)
+            by_crc = ranks_by_value(
+                (rank, detail[key][name]) for rank, detail in enumerate(details) if key in detail
+            )
             if len(by_crc) > 1:
                 ranks = (f"rank(s) {format_ranks(ranks)}" for ranks in by_crc.values())
                 lines.append(f"{name}: {' differ from '.join(ranks)}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from unified_ckpt.core.nodes.node_groups import NodeGroup
 from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WriteAlignment
+from unified_ckpt.core.text import ranks_by_value
 from unified_ckpt.errors import StorageError
 
 if TYPE_CHECKING:
@@ -56,10 +57,7 @@ class Topology:
     @property
     def ranks_by_node(self) -> list[list[int]]:
         """The ranks of each node."""
-        ranks_by_node: list[list[int]] = [[] for _ in range(max(self.nodes) + 1)]
-        for rank, node in enumerate(self.nodes):
-            ranks_by_node[node].append(rank)
-        return ranks_by_node
+        return list(ranks_by_value(enumerate(self.nodes)).values())
 
     @property
     def is_node_leader(self) -> bool:

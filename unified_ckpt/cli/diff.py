@@ -40,11 +40,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _total(source: Source) -> int:
-    return sum(
-        spec.nbytes
-        for part in source.parts
-        for spec in source.specs(part, source.names(part)).values()
-    )
+    return sum(spec.nbytes for spec in source.all_specs().values())
 
 
 def _text(report: DiffReport) -> list[str]:

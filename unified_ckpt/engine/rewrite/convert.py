@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import count_text, format_list, human_size
 from unified_ckpt.engine.folder.finalize import finalize_checkpoint, finalize_files, manifest_fields
 from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_if_exists
@@ -149,7 +148,7 @@ def convert_source(
                     existed=True,
                 )
             masters = _Masters(request, source)
-            encodings = choose_encodings(_specs(source), request.compression)
+            encodings = choose_encodings(source.all_specs(), request.compression)
             if encodings:
                 source = encode_source(collective, source, encodings, masters.update)
                 sizes, masters.compared = tensor_sizes(source), encodings.keys()
@@ -196,17 +195,9 @@ def _check_same_tensors(collective: Collective, source: Source, path: str) -> di
     return sizes
 
 
-def _specs(source: Source) -> dict[Key, TensorSpec]:
-    return {
-        (part, name): spec
-        for part in source.parts
-        for name, spec in source.specs(part, source.names(part)).items()
-    }
-
-
 def _tensor_fingerprint(source: Source) -> int:
     crc = 0
-    for (part, name), spec in sorted(_specs(source).items()):
+    for (part, name), spec in sorted(source.all_specs().items()):
         crc = digests.crc(f"{part}:{name}:{spec.dtype}:{spec.shape}\n".encode(), crc)
     return crc
 
@@ -275,7 +266,7 @@ def _conversion_record(
 
     IntegrityError if what was written differs from the source.
     """
-    source, specs = rewrite.source, _specs(rewrite.source)
+    source, specs = rewrite.source, rewrite.source.all_specs()
     missing = sorted(
         f"{part}:{name}"
         for part, name in rewrite.sizes

@@ -107,11 +107,7 @@ class Rewrite:
 
 def tensor_sizes(source: Source) -> dict[Key, int]:
     """Return the bytes of every tensor of the source."""
-    return {
-        (part, name): spec.nbytes
-        for part in source.parts
-        for name, spec in source.specs(part, source.names(part)).items()
-    }
+    return {key: spec.nbytes for key, spec in source.all_specs().items()}
 
 
 def unwritten_names_notes(source: Source) -> list[str]:

@@ -75,11 +75,7 @@ class EncodedSource(WrappedSource):
         super().__init__(source)
         self._encodings, self._exceptions = encodings, exceptions
         self._blocks = WholeBlocks(source)
-        self._specs = {
-            (part, name): spec
-            for part in source.parts
-            for name, spec in source.specs(part, source.names(part)).items()
-        }
+        self._specs = source.all_specs()
         self._origins: dict[Key, tuple[Key, int]] = {}  # of stored tensors that are encoded
         self._stored: dict[str, dict[str, TensorSpec]] = {part: {} for part in source.parts}
         for key, spec in self._specs.items():

@@ -136,6 +136,14 @@ class Source(ABC):
         Raises IncompleteError or IntegrityError if their bytes are missing.
         """
 
+    def all_specs(self) -> dict[Key, TensorSpec]:
+        """Return dtype and shape of every tensor."""
+        return {
+            (part, name): spec
+            for part in self.parts
+            for name, spec in self.specs(part, self.names(part)).items()
+        }
+
     @abstractmethod
     def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
         """Fill `buffer` with a tensor's row-major bytes, from byte `start`.

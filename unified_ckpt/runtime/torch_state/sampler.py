@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -125,7 +124,8 @@ class ElasticSampler(Sampler[int]):
         position = self._position
         seed = f"{position.seed}/{position.epoch}/{position.seen}/{self._rank}/{self._world}"
         try:
-            with _seeded(zlib.crc32(seed.encode())):
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(zlib.crc32(seed.encode()))
                 batches = iter(loader)
             for batch in batches:
                 seen = self.seen + self._world * min(size, len(self))
@@ -265,14 +265,3 @@ def start_loader(loader: object) -> None:
     stateful: Any = loader
     if not isinstance(getattr(stateful.batch_sampler, "sampler", stateful.sampler), ElasticSampler):
         stateful.state_dict()  # creates the iterator that the next loop uses
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator inside the block, and restore its state afterwards."""
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.runtime.storage.write_calls import skip_bytes, split_iovecs, supports_uncached
+from unified_ckpt.runtime.storage.write_calls import slice_buffers, split_iovecs, supports_uncached
 
 
 @given(st.lists(st.binary(max_size=50), max_size=12), st.integers(0, 1000), st.integers(1, 40))
@@ -33,12 +33,16 @@ def test_split_iovecs_bounds_buffers_per_call() -> None:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=20), min_size=1), st.data())
-def test_skip_bytes_returns_the_rest(pieces: list[bytes], data: st.DataObject) -> None:
+def test_slice_buffers(pieces: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(pieces)
-    done = data.draw(st.integers(0, len(whole)))
-    remaining = skip_bytes([memoryview(buffer) for buffer in pieces], done)
-    assert b"".join(remaining) == whole[done:]
-    assert all(len(buffer) for buffer in remaining)
+    low, high = sorted(data.draw(st.integers(0, len(whole))) for _ in range(2))
+    views = [memoryview(buffer) for buffer in pieces]
+    for slices, expected in (
+        (slice_buffers(views, low), whole[low:]),
+        (slice_buffers(views, low, high), whole[low:high]),
+    ):
+        assert b"".join(slices) == expected
+        assert all(len(buffer) for buffer in slices)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ from unified_ckpt.runtime.exchange.tcp import (
 )
 from unified_ckpt.runtime.exchange.transport import Transport
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.write_calls import slice_buffers
 
 
 class PeerTransport(Transport):
@@ -220,7 +221,7 @@ class PeerTransport(Transport):
         for low, high, rank in self.alignment.split_by_writer(
             file, start, stop, exclusive_range=exclusive_range or (start, stop), rank=self.rank
         ):
-            slices = _slice_buffers(buffers, low - start, high - start)
+            slices = slice_buffers(buffers, low - start, high - start)
             if rank == self.rank:
                 yield low, slices
             else:
@@ -351,13 +352,3 @@ def _strided(tile: torch.Tensor, span: TileSpan) -> torch.Tensor:
     if min(start, nbytes, step, count) < 0 or stop > tile.numel():
         raise ValueError(f"span {span}: lies outside of a tile of {tile.numel()} bytes")
     return tile.as_strided((count, nbytes), (step, 1), tile.storage_offset() + start)
-
-
-def _slice_buffers(buffers: Sequence[Buffer], low: int, high: int) -> list[Buffer]:
-    """Return bytes [low, high) of the concatenated buffers."""
-    slices, offset = [], 0
-    for buffer in buffers:
-        if offset < high and offset + len(buffer) > low:
-            slices.append(buffer[max(low - offset, 0) : high - offset])
-        offset += len(buffer)
-    return slices

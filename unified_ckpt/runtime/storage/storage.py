@@ -23,7 +23,7 @@ from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.write_calls import (
     FOREGROUND,
     WritePolicy,
-    skip_bytes,
+    slice_buffers,
     split_iovecs,
     supports_uncached,
     write_uncached,
@@ -168,7 +168,7 @@ class LocalStorage:
                         functools.partial(self._write, fd, remaining, start),
                     )
                     start += count
-                    remaining = skip_bytes(remaining, count)
+                    remaining = slice_buffers(remaining, count)
 
     def _write(self, fd: int, buffers: Sequence[Buffer], start: int) -> int:
         if self._uncached:

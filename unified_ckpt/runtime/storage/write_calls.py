@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -81,9 +82,13 @@ def split_iovecs(
         yield iovec
 
 
-def skip_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """Return the buffers without their first `nbytes` bytes."""
-    remaining = list(buffers)
-    while remaining and nbytes >= len(remaining[0]):
-        nbytes -= len(remaining.pop(0))
-    return [remaining[0][nbytes:], *remaining[1:]] if nbytes else remaining
+def slice_buffers(
+    buffers: Sequence[memoryview], low: int, high: int = sys.maxsize
+) -> list[memoryview]:
+    """Return bytes [low, high) of the concatenated buffers."""
+    slices, offset = [], 0
+    for buffer in buffers:
+        if offset < high and offset + len(buffer) > low:
+            slices.append(buffer[max(low - offset, 0) : high - offset])
+        offset += len(buffer)
+    return slices

@@ -49,15 +49,9 @@ _FAILURE_CHECK_NBYTES = 64 << 20  # copied between two checks whether another ra
 
 
 def check_copy_count(commit_group: CommitGroup, copies: int) -> None:
-    """Collective over all node groups. RankError if ranks differ or there are too few groups."""
-    collective, group_count = commit_group.collective, commit_group.node_group.count
+    """Collective over all node groups. RankError if there are too few groups."""
+    group_count = commit_group.node_group.count
     with commit_group.collective.step("node-copies"):
-        expected = int(collective.broadcast("node-copies-count", str(copies).encode()))
-        if expected != copies:
-            raise RankError(
-                f"rank {collective.rank}: got node_copies={copies}, "
-                f"expected {expected} as on rank 0; pass the same on every rank"
-            )
         if copies > group_count:
             raise RankError(
                 f"node_copies={copies}: got {group_count} nodes with folders of their own, "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -147,11 +147,11 @@ def convert_source(
                     time.monotonic() - start_time,
                     existed=True,
                 )
-            masters = _Masters(request, source)
+            masters = MasterCheck(request.uncast_source or source, enabled=request.compare_masters)
             encodings = choose_encodings(source.all_specs(), request.compression)
             if encodings:
                 source = encode_source(collective, source, encodings, masters.update)
-                sizes, masters.compared = tensor_sizes(source), encodings.keys()
+                sizes, masters.compared = tensor_sizes(source), frozenset(encodings)
             rewrite = Rewrite(
                 transaction, source, topology, sizes, lambda _: collective.heartbeat()
             )
@@ -202,26 +202,8 @@ def _tensor_fingerprint(source: Source) -> int:
     return crc
 
 
-class _Masters:
-    """Compares master weights with the model where the request asks for it.
-
-    `compared`: the tensors that were compared before they are written.
-    """
-
-    def __init__(self, request: ConvertRequest, source: Source) -> None:
-        self.check = None
-        if request.compare_masters:
-            self.check = MasterCheck(request.uncast_source or source)
-        self.compared: Collection[Key] = ()
-
-    def update(self, key: Key, start: int, data: memoryview) -> None:
-        """Compare bytes of a tensor, whole elements from byte `start`, with the model's."""
-        if self.check is not None and key not in self.compared:
-            self.check.update(key, start, data)
-
-
 def _write_and_publish(
-    rewrite: Rewrite, request: ConvertRequest, masters: _Masters, start_time: float
+    rewrite: Rewrite, request: ConvertRequest, masters: MasterCheck, start_time: float
 ) -> ConvertedFrom:
     """Write, verify and publish the folder; return its record. Collective."""
     collective, transaction = rewrite.transaction.collective, rewrite.transaction
@@ -233,9 +215,8 @@ def _write_and_publish(
 
     rewrite = replace(rewrite, on_progress=on_write)
     with collective.step("write"):
-        written, compared = write_tensors(rewrite, masters.update), 0
-        if masters.check is not None:
-            compared = _check_masters(collective, masters.check, request.source_path)
+        written = write_tensors(rewrite, masters.update)
+        compared = _check_masters(collective, masters, request.source_path)
     with collective.step("finalize"):
         if written is not None:
             record = _conversion_record(rewrite, request, written, compared)

@@ -55,12 +55,14 @@ def master_names(source: Source, names: Collection[str]) -> dict[str, str]:
 
 
 class MasterCheck:
-    """Compares master weights with the model, range by range, as they pass through a rewrite."""
+    """Compares master weights with the model, range by range, as they pass through a rewrite.
 
-    def __init__(self, source: Source) -> None:
-        self._model_names = {
-            master: name for name, master in master_names(source, source.names(MODEL)).items()
-        }
+    `compared`: tensors that `update` ignores from now on. Without `enabled`, it compares nothing.
+    """
+
+    def __init__(self, source: Source, *, enabled: bool = True) -> None:
+        names, self.compared = source.names(MODEL) if enabled else (), frozenset[Key]()
+        self._model_names = {master: name for name, master in master_names(source, names).items()}
         self._master_specs = source.specs(MASTER, list(self._model_names))
         model_specs = source.specs(MODEL, list(self._model_names.values()))
         self._model_specs = {
@@ -128,6 +130,7 @@ class MasterCheck:
         part, name = key
         if (
             part != MASTER
+            or key in self.compared
             or name not in self._master_specs
             or self._master_specs[name].shape != self._model_specs[name].shape
         ):

@@ -626,7 +626,7 @@ ALL = ("error", "keep", "replace")
             ["c0", "c1"],
             ALL,
             uc.RankError,
-            r"rank 1: got name 'c1', expected 'c0' as on rank 0",
+            r'save to .*: rank\(s\) 0: name "c0", rank\(s\) 1: name "c1"; expected the same on',
         ),
         (
             ["node-0/c", "node-1/c"],

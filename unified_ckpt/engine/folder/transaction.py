@@ -30,7 +30,7 @@ from unified_ckpt.engine.folder.if_exists import (
     is_replaceable,
 )
 from unified_ckpt.engine.folder.manifest import read_manifest
-from unified_ckpt.errors import CheckpointError, NotFoundError, RankError, StorageError
+from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.comm.collective import Collective
@@ -91,7 +91,7 @@ class Transaction(AbstractContextManager["Transaction"]):
         `entries_before`: the result of `check_target_name`, if it was called before the
         save. The id is new by default, as an interrupted attempt may have left a folder.
         """
-        collective, name = self.collective, self._target.name
+        collective = self.collective
         with collective.step("create-staging"):
             if self.is_leader:
                 if entries_before is None:
@@ -102,13 +102,8 @@ class Transaction(AbstractContextManager["Transaction"]):
                     outcome: dict[str, Any] = {"id": self.save_id, "folder": self.folder}
                 else:
                     outcome = {"id": manifest.save_id, "step": manifest.step}
-                collective.put_json("staging-dir", {"name": name, **outcome})
+                collective.put_json("staging-dir", outcome)
             received: dict[str, Any] = collective.get_json("staging-dir", sender=self.leader)
-            if received["name"] != name:
-                raise RankError(
-                    f"rank {collective.rank}: got name {name!r}, expected {received['name']!r} "
-                    f"as on rank {self.leader}; save under one name on every rank"
-                )
             self.save_id, self.folder = received["id"], received.get("folder", "")
         return None if self.folder else received
 

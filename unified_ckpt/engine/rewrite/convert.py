@@ -123,6 +123,7 @@ def convert_source(
     start_time, path = time.monotonic(), storage.path(name)
     operation = f"conversion of {request.source_path} to {path}"
     common_args = {
+        "name": name,
         **request.recorded_options,
         "if_exists": request.if_exists,
         "fsync": request.fsync,

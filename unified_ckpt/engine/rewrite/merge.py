@@ -51,6 +51,7 @@ from unified_ckpt.engine.rewrite.tensors import (
 from unified_ckpt.errors import IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
@@ -119,9 +120,8 @@ def merge(
     no intact copy of a block is left, StorageError if the target cannot be written: the same error
     on all ranks. After any error, `name` is as it was and no temporary folder is left.
     """
-    collective = comm.begin_collective(
-        f"merge to {storage.path(name)}", timeout_seconds=options.timeout_seconds
-    )
+    call = Call(f"merge to {storage.path(name)}", {"name": name})
+    collective = comm.begin_collective(call, timeout_seconds=options.timeout_seconds)
     nbytes = 0
 
     def on_write(count: int) -> None:

@@ -195,6 +195,7 @@ def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
             and (cache.plan.replicas_checked or options.check_replicas != "first")
         )
         arguments = {
+            "name": call.name,
             "asynchronous": background,
             "step": request.step,
             **options.model_dump(mode="json"),

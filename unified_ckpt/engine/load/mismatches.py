@@ -105,7 +105,12 @@ def _join_names(
             (unexpected if part in joined["module_parts"] else unused).append(f"modules:{name}")
     lost = sorted(joined.get("masters", set()) - joined.get("masters_read", set()))
     if lost:
-        wrong.insert(0, _lost_masters_message(lost))
+        wrong.insert(
+            0,
+            f"{MASTER}: {first_items(lost, 3)}: the checkpoint's master weights are more precise "
+            "than the model; pass master_weights=, load a float32 model, or leave them out with "
+            'LoadOptions(parts=("model", "optimizer"))',
+        )
     stored = [
         *source.parts,
         *([OPTIMIZER] if request.metadata.groups and OPTIMIZER not in source.parts else []),
@@ -118,14 +123,6 @@ def _join_names(
         kept=sorted(joined["kept"]),
         padded=sorted(joined["padded"]),
         unused=[name for name in stored if name not in expected | joined["loaded"]] + unused,
-    )
-
-
-def _lost_masters_message(names: Sequence[str]) -> str:
-    return (
-        f"{MASTER}: {first_items(names, 3)}: the checkpoint's master weights are more precise than "
-        "the model; pass master_weights=, load a float32 model, or leave them out with "
-        'LoadOptions(parts=("model", "optimizer"))'
     )
 
 

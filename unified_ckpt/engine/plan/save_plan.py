@@ -237,7 +237,14 @@ def list_group_files(
     """
     counts: dict[str, int] = {}
     stored_by_group = [list_stored(group.decls) for group in groups]
-    digest_header = _digest_header(groups, stored_by_group)
+    digest_header = encode_digest_header(
+        (
+            (group.decls[tensor.decl_index].part, tensor.fqn),
+            digests.block_count(tensor.spec.nbytes),
+        )
+        for group, stored in zip(groups, stored_by_group, strict=True)
+        for tensor in stored.tensors
+    )
     digest_start = len(digest_header)
     all_files = []
     for group, stored in zip(groups, stored_by_group, strict=True):
@@ -269,19 +276,6 @@ def checked_groups(declarations: Declarations) -> list[HolderGroup]:
 
 def _digest_nbytes(stored: StoredTensors) -> int:
     return sum(8 * digests.block_count(tensor.spec.nbytes) for tensor in stored.tensors)
-
-
-def _digest_header(
-    groups: Sequence[HolderGroup], stored_by_group: Sequence[StoredTensors]
-) -> bytes:
-    return encode_digest_header(
-        (
-            (group.decls[tensor.decl_index].part, tensor.fqn),
-            digests.block_count(tensor.spec.nbytes),
-        )
-        for group, stored in zip(groups, stored_by_group, strict=True)
-        for tensor in stored.tensors
-    )
 
 
 def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> GroupPlan:

@@ -196,19 +196,17 @@ def _locate_tensors(
 def _existing_save(
     source: ClusterSource, storage: LocalStorage, target: PublishTarget
 ) -> Manifest | None:
-    """On the leader: the checkpoint at the target that is kept, possibly this very save."""
-    _check_has_digests(source)
-    return resolve_copy_if_exists(storage, target, save_id=source.save_id)
+    """On the leader: the checkpoint at the target that is kept, possibly this very save.
 
-
-def _check_has_digests(source: ClusterSource) -> None:
-    """IntegrityError if a folder lacks digests to verify its bytes with."""
+    IntegrityError if a folder lacks digests to verify its bytes with.
+    """
     for manifest in source.manifests:
         if manifest.digests is None or not manifest.digests.is_supported:
             raise IntegrityError(
                 f"save {manifest.save_id}: a folder has no digests of a known algorithm, expected "
                 "one per block"
             )
+    return resolve_copy_if_exists(storage, target, save_id=source.save_id)
 
 
 def _finalize(rewrite: Rewrite, source: ClusterSource, written: WrittenFiles) -> None:

@@ -6,7 +6,7 @@ import json
 
 from unified_ckpt import errors
 from unified_ckpt.errors import CheckpointError, MismatchError, RankError
-from unified_ckpt.runtime.comm.error_spread import names_rank
+from unified_ckpt.runtime.comm.error_spread import Spread, spread_of
 
 
 def encode_error(error: BaseException, *, rank: int, world: int) -> str:
@@ -14,7 +14,8 @@ def encode_error(error: BaseException, *, rank: int, world: int) -> str:
     is_checkpoint_error = isinstance(error, CheckpointError)
     kind = type(error).__name__ if is_checkpoint_error else "RankError"
     text = str(error) if is_checkpoint_error else f"{type(error).__name__}: {error}"
-    if world > 1 and not isinstance(error, RankError) and not names_rank(error):
+    names_rank = spread_of(error) in (Spread.PARTIAL, Spread.SHARED)
+    if world > 1 and not isinstance(error, RankError) and not names_rank:
         text = f"rank {rank}: {text}"
     lists = []
     if isinstance(error, MismatchError):

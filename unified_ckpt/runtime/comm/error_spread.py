@@ -33,11 +33,6 @@ def mark(error: _Error, spread: Spread) -> _Error:
     return error
 
 
-def names_rank(error: BaseException) -> bool:
-    """Return whether the error's text names the rank where it occurred."""
-    return spread_of(error) in (Spread.PARTIAL, Spread.SHARED)
-
-
 def demote_shared(error: BaseException) -> None:
     """Mark a shared error as partial, where it enters a collective of other ranks."""
     if spread_of(error) is Spread.SHARED:

@@ -161,19 +161,25 @@ def stored_key(key: Key, box: Box, shape: Sequence[int], *, is_shard: bool) -> K
     return (key[0] + SHARD_SUFFIX, shard_name(key[1], box, shape)) if is_shard else key
 
 
+def locate_stored(key: Key, shape: tuple[int, ...]) -> tuple[Key, Box, tuple[int, ...], bool]:
+    """Return the tensor of which `key` stores a box of this shape: its key, the box, its shape.
+
+    Also returns whether the box is stored as a shard.
+    """
+    parsed = parse_shard_key(key)
+    if parsed is None or parsed[1].shape != shape:
+        return key, full_box(shape), shape, False
+    fqn, box, tensor_shape = parsed
+    return (base_part(key[0]), fqn), box, tensor_shape, True
+
+
 def classify(stored: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[TensorList, Numbers]:
     """Return what a folder stores as tensors of the save, and the boxes of each layout class."""
     boxes_by_tensor: dict[tuple[str, str, str, tuple[int, ...], bool], list[Box]] = {}
     for part, tensors in stored.items():
         for name, spec in tensors.items():
-            parsed = parse_shard_key((part, name))
-            if parsed is not None and parsed[1].shape == spec.shape:
-                fqn, box, shape = parsed
-                boxes_by_tensor.setdefault(
-                    (base_part(part), fqn, spec.dtype, shape, True), []
-                ).append(box)
-            else:
-                boxes_by_tensor[part, name, spec.dtype, spec.shape, False] = [full_box(spec.shape)]
+            key, box, shape, is_shard = locate_stored((part, name), spec.shape)
+            boxes_by_tensor.setdefault((*key, spec.dtype, shape, is_shard), []).append(box)
     numbers: dict[tuple[tuple[int, ...], bool, tuple[Box, ...]], int] = {}
     entries = []
     for (part, fqn, dtype, shape, are_shards), boxes in sorted(

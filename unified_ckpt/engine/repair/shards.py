@@ -5,21 +5,20 @@ Only verified blocks of those folders are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from unified_ckpt.core.nodes.node_groups import base_part, parse_shard_key
-from unified_ckpt.core.sharding.boxes import Box, full_box, runs
-from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.boxes import Box, runs, shift
 from unified_ckpt.core.sharding.dtypes import memory_shape
+from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.nodes.coverage import build_index
-from unified_ckpt.engine.nodes.inventory import read_inventory
+from unified_ckpt.engine.nodes.inventory import locate_stored, read_inventory
 from unified_ckpt.engine.nodes.storage import ShardReader
+from unified_ckpt.engine.nodes.tiling import enclosing_rows
 from unified_ckpt.engine.repair.copies import Block, Notes
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import digests
-from unified_ckpt.format.header import Entry
 from unified_ckpt.runtime.storage.storage import Reader
 
 
@@ -53,12 +52,13 @@ def assemble_block(sharded: ShardReader, block: Block, notes: Notes) -> bytes | 
     """
     entry, body = block.entry, bytearray(block.nbytes)
     start = block.number * digests.BLOCK_NBYTES
-    key, box, shape = _locate(block.part, block.name, entry)
-    item_nbytes = (entry.stop - entry.start) // box.numel
-    if sharded.nbytes(key) != item_nbytes * full_box(shape).numel:
+    stored_shape = memory_shape(entry.dtype, entry.shape)
+    key, box, shape, _ = locate_stored((block.part, block.name), stored_shape)
+    item_nbytes, spec = (entry.stop - entry.start) // box.numel, TensorSpec(entry.dtype, shape)
+    if sharded.nbytes(key) != spec.nbytes:
         return None
     try:
-        for first, low, high in _byte_runs(box, shape, item_nbytes, start, start + len(body)):
+        for first, low, high in _byte_runs(box, spec, item_nbytes, start, start + len(body)):
             sharded.read_into(key, first, memoryview(body)[low:high])
     except CheckpointError:
         return None
@@ -67,29 +67,17 @@ def assemble_block(sharded: ShardReader, block: Block, notes: Notes) -> bytes | 
     return bytes(body)
 
 
-def _locate(part: str, name: str, entry: Entry) -> tuple[Key, Box, tuple[int, ...]]:
-    """Return the whole tensor that a stored one belongs to, the box in it, and its shape."""
-    parsed = parse_shard_key((part, name))
-    shape = memory_shape(entry.dtype, entry.shape)
-    if parsed is not None and parsed[1].shape == shape:
-        return (base_part(part), parsed[0]), parsed[1], parsed[2]
-    return (part, name), full_box(shape), shape
-
-
 def _byte_runs(
-    box: Box, shape: Sequence[int], item_nbytes: int, start: int, stop: int
+    box: Box, spec: TensorSpec, item_nbytes: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield where bytes [start, stop) of a box lie in the whole tensor.
 
     Each is (first byte in the tensor, first byte after `start`, end of these).
     """
-    local, local_shape = full_box(()), box.shape
-    if box.shape:  # only the rows that the range touches
-        row_nbytes = item_nbytes * box.numel // box.shape[0]
-        low, high = start // row_nbytes, -(-stop // row_nbytes)
-        box = Box((box.offsets[0] + low, *box.offsets[1:]), (high - low, *box.shape[1:]))
-        local = Box((low, *(0,) * (len(box.shape) - 1)), box.shape)
-    for first, first_local, count in runs(box, shape, local=local, local_shape=local_shape):
+    # only the rows that the range touches
+    local = enclosing_rows(TensorSpec(spec.dtype, box.shape), start, stop)
+    rows = shift(local, box.offsets)
+    for first, first_local, count in runs(rows, spec.shape, local=local, local_shape=box.shape):
         lower = max(first_local * item_nbytes, start)
         upper = min((first_local + count) * item_nbytes, stop)
         if lower < upper:

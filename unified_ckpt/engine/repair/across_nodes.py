@@ -70,12 +70,7 @@ def repair_across_nodes(
                     resources.callback(peer.close)
                 report = asdict(_repair_local(collective, root, peers))
             reports = gather("report", report)
-        return tuple(
-            RepairReport(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in reports[repairer].items()}
-            )
-            for repairer in repairers
-        )
+        return tuple(_parse_report(reports[repairer]) for repairer in repairers)
 
 
 def _create_marker(root: str, marker_scope: ExitStack) -> str:
@@ -151,3 +146,10 @@ def _repair_local(collective: Collective, root: str, peers: Sequence[PeerStorage
             return replace(report, notes=(*notes, *report.notes))
     except CheckpointError as error:
         return RepairReport(root, "", (), (), (str(error),), tuple(notes), 0)
+
+
+def _parse_report(fields: dict[str, Any]) -> RepairReport:
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()
+    }
+    return RepairReport(**values)

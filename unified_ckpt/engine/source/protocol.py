@@ -14,7 +14,7 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest_fields import EncodingRecord
-from unified_ckpt.format.names import OPTIMIZER
+from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.runtime.storage.storage import Buffer, Reader
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.equality import same
 from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.manifests import manifest_of
 from unified_ckpt.engine.load.request import LoadArguments
@@ -93,11 +94,6 @@ def test_reports_are_three_readable_lines(tmp_path: Path) -> None:
     assert str(uc.verify(folder)).splitlines()[1].startswith("  damaged, ")
 
 
-def same_state(a: nn.Module, b: nn.Module) -> bool:
-    first, second = a.state_dict(), b.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
 def stored(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:
     """Every tensor of a part, read by the safetensors library."""
     weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"]
@@ -119,7 +115,7 @@ def test_module_round_trip(tmp_path: Path) -> None:
     assert report.id == manifest_of(tmp_path / "c")["save_id"]
     memory = {name: t.data_ptr() for name, t in other.state_dict().items()}
     back = uc.load(tmp_path / "c", model=other)
-    assert same_state(model, other)
+    assert same(model.state_dict(), other.state_dict())
     assert {name: t.data_ptr() for name, t in other.state_dict().items()} == memory, (
         "filled in place"
     )
@@ -198,7 +194,7 @@ def test_path_types(tmp_path: Path, form: Callable[[Path], str | Path]) -> None:
     uc.save(path, model=Net())
     other = Net(seed=1)
     uc.load(path, model=other)
-    assert same_state(other, Net())
+    assert same(other.state_dict(), Net().state_dict())
     assert uc.verify(path, deep=True).ok
     (tmp_path / "latest").symlink_to(tmp_path / "a" / "c")
     with uc.open(tmp_path / "latest") as opened:
@@ -226,7 +222,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     }
     for other in (Net(tied=True, seed=1), Net(seed=1)):
         report = uc.load(tmp_path / "c", model=other)
-        assert same_state(other, model)
+        assert same(other.state_dict(), model.state_dict())
         assert (report.missing, report.unexpected) == ((), ())
     with uc.open(tmp_path / "c") as opened:
         assert torch.equal(opened["model"]["head.weight"][...], model.embed.weight)
@@ -240,7 +236,7 @@ def test_equal_untied_weights_load_into_tied(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model=model)
     other = Net(tied=True, seed=1)
     report = uc.load(tmp_path / "c", model=other)
-    assert same_state(other, model)
+    assert same(other.state_dict(), model.state_dict())
     assert report.notes == ("tied in the target, stored as equal tensors: model:embed.weight",)
 
 
@@ -339,7 +335,7 @@ def test_masters_are_created_from_the_model(tmp_path: Path) -> None:
     other = mixed()
     nn.init.zeros_(other.embed.weight)
     report = uc.load(tmp_path / "c", model=other)
-    assert same_state(other, model), "an fp32 trainer gets its fp32 weights back"
+    assert same(other.state_dict(), model.state_dict()), "an fp32 trainer gets fp32 weights back"
     assert report.sources == {"model": ("master_weights", "model")}
     small = Net().bfloat16()
     report = uc.load(tmp_path / "c", model=small)
@@ -477,7 +473,7 @@ def test_concurrent_checkpoint_is_not_overwritten(tmp_path: Path, if_exists: str
         )
     other = Net()
     assert uc.load(tmp_path / "c", model=other).step == 1
-    assert same_state(other, Net(seed=1))
+    assert same(other.state_dict(), Net(seed=1).state_dict())
     assert list(tmp_path.iterdir()) == [tmp_path / "c"]
 
 
@@ -604,7 +600,7 @@ def test_relative_paths_are_resolved_once(tmp_path: Path, monkeypatch: pytest.Mo
         checkpointer.save("checkpoint-1", model=Net())
         target = Net()
         assert manager.restore(model=target) is not None
-        assert same_state(target, Net(seed=3))
+        assert same(target.state_dict(), Net(seed=3).state_dict())
         manager.save(2, model=target, force=True)
     assert sorted(
         str(path.relative_to(tmp_path)) for path in tmp_path.rglob("unified_checkpoint.json")
@@ -671,7 +667,7 @@ def test_load_hugging_face_folder(tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     other = Net(seed=1)
     report = uc.load(tmp_path, model=other)
-    assert same_state(other, Net())
+    assert same(other.state_dict(), Net().state_dict())
     assert (report.step, report.extra, report.verified_bytes) == (None, None, 0)
     assert report.bytes_read == sum(t.nbytes for t in state.values())
     with uc.open(tmp_path) as opened:
@@ -738,7 +734,7 @@ def test_checkpointer_is_reusable(tmp_path: Path) -> None:
             report = checkpointer.save("latest", model=model, step=step)
             assert report.path == str(tmp_path / "latest")
         assert checkpointer.load("latest", model=other).step == 1
-        assert same_state(other, model)
+        assert same(other.state_dict(), model.state_dict())
         with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
             checkpointer.save("latest", model=model, options=uc.SaveOptions())
         checkpointer.close()

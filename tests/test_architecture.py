@@ -7,7 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -111,25 +111,34 @@ def place(path: str) -> str:
     return path.partition("/")[0]
 
 
-def imports(tree: ast.Module, *, types_too: bool = True) -> Iterator[str]:
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
+@cache
+def imports(tree: ast.Module, *, types_too: bool = True) -> tuple[str, ...]:
     """Full names of all imports, at any depth."""
     only_types = {
         inner
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for statement in node.body
         for inner in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    names: list[str] = []
+    for node in nodes(tree):
         if not types_too and node in only_types:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports say where from"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(names)
 
 
+@cache
 def ours(name: str) -> str | None:
     """The path of the file that an import names; None outside of the package."""
     parts = name.split(".")
@@ -338,7 +347,7 @@ def test_functions_have_at_most_six_parameters(trees: dict[str, ast.Module]) -> 
     wide = [
         f"{path}: {node.name} has {count} parameters"
         for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (path, node.name) not in PUBLIC
         and (count := parameter_count(node.args)) > 6
@@ -364,7 +373,7 @@ def test_functions_fit_a_screen(trees: dict[str, ast.Module]) -> None:
     long = [
         f"{path}: {node.name} has {body_lines(node)} lines"
         for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > 90
     ]
     assert long == []
@@ -383,7 +392,7 @@ def test_names_say_what_things_are(trees: dict[str, ast.Module]) -> None:
     wrong = [
         f"{path}: {node.name}"
         for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         and node.name not in MANAGERS
         if name_parts(node.name) & BARRED
@@ -401,7 +410,7 @@ def test_only_the_command_line_prints(trees: dict[str, ast.Module]) -> None:
         f"{path}:{node.lineno}"
         for path, tree in trees.items()
         if place(path) != "cli"
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"
@@ -434,7 +443,7 @@ def test_architecture_page_lists_the_steps_of_saves_and_loads(trees: dict[str, a
         node.args[0].value
         for path, tree in trees.items()
         if path.startswith(folders)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if node.func.attr == "step" and node.args and isinstance(node.args[0], ast.Constant)
     }

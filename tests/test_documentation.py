@@ -28,7 +28,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.managers import flip_last_byte
+from tests.support.damage import flip
 from tests.support.processes import warm
 from unified_ckpt.cli import main as command_line
 
@@ -219,7 +219,7 @@ def cli_files() -> None:
     for step in (1000, 1500):
         save_llama(f"checkpoint-{step}", step=step)
     shutil.copytree("checkpoint-1000", "damaged")
-    flip_last_byte(Path("damaged"), "model.safetensors")
+    flip(Path("damaged/model.safetensors"), -1)
     for step in (1000, 2000, 3000, 4000):
         save_llama(f"llama/checkpoint-{step}", step=step, metrics={"loss": abs(step - 2000)})
     os.remove("llama/checkpoint-4000/optimizer.safetensors")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import signal
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.compressed import trained_state
 from tests.support.harness import run_ranks
+from tests.support.limits import alarm
 from tests.support.manifests import IndexFile, sealed
 from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.runtime.comm.comm import Comm
@@ -365,20 +365,6 @@ def rewrite(path: Path, body: bytes) -> None:
         file.truncate()
 
 
-@contextlib.contextmanager
-def ending(label: str) -> Iterator[None]:
-    def interrupt(*_: object) -> None:
-        raise AssertionError(f"did not end: {label}")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 20)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("make", "cases"), CASES)
 def test_changed_checkpoint_loads_right_or_fails(
@@ -391,7 +377,7 @@ def test_changed_checkpoint_loads_right_or_fails(
         label = f"case {case}: {path.relative_to(subject.root)}: {done}"
         rewrite(path, body)
         for name, act in subject.acts.items() if case % 4 == 0 else list(subject.acts.items())[:1]:
-            with ending(f"{name}: {label}"):
+            with alarm(20, AssertionError(f"did not end: {name}: {label}")):
                 try:
                     assert act() == subject.right[name], f"{name} gave other state: {label}"
                 except uc.CheckpointError:
@@ -436,7 +422,8 @@ def test_sealed_wrong_content_is_a_checkpoint_error(
             *subject.acts.items(),
             ("verify", partial(uc.verify, subject.root, deep=True)),
         ):
-            with ending(f"{name}: {label}"), contextlib.suppress(uc.CheckpointError):
+            late = AssertionError(f"did not end: {name}: {label}")
+            with alarm(20, late), contextlib.suppress(uc.CheckpointError):
                 loaded = act()
                 if path != manifest and name == "load":
                     assert loaded == subject.right[name], f"{name} gave other state: {label}"

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import unified_ckpt as uc
 from tests.support.command_line import run_verb
-from tests.support.managers import flip_last_byte
+from tests.support.damage import flip
 from tests.support.manifests import edit_index
 from unified_ckpt.cli import main as command
 from unified_ckpt.cli.display.progress import progress_bar
@@ -278,7 +278,7 @@ def test_verify_of_a_good_folder(
 
 
 def test_verify_names_damaged_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip_last_byte(folder, "ema-00002-of-00002.safetensors")
+    flip(folder / "ema-00002-of-00002.safetensors", -1)
     run_verb(capsys, "verify", folder)
     text = run_verb(capsys, "verify", folder, "--deep", code=1)
     assert re.search(
@@ -309,7 +309,7 @@ def test_verify_names_damaged_tensors(folder: Path, capsys: pytest.CaptureFixtur
 def test_verify_fits_the_terminal(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip_last_byte(folder, "ema-00002-of-00002.safetensors")
+    flip(folder / "ema-00002-of-00002.safetensors", -1)
     monkeypatch.setattr(Screen, "of", lambda _: Screen(80))
     lines = run_verb(capsys, "verify", "--deep", folder.parent, code=1).splitlines()
     assert {len(line) <= 80 for line in lines} == {True}
@@ -454,7 +454,7 @@ def test_verify_checks_all_steps_of_a_run(
     assert good[0] == str(tmp_path)
     assert good[-1] == "  1 checkpoint, 0 damaged; --deep also checks all digests"
     damaged = Path(shutil.copytree(folder, tmp_path / "checkpoint-8"))
-    flip_last_byte(damaged, "optimizer.safetensors")
+    flip(damaged / "optimizer.safetensors", -1)
     unfinished = Path(shutil.copytree(folder, tmp_path / "checkpoint-9"))
     (unfinished / "unified_checkpoint.json").unlink()
     garbled = Path(shutil.copytree(folder, tmp_path / "checkpoint-6"))

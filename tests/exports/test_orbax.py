@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import unified_ckpt as uc
 from tests.exports.test_maxtext import hub_state
 from tests.support.orbaxes import MaxText, as_numpy, leaves, mapped
+from tests.support.processes import warm
 from tests.support.processes.launch import PROGRAMS, environment
 from unified_ckpt.exports import orbax
 
@@ -26,7 +26,10 @@ MODEL = {"layer.0.w": torch.randn(5, 3, 4), "layer.1.w": torch.zeros(2), "empty"
 def restored(root: Path, step: int) -> tuple[Any, Any]:
     """Return what Orbax restores: the tree of numpy arrays, and that from devices of JAX."""
     target = root.parent / "restored.pickle"
-    command = [sys.executable, str(PROGRAMS / "orbax_reader.py"), str(root), str(step), str(target)]
+    command = [
+        *warm.orbax(PROGRAMS / "orbax_reader.py", environment()),
+        *(str(root), str(step), str(target)),
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     trees: tuple[Any, Any] = pickle.loads(target.read_bytes())

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.paddle_files import changed, rewritten, same
+from tests.support.equality import same
+from tests.support.paddle_files import changed, rewritten
 from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.exports import paddle as paddle_write

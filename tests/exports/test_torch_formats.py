@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import unified_ckpt as uc
-from tests.support.torch_training import train
+from tests.support.torch_training import Counting, train
 from unified_ckpt.cli.main import main
 from unified_ckpt.exports.formats import ExportArgs, export
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
@@ -221,18 +221,6 @@ def test_state_of_a_parameter_in_no_group_is_refused(
             source=uc.SourceOptions(rename=str(tmp_path / "r.toml")),
         )
     assert not (tmp_path / "c.pt").exists()
-
-
-class Counting(nn.Linear):
-    """A module with non-tensor state."""
-
-    count = 0
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def test_non_tensor_state_of_modules_is_exported(tmp_path: Path) -> None:

@@ -219,7 +219,8 @@ class ClusterMachine(RuleBasedStateMachine):
     def expect_save(self, plan: Session, call: Save, serial: int) -> Check:
         places = [SHARED] if call.shared else [OWN[node] for node in dict.fromkeys(plan.nodes)]
         keys = [(place, NAMES[call.name]) for place in places]
-        before, old = self.disk.files(), {key: self.disk.current(key) for key in keys}
+        before = self.disk.files()
+        old = {key: self.disk.current(key, before) for key in keys}
         copies = min(call.copies, len(keys))
         saved = Saved(
             serial, call.seed, call.step, len(plan.nodes), len(keys), copies, call.compression
@@ -229,7 +230,7 @@ class ClusterMachine(RuleBasedStateMachine):
         free = not any(old.values())
         whole = (
             len(held) == 1
-            and all(key in folders and self.disk.is_intact(key) for key in keys)
+            and all(key in folders and self.disk.is_intact(key, before) for key in keys)
             and next(iter(held)).groups == len({folders[key].group for key in keys})
             and next(iter(held)).groups == len(keys)
         )
@@ -241,26 +242,26 @@ class ClusterMachine(RuleBasedStateMachine):
         )
 
         def check(outcomes: Sequence[Any]) -> None:
-            error = common_error(outcomes)
+            after, error = self.disk.files(), common_error(outcomes)
             if error is not None:
                 assert not succeeds, f"the save failed: {error}"
-                assert self.disk.files() == before, f"a save that failed changed files: {error}"
+                assert after == before, f"a save that failed changed files: {error}"
                 return
             assert not mistaken, f"one rank has wrong {call.mistake}, and all saved"
             (existed,) = {report.existed for report in outcomes}
             if existed:
                 assert held
                 assert call.if_exists in ("keep", "keep_complete")
-                assert self.disk.files() == before, "a checkpoint was kept, and files were changed"
+                assert after == before, "a checkpoint was kept, and files were changed"
                 return
             assert not (whole and call.if_exists != "replace"), "a good save was replaced"
-            self.disk.check_others(keys, before)
+            self.disk.check_others(keys, before, after)
             for key in keys:
                 manifest = old[key].get(MANIFEST)
                 if old[key] and not (key in folders and manifest == folders[key].files[MANIFEST]):
                     self.disk.check_aside(key, old[key])
             for group, key in enumerate(keys):
-                self.disk.folders[key] = Folder(saved, group, self.disk.current(key))
+                self.disk.folders[key] = Folder(saved, group, self.disk.current(key, after))
             if len(keys) == 1:
                 check_content(self.disk.path(keys[0]), self.model, saved)
 
@@ -299,15 +300,16 @@ class ClusterMachine(RuleBasedStateMachine):
         keys = [key for key in keys if (self.disk.path(key)).is_dir()]
         before = self.disk.files()
         saves = {self.disk.folders[key].saved for key in keys}
+        whole = [key for key in keys if self.disk.is_intact(key, before)]
         intact = {
             saved: {
                 self.disk.folders[key].group
-                for key in keys
-                if self.disk.folders[key].saved == saved and self.disk.is_intact(key)
+                for key in whole
+                if self.disk.folders[key].saved == saved
             }
             for saved in saves
         }
-        undamaged = all(self.disk.is_intact(key) for key in keys)
+        undamaged = whole == keys
         succeeds = any(
             (len(saves) == 1 or undamaged) and saved.groups - len(intact[saved]) < saved.copies
             for saved in saves
@@ -415,28 +417,30 @@ class ClusterMachine(RuleBasedStateMachine):
     def repair(self, key: Key, others: Sequence[Key]) -> None:
         before = self.disk.files()
         folder = self.disk.folders[key]
-        now = self.disk.current(key)
+        now = self.disk.current(key, before)
         folders = [self.disk.folders[other] for other in others]
         mended = (
             now.get(MANIFEST) == folder.files[MANIFEST]
             and all(other.saved == folder.saved for other in folders)
             and any(
-                self.disk.folders[other].files == folder.files and self.disk.is_intact(other)
+                self.disk.folders[other].files == folder.files
+                and self.disk.is_intact(other, before)
                 for other in others
             )
         )
         report, error = attempt(
             lambda: uc.repair(self.disk.path(key), [self.disk.path(other) for other in others])
         )
+        after = self.disk.files()
         if report is None:
-            assert self.disk.files() == before, f"a refused repair changed files: {error}"
+            assert after == before, f"a refused repair changed files: {error}"
             assert not mended, f"a copy was refused: {error}"
             return
-        self.disk.check_repaired(key, before)
-        self.disk.check_others([key], before)
-        if not self.disk.lacks_a_part(key):
+        self.disk.check_repaired(key, before, after)
+        self.disk.check_others([key], before, after)
+        if not self.disk.lacks_a_part(key, after):
             # a copy of another node's files is a folder of its own
-            wrong = [file for file in self.disk.damaged_files(key) if "/" not in file]
+            wrong = [file for file in self.disk.damaged_files(key, after) if "/" not in file]
             assert not mended or not wrong, f"{wrong} are not repaired: {report.problems}"
             assert report.ok == (not wrong), f"damaged: {wrong}, reported: {report.problems}"
 
@@ -445,7 +449,8 @@ class ClusterMachine(RuleBasedStateMachine):
         """Each node's folder from those of the others."""
         keys = [(place, NAMES[name]) for place in OWN[:world]]
         present = [key for key in keys if key in self.disk.folders]
-        before, intact = self.disk.files(), [key for key in present if self.disk.is_intact(key)]
+        before = self.disk.files()
+        intact = [key for key in present if self.disk.is_intact(key, before)]
         saves = {self.disk.folders[key].saved for key in present}
         lost = [key for key in present if key not in intact]
 
@@ -454,14 +459,14 @@ class ClusterMachine(RuleBasedStateMachine):
                 return checkpointer.repair(self.root / OWN[comm.rank] / NAMES[name])
 
         outcomes = try_ranks(world, act, timeout_seconds=4 * SECONDS)
-        error = common_error(outcomes)
+        after, error = self.disk.files(), common_error(outcomes)
         if error is not None:
-            assert self.disk.files() == before, f"a refused repair changed files: {error}"
+            assert after == before, f"a refused repair changed files: {error}"
             assert not present, f"the repair failed: {error}"
             return
         for key in present:
-            self.disk.check_repaired(key, before)
-        self.disk.check_others(present, before)
+            self.disk.check_repaired(key, before, after)
+        self.disk.check_others(present, before, after)
         groups = {self.disk.folders[key].group for key in present}
         if len(saves) == len(lost) == 1:
             ((saved,), (key,)) = saves, lost
@@ -471,7 +476,8 @@ class ClusterMachine(RuleBasedStateMachine):
                 for file, body in self.disk.folders[key].files.items()
             )
             if saved.copies > 1 and copied and len(groups) == len(present) == saved.groups:
-                assert self.disk.is_intact(key) or self.disk.lacks_a_part(key), outcomes
+                mended = self.disk.is_intact(key, after)
+                assert mended or self.disk.lacks_a_part(key, after), outcomes
 
     @rule(name=st.integers(0, 1), from_nodes=st.booleans())
     def merge_folders(self, name: int, from_nodes: bool) -> None:
@@ -502,21 +508,22 @@ class ClusterMachine(RuleBasedStateMachine):
             self.disk.lose(goal)
         before = self.disk.files()
         saves = {self.disk.folders[key].saved for key in keys}
-        groups = {self.disk.folders[key].group for key in keys if self.disk.is_intact(key)}
+        groups = {self.disk.folders[key].group for key in keys if self.disk.is_intact(key, before)}
         succeeds = len(saves) == 1 and len(groups) == next(iter(saves)).groups
         paths = [self.disk.path(key) for key in keys]
         options = {"fsync": False, "timeout_seconds": SECONDS}
         report, error = attempt(lambda: uc.convert(paths, self.disk.path(goal), **options))
+        after = self.disk.files()
         if report is None:
             assert not succeeds, f"a complete save cannot be merged: {error}"
-            assert self.disk.files() == before, f"a merge that failed changed files: {error}"
+            assert after == before, f"a merge that failed changed files: {error}"
             return
-        self.disk.check_others([goal], before)
+        self.disk.check_others([goal], before, after)
         with uc.open(self.disk.path(goal)) as source:
             serial = source.extra["serial"]
         (saved,) = (saved for saved in saves if saved.serial == serial)
         saved = replace(saved, groups=1, copies=1, compression="none")
-        self.disk.folders[goal] = Folder(saved, 0, self.disk.current(goal))
+        self.disk.folders[goal] = Folder(saved, 0, self.disk.current(goal, after))
         check_content(self.disk.path(goal), self.model, saved)
 
 

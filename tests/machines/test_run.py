@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 from hypothesis import strategies as st
@@ -44,6 +44,7 @@ from tests.support.run_model import (
     set_clock,
     state,
 )
+from tests.support.simulated_nodes import fine
 from unified_ckpt.cli.main import main
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -449,13 +450,6 @@ class RunMachine(RuleBasedStateMachine):
 
     def intact(self) -> list[int]:
         return sorted(step for step in self.steps if self.is_intact(step))
-
-
-def fine(outcomes: list[Any]) -> list[Any]:
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(100, marks=pytest.mark.slow)])

@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -28,6 +27,8 @@ from tests.support.managers import (
     steps_in,
     warnings_of,
 )
+from tests.support.processes import warm
+from tests.support.processes.launch import environment
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -381,15 +382,6 @@ def test_checkpoint_being_read_is_removed_later(
     assert steps_in(tmp_path) == [3]
 
 
-def test_separate_limits_for_model_only_and_full(tmp_path: Path) -> None:
-    with manager_of(
-        None, tmp_path, keep_latest=1, keep_latest_model_only=2, interval_steps=1
-    ) as manager:
-        for step in range(1, 9):
-            manager.save(step, **state(step, full=step % 4 == 0))
-    assert steps_in(tmp_path) == [6, 7, 8]
-
-
 # failures
 
 
@@ -651,16 +643,8 @@ manager.run.scheduler.collect = lambda **options: (waiting.set(), close(**option
 manager.close()
 print("continues")
 """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        ),
-    }
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
+    command = [*warm.program(program, environment()), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout, folders(tmp_path)) == (
         -signal.SIGTERM,
         "",

@@ -20,11 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import unified_ckpt as uc
+from tests.support.damage import flip
 from tests.support.harness import run_ranks
 from tests.support.managers import (
     check_state,
     delete_file,
-    flip_last_byte,
     folders,
     manager_of,
     save_steps,
@@ -32,6 +32,7 @@ from tests.support.managers import (
     warnings_of,
 )
 from tests.support.optimizers import FusedAdam
+from unified_ckpt.format import names
 from unified_ckpt.manager.option_aliases import from_paddle
 from unified_ckpt.manager.restore import select
 from unified_ckpt.manager.restore.targets import required_parts
@@ -62,8 +63,27 @@ def interrupt_replacement(folder: Path) -> None:
     folder.rename(folder.with_name(f".replaced-abc-{folder.name}"))
 
 
+def flip_step(folder: Path) -> None:
+    """Change one bit of the manifest so that the step is as plausible as the original."""
+    file = folder / names.MANIFEST
+    flip(file, file.read_bytes().index(b'"step": 2') + len('"step": '))
+
+
 SKIPPED: dict[str, tuple[Callable[[Path], None], str, type[uc.CheckpointError], str]] = {
-    "a CRC": (flip_last_byte, "model.safetensors.* has CRC", uc.IntegrityError, "has CRC"),
+    "a CRC": (
+        lambda folder: flip(folder / "model.safetensors", -1),
+        "model.safetensors.* has CRC",
+        uc.IntegrityError,
+        "has CRC",
+    ),
+    "a manifest": (
+        lambda folder: flip(
+            file := folder / names.MANIFEST, file.read_bytes().index(b'"step": 2') + 8
+        ),
+        r"checkpoint-2 is skipped: .*unified_checkpoint\.json: is not the file .*: got CRC",
+        uc.NotFoundError,
+        "checkpoint-2: is incomplete: .* is not the file that was written: got CRC",
+    ),
     "a missing file": (
         delete_file,
         "checkpoint-2 is skipped: optimizer.safetensors is missing",
@@ -220,7 +240,7 @@ def test_not_strict_loads_the_latest_step_with_some_parts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_steps(tmp_path, 10, 20, full=False)
-    flip_last_byte(tmp_path / "checkpoint-20")
+    flip(tmp_path / "checkpoint-20" / "model.safetensors", -1)
     targets = state(0)
     with manager_of(None, tmp_path) as manager:
         report = manager.restore(strict=False, **targets)
@@ -256,7 +276,7 @@ def test_failed_load_is_followed_by_a_whole_one_or_an_error(
         options = {name: str(other / "checkpoint-7")}
     more = {"parts": targets["parts"]} if "parts" in targets else {}
     save_steps(root, 2, **more)
-    flip_last_byte(root / "checkpoint-2")
+    flip(root / "checkpoint-2" / "model.safetensors", -1)
     with manager_of(None, root, **options) as manager:
         if start == "state":
             assert manager.restore(**targets).step == 7  # type: ignore[union-attr]

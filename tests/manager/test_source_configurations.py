@@ -6,7 +6,6 @@ An uninterrupted run is the oracle: a resumed one must reach the same weights, b
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.equality import same
 from tests.support.managers import folders, steps_in
 
 STEPS, RESUMED_STEPS = 4, 6
@@ -59,16 +59,12 @@ def run(options: uc.RunOptions, last_step: int) -> tuple[int, dict[str, torch.Te
     return first, weights(model)
 
 
-def is_equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
-    return all(torch.equal(left[name], right[name]) for name in left)
-
-
 def check_run(options: uc.RunOptions) -> Path:
     """Run, resume, and compare with an uninterrupted run. Return the root."""
     run(options, STEPS)
     first, resumed = run(options, RESUMED_STEPS)
     assert first == STEPS + 1
-    assert is_equal(resumed, uninterrupted(RESUMED_STEPS))
+    assert same(resumed, uninterrupted(RESUMED_STEPS))
     return Path(str(options.root))
 
 
@@ -238,7 +234,7 @@ def test_maxtext_gcs_checkpointing_conversion_fn(tmp_path: Path) -> None:
     model, _ = build()
     with uc.CheckpointManager(options=options) as manager:
         assert manager.restore(model=model) is not None
-    assert is_equal(weights(model), source)
+    assert same(weights(model), source)
     assert run(options, STEPS)[0] == 1
     assert run(options, RESUMED_STEPS)[0] == STEPS + 1
 

@@ -1,6 +1,4 @@
-"""Accelerate in real processes: DDP, FSDP2, TP and both, stopped and resumed, on other worlds; a
-signal stops all ranks.
-"""
+"""Accelerate in real processes: DDP, FSDP2, TP and both, stopped and resumed, on other worlds."""
 
 from __future__ import annotations
 

@@ -575,7 +575,7 @@ def masters(content: dict[str, Any]) -> list[torch.Tensor]:
 
 
 SHARD = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-FIRST, SECOND, THIRD = (f"global_step3/bf16_{SHARD.format(rank)}" for rank in range(3))
+SECOND, THIRD = (f"global_step3/bf16_{SHARD.format(rank)}" for rank in (1, 2))
 STEP_6 = f"global_step6/bf16_{SHARD.format(1)}"
 STATES, MODELS = "*_optim_states.pt", "zero_pp_rank_*_model_states.pt"
 SWAPPED = r"was written as \S*zero_pp_rank_\d_\S*.pt, so files were swapped or copied"

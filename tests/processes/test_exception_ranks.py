@@ -1,5 +1,5 @@
-"""A plain loop in which one rank raises: the step is saved, or the last save stays, and the resumed
-run equals the one in which nothing happened.
+"""A plain loop in which one rank raises or gets SIGTERM: the step is saved, or the last save stays,
+and the resumed run equals the one in which nothing happened.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes.launch import torchrun
-from tests.support.processes.run_cases import RAISED, check_same, last_step, launch_raising
+from tests.support.processes.run_cases import (
+    RAISED,
+    SIGNAL_STEP,
+    check_same,
+    last_step,
+    launch_raising,
+)
 
 WORKER = "worker_loop_run.py"
 
@@ -29,5 +35,8 @@ def test_exception_on_one_rank(tmp_path: Path, case: str) -> None:
     if case == "ahead":
         assert "the ranks are at different steps: rank(s) 0 at 11, rank(s) 1 at 10" in output
     else:
-        torchrun(2, WORKER, tmp_path, "straight", f"{case}/resume", timeout_seconds=120)
+        torchrun(2, WORKER, tmp_path, "straight", "term", f"{case}/resume", timeout_seconds=120)
         check_same(tmp_path, case)
+        check_same(tmp_path, "term")
+        stops = [int((tmp_path / "term" / f"stop-{rank}").read_text()) for rank in range(2)]
+        assert SIGNAL_STEP <= stops[0] == stops[1] <= SIGNAL_STEP + 10

@@ -50,9 +50,16 @@ def run(program: str, path: Path, code: int = 0) -> None:
     assert done.returncode == code, done.stderr
 
 
-@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(
-    ("last", "code"), [("", 0), ("raise ValueError('oh')", 1), ("sys.exit(3)", 3)]
+    ("last", "code", "lazy"),
+    [
+        ("", 0, False),
+        ("raise ValueError('oh')", 1, False),
+        ("sys.exit(3)", 3, False),
+        ("", 0, True),
+        pytest.param("raise ValueError('oh')", 1, True, marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", 3, True, marks=pytest.mark.slow),
+    ],
 )
 def test_process_exit_completes_the_save(tmp_path: Path, last: str, code: int, lazy: bool) -> None:
     run(SAVE.format(last=last, lazy=lazy), tmp_path / "c", code)

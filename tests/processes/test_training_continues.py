@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.support.processes.layouts import ROWS, WORLDS, world_of
-from tests.support.processes.matrix import LOADED, Matrix
+from tests.support.processes.matrix import FOLDERS, LOADED, Matrix
 
-DEFAULT = [row for row in ROWS if world_of(row) in WORLDS]
-ALL = [*DEFAULT, *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS if row not in DEFAULT)]
+ALL = [
+    pytest.param(row, marks=[] if f"trained/{row}" in FOLDERS["default"] else pytest.mark.slow)
+    for row in ROWS
+]
 TOLERANCE = 2e-5  # relative; sums in another order, in float32
 
 
@@ -33,10 +35,22 @@ def test_loss_moves_enough_to_be_compared(matrix: Matrix) -> None:
 
 @pytest.mark.parametrize("target", LOADED)
 def test_reshard_continues_with_the_dense_losses(matrix: Matrix, target: str) -> None:
+    check_losses(matrix, target, "default")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [row for row in ROWS if world_of(row) in WORLDS])
+def test_reshard_of_slow_folders_continues_with_the_dense_losses(
+    matrix: Matrix, target: str
+) -> None:
+    check_losses(matrix, target, "slow", "8 ranks")
+
+
+def check_losses(matrix: Matrix, target: str, *groups: str) -> None:
     dense = matrix.losses("plain")
     cases = [
         case
-        for case in matrix.loaded(world_of(target))
+        for case in matrix.loaded(world_of(target), *groups)
         if case["target"] == target and case["losses"]
     ]
     assert {case["source"] for case in cases} - {target}

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.damage import flip
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.format.digests import BLOCK_NBYTES
 from unified_ckpt.manager.steps.scan import scan
@@ -127,10 +128,7 @@ def test_layers_beyond_the_limit_are_one(
 
 def test_steps_that_cannot_be_compared_are_left_out(tmp_path: Path, models: Models) -> None:
     save(tmp_path, models)
-    digests = tmp_path / "checkpoint-3" / "digests.safetensors"
-    body = bytearray(digests.read_bytes())
-    body[-1] ^= 1
-    digests.write_bytes(body)
+    flip(tmp_path / "checkpoint-3" / "digests.safetensors", -1)
     changes = compare(tmp_path)
     assert changes is not None
     assert changes.names == tuple(f"checkpoint-{step}" for step in (0, 1, 2, 4, 5))
@@ -150,14 +148,14 @@ def test_three_hundred_steps_of_many_tensors_stay_small() -> None:
                 ("model", f"layers.{i % 80}.t{i}", spec): np.array(
                     [0 if i % 10 == 0 else step // (1 + i % 7)], np.uint64
                 )
-                for i in range(1000)
+                for i in range(250)
             },
         )
         for step in range(300)
     ]
     started = time.process_time()
     changes = step_changes._find_patterns(steps, left_out=0)
-    assert time.process_time() - started < 30
+    assert time.process_time() - started < 8
     assert len(changes.names) == 300
     assert len(changes.patterns) == 8
     text = json.dumps(

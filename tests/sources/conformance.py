@@ -24,6 +24,7 @@ import torch
 from awscrt.checksums import crc64nvme
 
 import unified_ckpt as uc
+from tests.support.equality import raw, same
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.process_files import (
     mapped_nbytes,
@@ -35,10 +36,8 @@ from tests.support.process_files import (
 from tests.support.source_cases import (
     Case,
     Key,
-    assert_same,
     hostile_bodies,
     indices,
-    raw,
     read,
     read_all,
 )
@@ -76,7 +75,7 @@ def check_names_and_specs(case: Case) -> None:
             with pytest.raises(KeyError, match="no such name"):
                 view[part]["no such name"]
             for alias, name in source.aliases(part).items():
-                assert_same(view[part][alias][...], case.tensors[part, name], alias)
+                assert same(view[part][alias][...], case.tensors[part, name]), alias
         with pytest.raises(uc.NotFoundError, match="no such part"):
             view["no such part"]
 
@@ -85,11 +84,11 @@ def check_tensors_and_slices(case: Case) -> None:
     with case.open() as source:
         view = SourceView(source)
         for (part, name), tensor in case.tensors.items():
-            assert_same(view[part][name][...], tensor, (part, name))
+            assert same(view[part][name][...], tensor), (part, name)
         draw = random.Random(1)
         for (part, name), tensor in case.sample():
             for index in indices(tuple(tensor.shape), draw):
-                assert_same(view[part][name][index], tensor[index], (part, name, index))
+                assert same(view[part][name][index], tensor[index]), (part, name, index)
 
 
 def check_byte_ranges(case: Case) -> None:
@@ -235,7 +234,7 @@ def check_laziness(case: Case) -> None:
                 source.specs(each, source.names(each))
             actual = SourceView(source)[part][name][index]
             nbytes = nbytes_of_calls() - before + mapped_nbytes(case.path)
-        assert_same(actual, tensor[index], name)
+        assert same(actual, tensor[index]), name
     assert nbytes <= case.lazy_nbytes + len(case.files()) * PAGES_NBYTES, (
         f"read {nbytes} bytes; {name} has {tensor.nbytes}"
     )
@@ -342,7 +341,7 @@ def check_live_load(case: Case) -> None:
         targets: dict[Key, torch.Tensor] = {}
         load_shards(case, comm, dim, targets)
         for key, tensor in case.tensors.items():
-            assert_same(targets[key], chunk_of(tensor, dim, comm.rank), (key, comm.rank))
+            assert same(targets[key], chunk_of(tensor, dim, comm.rank)), (key, comm.rank)
 
     for dim in (0, 1):
         run_ranks(2, lambda comm, dim=dim: load(comm, dim))

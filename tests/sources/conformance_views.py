@@ -15,7 +15,7 @@ import unified_ckpt as uc
 from tests.sources.conformance_cases import QUICK, Tensors, dcp_folder, keyed
 from tests.support.compressed import save_compressed
 from tests.support.decoders import decode_folder
-from tests.support.simulated_nodes import folder_of, save_all
+from tests.support.simulated_nodes import NodeState, folder_of
 from tests.support.source_cases import LAZY_NBYTES, Case
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.source.protocol import Source
@@ -46,16 +46,7 @@ def nodes(root: Path) -> Case:
         "cube": torch.randn(12, 8, 5),
     }
     dims = {"wide": 0, "columns": 1, "cube": 1}
-    layout = uc.Layout(
-        mesh={"dp": 4},
-        rules={name: {"dp": dim} for name, dim in dims.items()},
-        shapes={name: tuple(tensor.shape) for name, tensor in full.items()},
-    )
-
-    def shards(rank: int) -> Tensors:
-        return {name: full[name].chunk(4, dim)[rank].clone() for name, dim in dims.items()}
-
-    save_all(root, range(4), shards, layout=layout)
+    NodeState(full, dims).save(root, range(4))
     return Case(
         root,
         keyed(model=full),

@@ -12,16 +12,14 @@ from accelerate.utils import ProjectConfiguration
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
+from tests.support.equality import same as is_same
 
 FAST = uc.SaveOptions(fsync=False)
 
 
-class Sequences(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(i))
+SEQUENCES: Any = [
+    torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(i)) for i in range(24)
+]
 
 
 class Count:
@@ -82,7 +80,7 @@ class Job:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         loader = torch.utils.data.DataLoader(
-            Sequences(), batch_size=4, shuffle=True, num_workers=workers
+            SEQUENCES, batch_size=4, shuffle=True, num_workers=workers
         )
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, loader
@@ -133,7 +131,4 @@ class Job:
 
 
 def same(job: Job, other: Job) -> bool:
-    actual, expected = job.tensors(), other.tensors()
-    return actual.keys() == expected.keys() and all(
-        torch.equal(actual[name], expected[name]) for name in actual
-    )
+    return is_same(job.tensors(), other.tensors())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 import unified_ckpt as uc
 from tests.support.cluster_model import DTYPES, Files, Tensor, as_bytes, global_array, read_files
 from tests.support.cluster_plans import Folder, Saved
+from tests.support.damage import flip
 
 Key = tuple[str, str]  # place, name
 
@@ -50,18 +52,26 @@ class Disk:
     def files(self) -> Files:
         return read_files(self.root)
 
-    def current(self, key: Key) -> Files:
-        return read_files(self.path(key))
+    def current(self, key: Key, disk: Files | None = None) -> Files:
+        """The files of a folder. `disk`: what `files` has just returned."""
+        if disk is None:
+            return read_files(self.path(key))
+        prefix = f"{key[0]}/{key[1]}/"
+        return {
+            path.removeprefix(prefix): body
+            for path, body in disk.items()
+            if path.startswith(prefix)
+        }
 
-    def damaged_files(self, key: Key) -> list[str]:
+    def damaged_files(self, key: Key, disk: Files | None = None) -> list[str]:
         """Files that differ from those of the commit, are missing, or are new."""
-        now, files = self.current(key), self.folders[key].files
+        now, files = self.current(key, disk), self.folders[key].files
         return sorted(
             name for name in now.keys() | files.keys() if now.get(name) != files.get(name)
         )
 
-    def is_intact(self, key: Key) -> bool:
-        return not self.damaged_files(key)
+    def is_intact(self, key: Key, disk: Files | None = None) -> bool:
+        return not self.damaged_files(key, disk)
 
     def present(self) -> list[Key]:
         return sorted(self.folders)
@@ -70,9 +80,9 @@ class Disk:
         keys = self.present()
         return keys[number % len(keys)]
 
-    def lacks_a_part(self, key: Key) -> bool:
+    def lacks_a_part(self, key: Key, disk: Files | None = None) -> bool:
         """Whether all files of a part are gone, as if a user had deleted them."""
-        files, now = self.folders[key].files, self.current(key)
+        files, now = self.folders[key].files, self.current(key, disk)
         return any(
             all(name not in now for name in files if name.startswith(part))
             for part in ("optimizer", "ema", "master_weights")
@@ -90,16 +100,14 @@ class Disk:
         elif not self.lacks_a_part(key):
             assert problems, f"{key}: the damage was not found"
 
-    def check_others(self, keys: Sequence[Key], before: Files) -> None:
+    def check_others(self, keys: Sequence[Key], before: Files, after: Files) -> None:
         """Check that a save changed only its own folders, and left nothing temporary."""
         own_prefixes = tuple(f"{place}/{name}/" for place, name in keys)
         backup_prefixes = tuple(f"{place}/{name}-before-" for place, name in keys)
         remaining = {
             path: body for path, body in before.items() if not path.startswith(own_prefixes)
         }
-        now = {
-            path: body for path, body in self.files().items() if not path.startswith(own_prefixes)
-        }
+        now = {path: body for path, body in after.items() if not path.startswith(own_prefixes)}
         new = {
             path for path in now.keys() - remaining.keys() if not path.startswith(backup_prefixes)
         }
@@ -112,14 +120,15 @@ class Disk:
         others = [read_files(path) for path in (self.root / place).glob(f"{name}-before-*")]
         assert files in others, f"{place}/{name} was no checkpoint, and is deleted"
 
-    def check_repaired(self, key: Key, before: Files) -> None:
+    def check_repaired(self, key: Key, before: Files, after: Files) -> None:
         """Check that each file is the right one, or as it was."""
         prefix, files = f"{key[0]}/{key[1]}/", self.folders[key].files
-        for name, body in self.current(key).items():
+        now = self.current(key, after)
+        for name, body in now.items():
             assert body in (files.get(name), before.get(prefix + name)), f"{prefix}{name}"
             if before.get(prefix + name) == files.get(name):
                 assert body == files[name], f"{prefix}{name} was intact"
-        assert {f"{prefix}{name}" for name in self.current(key)} >= {
+        assert {f"{prefix}{name}" for name in now} >= {
             path for path in before if path.startswith(prefix)
         }, "a repair deleted files"
 
@@ -135,17 +144,16 @@ class Disk:
         if not files:
             return
         path = self.path(key) / files[damage.file % len(files)]
-        body = bytearray(path.read_bytes())
-        if damage.kind == "delete" or not body:
+        size = path.stat().st_size
+        if damage.kind == "delete" or not size:
             path.unlink()
         elif damage.kind == "truncate":
-            path.write_bytes(body[: int(len(body) * damage.position)])
+            os.truncate(path, int(size * damage.position))
         elif damage.kind == "grow":
-            path.write_bytes(body + b" ")
+            path.write_bytes(path.read_bytes() + b" ")
         else:
-            position = -1 if damage.kind == "data" else int(len(body) * damage.position)
-            body[position] ^= 1 << damage.bit
-            path.write_bytes(body)
+            at = -1 if damage.kind == "data" else damage.position
+            flip(path, at, mask=1 << damage.bit)
 
     def lose(self, key: Key) -> None:
         shutil.rmtree(self.path(key))

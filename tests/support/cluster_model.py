@@ -5,6 +5,7 @@ A tensor is an array of bytes of shape (*shape, itemsize), so that every dtype i
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,8 +116,11 @@ def sentinel(array: Bytes, dtype: str) -> torch.Tensor:
 
 def read_files(folder: Path) -> Files:
     """Every file below a folder but the events of a run, by its relative path."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "unified_events.jsonl"
-    }
+    files, start = {}, len(os.path.join(folder, ""))
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            if name != "unified_events.jsonl" and os.path.isfile(path):
+                with open(path, "rb") as file:
+                    files[path[start:]] = file.read()
+    return dict(sorted(files.items()))

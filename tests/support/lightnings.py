@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -170,5 +171,4 @@ def fit(
 def check_same(actual: Net, expected: Net) -> None:
     """Check that a resumed module has the last losses and the weights of another."""
     assert actual.losses == expected.losses[len(expected.losses) - len(actual.losses) :]
-    weights = expected.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in actual.state_dict().items())
+    check_equal(actual.state_dict(), expected.state_dict())

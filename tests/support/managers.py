@@ -85,12 +85,6 @@ def delete_file(folder: Path, file: str = "optimizer.safetensors") -> None:
     (folder / file).unlink()
 
 
-def flip_last_byte(folder: Path, file: str = "model.safetensors") -> None:
-    body = bytearray((folder / file).read_bytes())
-    body[-1] ^= 1
-    (folder / file).write_bytes(body)
-
-
 def zero_file(file: Path) -> None:
     """Overwrite a file with zeros of the same size, as after a power cut."""
     file.write_bytes(bytes(file.stat().st_size))

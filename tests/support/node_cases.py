@@ -13,7 +13,7 @@ from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 
 SPECS = {
-    "big": TensorSpec("F32", (600, 450)),  # two digest blocks
+    "big": TensorSpec("F32", (160, 1690)),  # two digest blocks
     "odd": TensorSpec("BF16", (13, 7)),
     "wide": TensorSpec("F32", (3, 9000)),
     "line": TensorSpec("I64", (11,)),

@@ -10,7 +10,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, try_ranks
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, fine, on_node
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, NodeState, fine, on_node
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -51,23 +51,12 @@ FULL = {
 QUICK = SAVE.model_copy(update={"timeout_seconds": 10.0, "write_alignment": 4096})
 REPLACE = QUICK.model_copy(update={"if_exists": "replace"})
 Storages = Callable[[int, str], LocalStorage]  # by rank and folder
-
-
-def layout_of(world: int) -> uc.Layout:
-    rules = {"w": {"dp": 0}, "o": {"dp": 1}}
-    return uc.Layout({"dp": world}, rules, {"w": (500, 90), "o": (30, 30)})
-
-
-LAYOUT = layout_of(4)
+STATE = NodeState(FULL, {"w": 0, "o": 1})
+LAYOUT = STATE.layout(4)
 
 
 def contents(step: int, rank: int, world: int = 4) -> dict[str, torch.Tensor]:
-    whole = {name: tensor + step for name, tensor in FULL.items()}
-    return {
-        "w": whole["w"].chunk(world)[rank].clone(),
-        "o": whole["o"].chunk(world, 1)[rank].clone(),
-        "b": whole["b"],
-    }
+    return STATE.local(rank, world, step=step)
 
 
 def save(
@@ -87,7 +76,7 @@ def save(
             defaults = {
                 "model": contents(step, comm.rank, ranks.world),
                 "parts": {"ema": contents(step + 50, comm.rank, ranks.world)},
-                "layout": layout_of(ranks.world),
+                "layout": STATE.layout(ranks.world),
                 "step": step,
                 "extra": {"step": step, "seen": bytes(2000)},
                 "rank_extra": (comm.rank, step),
@@ -105,7 +94,7 @@ def load_all(root: Path, name: str, ranks: Ranks = EACH) -> list[int | BaseExcep
     def act(comm: Comm) -> int:
         state = contents(0, comm.rank, ranks.world)
         model, ema = ({key: torch.full_like(state[key], -1) for key in state} for _ in range(2))
-        arguments = {"parts": {"ema": ema}, "layout": layout_of(ranks.world), "options": LOAD}
+        arguments = {"parts": {"ema": ema}, "layout": STATE.layout(ranks.world), "options": LOAD}
         with on_node(comm, ranks.nodes) as checkpointer:
             place = ranks.place(root, comm.rank) / name
             report = checkpointer.load(place, model=model, **arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -52,18 +52,6 @@ def step(module: nn.Module, optimizer: Optimizer, number: int) -> None:
         return loss
 
     optimizer.step(closure)  # type: ignore[arg-type]
-
-
-def same(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (
-            a.dtype == b.dtype and a.device == b.device and a.shape == b.shape and torch.equal(a, b)
-        )
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return a == b
 
 
 def states(module: nn.Module, optimizer: Optimizer) -> dict[str, object]:

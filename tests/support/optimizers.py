@@ -14,8 +14,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Does on any device what TransformerEngine's FusedAdam does, without FP8, FP16 states and CUDA
-    graphs.
+    """Does on any device what TransformerEngine's FusedAdam does, without FP8, FP16 states, CUDA
+    graphs, other modes than AdamW and uncorrected bias.
 
     Source: NVIDIA/TransformerEngine, transformer_engine/pytorch/optimizers/fused_adam.py at
     d0067d0:
@@ -48,8 +48,6 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
         master_weights: bool = False,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
@@ -57,13 +55,12 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "bias_correction": bias_correction,
+            "bias_correction": True,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
         }
         super().__init__(params, defaults)
-        self.adam_w_mode = 1 if adam_w_mode else 0
         self.master_weights = master_weights
         self.name_to_dtype_map = {
             "exp_avg": exp_avg_dtype,
@@ -199,16 +196,11 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         """One Adam step in float32, in place, as the kernel `multi_tensor_adam` computes it."""
         (first, second), number = group["betas"], group["step"]
-        moment_correction, square_correction = (
-            (1 - first**number, 1 - second**number) if group["bias_correction"] else (1.0, 1.0)
-        )
-        if not self.adam_w_mode:
-            grad = grad + group["weight_decay"] * weight
         moment.mul_(first).add_(grad, alpha=1 - first)
         square.mul_(second).addcmul_(grad, grad, value=1 - second)
-        update = (moment / moment_correction) / ((square / square_correction).sqrt() + group["eps"])
-        if self.adam_w_mode:
-            update = update + group["weight_decay"] * weight
+        corrected, scale = moment / (1 - first**number), square / (1 - second**number)
+        update = corrected / (scale.sqrt() + group["eps"])
+        update = update + group["weight_decay"] * weight
         weight.sub_(update, alpha=group["lr"])
 
 

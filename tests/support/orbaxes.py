@@ -7,7 +7,6 @@ from __future__ import annotations
 import pickle
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.processes import warm
 from tests.support.processes.launch import PROGRAMS, environment
 
 Arrays = Mapping[str, Any]
@@ -43,7 +43,7 @@ def job(
 def write(jobs: Sequence[Mapping[str, Any]], scratch: Path, *, processes: int = 1) -> None:
     """Write in other processes, so that JAX is not imported here."""
     scratch.write_bytes(pickle.dumps(list(jobs)))
-    command = [sys.executable, str(PROGRAMS / "orbax_writer.py"), str(scratch)]
+    command = [*warm.orbax(PROGRAMS / "orbax_writer.py", environment()), str(scratch)]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -6,18 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
-
-
-def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    return (
-        actual.dtype == expected.dtype
-        and actual.shape == expected.shape
-        and torch.equal(
-            actual.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
-        )
-    )
 
 
 def changed(folder: Path, name: str, **values: Any) -> None:

@@ -128,9 +128,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Writes:
-    """What all ranks wrote: file -> (start, stop, rank)."""
+    """What all ranks wrote, file -> (start, stop, rank), and synced."""
 
     spans: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    synced: dict[str, set[int]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -140,10 +141,22 @@ class Recorded(LocalStorage):
         self._writes, self._rank = writes, rank
 
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
-        with self._writes.lock:
-            span = (start, start + sum(len(b) for b in buffers), self._rank)
-            self._writes.spans.setdefault(name.rpartition("/")[2], []).append(span)
+        self._add(name, start, start + sum(len(b) for b in buffers))
         super().write_at(name, start, buffers)
+
+    def resize(self, name: str, nbytes: int) -> None:
+        self._add(name, 0, nbytes)
+        super().resize(name, nbytes)
+
+    def _add(self, name: str, start: int, stop: int) -> None:
+        with self._writes.lock:
+            spans = self._writes.spans.setdefault(name.rpartition("/")[2], [])
+            spans.append((start, stop, self._rank))
+
+    def sync(self, name: str) -> None:
+        with self._writes.lock:
+            self._writes.synced.setdefault(name.rpartition("/")[2], set()).add(self._rank)
+        super().sync(name)
 
 
 def request_of(state: FlatState, **options: object) -> SaveRequest:

@@ -21,6 +21,8 @@ from safetensors.numpy import load_file
 
 import unified_ckpt as uc
 from tests.support.cluster_model import Files
+from tests.support.damage import flip
+from tests.support.managers import zero_file
 from unified_ckpt.manager import save_scheduler
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -29,16 +31,14 @@ SHAPES = {"w": (6, 4), "b": (5,), "scale": ()}
 
 def damage_file(path: Path, kind: str, *, position: float = 0.5) -> None:
     """Damage a file. `position`: of the flipped byte or the end; `data`: the last byte."""
-    body = bytearray(path.read_bytes())
     if kind == "delete":
         path.unlink()
     elif kind == "truncate":
-        path.write_bytes(body[: int(len(body) * position)])
+        os.truncate(path, int(path.stat().st_size * position))
     elif kind == "zero":
-        path.write_bytes(bytes(len(body)))
+        zero_file(path)
     else:
-        body[-1 if kind == "data" else int(len(body) * position)] ^= 4
-        path.write_bytes(body)
+        flip(path, -1 if kind == "data" else position)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def replaced_storage(make: Callable[[str], LocalStorage]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
-            of_package = name.startswith("unified_ckpt.")
+            of_package = name.startswith("unified_ckpt.") and name != "tests.support.harness"
             if of_package and getattr(module, "LocalStorage", None) is LocalStorage:
                 patch.setattr(module, "LocalStorage", Replacement)
         yield

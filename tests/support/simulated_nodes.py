@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.harness import DrawnLayout, make_checkpointer, run_ranks, try_ranks
 from tests.support.oracles import local_part, where
 from tests.support.reshard_cases import Case, bits
@@ -126,7 +129,12 @@ def folder_of(root: Path, node: int) -> Path:
 
 
 def save_all(
-    root: Path, nodes: Sequence[int], state: Callable[[int], Any], **arguments: Any
+    root: Path,
+    nodes: Sequence[int],
+    state: Callable[[int], Any],
+    *,
+    rank_extra: Callable[[int], object] = lambda _: None,
+    **arguments: Any,
 ) -> list[uc.SaveReport]:
     """Save on every rank to its node's folder."""
 
@@ -135,10 +143,82 @@ def save_all(
             return checkpointer.save(
                 folder_of(root, nodes[comm.rank]),
                 model=state(comm.rank),
+                rank_extra=rank_extra(comm.rank),
                 **{"options": SAVE, **arguments},
             )
 
     return run_ranks(len(nodes), act)
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """Tensors cut over the ranks. `cuts`: the dim of each cut; ranks have the others whole."""
+
+    full: Mapping[str, torch.Tensor]
+    cuts: Mapping[str, int]
+
+    def local(
+        self, rank: int, world: int, *, copies: int = 1, step: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """What a rank has at a step; each copy of the tensors is on world / copies ranks."""
+        size = world // copies
+        return {
+            name: (whole + step).chunk(size, self.cuts[name])[rank % size].clone()
+            if name in self.cuts
+            else whole + step
+            for name, whole in self.full.items()
+        }
+
+    def layout(self, world: int, *, copies: int = 1) -> uc.Layout:
+        return uc.Layout(
+            mesh={"rep": copies, "dp": world // copies},
+            rules={name: {"dp": dim} for name, dim in self.cuts.items()},
+            shapes={name: tuple(self.full[name].shape) for name in self.cuts},
+        )
+
+    def save(
+        self,
+        root: Path,
+        nodes: Sequence[int],
+        *,
+        copies: int = 1,
+        step: int | None = None,
+        **arguments: Any,
+    ) -> list[uc.SaveReport]:
+        def state(rank: int) -> dict[str, torch.Tensor]:
+            return self.local(rank, len(nodes), copies=copies, step=step or 0)
+
+        layout = self.layout(len(nodes), copies=copies)
+        return save_all(root, nodes, state, layout=layout, step=step, **arguments)
+
+    def load(
+        self,
+        root: Path,
+        nodes: Sequence[int],
+        *,
+        copies: int = 1,
+        rank_extra: Callable[[int], object] | None = None,
+        **options: Any,
+    ) -> list[uc.LoadReport | BaseException]:
+        """Load in the layout of the save; check every byte on ranks that succeed."""
+
+        def act(comm: Comm) -> uc.LoadReport:
+            start = self.local(comm.rank, comm.world, copies=copies)
+            target = {name: torch.full_like(tensor, -1) for name, tensor in start.items()}
+            more = {} if rank_extra is None else {"rank_extra": rank_extra(comm.rank)}
+            with on_node(comm, nodes) as checkpointer:
+                report = checkpointer.load(
+                    folder_of(root, nodes[comm.rank]),
+                    model=target,
+                    layout=self.layout(comm.world, copies=copies),
+                    options=LOAD.model_copy(update=options),
+                    **more,
+                )
+            right = self.local(comm.rank, comm.world, copies=copies, step=report.step or 0)
+            check_equal(target, right, comm.rank)
+            return report
+
+        return try_ranks(len(nodes), act)
 
 
 def save_case(

@@ -80,17 +80,6 @@ class Case:
         return random.Random(0).sample(entries, min(SAMPLE, len(entries)))
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's row-major bytes."""
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy())
-
-
-def assert_same(actual: torch.Tensor, expected: torch.Tensor, label: object) -> None:
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), label
-    assert raw(actual) == raw(expected), label
-
-
 def read(source: Source, key: Key, start: int, nbytes: int) -> bytes:
     buffer = bytearray(nbytes)
     source.read_into(key, start, memoryview(buffer))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Loss = Callable[[Any, torch.Generator], Tensor]
 
@@ -35,22 +36,27 @@ def causal_lm_loss(model: Any, draw: torch.Generator, *, vocabulary: int) -> Ten
     return loss
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state by "fqn/state"."""
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, gathered from all ranks."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def state_of(model: nn.Module, *optimizers: Any) -> dict[str, Tensor]:
+    """Return the whole tensors of the optimizers' state by "fqn/state"."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        f"{names[id(parameter)]}/{key}": value
-        for parameter, state in optimizer.state.items()
+        f"{names[id(parameter)]}/{key}": whole(value)
+        for optimizer in optimizers
+        for parameter, state in getattr(optimizer, "optimizer", optimizer).state.items()
         for key, value in state.items()
     }
 
 
-def check_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Check names, dtypes, shapes and values."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert torch.equal(actual[name], tensor), name
+def whole_state(model: nn.Module, *optimizers: Any) -> dict[str, Tensor]:
+    """Return the whole tensors of a model and of its optimizers' state."""
+    model = getattr(model, "module", model)
+    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    return weights | state_of(model, *optimizers)
 
 
 def small_net(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -65,3 +71,15 @@ def small_net(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def sine_loss(net: torch.nn.Module, draw: torch.Generator) -> torch.Tensor:
     inputs = torch.randn(4, 8, 32, generator=draw)
     return (net(inputs) - torch.sin(inputs[..., :4])).square().mean()
+
+
+class Counting(nn.Linear):
+    """A module with extra state."""
+
+    count: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]

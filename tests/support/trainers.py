@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +12,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from unified_ckpt.format.events import EVENTS_NAME
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 STEPS = 6
 
 
-class Sequences(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 48
+def sample(i: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(i))
+    return {"input_ids": ids, "labels": ids}
 
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "labels": ids}
+
+SEQUENCES: Any = [sample(i) for i in range(48)]
 
 
 class StopAt(TrainerCallback):
@@ -32,6 +35,24 @@ class StopAt(TrainerCallback):
         control.should_training_stop = (
             control.should_training_stop or state.global_step >= self._step
         )
+
+
+class At(TrainerCallback):
+    """Calls a function in a method of callbacks at a step."""
+
+    def __init__(
+        self, step: int, function: Callable[[], object], *, method: str = "on_step_end"
+    ) -> None:
+        self._step, self._function = step, function
+        setattr(self, method, self._act)
+
+    def _act(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            self._function()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def model() -> LlamaForCausalLM:
@@ -72,8 +93,8 @@ def trainer(
     return Trainer(
         model=net or model(),
         args=training_arguments,
-        train_dataset=Sequences(),
-        eval_dataset=Sequences(),
+        train_dataset=SEQUENCES,
+        eval_dataset=SEQUENCES,
         callbacks=[*ours, *callbacks],
     )
 
@@ -89,7 +110,4 @@ def losses(trained: Trainer) -> list[float]:
 
 def check_same(actual: Trainer, expected: Trainer) -> None:
     assert losses(actual) == losses(expected)
-    weights = expected.model.state_dict()
-    assert all(
-        torch.equal(tensor, weights[name]) for name, tensor in actual.model.state_dict().items()
-    )
+    check_equal(actual.model.state_dict(), expected.model.state_dict())

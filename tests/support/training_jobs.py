@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from tests.support.equality import same
 from tests.support.optimizers import FusedAdam
 
 PRECISIONS = (
@@ -294,15 +295,8 @@ def differences(
     return [
         name
         for name in names
-        if name not in actual or name not in expected or not _equal(actual[name], expected[name])
+        if name not in actual or name not in expected or not same(actual[name], expected[name])
     ]
-
-
-def _equal(
-    actual: tuple[torch.dtype, torch.Tensor], expected: tuple[torch.dtype, torch.Tensor]
-) -> bool:
-    same = actual[0] == expected[0] and actual[1].shape == expected[1].shape
-    return same and actual[1].numpy().tobytes() == expected[1].numpy().tobytes()
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

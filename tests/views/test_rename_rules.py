@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.optimizers import FusedAdam
-from tests.support.torch_training import check_equal, next_token_loss, state_of, train
+from tests.support.torch_training import next_token_loss, state_of, train, whole_state
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.renames import parse_renames
@@ -117,10 +118,6 @@ train_on = partial(train, loss_of=partial(next_token_loss, vocabulary=7))
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-
-
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {**model.state_dict(), **state_of(model, optimizer)}
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
-from tests.support.torch_training import causal_lm_loss, check_equal, state_of, train
+from tests.support.equality import check_equal
+from tests.support.torch_training import causal_lm_loss, state_of, train
 from unified_ckpt.cli.main import main
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions

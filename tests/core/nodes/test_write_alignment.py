@@ -17,20 +17,21 @@ from unified_ckpt.core.nodes.write_alignment import (
 )
 from unified_ckpt.runtime.comm.topology import file_system_type
 
+NBYTES = 800  # of the file
 NODES = st.lists(st.integers(0, 4), min_size=1, max_size=9)
-BORDERS = st.lists(st.integers(1, 5000), min_size=0, max_size=12, unique=True)
+BORDERS = st.lists(st.integers(1, NBYTES), min_size=0, max_size=12, unique=True)
 
 
-@given(NODES, BORDERS, st.integers(1, 1500), st.data())
+@given(NODES, BORDERS, st.integers(1, 240), st.data())
 def test_a_block_is_written_by_one_node(
     nodes: list[int], borders: list[int], block: int, data: st.DataObject
 ) -> None:
-    """A file of 5,000 bytes; its ranges belong to arbitrary ranks and are written in any chunks."""
-    volume, stops = WriteAlignment(tuple(nodes), block), [0, *sorted(borders), 5000]
+    """The ranges of a file belong to arbitrary ranks and are written in any chunks."""
+    volume, stops = WriteAlignment(tuple(nodes), block), [0, *sorted(borders), NBYTES]
     written: dict[int, set[int]] = {}  # byte -> writers
     for low, high in itertools.pairwise(stops):
         rank = data.draw(st.integers(0, len(nodes) - 1))
-        chunk = data.draw(st.integers(1, 5000))
+        chunk = data.draw(st.integers(1, NBYTES))
         for start in range(low, high, chunk):
             pieces = list(
                 volume.split_by_writer(
@@ -44,9 +45,9 @@ def test_a_block_is_written_by_one_node(
             for first, stop, writer in pieces:
                 for byte in range(first, stop):
                     written.setdefault(byte, set()).add(writer)
-    assert sorted(written) == list(range(5000))
-    for first in range(0, 5000, block):
-        writers = set().union(*(written[byte] for byte in range(first, min(first + block, 5000))))
+    assert sorted(written) == list(range(NBYTES))
+    for first in range(0, NBYTES, block):
+        writers = set().union(*(written[byte] for byte in range(first, min(first + block, NBYTES))))
         assert len({nodes[writer] for writer in writers}) == 1
 
 

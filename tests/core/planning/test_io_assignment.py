@@ -94,9 +94,6 @@ def test_planned_loads_sum_up(world: World, fixed: dict[int, int]) -> None:
     assert sum(by_rank(assignment, world.holders, fixed).values()) == large + sum(fixed.values())
 
 
-DP, TP = "dp", "tp"
-
-
 # tensors whose participants overlap without being nested, so that the order of balancing matters
 OVERLAP = {
     "columns over one dim, rows over the other": (

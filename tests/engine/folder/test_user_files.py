@@ -313,6 +313,22 @@ def check_cases(count: int, seed: int, tmp_path: Path, patch: pytest.MonkeyPatch
         run(draw, tmp_path / str(number), start, patch)
 
 
+@pytest.mark.parametrize("if_exists", ["error", "keep", "replace"])
+@pytest.mark.parametrize("who", ["save", "save_async", "copy", "convert"])
+def test_another_checkpoint_at_the_name(tmp_path: Path, who: str, if_exists: str) -> None:
+    uc.save(tmp_path / "source", **state(STEP))
+    uc.save(tmp_path / "run" / NAME, **state(5))
+    if if_exists == "error":
+        with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
+            SAVES[who](tmp_path, if_exists)
+    else:
+        done: Any = SAVES[who](tmp_path, if_exists)
+        assert (done.nbytes == 0 if who == "copy" else done.existed) == (if_exists == "keep")
+    with uc.open(tmp_path / "run" / NAME) as opened:
+        assert opened.step == (STEP if if_exists == "replace" else 5)
+    assert os.listdir(tmp_path / "run") == [NAME]
+
+
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("situation", ["absent", "committed", "damaged", "folder"])
 def test_rollback_keeps_late_files(

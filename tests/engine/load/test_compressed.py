@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
+from tests.support.compressed import DIGESTS, stored_contents
 from tests.support.compressed_cases import (
     MOMENTS,
     compressed_cases,
@@ -106,6 +107,8 @@ def test_a_conversion_stores_the_same_bytes(root: Path, case: Case, compression:
         uc.convert(plain, Path(name) / "converted", **options)
         saved = generation(case, Path(name) / "saved", compression)
         assert stored_tensors(Path(name) / "converted") == stored_tensors(saved)
+        converted, contents = map(stored_contents, (Path(name) / "converted", saved))
+        assert converted[DIGESTS] == contents[DIGESTS]
 
 
 # folders of nodes

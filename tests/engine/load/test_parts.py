@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
+from tests.support.equality import same
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.optimizer_cases import same
 from unified_ckpt.runtime.comm.comm import Comm
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.damage import flip
 from tests.support.harness import run_ranks
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, on_node
 from unified_ckpt.core.sharding.declarations import TensorDecl
@@ -132,9 +133,7 @@ def test_damage_read_by_one_node_raises_on_all(
     """All nodes read the same file, so no node has an intact copy: every rank raises."""
     monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
     (file,) = (saved / NAME).glob("model*.safetensors")
-    body = bytearray(file.read_bytes())
-    body[-1] ^= 1
-    file.write_bytes(body)
+    flip(file, -1)
     with pytest.raises(uc.IntegrityError, match="no node has these bytes intact"):
         load(saved, [0, 1])
 

@@ -20,8 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import unified_ckpt as uc
+from tests.support.equality import same
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.optimizer_cases import MAKERS, model, same, states, step
+from tests.support.optimizer_cases import MAKERS, model, states, step
 from tests.support.optimizers import FusedAdam
 from unified_ckpt.runtime.comm.comm import Comm
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.damage import DAMAGES, flip, shorten
 from tests.support.harness import run_ranks, try_ranks
 from tests.support.manifests import edit_index
-from tests.support.node_damage import FULL, break_header, flip, layout, local_state, save, shorten
+from tests.support.node_damage import FULL, load, save
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import (
     LOAD,
@@ -36,42 +37,6 @@ from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 __all__ = ["once", "twice"]  # fixtures
 
 Files = Callable[[Path], None]
-
-
-def load(
-    root: Path,
-    nodes: Sequence[int],
-    *,
-    copies: int = 1,
-    rank_extras: Sequence[object] | None = None,
-) -> list[uc.LoadReport | BaseException]:
-    """Load in the layout of the save; check every byte on ranks that succeed."""
-
-    def act(comm: Comm) -> uc.LoadReport:
-        right = local_state(comm.rank, comm.world, copies=copies)
-        target = {name: torch.full_like(tensor, -1) for name, tensor in right.items()}
-        more = {} if rank_extras is None else {"rank_extra": rank_extras[comm.rank]}
-        with on_node(comm, nodes) as checkpointer:
-            report = checkpointer.load(
-                folder_of(root, nodes[comm.rank]),
-                model=target,
-                layout=layout(comm.world, copies=copies),
-                options=LOAD,
-                **more,
-            )
-        assert all(torch.equal(target[name], right[name]) for name in right), comm.rank
-        assert report.extra == {"step": 0, "bytes": bytes(9000)}
-        return report
-
-    return try_ranks(len(nodes), act)
-
-
-DAMAGE: dict[str, Files] = {
-    "flipped": flip,
-    "short": shorten,
-    "missing": Path.unlink,
-    "header": break_header,
-}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +72,7 @@ def test_damage_on_one_node_is_noted(
     twice: Path, node: int, file: str, damage: str, note: str
 ) -> None:
     """Another copy is read. A node with an intact copy reads its own, and notes no blocks."""
-    DAMAGE[damage](folder_of(twice, node) / file)
+    DAMAGES[damage](folder_of(twice, node) / file)
     reports = fine(load(twice, [0, 0, 1, 1], copies=2))
     assert note in notes(reports)
     if damage == "flipped" and file == "model.safetensors":
@@ -123,7 +88,7 @@ def test_damaged_digests_are_requested_once(
     model = {f"w{i}": torch.full((300, 40), float(i)) for i in range(20)}
     save_all(tmp_path, [0, 1], lambda rank: model)
     folder = folder_of(tmp_path, 1)
-    DAMAGE[damage](folder / names.DIGESTS)
+    DAMAGES[damage](folder / names.DIGESTS)
     requested_roots, read = [], []
     block_digests, read_at = Folder.block_digests, LocalStorage.read_at
 
@@ -162,10 +127,10 @@ def test_index_that_lists_a_missing_tensor(twice: Path) -> None:
     assert "only its header lists 'w'" in notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_error_names_damage_without_another_copy(once: Path, damage: str) -> None:
     (file,) = folder_of(once, 1).glob("model_shards-00002*.safetensors")
-    DAMAGE[damage](file)
+    DAMAGES[damage](file)
     outcomes = load(once, [0, 0, 1, 1])
     if damage == "flipped":
         text = str(same_error(outcomes, uc.IntegrityError, "no node has these bytes intact"))
@@ -197,12 +162,12 @@ def test_error_names_unopened_folder_without_another_copy(once: Path, file: str,
 def test_copies_damaged_in_different_blocks(twice: Path) -> None:
     """Damage in different blocks leaves a copy of each; in the same block, it is an error."""
     files = [folder_of(twice, node) / "model.safetensors" for node in (0, 1)]
-    flip(files[0], position=0.2)
-    flip(files[1], position=0.9)
+    flip(files[0], 0.2)
+    flip(files[1], 0.9)
     text = notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
     assert f"{files[0]}: block 0 of model:w" in text
     assert f"{files[1]}: block 1 of model:w" in text
-    flip(files[1], position=0.21)
+    flip(files[1], 0.21)
     same_error(
         load(twice, [0, 0, 1, 1], copies=2),
         uc.IntegrityError,
@@ -214,8 +179,8 @@ def test_shards_replace_a_damaged_whole_copy(tmp_path: Path) -> None:
     """Ranks 2 and 3 read their halves locally, so damage on node 0 does not affect them."""
     save(tmp_path, [0, 0, 1, 2], copies=2)
     file = folder_of(tmp_path, 0) / "model.safetensors"
-    flip(file, position=0.3)
-    flip(file, position=0.9)
+    flip(file, 0.3)
+    flip(file, 0.9)
     reports = fine(load(tmp_path, [0, 0, 1, 2], copies=2))
     assert [bool(report.notes) for report in reports] == [True, True, False, False]
     assert f"{file}: block 0 of model:w" in notes(reports)
@@ -314,7 +279,7 @@ def test_rank_extra_of_an_absent_node(twice: Path) -> None:
     assert [bool(report.notes) for report in reports] == [False, False, True, True]
     assert "rank_extra of rank 2 is not restored" in notes(reports)
     objects = [RankState() for _ in range(4)]
-    reports = fine(load(twice, [0, 0, 1, 1], copies=2, rank_extras=objects))
+    reports = fine(load(twice, [0, 0, 1, 1], copies=2, rank_extra=lambda rank: objects[rank]))
     assert [item.state for item in objects] == ["rank 0 at 0", "rank 1 at 0", "fresh", "fresh"]
     assert {report.kept for report in reports} == {("rank_extra",)}
     for report in reports:

@@ -10,7 +10,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.harness import run_ranks, try_ranks
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_node
+from tests.support.simulated_nodes import LOAD, SAVE, NodeState, fine, folder_of, on_node
 from unified_ckpt.engine.folder.reader import Folder, open_folder
 from unified_ckpt.engine.nodes import folders
 from unified_ckpt.engine.nodes.folders import FolderCache
@@ -23,20 +23,8 @@ NODES = 3
 
 def save(root: Path, *, whole: bool) -> None:
     """Save `w` on each node: all of it, or the node's rows."""
-    rules = (
-        None
-        if whole
-        else uc.Layout(mesh={"dp": NODES}, rules={"w": {"dp": 0}}, shapes={"w": (6, 2)})
-    )
-
-    def act(comm: Comm) -> None:
-        w = torch.ones(6, 2) if whole else torch.ones(2, 2)
-        with on_node(comm, range(NODES)) as checkpointer:
-            checkpointer.save(
-                folder_of(root, comm.rank), model={"w": w}, layout=rules, options=SAVE
-            )
-
-    run_ranks(NODES, act)
+    state = NodeState({"w": torch.ones(6, 2)}, {} if whole else {"w": 0})
+    state.save(root, range(NODES))
 
 
 def load(root: Path) -> list[torch.Tensor | BaseException]:

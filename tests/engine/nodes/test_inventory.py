@@ -50,7 +50,7 @@ def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
 
 
 @given(folders())
-@settings(max_examples=300)
+@settings(max_examples=100)
 # the shape contradicts the name, so this is a tensor with that name
 @example({"model_shards": {"w@0:4/8": TensorSpec("F32", (3,))}})
 @example(

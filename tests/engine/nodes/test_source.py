@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import unified_ckpt as uc
-from tests.support.harness import run_ranks
-from tests.support.simulated_nodes import SAVE, folder_of, on_node
+from tests.support.simulated_nodes import NodeState, folder_of
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.engine.nodes.storage import ShardReader
-from unified_ckpt.runtime.comm.comm import Comm, single_process
+from unified_ckpt.runtime.comm.comm import single_process
 from unified_ckpt.runtime.comm.topology import Topology
 
 WORLD = 4
@@ -33,20 +31,7 @@ DIMS = {"rows": 0, "columns": 1, "inner": 1}
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a quarter of each tensor per node, with one rank per node."""
     root = tmp_path_factory.mktemp("saved")
-    layout = uc.Layout(
-        mesh={"dp": WORLD},
-        rules={n: {"dp": dim} for n, dim in DIMS.items()},
-        shapes={n: tuple(t.shape) for n, t in FULL.items()},
-    )
-
-    def act(comm: Comm) -> None:
-        state = {
-            name: full.chunk(WORLD, DIMS[name])[comm.rank].clone() for name, full in FULL.items()
-        }
-        with on_node(comm, range(WORLD)) as checkpointer:
-            checkpointer.save(folder_of(root, comm.rank), model=state, layout=layout, options=SAVE)
-
-    run_ranks(WORLD, act)
+    NodeState(FULL, DIMS).save(root, range(WORLD))
     return root
 
 

@@ -11,10 +11,11 @@ import pytest
 
 import unified_ckpt as uc
 from tests.support.compressed import stored_files, trained_state
+from tests.support.damage import flip
 from tests.support.damaged_folders import body, tensors
 from tests.support.harness import run_ranks
 from tests.support.manifests import edit_manifest
-from tests.support.node_damage import break_header, flip, save
+from tests.support.node_damage import save
 from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.format import header, names
 from unified_ckpt.runtime.comm.comm import Comm
@@ -67,7 +68,7 @@ def test_headers_come_from_nodes_with_the_same_file(nodes: list[Path]) -> None:
     """Nodes 1 and 3 store the same shards, so one header proves the other; node 0's is alone."""
     right = [body(folder) for folder in nodes]
     for node in (0, 1):
-        break_header(tensors(nodes[node], "model")[0])
+        flip(tensors(nodes[node], "model")[0], 20)
     damaged = body(nodes[0])
     assert uc.repair(nodes[1], others(nodes, 1)).ok
     assert body(nodes[1]) == right[1]
@@ -79,7 +80,7 @@ def test_headers_come_from_nodes_with_the_same_file(nodes: list[Path]) -> None:
 def test_a_source_that_verifies_nothing_is_compared(nodes: list[Path]) -> None:
     """Its tensors may be damaged: they are compared with the digests of the folder itself."""
     edit_manifest(nodes[0], lambda fields: fields.update(digests=None))
-    flip(tensors(nodes[0], "model")[0], position=0.2)
+    flip(tensors(nodes[0], "model")[0], 0.2)
     flip(tensors(nodes[1], "model")[0])
     before = body(nodes[1])
     assert not uc.repair(nodes[1], nodes[:1]).ok
@@ -132,7 +133,7 @@ def test_encoded_tensors_and_exceptions_come_from_other_nodes(tmp_path: Path) ->
         files = stored_files(folder)
         assert "optimizer.exceptions.safetensors" in files
         for name in files.keys() - {names.DIGESTS}:
-            flip(folder / name, position=1 - 1 / len(files[name]))
+            flip(folder / name, -1)
             assert not uc.verify(folder, deep=True).ok, name
             report = uc.repair(folder, [other for other in folders if other != folder])
             assert report.ok, (name, report.problems)

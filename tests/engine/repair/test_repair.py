@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.damage import DAMAGES, flip, shorten
 from tests.support.damaged_folders import NAME, body, folder, good, put
 from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 from tests.support.manifests import edit_manifest
-from tests.support.node_damage import flip, shorten
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.repair.copies import open_source, open_target
 from unified_ckpt.engine.repair.repair import FolderRepair
@@ -64,12 +64,10 @@ def tear(file: Path) -> None:
 
 
 HARM: dict[str, Callable[[Path], object]] = {
-    "flipped": flip,
-    "short": shorten,
+    **DAMAGES,
     "long": lengthen,
     "torn": tear,
     "empty": lambda file: file.write_bytes(b""),
-    "gone": Path.unlink,
 }
 INDEX = "model.safetensors.index.json"
 WIDE = "model-00003-of-00003.safetensors"  # with a tensor of two blocks
@@ -117,7 +115,7 @@ def test_any_damage_to_three_copies(
 
 def test_blocks_come_from_different_copies(folder: Path, other: Path, good: Path) -> None:
     """Each copy has the block that the other lacks."""
-    flip(folder / WIDE, position=0.3)
+    flip(folder / WIDE, 0.3)
     flip(other / WIDE)
     assert uc.repair(folder, [other]).ok
     check_repaired(folder, good, [other])
@@ -189,7 +187,7 @@ def test_no_valid_manifest_no_checkpoint(folder: Path, other: Path, good: Path, 
     before = stamps(folder)
     with pytest.raises(uc.CheckpointError, match="; copy the whole folder from a copy") as raised:
         uc.repair(folder, [good])
-    assert type(raised.value) is (uc.IncompleteError if harm == "gone" else uc.IntegrityError)
+    assert type(raised.value) is (uc.IncompleteError if harm == "missing" else uc.IntegrityError)
     with pytest.raises(uc.CheckpointError, match=f"{folder}/.*; leave this source out"):
         uc.repair(other, [good, folder])
     assert stamps(folder) == before

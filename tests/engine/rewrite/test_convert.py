@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import unified_ckpt as uc
+from tests.support.damage import flip
+from tests.support.equality import check_equal
 from tests.support.harness import (
     FaultPoint,
     FaultyStorage,
@@ -128,22 +130,6 @@ def tensors(folder: Path) -> dict[str, Tensors]:
     return parts
 
 
-def same(actual: Tensors, expected: Tensors) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in actual.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert torch.equal(tensor, expected[name]), name
-
-
-def damaged(folder: Path, to: Path, file: str, offset: int) -> Path:
-    """A copy of a folder with one flipped bit."""
-    shutil.copytree(folder, to)
-    body = bytearray((to / file).read_bytes())
-    body[offset] ^= 1
-    (to / file).write_bytes(body)
-    return to
-
-
 def convert_by(
     world: int,
     source: Path,
@@ -194,9 +180,9 @@ def test_dcp_folder_converts_and_training_resumes(dcp_folder: Path, tmp_path: Pa
     fresh = torch.optim.AdamW(other.parameters())
     loaded = uc.load(tmp_path / NAME, model=other, optimizer=fresh)
     assert (loaded.step, loaded.extra) == (7, {"step": 7, "words": {"seen": [1, 2]}})
-    same(dict(other.state_dict()), dict(model.state_dict()))
+    check_equal(dict(other.state_dict()), dict(model.state_dict()))
     for actual, expected in zip(other.parameters(), model.parameters(), strict=True):
-        same(fresh.state[actual], optimizer.state[expected])
+        check_equal(fresh.state[actual], optimizer.state[expected])
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["betas"]) == (0.03, (0.8, 0.9))
     assert (tmp_path / NAME / "config.json").read_text() == '{"model_type": "none"}'
 
@@ -213,7 +199,7 @@ def test_any_number_of_ranks_writes_the_same(
     assert len({report.id for report in reports if isinstance(report, ConvertReport)}) == 1
     assert uc.verify(tmp_path / NAME, deep=True).problems == ()
     for part, expected in tensors(unified_folder).items():
-        same(expected, tensors(tmp_path / NAME)[part])
+        check_equal(expected, tensors(tmp_path / NAME)[part])
     with uc.open(unified_folder) as original, uc.open(tmp_path / NAME) as converted:
         for source in (original, converted):
             assert (source.step, source.extra) == (11, {"scheduler": (1, 2.5)})
@@ -247,11 +233,11 @@ def test_model_dtype_casts_from_the_masters(unified_folder: Path, tmp_path: Path
     parts = tensors(unified_folder)
     expected = {name: tensor.float() for name, tensor in parts["model"].items()}
     expected |= parts["master_weights"]
-    same(load_file(tmp_path / NAME / "model.safetensors"), expected)
+    check_equal(load_file(tmp_path / NAME / "model.safetensors"), expected)
     uc.convert(unified_folder, tmp_path / "half", model_dtype="float16")
     halves = tensors(tmp_path / "half")
-    same(halves["model"], {name: tensor.half() for name, tensor in expected.items()})
-    same(halves["optimizer"], parts["optimizer"])
+    check_equal(halves["model"], {name: tensor.half() for name, tensor in expected.items()})
+    check_equal(halves["optimizer"], parts["optimizer"])
 
 
 @pytest.mark.parametrize(
@@ -289,13 +275,14 @@ def test_hugging_face_folder_has_only_the_model(unified_folder: Path, tmp_path: 
         "model.safetensors.index.json",
         "notes",
     ]
-    same(tensors(tmp_path / NAME)["model"], tensors(unified_folder)["model"])
+    check_equal(tensors(tmp_path / NAME)["model"], tensors(unified_folder)["model"])
     with pytest.raises(uc.StorageError, match=r"holds other files .*, expected"):
         uc.convert(unified_folder, tmp_path / NAME, to="huggingface", if_exists="replace")
 
 
 def test_damaged_rank_extra_is_left_out_with_a_note(unified_folder: Path, tmp_path: Path) -> None:
-    broken = damaged(unified_folder, tmp_path / "broken", names.RANK_EXTRA, -1)
+    broken = Path(shutil.copytree(unified_folder, tmp_path / "broken"))
+    flip(broken / names.RANK_EXTRA, -1)
     (note,) = uc.convert(broken, tmp_path / NAME).notes
     assert note.startswith("rank_extra of all 3 ranks was left out: ")
     assert manifest_of(tmp_path / NAME)["converted_from"]["notes"] == [note]
@@ -335,16 +322,16 @@ def test_convert_without_model_stores_unmastered_tensors(partly: Tensors, tmp_pa
         assert uc.verify(tmp_path / after, deep=True).ok
         loaded = {name: torch.zeros_like(tensor) for name, tensor in partly.items()}
         uc.load(tmp_path / after, model=loaded)
-        same(loaded, partly)
+        check_equal(loaded, partly)
     convert = partial(uc.convert, tmp_path / "a")
     whole = {name: tensor for name, tensor in partly.items() if name != "tied"}
     convert(tmp_path / "hf", to="huggingface", model_dtype="bfloat16")
-    same(load_file(tmp_path / "hf" / "model.safetensors"), whole)
+    check_equal(load_file(tmp_path / "hf" / "model.safetensors"), whole)
     convert(tmp_path / "c.pt", to="torch")
     exported = torch.load(tmp_path / "c.pt", weights_only=True)["model"]
-    same({name: tensor.to(partly[name].dtype) for name, tensor in exported.items()}, partly)
+    check_equal({name: tensor.to(partly[name].dtype) for name, tensor in exported.items()}, partly)
     convert(tmp_path / "back", parts=("model", *SKIP_MODEL), model_dtype="bfloat16")
-    same(tensors(tmp_path / "back")["model"], whole)
+    check_equal(tensors(tmp_path / "back")["model"], whole)
     assert manifest_of(tmp_path / "back")["omitted_parts"] == []
 
 
@@ -410,11 +397,11 @@ def test_damage_is_detected_although_a_view_changes_bytes(
     tmp_path: Path, options: dict[str, str]
 ) -> None:
     uc.save(tmp_path / "old", model={"w": torch.ones(64)})
-    damaged(tmp_path / "old", tmp_path / "broken", "model.safetensors", -2)
+    flip(tmp_path / "old/model.safetensors", -2)
     match = "is damaged; nothing was written|model:w: bytes read are not the bytes that were saved"
     with pytest.raises(uc.IntegrityError, match=match):
-        uc.convert(tmp_path / "broken", tmp_path / "new.pt", **options)
-    assert sorted(os.listdir(tmp_path)) == ["broken", "old"]
+        uc.convert(tmp_path / "old", tmp_path / "new.pt", **options)
+    assert os.listdir(tmp_path) == ["old"]
 
 
 W = {"w": torch.ones(2)}
@@ -557,21 +544,6 @@ def test_ranks_that_fail_alone_fail_all(
         assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("if_exists", ["error", "keep", "replace"])
-def test_existing_target(
-    unified_folder: Path, dcp_folder: Path, tmp_path: Path, if_exists: str
-) -> None:
-    first = uc.convert(dcp_folder, tmp_path / NAME)
-    if if_exists == "error":
-        with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
-            uc.convert(unified_folder, tmp_path / NAME)
-    else:
-        report = uc.convert(unified_folder, tmp_path / NAME, if_exists=if_exists)
-        assert report.existed == (report.id == first.id) == (if_exists == "keep")
-    assert manifest_of(tmp_path / NAME)["step"] == (11 if if_exists == "replace" else 7)
-    assert os.listdir(tmp_path) == [NAME]
-
-
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exists", [False, True])
 def test_crash_at_every_operation_commits_nothing_bad(
@@ -641,7 +613,9 @@ def test_lazy_bits_of_tensors_count(tmp_path: Path) -> None:
     for path, expected in ((tmp_path / "a.pt", shared), (tmp_path / "dcp", lazy)):
         with uc.open(path) as opened:
             actual = {name: tensor[...] for name, tensor in opened["model"].items()}
-        same(actual, {n: t.clone().resolve_conj().resolve_neg() for n, t in expected.items()})
+        check_equal(
+            actual, {n: t.clone().resolve_conj().resolve_neg() for n, t in expected.items()}
+        )
     deepspeed = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": shared, "param_shapes": None}, deepspeed)
     assert read_model_file(str(deepspeed)).aliases == {}
@@ -661,7 +635,7 @@ def test_masters_of_a_torch_file(tmp_path: Path) -> None:
     report = uc.convert(tmp_path / "a.pt", tmp_path / NAME, model_dtype="float32")
     assert report.compared == 1
     assert report.tensors == {"master_weights": 1, "model": 1, "optimizer": 3}
-    same(tensors(tmp_path / NAME)["model"], {"emb": weight})
+    check_equal(tensors(tmp_path / NAME)["model"], {"emb": weight})
 
 
 # other formats

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from itertools import count
@@ -16,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
+from tests.support.damage import DAMAGES, flip
 from tests.support.harness import (
     FaultPoint,
     FaultyStorage,
@@ -29,16 +28,17 @@ from tests.support.harness import (
     run_ranks,
     try_ranks,
 )
+from tests.support.limits import peak_of
 from tests.support.manifests import manifest_of
-from tests.support.node_cases import FEW, scattered
-from tests.support.node_damage import flip
+from tests.support.node_cases import FEW, FUNCTION_FIXTURE, scattered
 from tests.support.refusals import same_error
-from tests.support.reshard_cases import Case, Recorded, Writes, check_folder
+from tests.support.reshard_cases import Case, Recorded, Writes, check_folder, check_written_once
 from tests.support.reshard_cases import save_case as save_whole
 from tests.support.simulated_nodes import (
     NAME,
     SAVE,
     SECONDS,
+    NodeState,
     Paths,
     fine,
     folder_of,
@@ -123,19 +123,14 @@ def check_merged(case: Case, target: Path) -> None:
 
 
 def check_once(writes: Writes, target: Path, nodes: Sequence[int]) -> None:
-    """Check that every byte of tensor files was written once, by ranks of one node."""
+    """Check that every byte was written once, those of a tensor file by ranks of one node."""
+    check_written_once(writes, target / NAME)
     for path in (target / NAME).glob("*.safetensors"):
-        spans = sorted(writes.spans[path.name])
-        assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])], (
-            path.name
-        )
-        assert spans[-1][1] == path.stat().st_size
         if path.name not in (names.DIGESTS, names.EXTRA, names.RANK_EXTRA):
-            assert len({nodes[rank] for _, _, rank in spans}) == 1
+            assert len({nodes[rank] for _, _, rank in writes.spans[path.name]}) == 1
 
 
 FILES = st.sampled_from([100_000, 1 << 30])
-FUNCTION_FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 Drawn = tuple[Case, list[int], list[tuple[list[int], list[int | None]]]]
 
 
@@ -200,7 +195,7 @@ FULL = {
     "b": torch.arange(5.0),
     "none": torch.zeros(0, 4),
 }
-RULES = {"w": {"dp": 0}, "o": {"dp": 1}}
+STATE = NodeState(FULL, {"w": 0, "o": 1})
 
 
 def attach(folder: str) -> None:
@@ -211,34 +206,14 @@ def attach(folder: str) -> None:
 
 def save(top: Path, *, copies: int = 1, step: int = 3, **arguments: object) -> None:
     """Save; one copy spans both nodes, or each node has a copy with `copies=2`."""
-    size = len(NODES) // copies
-    shapes = {name: tuple(FULL[name].shape) for name in RULES}
-
-    def act(comm: Comm) -> None:
-        state = {
-            name: (full + step).chunk(size, int(name == "o"))[comm.rank % size].clone()
-            if name in RULES
-            else full
-            for name, full in FULL.items()
-        }
-        defaults = {
-            "parts": {"bare": {}},
-            "extra": {"step": step, "bytes": bytes(9000)},
-            "rank_extra": f"rank {comm.rank}",
-            "metrics": {"loss": 0.5},
-            "attach": attach,
-            "options": SAVE,
-        }
-        with on_node(comm, NODES) as checkpointer:
-            checkpointer.save(
-                folder_of(top, NODES[comm.rank]),
-                model=state,
-                layout=uc.Layout(mesh={"rep": copies, "dp": size}, rules=RULES, shapes=shapes),
-                step=step,
-                **{**defaults, **arguments},
-            )
-
-    run_ranks(len(NODES), act)
+    defaults = {
+        "parts": {"bare": {}},
+        "extra": {"step": step, "bytes": bytes(9000)},
+        "rank_extra": lambda rank: f"rank {rank}",
+        "metrics": {"loss": 0.5},
+        "attach": attach,
+    }
+    STATE.save(top, NODES, copies=copies, step=step, **{**defaults, **arguments})
 
 
 def node_folders(top: Path) -> dict[int, Paths]:
@@ -263,7 +238,7 @@ def check_target(target: Path, *, rank_extra: bool = True) -> None:
         with on_node(comm, [0] * comm.world) as checkpointer:
             report = checkpointer.load(target / NAME, model=loaded)
         for name, full in FULL.items():
-            assert torch.equal(loaded[name], full + 3 if name in RULES else full)
+            assert torch.equal(loaded[name], full + 3)
         assert report.rank_extra == (f"rank {comm.rank}" if rank_extra else None)
         assert (report.step, report.extra) == (3, {"step": 3, "bytes": bytes(9000)})
 
@@ -362,7 +337,7 @@ def test_convert_merges_folders_of_several_nodes(once: Path, tmp_path: Path, to:
     for target in (tmp_path / NAME, tmp_path / "again"):
         with uc.open(target) as source:
             for name, full in FULL.items():
-                expected = full + 3 if name in RULES else full
+                expected = full + 3
                 assert torch.equal(source["model"][name][...], expected), name
     if to == "unified":
         assert uc.verify(tmp_path / NAME, deep=True).problems == ()
@@ -443,14 +418,6 @@ def test_another_save_at_the_target(once: Path, tmp_path: Path, if_exists: str) 
 # damage
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped": flip,
-    "short": lambda file: os.truncate(file, file.stat().st_size - 9),
-    "missing": Path.unlink,
-    "header": lambda file: flip(file, position=20 / file.stat().st_size),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("file", ["model.safetensors", names.DIGESTS, names.EXTRA])
@@ -464,7 +431,7 @@ def test_intact_copy_of_another_node_is_merged(
 
 def test_bypassed_damage_is_reported(twice: Path, tmp_path: Path) -> None:
     for node in (0, 1):  # whichever node writes this file reads the damage
-        flip(folder_of(twice, node) / "model.safetensors", position=0.3 + node / 2)
+        flip(folder_of(twice, node) / "model.safetensors", 0.3 + node / 2)
     reports = fine(merge_all(tmp_path / "root", NODES, node_folders(twice)))
     assert any("has CRC" in note for report in reports for note in report.notes)
     check_target(tmp_path / "root")
@@ -677,14 +644,7 @@ def test_error_ends_the_merge_on_all_ranks(
     assert os.listdir(root) == []
 
 
-_PEAK = """
-import sys
-import unified_ckpt as uc
-
-def peak():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-
+_CONVERT = """
 *sources, small, target = sys.argv[1:]
 uc.convert(small, target + "-small")
 before = peak()
@@ -710,14 +670,8 @@ def test_convert_of_node_folders_has_bounded_memory(tmp_path: Path) -> None:
 
     run_ranks(2, act)
     uc.save(tmp_path / "small", model={"w": torch.ones(4)})
-    folders = [str(folder_of(tmp_path, node)) for node in (0, 1)]
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAK, *folders, str(tmp_path / "small"), str(tmp_path / "whole")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(done.stdout) < 32 << 20
+    folders = [folder_of(tmp_path, node) for node in (0, 1)]
+    assert peak_of(_CONVERT, *folders, tmp_path / "small", tmp_path / "whole") < 32 << 20
     with uc.open(tmp_path / "whole") as opened:
         assert opened["model"]["layer.5.w"].shape == (2048, 2048)
     assert uc.verify(tmp_path / "whole", deep=True).ok

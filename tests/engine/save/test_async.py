@@ -8,20 +8,15 @@ import copy
 import gc
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -43,6 +38,7 @@ from tests.support.async_saves import (
     values,
 )
 from tests.support.harness import FullStorage, make_checkpointer, run_ranks, set_comm, try_ranks
+from tests.support.limits import alarm, peak_of
 from tests.support.refusals import same_error
 from tests.support.reshard_cases import (
     INTS,
@@ -134,10 +130,20 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize(("lazy", "model_dtype"), [(False, "bfloat16"), (True, None)])
+MESHES = [([0], 1), ([0] * 2, 2), ([0] * 3, 1), ([0] * 4, 2), ([0, 0, 1, 1], 1), ([0, 1, 0, 1], 2)]
+
+
 @pytest.mark.parametrize(
-    ("nodes", "replicas"),
-    [([0], 1), ([0] * 2, 2), ([0] * 3, 1), ([0] * 4, 2), ([0, 0, 1, 1], 1), ([0, 1, 0, 1], 2)],
+    ("nodes", "replicas", "lazy", "changes"),
+    [
+        *((*mesh, False, {"model_dtype": "bfloat16"}) for mesh in MESHES),
+        *((*mesh, True, {"compression": "O2"}) for mesh in MESHES),
+        *(
+            ([0] * 4, 2, lazy, {"host_bytes": host_bytes})
+            for lazy in (False, True)
+            for host_bytes in (0, 5_000, 40_000, 300_000)
+        ),
+    ],
 )
 def test_async_stores_the_state_of_the_call(
     tmp_path: Path,
@@ -146,18 +152,21 @@ def test_async_stores_the_state_of_the_call(
     nodes: Sequence[int],
     replicas: int,
     lazy: bool,
-    model_dtype: str | None,
+    changes: Mapping[str, Any],
 ) -> None:
-    """The files are those of `save`, though everything changes before the first byte is written.
+    """The files are those of `save`, though everything changes as soon as the caller goes on:
+    before the first byte is written, unless `host_bytes` limits the copy.
 
     A second save reuses the buffers. With `lazy`, ranks step at different times.
     """
     monkeypatch.setattr(exchange, "TILE_NBYTES", 64 << 10)
-    options = QUICK.model_copy(update={"model_dtype": model_dtype, "max_file_bytes": 150_000})
+    options = QUICK.model_copy(update={"max_file_bytes": 150_000, **changes})
     latches, world = [Latch(), Latch()], len(nodes)
+    host_bytes, copied = changes.get("host_bytes"), list[int]()
 
     def open_latch() -> None:
-        assert not list(tmp_path.glob("*/.unified-*")), "nothing was written in the call"
+        if host_bytes is None:
+            assert not list(tmp_path.glob("*/.unified-*")), "nothing was written in the call"
         latches.pop().open()
 
     changed = threading.Barrier(world, action=open_latch)
@@ -181,82 +190,38 @@ def test_async_stores_the_state_of_the_call(
                     "attach": lambda folder: Path(folder, "config.json").write_text("{}"),
                     "options": options,
                 }
-                checkpointer.save(root / f"waited-{seed}", **arguments)
-                storages.kinds[f"rank-{comm.rank}"] = latches[-1].storage
+                waited = checkpointer.save(root / f"waited-{seed}", **arguments)
+                assert waited.blocked_seconds == waited.seconds
+                if host_bytes is None:
+                    storages.kinds[f"rank-{comm.rank}"] = latches[-1].storage
                 pending = checkpointer.save_async(root / f"c{seed}", lazy=lazy, **arguments)
-                del storages.kinds[f"rank-{comm.rank}"]
+                storages.kinds.pop(f"rank-{comm.rank}", None)
+                with torch.no_grad():
+                    for tensor in (*net.buffers(), *ema.values()):
+                        tensor.zero_()
                 if lazy:
                     time.sleep(0.02 * comm.rank)
                     optimizer.step()  # no gradients: it only waits
                 assert pending.staged()
                 spoil(arguments)
                 changed.wait(SECONDS)
-                assert pending.result(SECONDS).step == seed
+                report = pending.result(SECONDS)
+                assert 0 < report.blocked_seconds <= report.seconds
+                for name in ("step", "nbytes", "encoded_nbytes", "exceptions"):
+                    assert getattr(report, name) == getattr(waited, name), name
+                copied.append(checkpointer._cache.snapshot_memory.nbytes)
         assert checkpointer.staging_nbytes == 0
 
     run_ranks(world, act)
     for root, seed in product(tmp_path.iterdir(), (3, 9)):
         assert uc.verify(root / f"c{seed}", deep=True).ok
         check_same_files(root / f"waited-{seed}", root / f"c{seed}")
+    if host_bytes is not None:
+        assert max(copied) <= host_bytes
+        assert (min(copied) > 0) == (host_bytes > 0)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("host_bytes", [0, 5_000, 40_000, 300_000])
-def test_async_within_a_memory_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, host_bytes: int, lazy: bool
-) -> None:
-    """The files are those of `save`, though everything changes as soon as the caller goes on."""
-    monkeypatch.setattr(exchange, "TILE_NBYTES", 64 << 10)
-    options = QUICK.model_copy(update={"host_bytes": host_bytes, "max_file_bytes": 150_000})
-    world, copied = 4, list[int]()
-
-    def act(comm: Comm) -> None:
-        with on_node(comm, [0] * world) as checkpointer:
-            for seed in (3, 9):
-                net, optimizer, ema = rank_state(comm, seed, replicas=2)
-                arguments: dict[str, Any] = {
-                    "model": net,
-                    "optimizer": optimizer,
-                    "parts": {"ema": ema},
-                    "layout": layout_of(world, replicas=2),
-                    "step": seed,
-                    "options": options,
-                }
-                report = checkpointer.save(tmp_path / f"waited-{seed}", **arguments)
-                assert report.blocked_seconds == report.seconds
-                pending = checkpointer.save_async(tmp_path / f"c{seed}", lazy=lazy, **arguments)
-                with torch.no_grad():
-                    for tensor in (*net.buffers(), *ema.values()):
-                        tensor.zero_()
-                if lazy:
-                    optimizer.step()  # no gradients: it only waits
-                assert pending.staged()
-                with torch.no_grad():
-                    for parameter in net.parameters():
-                        parameter.zero_()
-                    for state in optimizer.state.values():
-                        for value in state.values():
-                            value.zero_()
-                report = pending.result(SECONDS)
-                assert 0 < report.blocked_seconds <= report.seconds
-                copied.append(checkpointer._cache.snapshot_memory.nbytes)
-
-    run_ranks(world, act)
-    assert max(copied) <= host_bytes
-    assert (min(copied) > 0) == (host_bytes > 0)
-    for seed in (3, 9):
-        check_same_files(tmp_path / f"waited-{seed}", tmp_path / f"c{seed}")
-
-
-_PEAK = """
-import sys
-import torch
-import unified_ckpt as uc
-
-def peak():
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-
+_SAVE = """
 model = {f"layer.{number}": torch.full((4 << 20,), 1.0) for number in range(12)}  # 16 MiB each
 options = uc.SaveOptions(host_bytes=40 << 20, fsync=False)
 with uc.Checkpointer() as checkpointer:
@@ -270,10 +235,7 @@ with uc.Checkpointer() as checkpointer:
 @pytest.mark.slow
 def test_async_peak_memory_has_the_limit(tmp_path: Path) -> None:
     """192 MiB under a limit of 40 MiB; the buffers of the writer come on top."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < (40 + 24) << 20
+    assert peak_of(_SAVE, tmp_path) < (40 + 24) << 20
     assert uc.verify(tmp_path / "c", deep=True).ok
 
 
@@ -475,23 +437,6 @@ class StoppedError(Exception):
     """Of a signal's handler, as KeyboardInterrupt is."""
 
 
-@contextmanager
-def interrupted(seconds: float) -> Iterator[None]:
-    """What runs in it still waits after so long, and is interrupted then."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise StoppedError
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        with pytest.raises(StoppedError):
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def filled(value: float) -> nn.Linear:
     net = nn.Linear(64, 64, bias=False)
     nn.init.constant_(net.weight, value)
@@ -509,7 +454,7 @@ def test_interrupted_wait_keeps_buffers(tmp_path: Path, storages: Storages, call
         storages.kinds["all"] = latch.storage
         pending = checkpointer.save_async("c", model=net)
         nn.init.constant_(net.weight, 2)
-        with interrupted(0.2):
+        with pytest.raises(StoppedError), alarm(0.2, StoppedError()):
             NEXT[call](checkpointer, tmp_path, {"model": net})
         with pytest.raises(TimeoutError, match=r"the save has not ended within 0\.01 s; it"):
             pending.result(0.01)
@@ -532,7 +477,7 @@ def test_interrupted_wait_still_raises_the_error(tmp_path: Path, latch: Latch) -
 
     with uc.Checkpointer(tmp_path, options=QUICK) as checkpointer:
         checkpointer.save_async("a", model=filled(1), after_commit=fail)
-        with interrupted(0.2):
+        with pytest.raises(StoppedError), alarm(0.2, StoppedError()):
             checkpointer.wait()
         latch.open()
         with pytest.raises(uc.StorageError, match=r"the disk is gone"):

@@ -91,28 +91,6 @@ def test_any_mesh_stores_the_same_bytes(
         assert uc.verify(folder, deep=True).ok
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_background_saves_store_the_same_bytes(tmp_path: Path, lazy: bool) -> None:
-    net = torch.nn.Linear(100, 300, dtype=torch.bfloat16)
-    masters = {name: p.detach().float() * 1.001 for name, p in net.named_parameters()}
-    optimizer = torch.optim.AdamW(net.parameters())
-    for name, parameter in net.named_parameters():
-        parameter.data.copy_(masters[name])
-        moments = {key: torch.rand(parameter.shape) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-    net.weight.data[7, 9:50] = 3.0
-    optimizer.state[net.weight]["exp_avg"][3, 3] = torch.inf
-    state = {"model": net, "optimizer": optimizer, "master_weights": masters}
-    options = uc.SaveOptions(compression="O2")
-    report = uc.save(tmp_path / "sync", **state, options=options)
-    background = uc.save_async(
-        tmp_path / "background", **state, options=options, lazy=lazy
-    ).result()
-    assert (report.nbytes, report.encoded_nbytes) == (background.nbytes, background.encoded_nbytes)
-    assert report.exceptions == background.exceptions >= 42
-    assert stored_tensors(tmp_path / "sync") == stored_tensors(tmp_path / "background")
-
-
 # what is stored plain
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import unified_ckpt as uc
 from tests.support.async_saves import QUICK, SECONDS, Late, late
 from tests.support.harness import make_checkpointer, try_ranks
+from tests.support.torch_training import state_of, whole_state
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
@@ -45,15 +46,11 @@ def clone_state(
     net: nn.Module, optimizers: list[torch.optim.Optimizer], holder: torch.optim.Optimizer
 ) -> dict[tuple[str, str], Tensor]:
     """What a save stores, by part and name."""
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    tensors = {("model", name): tensor.clone() for name, tensor in net.state_dict().items()}
-    for parameter, state in holder.state.items():
-        tensors["master_weights", names[parameter]] = state["master_param"].clone()
-    for optimizer in optimizers:
-        for parameter, states in optimizer.state.items():
-            for state, tensor in states.items():
-                tensors["optimizer", f"{names[parameter]}/{state}"] = tensor.clone()
-    return tensors
+    masters = state_of(net, holder).items()
+    return {
+        ("optimizer" if "/" in name else "model", name): tensor
+        for name, tensor in whole_state(net, *optimizers).items()
+    } | {("master_weights", name.removesuffix("/master_param")): tensor for name, tensor in masters}
 
 
 @pytest.mark.parametrize("hooked", ["before", "after"])

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
+from tests.support.damage import flip
 from tests.support.harness import (
     DrawnLayout,
     DrawnTensor,
@@ -41,6 +42,7 @@ from tests.support.simulated_nodes import (
     folder_of,
     load_case,
     on_node,
+    save_all,
     states,
 )
 from unified_ckpt.cli.main import main
@@ -61,19 +63,14 @@ def twice(copies: int = 2, **options: object) -> uc.SaveOptions:
 
 def save_each(case: Case, root: Path, nodes: Sequence[int], options: uc.SaveOptions) -> None:
     """Save the case on all ranks, with a `rank_extra` of each."""
-
-    def act(comm: Comm) -> None:
-        with on_node(comm, nodes) as checkpointer:
-            path = folder_of(root, nodes[comm.rank])
-            checkpointer.save(
-                path,
-                model=case.state(comm.rank),
-                extra={"big": torch.ones(9)},
-                rank_extra=f"of {comm.rank}",
-                options=options,
-            )
-
-    run_ranks(len(nodes), act)
+    save_all(
+        root,
+        nodes,
+        case.state,
+        extra={"big": torch.ones(9)},
+        rank_extra=lambda rank: f"of {rank}",
+        options=options,
+    )
 
 
 def paths_without(root: Path, nodes: Sequence[int], away: Sequence[int]) -> dict[int, Paths]:
@@ -242,12 +239,6 @@ def test_any_ranks_on_any_nodes_many_examples(
 # damage
 
 
-def spoil(file: Path, offset: int) -> None:
-    body = bytearray(file.read_bytes())
-    body[offset] ^= 1
-    file.write_bytes(body)
-
-
 def test_verify_reports_missing_and_foreign_copies(tmp_path: Path) -> None:
     case, nodes = case_of("rows over nodes", 3, 1), places(3, 1)
     save_each(case, tmp_path, nodes, twice())
@@ -297,7 +288,7 @@ class Rotten(LocalStorage):
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         if name.endswith(names.MANIFEST) and names.REPLICAS not in name:
             for file in Path(self.path(name)).parent.glob("model_shards*.safetensors"):
-                spoil(file, -7)
+                flip(file, -7)
         super().write_at(name, start, buffers)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 import subprocess
 import threading
@@ -740,14 +739,3 @@ def test_disk_fills_up(tmp_path: Path) -> None:
         (disk / "other").unlink()
         uc.save(disk / "c", **WHOLE)
         assert uc.verify(disk / "c", deep=True).ok
-
-
-def test_file_size_limit(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
-    try:
-        text = r"rank [01]: .*model\.safetensors: .* failed: File too large"
-        check_refused(tmp_path, uc.StorageError, text, [WHOLE] * 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    uc.save(tmp_path / "c", **WHOLE)

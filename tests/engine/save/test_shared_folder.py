@@ -5,7 +5,6 @@ of a single node.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,23 +12,26 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
 from tests.support.compressed_cases import compressed_cases
+from tests.support.equality import check_equal
 from tests.support.harness import (
     run_ranks,
     try_ranks,
 )
 from tests.support.managers import folders, manager_of
+from tests.support.node_cases import FUNCTION_FIXTURE
 from tests.support.refusals import same_error
-from tests.support.reshard_cases import Case, cases
+from tests.support.reshard_cases import Case, Recorded, Writes, cases
 from tests.support.reshard_cases import save_case as save_alone
 from tests.support.simulated_nodes import (
     LOAD,
     NAME,
     SAVE,
+    NodeState,
     fine,
     on_node,
     states,
@@ -38,26 +40,15 @@ from unified_ckpt.core.planning import exchange
 from unified_ckpt.engine.save import probe_topology, tiles
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 __all__ = ["states"]  # a fixture
 NODES = [0, 0, 1, 1]
 SHAPES = {"rows": (500, 90), "columns": (300, 701), "small": (50,), "norm": (4,)}
 FULL = {name: torch.arange(float(np.prod(shape))).reshape(shape) for name, shape in SHAPES.items()}
-LAYOUT = uc.Layout(
-    mesh={"dp": 4},
-    rules={"rows": {"dp": 0}, "columns": {"dp": 1}, "small": {"dp": 0}},
-    shapes=SHAPES,
-)
+STATE = NodeState(FULL, {"rows": 0, "columns": 1, "small": 0})
+LAYOUT = STATE.layout(4)
 Storages = Callable[[int, str], LocalStorage]  # by node and folder
-
-
-def contents(step: int, rank: int) -> dict[str, torch.Tensor]:
-    cut = {"rows": 0, "columns": 1, "small": 0}
-    return {
-        name: (full + step).chunk(4, cut[name])[rank].clone() if name in cut else full + step
-        for name, full in FULL.items()
-    }
 
 
 def save(
@@ -75,7 +66,7 @@ def save(
         storage = (lambda place: storages(node, place)) if storages is not None else None
         with on_node(comm, nodes, storage=storage) as checkpointer:
             arguments = {
-                "model": contents(step, comm.rank),
+                "model": STATE.local(comm.rank, 4, step=step),
                 "layout": LAYOUT,
                 "step": step,
                 "rank_extra": ("of", comm.rank, "x" * comm.rank),
@@ -102,38 +93,13 @@ def check(root: Path, step: int) -> None:
     ]
 
 
-class Writes:
-    """Records writes (file -> block -> nodes) and syncs (file -> nodes)."""
-
-    def __init__(self, block: int) -> None:
-        self.block, self.lock = block, threading.Lock()
-        self.blocks: dict[str, dict[int, set[int]]] = {}
-        self.synced: dict[str, set[int]] = {}
-
-    def storage(self, node: int, place: str) -> LocalStorage:
-        writes = self
-
-        class Watched(LocalStorage):
-            def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
-                stop, file = start + sum(map(len, buffers)), name.rpartition("/")[2]
-                self.add_writes(file, start, stop)
-                super().write_at(name, start, buffers)
-
-            def resize(self, name: str, nbytes: int) -> None:
-                self.add_writes(name.rpartition("/")[2], 0, nbytes)
-                super().resize(name, nbytes)
-
-            def add_writes(self, file: str, start: int, stop: int) -> None:
-                with writes.lock:
-                    for block in range(start // writes.block, -(-stop // writes.block)):
-                        writes.blocks.setdefault(file, {}).setdefault(block, set()).add(node)
-
-            def sync(self, name: str) -> None:
-                with writes.lock:
-                    writes.synced.setdefault(name.rpartition("/")[2], set()).add(node)
-                super().sync(name)
-
-        return Watched(place)
+def writers(spans: Sequence[tuple[int, int, int]], block: int) -> list[set[int]]:
+    """Return the nodes that wrote to each block of a file."""
+    nodes: dict[int, set[int]] = {}
+    for start, stop, node in spans:
+        for number in range(start // block, -(-stop // block)):
+            nodes.setdefault(number, set()).add(node)
+    return list(nodes.values())
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -144,32 +110,32 @@ def test_each_block_is_written_and_synced_by_one_node(
     tmp_path: Path, block: int, files: int, background: bool
 ) -> None:
     """A file that is only resized by a node may be uploaded by it as zeros."""
-    writes = Writes(block)
+    writes = Writes()
     fine(
         save(
             tmp_path,
             3,
             block=block if block < 1 << 30 else 0,
-            storages=writes.storage,
+            storages=lambda node, place: Recorded(Path(place), writes, node),
             background=background,
             fsync=True,
             max_file_bytes=5_000_000_000 if files == 3 else 100_000,
         )
     )
     check(tmp_path, 3)
-    shared = [
-        file
-        for file in writes.blocks
+    shared = {
+        file: writers(spans, block)
+        for file, spans in writes.spans.items()
         if file.endswith(".safetensors") and not file.startswith("extra")
-    ]
+    }
     assert len(shared) == files, "model, digests and rank_extra"
-    for file in shared:
-        assert all(len(nodes) == 1 for nodes in writes.blocks[file].values()), file
-        assert set().union(*writes.blocks[file].values()) <= writes.synced[file], file
-    writing_nodes = set().union(
-        *(nodes for file in shared for nodes in writes.blocks[file].values())
+    for file, nodes_by_block in shared.items():
+        assert all(len(nodes) == 1 for nodes in nodes_by_block), file
+        assert set().union(*nodes_by_block) <= writes.synced[file], file
+    everyone = set().union(
+        *(nodes for nodes_by_block in shared.values() for nodes in nodes_by_block)
     )
-    assert writing_nodes == {0, 1}, "both nodes write"
+    assert everyone == {0, 1}, "both nodes write"
 
 
 @given(
@@ -179,7 +145,7 @@ def test_each_block_is_written_and_synced_by_one_node(
 @settings(
     max_examples=35,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=FUNCTION_FIXTURE,
 )
 def test_any_ranks_on_any_nodes(tmp_path: Path, case: Case, data: st.DataObject) -> None:
     nodes = data.draw(
@@ -401,17 +367,14 @@ def test_manager_on_two_nodes_with_one_root(tmp_path: Path, asynchronous: bool) 
             node=f"m{comm.rank // 2}",
         ) as manager:
             for step in range(1, 6):
-                manager.save(step, model=contents(step, comm.rank), layout=LAYOUT)
+                manager.save(step, model=STATE.local(comm.rank, 4, step=step), layout=LAYOUT)
             manager.wait()
-            target = {
-                name: torch.zeros_like(tensor) for name, tensor in contents(0, comm.rank).items()
-            }
+            blank = STATE.local(comm.rank, 4).items()
+            target = {name: torch.zeros_like(tensor) for name, tensor in blank}
             report = manager.restore(model=target, layout=LAYOUT)
         assert report is not None
         assert report.step == 5
-        assert all(
-            torch.equal(target[name], tensor) for name, tensor in contents(5, comm.rank).items()
-        )
+        check_equal(target, STATE.local(comm.rank, 4, step=5))
         return folders(tmp_path)
 
     assert run_ranks(4, act) == [["checkpoint-4", "checkpoint-5"]] * 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from safetensors.numpy import save
 import unified_ckpt as uc
 from tests.support.compressed import QUICK, save_compressed, stored_files, trained_state
 from tests.support.decoders import decode_folder
+from tests.support.equality import same
 from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.manifests import edit_manifest
-from tests.support.source_cases import assert_same
 from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.whole_blocks import WholeBlocks
 from unified_ckpt.format.exceptions import exceptions_record
@@ -41,7 +41,7 @@ def test_a_load_decodes(form: str, tmp_path: Path) -> None:
     expected, targets = decode_folder(tmp_path / "c"), targets_like(trained_state())
     report = uc.load(tmp_path / "c", **targets)
     for (part, name), tensor in expected.items():
-        assert_same(targets[part][name], tensor, (part, name))
+        assert same(targets[part][name], tensor), (part, name)
     stored = sum(map(len, stored_files(tmp_path / "c").values()))
     assert report.verified_bytes > 0.9 * stored
 
@@ -53,7 +53,7 @@ def test_lossless_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     uc.load(tmp_path / "c", **targets)
     for part, tensors in state.items():
         for name, tensor in tensors.items():
-            assert_same(targets[part][name], tensor, (part, name))
+            assert same(targets[part][name], tensor), (part, name)
 
 
 def test_masters_load_without_the_model(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_masters_load_without_the_model(tmp_path: Path) -> None:
     options = uc.LoadOptions(parts=("master_weights",))
     uc.load(tmp_path / "c", master_weights=masters, options=options)
     for name, tensor in state.items():
-        assert_same(masters[name], tensor, name)
+        assert same(masters[name], tensor), name
 
 
 def test_two_ranks_load_columns(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_two_ranks_load_columns(tmp_path: Path) -> None:
             checkpointer.load(tmp_path / "c", **targets, layout=layout)
         for (part, name), tensor in expected.items():
             local = tensor.chunk(2, 1)[comm.rank] if tensor.dim() else tensor
-            assert_same(targets[part][name], local.contiguous(), (part, name))
+            assert same(targets[part][name], local.contiguous()), (part, name)
 
     for result in try_ranks(2, act):
         assert result is None, result
@@ -172,9 +172,6 @@ def check_refused(folder: Path, error: type[Exception], message: str) -> None:
             assert re.search(message, str(result)), str(result)
         tensors = [t for target in targets for part in target.values() for t in part.values()]
         assert not any(tensor.any() for tensor in tensors)
-
-
-Forgery = Callable[[], dict[str, Any]]
 
 
 def moments(encodings: Mapping[str, Any] = O1, **changes: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.data import WeightedRandomSampler
 from transformers import LlamaForCausalLM
 
 import unified_ckpt as uc
-from tests.support.accelerates import FAST, Count, Job, Sequences, llama, same
+from tests.support.accelerates import FAST, SEQUENCES, Count, Job, llama, same
 from unified_ckpt.integrations.accelerate import attach, load_state, save_state, save_state_async
 from unified_ckpt.integrations.accelerate.folders import is_native
 
@@ -95,7 +95,7 @@ def test_position_is_converted_to_another_batch_size(
         job = Job(seed=7)
         loader = job.accelerator.prepare(
             torch.utils.data.DataLoader(
-                Sequences(), batch_size=size, shuffle=True, num_workers=workers
+                SEQUENCES, batch_size=size, shuffle=True, num_workers=workers
             )
         )
         job.accelerator._dataloaders[:] = [loader]
@@ -475,9 +475,7 @@ def test_what_a_resume_cannot_reproduce_is_warned_of(
     message: str,
 ) -> None:
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(
-        torch.utils.data.DataLoader(Sequences(), batch_size=4, **arguments)
-    )
+    loader = accelerator.prepare(torch.utils.data.DataLoader(SEQUENCES, batch_size=4, **arguments))
     for _ in range(epochs):
         list(loader)
     assert not caplog.messages

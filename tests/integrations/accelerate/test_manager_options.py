@@ -16,6 +16,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.accelerates import FAST, Job, same
+from tests.support.damage import flip
 from unified_ckpt.integrations.accelerate import after_step, attach
 
 pytestmark = pytest.mark.filterwarnings(
@@ -180,10 +181,7 @@ def test_damaged_step_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         job.run(1, stop=2).accelerator.save_state()
         first = {name: tensor.clone() for name, tensor in job.tensors().items()}
         job.run(1, stop=4).accelerator.save_state()
-    file = tmp_path / "checkpoints/checkpoint_1/model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(tmp_path / "checkpoints/checkpoint_1/model.safetensors", -1)
     resumed = Job(seed=7, project=tmp_path)
     with managed(resumed):
         resumed.accelerator.load_state()

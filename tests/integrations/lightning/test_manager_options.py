@@ -7,6 +7,8 @@ import shutil
 import signal
 import time
 import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,15 @@ EVERY = {"every_n_train_steps": 2, "save_top_k": -1}
 RUN = uc.ManagerOptions(notice_seconds=0.001)
 
 
-class SignalAt(pl.Callback):
-    def __init__(self, step: int) -> None:
-        self._step = step
+class At(pl.Callback):
+    """Calls a function at a step."""
+
+    def __init__(self, step: int, function: Callable[[], object]) -> None:
+        self._step, self._function = step, function
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self._step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._function()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,10 @@ def test_signal_stops_and_the_resume_is_bitwise(tmp_path: Path) -> None:
     torch.manual_seed(0)
     ours = UnifiedCheckpointCallback(manager_options=RUN, save_options=OPTIONS)
     fitter = trainer(
-        tmp_path / "run", native=True, checkpoints=EVERY, callbacks=[SignalAt(5), ours]
+        tmp_path / "run",
+        native=True,
+        checkpoints=EVERY,
+        callbacks=[At(5, partial(os.kill, os.getpid(), signal.SIGTERM)), ours],
     )
     with pytest.raises(SystemExit):
         fitter.fit(Net())
@@ -72,15 +79,8 @@ def test_signal_stops_and_the_resume_is_bitwise(tmp_path: Path) -> None:
     check_same(fit(tmp_path / "run", ckpt_path="last", checkpoints=EVERY), straight)
 
 
-class StopAt(pl.Callback):
-    """Ends a run as a crash does."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self._step:
-            raise ZeroDivisionError
+def crash() -> None:
+    raise ZeroDivisionError
 
 
 LAST = {"every_n_train_steps": 4, "save_top_k": 1, "save_last": "link"}
@@ -96,7 +96,7 @@ def crashed(root: Path, step: int) -> UnifiedCheckpointCallback:
         native=True,
         checkpoints=LAST,
         max_epochs=3,
-        callbacks=[callback := tiered(root), StopAt(step)],
+        callbacks=[callback := tiered(root), At(step, crash)],
     )
     with pytest.raises(ZeroDivisionError):
         fitter.fit(Net())

@@ -24,8 +24,8 @@ from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
 from tests.support.adapter_models import lora
-from tests.support.torch_training import check_equal
-from tests.support.trainers import STEPS, Sequences, StopAt, losses, model, trainer
+from tests.support.equality import check_equal
+from tests.support.trainers import SEQUENCES, STEPS, StopAt, losses, model, trainer
 from unified_ckpt.integrations.transformers.adapters import adapter_parts, parameter_names
 
 pytestmark = [
@@ -139,7 +139,7 @@ def test_peft_computes_equal_outputs(tmp_path: Path, kind: Callable[[], nn.Modul
     run = adapter_trainer(tmp_path, kind(), save_steps=STEPS)
     run.train()
     loaded = PeftModel.from_pretrained(model(), tmp_path / f"checkpoint-{STEPS}").eval()
-    ids = Sequences()[0]["input_ids"][None]
+    ids = SEQUENCES[0]["input_ids"][None]
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, run.model.eval()(input_ids=ids).logits)
 

@@ -17,7 +17,17 @@ from transformers.trainer_callback import ExportableState
 
 import unified_ckpt as uc
 from tests.support.trainer_arguments import BEST, state_of
-from tests.support.trainers import Sequences, StopAt, check_same, entries, losses, model, trainer
+from tests.support.trainers import (
+    SEQUENCES,
+    At,
+    StopAt,
+    check_same,
+    entries,
+    losses,
+    model,
+    terminate,
+    trainer,
+)
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 pytestmark = pytest.mark.integration
@@ -154,7 +164,7 @@ def test_auto_batch_size_survives_a_resume(tmp_path: Path) -> None:
         return Small(
             model=model(),
             args=training_arguments,
-            train_dataset=Sequences(),
+            train_dataset=SEQUENCES,
             callbacks=list(callbacks),
         )
 
@@ -165,14 +175,6 @@ def test_auto_batch_size_survives_a_resume(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.train_batch_size == straight.state.train_batch_size
     check_same(resumed, straight)
-
-
-class Terminated(TrainerCallback):
-    """Sends SIGTERM to the process in the third step."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_sigterm_saves_and_the_run_resumes(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_sigterm_saves_and_the_run_resumes(tmp_path: Path) -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        stopped = jit(Terminated())
+        stopped = jit(At(2, terminate, method="on_step_begin"))
         stopped.train()
         assert entries(tmp_path) == ["checkpoint-2"]
         assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
@@ -254,7 +256,7 @@ def test_overrides_of_a_subclass_run(tmp_path: Path) -> None:
         fitter = Counts(
             model=model(),
             args=trainer(tmp_path, native=True).args,
-            train_dataset=Sequences(),
+            train_dataset=SEQUENCES,
             callbacks=[UnifiedCheckpointCallback()],
         )
         fitter.train(resume_from_checkpoint=resume)

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 import unified_ckpt as uc
 from tests.support.adapter_models import lora
 from tests.support.trainer_arguments import BEST, state_of
-from tests.support.trainers import StopAt, check_same, entries, model
+from tests.support.trainers import At, StopAt, check_same, entries, model
 from tests.support.trainers import trainer as native_trainer
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
@@ -47,17 +47,6 @@ class CommitBarrier:
         self._open.set()
 
 
-class CallAtStep(TrainerCallback):
-    """Calls a function at a step."""
-
-    def __init__(self, step: int, function: Any) -> None:
-        self._step, self._function = step, function
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step:
-            self._function()
-
-
 def test_background_checkpoint_has_the_state_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +60,7 @@ def test_background_checkpoint_has_the_state_of_its_step(
         )
         barrier.open()
 
-    run = trainer(tmp_path / "run", CallAtStep(3, list_checkpoints))
+    run = trainer(tmp_path / "run", At(3, list_checkpoints))
     run.train()
     assert names == [], "step 3 is done, and checkpoint-2 still being written"
     check_same(run, straight)
@@ -148,7 +137,7 @@ def test_older_checkpoint_stays_until_the_commit(
         names.extend(name for name in os.listdir(tmp_path) if name.startswith("checkpoint-"))
         barrier.open()
 
-    trainer(tmp_path, CallAtStep(5, list_checkpoints), save_total_limit=1).train(
+    trainer(tmp_path, At(5, list_checkpoints), save_total_limit=1).train(
         resume_from_checkpoint=True
     )
     assert names == ["checkpoint-2"]

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import unified_ckpt as uc
-from tests.support.torch_training import check_equal
+from tests.support.equality import check_equal
 from unified_ckpt.integrations.transformers import open_hub_names, open_model_names
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 

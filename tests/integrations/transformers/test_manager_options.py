@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,12 @@ from transformers import TrainerCallback, TrainingArguments
 
 import unified_ckpt as uc
 from tests.support.trainer_arguments import BEST
-from tests.support.trainers import check_same
+from tests.support.trainers import At, check_same, terminate
 from tests.support.trainers import trainer as native_trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 from unified_ckpt.integrations.transformers.arguments import options_of_run
 
 OPTIONS = uc.ManagerOptions(notice_seconds=0.001, retry_seconds=0.0)
-
-
-class SignalAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def arguments(**values: Any) -> TrainingArguments:
@@ -101,7 +91,7 @@ def test_contradiction_is_raised_by_the_trainer(tmp_path: Path) -> None:
 def test_signal_stops_and_the_resume_is_bitwise(tmp_path: Path) -> None:
     straight, _ = trainer(tmp_path / "straight")
     straight.train()
-    stopped, callback = trainer(tmp_path / "run", SignalAt(3))
+    stopped, callback = trainer(tmp_path / "run", At(3, terminate))
     stopped.train()
     assert callback.checkpoints.should_stop
     assert stopped.state.global_step == 3
@@ -112,16 +102,8 @@ def test_signal_stops_and_the_resume_is_bitwise(tmp_path: Path) -> None:
     check_same(resumed, straight)
 
 
-class RaiseAt(TrainerCallback):
-    """Raises in a method of callbacks at a step."""
-
-    def __init__(self, method: str, step: int) -> None:
-        self._step = step
-        setattr(self, method, self._fail)
-
-    def _fail(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step:
-            raise ValueError("raised by the test")
+def fail() -> None:
+    raise ValueError("raised by the test")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +115,9 @@ def test_exception_saves_a_whole_step(tmp_path: Path, method: str, step: int, sa
     straight, _ = trainer(tmp_path / "straight", **settings)
     straight.train()
     options = OPTIONS.model_copy(update={"save_on_exception": True})
-    run, callback = trainer(tmp_path / "run", RaiseAt(method, step), options=options, **settings)
+    run, callback = trainer(
+        tmp_path / "run", At(step, fail, method=method), options=options, **settings
+    )
     with pytest.raises(ValueError, match="raised by the test"):
         run.train()
     assert callback.checkpoints.steps()[-1].step == saved
@@ -152,7 +136,7 @@ def test_stopped_run_keeps_its_model_and_last_checkpoint(tmp_path: Path) -> None
     settings = {**BEST, "save_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
     straight, _ = trainer(tmp_path / "straight", **settings)
     straight.train()
-    stopped, _ = trainer(tmp_path / "run", SignalAt(3), **settings)
+    stopped, _ = trainer(tmp_path / "run", At(3, terminate), **settings)
     stopped.train()
     assert "checkpoint-3" in os.listdir(tmp_path / "run")
     resumed, _ = trainer(tmp_path / "run", **settings)
@@ -170,7 +154,7 @@ def test_stop_at_the_end_of_an_epoch_evaluates_first(tmp_path: Path) -> None:
         "num_train_epochs": 3,
         "per_device_train_batch_size": 16,
     }
-    stopped, callback = trainer(tmp_path / "run", SignalAt(6), **settings)
+    stopped, callback = trainer(tmp_path / "run", At(6, terminate), **settings)
     stopped.train()
     assert [record.step for record in callback.checkpoints.steps()] == [3, 6]
     assert [entry["step"] for entry in stopped.state.log_history if "eval_loss" in entry] == [3, 6]

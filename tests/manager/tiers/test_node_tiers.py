@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
+from tests.support.damage import flip
 from tests.support.harness import (
     FaultPoint,
     FaultyStorage,
@@ -22,7 +23,7 @@ from tests.support.harness import (
     run_ranks,
     try_ranks,
 )
-from tests.support.managers import RootLatch, flip_last_byte, manager_of, steps_in, warnings_of
+from tests.support.managers import RootLatch, manager_of, steps_in, warnings_of
 from tests.support.run_model import check_state, check_whole, state
 from unified_ckpt.format.events import CopyEvent
 from unified_ckpt.manager.events.file import read_events
@@ -276,7 +277,7 @@ def test_damage_during_a_merge_is_not_committed(
             barrier.wait(30)
             if comm.rank == 0:
                 for file in (job.disks[1] / "checkpoint-10").glob("*.safetensors"):
-                    flip_last_byte(file.parent, file.name)
+                    flip(file, -1)
                 root_latch.open.set()
                 while manager.run.tiers._upload_queue.pending_steps():  # type: ignore[union-attr]
                     time.sleep(0.02)

@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.damage import flip
+from tests.support.equality import check_equal
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.managers import flip_last_byte
+from tests.support.node_commits import LAYOUT, contents
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_node
 from unified_ckpt.errors import StorageError
@@ -31,12 +33,6 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 WORLD, LONG = 4, 60.0  # LONG: seconds that no call may reach
 AT_ONCE = LONG / 2
-SHAPES = {"w": (500, 90), "o": (30, 30), "b": (5,)}
-FULL = {
-    name: torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    for name, shape in SHAPES.items()
-}
-LAYOUT = uc.Layout(mesh={"dp": WORLD}, rules={"w": {"dp": 0}, "o": {"dp": 1}}, shapes=SHAPES)
 TALK = ("put", "get", "add", "collect", "broadcast", "set_once")
 STORAGE = (
     "read",
@@ -141,11 +137,6 @@ class Call:
         """Does nothing, but is a moment."""
 
     def save(self, created: uc.Checkpointer, root: Path, rank: int, step: int) -> int:
-        cuts = {"w": 0, "o": 1}
-        model = {
-            n: (full + step).chunk(WORLD, cuts[n])[rank].clone() if n in cuts else full + step
-            for n, full in FULL.items()
-        }
         options = SAVE.model_copy(
             update={
                 "timeout_seconds": LONG,
@@ -156,7 +147,7 @@ class Call:
             }
         )
         arguments = {
-            "model": model,
+            "model": contents(step, rank),
             "layout": LAYOUT,
             "step": step,
             "extra": {"step": step},
@@ -171,17 +162,11 @@ class Call:
         return step
 
     def load(self, created: uc.Checkpointer, root: Path, rank: int) -> int:
-        target = {
-            "w": torch.zeros(500 // WORLD, 90),
-            "o": torch.zeros(FULL["o"].chunk(WORLD, 1)[rank].shape),
-            "b": torch.zeros(5),
-        }
+        target = {name: torch.full_like(t, -1) for name, t in contents(0, rank).items()}
         options = LOAD.model_copy(update={"timeout_seconds": LONG})
         report = created.load(self.place(root, rank), model=target, layout=LAYOUT, options=options)
         assert report.step is not None
-        assert torch.equal(target["w"], (FULL["w"] + report.step).chunk(WORLD)[rank])
-        assert torch.equal(target["o"], (FULL["o"] + report.step).chunk(WORLD, 1)[rank])
-        assert torch.equal(target["b"], FULL["b"] + report.step)
+        check_equal(target, contents(report.step, rank))
         return report.step
 
     def __call__(self, created: uc.Checkpointer, root: Path, rank: int) -> object:
@@ -204,7 +189,7 @@ class Call:
 
         run_ranks(WORLD, act)
         for file in self.place(root, WORLD - 1).glob("model*.safetensors") if self.damaged else ():
-            flip_last_byte(file.parent, file.name)
+            flip(file, -1)
 
 
 SEPARATE = {"nodes": (0, 0, 1, 1), "folders": (0, 0, 1, 1)}

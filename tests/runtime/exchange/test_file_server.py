@@ -17,9 +17,16 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.damage import flip
 from tests.support.harness import run_ranks
-from tests.support.managers import flip_last_byte
-from tests.support.simulated_nodes import LOAD, SAVE, ResourceUsage, counting, folder_of, on_node
+from tests.support.simulated_nodes import (
+    LOAD,
+    NodeState,
+    ResourceUsage,
+    counting,
+    folder_of,
+    on_node,
+)
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange import tcp
@@ -277,26 +284,12 @@ def test_loopback_address_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None
 FULL = torch.arange(700 * 500, dtype=torch.float32).reshape(700, 500)
 
 
-def save_halves(root: Path) -> None:
-    def act(comm: Comm) -> None:
-        with on_node(comm, [0, 1]) as checkpointer:
-            layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
-            checkpointer.save(
-                folder_of(root, comm.rank),
-                model={"w": FULL.chunk(2)[comm.rank].clone()},
-                layout=layout,
-                options=SAVE,
-            )
-
-    run_ranks(2, act)
-
-
 @pytest.mark.parametrize("damaged", [False, True])
 def test_repeated_loads_leave_no_threads_or_files(tmp_path: Path, damaged: bool) -> None:
-    save_halves(tmp_path)
+    NodeState({"w": FULL}, {"w": 0}).save(tmp_path, [0, 1])
     if damaged:
         (file,) = folder_of(tmp_path, 1).glob("model_shards*.safetensors")
-        flip_last_byte(file.parent, file.name)
+        flip(file, -1)
     snapshots: list[ResourceUsage] = []
     keys: list[int] = []
 

@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.torch_training import Counting
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.torch_state.modules import flatten_model, root_aliases
 
@@ -224,28 +225,16 @@ def test_aliases_of_ranks_that_name_each_other() -> None:
 # extra state
 
 
-class Counting(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.calls = 7
-
-    def get_extra_state(self) -> Any:
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.calls = state["calls"]
-
-
 def test_extra_state_is_separate() -> None:
-    module = nn.Sequential(Counting(), nn.Sequential(compiled(Counting())))
+    module = nn.Sequential(Counting(2, 2), nn.Sequential(compiled(Counting(2, 2))))
     flat = flatten_model(module)
-    assert flat.extra_state == {"0._extra_state": {"calls": 7}, "1.0._extra_state": {"calls": 7}}
-    assert list(flatten_model(Counting()).extra_owners) == ["_extra_state"]
+    assert flat.extra_state == {"0._extra_state": {"count": 0}, "1.0._extra_state": {"count": 0}}
+    assert list(flatten_model(Counting(2, 2)).extra_owners) == ["_extra_state"]
     assert list(flat.tensors) == ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
     assert flat.extra_owners["0._extra_state"] is module[0]
     assert set(flat.extra_owners) >= set(flat.extra_state)
     for name, owner in flat.extra_owners.items():
-        owner.set_extra_state({"calls": len(name)})
-    assert {k: v["calls"] for k, v in flatten_model(module).extra_state.items()} == {
+        owner.set_extra_state({"count": len(name)})
+    assert {k: v["count"] for k, v in flatten_model(module).extra_state.items()} == {
         k: len(k) for k in flat.extra_state
     }

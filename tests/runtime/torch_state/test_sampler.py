@@ -149,24 +149,21 @@ def test_dropped_last_batch_is_not_consumed() -> None:
     assert (job.samplers[0].epoch, job.samplers[0].seen) == (1, 0)
 
 
-class Numbers:
-    """Two ranks consume 41 samples, one of them twice; workers prefetch."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return 41
+# two ranks consume 41 samples, one of them twice; workers prefetch
+NUMBERS = range(41)
 
 
 def test_resume_skips_consumed_data_quickly() -> None:
     """A resume fetches no consumed sample."""
     fetched: list[int] = []
 
-    class Counted(Numbers):
+    class Counted:
         def __getitem__(self, index: int) -> int:
             fetched.append(index)
             return index
+
+        def __len__(self) -> int:
+            return 41
 
     sampler = uc.ElasticSampler(Counted(), 1, 0)
     first = list(
@@ -188,9 +185,9 @@ def test_resume_skips_consumed_data_quickly() -> None:
     [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}],
 )
 def test_prefetched_samples_are_not_consumed(kind: type, options: dict[str, object]) -> None:
-    sampler = uc.ElasticSampler(Numbers(), 2, 0, seed=1)
-    loader = kind(Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **options)
-    whole = uc.ElasticSampler(Numbers(), 2, 0, seed=1)
+    sampler = uc.ElasticSampler(NUMBERS, 2, 0, seed=1)
+    loader = kind(NUMBERS, batch_size=3, sampler=sampler, collate_fn=list, **options)
+    whole = uc.ElasticSampler(NUMBERS, 2, 0, seed=1)
     expected = [index for batch in whole.batches(loader_of(whole, 41)) for index in batch]
     first = list(islice(sampler.batches(loader), 2))
     assert sampler.seen == 12
@@ -198,29 +195,41 @@ def test_prefetched_samples_are_not_consumed(kind: type, options: dict[str, obje
     rest = list(sampler.batches(loader))  # the same loader continues after the loop's last batch
     assert [index for batch in first + rest for index in batch] == expected
     assert sampler.epoch == 1
-    resumed = uc.ElasticSampler(Numbers(), 2, 0)
+    resumed = uc.ElasticSampler(NUMBERS, 2, 0)
     resumed.load_state_dict(saved)
     assert (
         list(
             resumed.batches(
-                kind(Numbers(), batch_size=3, sampler=resumed, collate_fn=list, **options)
+                kind(NUMBERS, batch_size=3, sampler=resumed, collate_fn=list, **options)
             )
         )
         == rest
     )
 
 
-@pytest.mark.parametrize("consumed", [0, 2, 7, None])
+WORKERS: dict[str, object] = {"num_workers": 2}
+SNAPSHOTS = {**WORKERS, "snapshot_every_n_steps": 3}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 2}, {"num_workers": 2, "snapshot_every_n_steps": 3}]
+    ("options", "consumed"),
+    [
+        *(({}, consumed) for consumed in (0, 2, 7, None)),
+        *((WORKERS, consumed) for consumed in (0, 2, None)),
+        (SNAPSHOTS, 2),
+        *(
+            pytest.param(options, consumed, marks=pytest.mark.slow)
+            for options, consumed in [(WORKERS, 7), *((SNAPSHOTS, n) for n in (0, 7, None))]
+        ),
+    ],
 )
 def test_stateful_loader_and_sampler_can_both_be_saved(
-    consumed: int | None, options: dict[str, object]
+    options: dict[str, object], consumed: int | None
 ) -> None:
     def created() -> tuple[uc.ElasticSampler, StatefulDataLoader]:
-        sampler = uc.ElasticSampler(Numbers(), 2, 1, seed=1)
+        sampler = uc.ElasticSampler(NUMBERS, 2, 1, seed=1)
         return sampler, StatefulDataLoader(
-            Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **options
+            NUMBERS, batch_size=3, sampler=sampler, collate_fn=list, **options
         )
 
     sampler, loader = created()

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.expert_models import mixtral
-from tests.support.torch_training import check_equal, state_of, train
+from tests.support.torch_training import state_of, train
 from tests.support.trainers import StopAt, check_same, model, trainer
 from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.transformers import open_model_names

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 
 OLD, NEW = {"a": torch.zeros(2), "b": torch.zeros(3)}, {"a": torch.ones(2), "b": torch.ones(3)}
 KINDS = ["safetensors", "trainer", "bin"]
@@ -42,18 +43,13 @@ def read_model(folder: Path) -> dict[str, torch.Tensor]:
         return {name: source["model"][name][...] for name in source["model"]}
 
 
-def check_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_index_of_an_older_save_does_not_hide_a_single_file(tmp_path: Path, kind: str) -> None:
     """`save_pretrained` removes older shards from the folder, but not their index."""
     for file in sharded(tmp_path / "hf", OLD, kind).values():
         (tmp_path / "hf" / file).unlink()
     write(tmp_path / "hf", NEW, kind, "model")
-    check_same(read_model(tmp_path / "hf"), NEW)
+    check_equal(read_model(tmp_path / "hf"), NEW)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +75,7 @@ def test_index_of_a_single_file(tmp_path: Path, kind: str) -> None:
     index.write_text(
         json.dumps({"weight_map": dict.fromkeys(NEW, index.name.removesuffix(".index.json"))})
     )
-    check_same(read_model(tmp_path / "hf"), NEW)
+    check_equal(read_model(tmp_path / "hf"), NEW)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +83,7 @@ def test_tensor_missing_in_the_index_is_read_from_its_file(tmp_path: Path, kind:
     weight_map = sharded(tmp_path / "hf", NEW, kind)
     write(tmp_path / "hf", {"b": NEW["b"], "c": torch.ones(4)}, kind, "model-00002-of-00002")
     assert "c" not in weight_map
-    check_same(read_model(tmp_path / "hf"), NEW | {"c": torch.ones(4)})
+    check_equal(read_model(tmp_path / "hf"), NEW | {"c": torch.ones(4)})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.paddle_files import changed, same
+from tests.support.equality import same
+from tests.support.paddle_files import changed
 from tests.support.paddles import FIXTURES, LINEAR, copied, llama
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.sources.paddle.lazy_pickles import FileBytes, load_arrays, map_arrays

@@ -19,7 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
-from tests.support.paddle_files import changed, rewritten, same
+from tests.support.damage import flip
+from tests.support.equality import same
+from tests.support.paddle_files import changed, rewritten
 from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored, torch_name
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.detect.paddle import is_paddle
@@ -190,15 +192,9 @@ def rewrite(stem: str, change: Callable[[dict[str, torch.Tensor]], object]) -> D
     return lambda folder: rewritten(folder, stem, change)
 
 
-def flip(file: str) -> Damage:
+def flipped(file: str) -> Damage:
     """Flip a bit in the first name of the header."""
-
-    def act(folder: Path) -> None:
-        content = bytearray((folder / file).read_bytes())
-        content[20] ^= 1
-        (folder / file).write_bytes(content)
-
-    return act
+    return lambda folder: flip(folder / file, 20)
 
 
 def without(stem: str, key: str) -> Damage:
@@ -290,7 +286,7 @@ DAMAGE: dict[str, tuple[str, Damage, type[uc.CheckpointError], str]] = {
     ),
     # such a folder was once converted without an error: weights transposed, no optimizer
     **{
-        f"a bit of {file}": (name, flip(file), uc.CheckpointError, file)
+        f"a bit of {file}": (name, flipped(file), uc.CheckpointError, file)
         for name, file in (
             ("single_bf16", f"master_weights-{ONE}"),
             ("single_bf16", f"optimizer-{ONE}"),

@@ -17,7 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
-from tests.support.torch_training import check_equal, state_of
+from tests.support.equality import check_equal
+from tests.support.torch_training import Counting, state_of
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -192,18 +193,6 @@ def test_files_without_model_are_refused(tmp_path: Path, value: Any, text: str) 
     torch.save(value, tmp_path / "x.pt")
     with pytest.raises(uc.FormatError, match=text):
         uc.open(tmp_path / "x.pt")
-
-
-class Counting(nn.Linear):
-    """A module with extra state."""
-
-    count: Any = 0
-
-    def get_extra_state(self) -> Any:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.count = state["count"]
 
 
 @pytest.mark.parametrize("form", ["bare", "model", "ddp", "lightning"])

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.damage import flip
 from tests.support.source_cases import Hostile
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.sources.pytorch.dcp_metadata import read_entries
@@ -279,9 +280,7 @@ def test_archive_with_damaged_end_names_the_file(tmp_path: Path) -> None:
     """A bare zipfile.BadZipFile was once raised."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(80.0)}, path)
-    content = bytearray(path.read_bytes())
-    content[content.rindex(b"PK\x06\x07") + 16] ^= 2  # the number of disks
-    path.write_bytes(content)
+    flip(path, path.read_bytes().rindex(b"PK\x06\x07") + 16, mask=2)  # the number of disks
     with pytest.raises(FormatError, match=r"x\.pt: is damaged, .* multiple disks"):
         load_torch(str(path))
 

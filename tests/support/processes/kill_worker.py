@@ -1,13 +1,14 @@
-"""A rank of a run with a manager. It resumes, then saves in the background at every step until it
-is killed. It has one tier or two.
+"""A rank of a run with a manager, on one node or two. It resumes, then saves in the background at
+every step until it ends or is killed. Run as a program with the arguments of `serve`, it exits
+normally.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,32 +18,43 @@ from torch.distributed.device_mesh import init_device_mesh
 import unified_ckpt as uc
 from tests.support.processes.sigkill_worker import (
     WORLD,
+    failing_at_once,
     join,
     redirect_output,
     resume_and_save,
     state,
 )
 
-
-def options(local: Path | None) -> uc.ManagerOptions:
-    if local is None:
-        return uc.ManagerOptions(interval_steps=1, keep_latest=2, on_preemption=False)
-    tier = {"local_directory": str(local), "local_interval_steps": 1, "keep_latest_local": 2}
-    return uc.ManagerOptions(interval_steps=4, keep_latest=2, on_preemption=False, **tier)
+PER_NODE = 2
 
 
-def serve(rank: int, port: int, prefix: str, root: Path, local: Path | None, output: Path) -> None:
-    redirect_output(output, seconds=90)
-    try:
-        mesh = join(rank, WORLD, port, prefix)
+def serve(
+    rank: int,
+    port: int,
+    prefix: str,
+    top: Path,
+    nodes: int,
+    tiers: bool,
+    last_step: int,
+    output: Path,
+) -> None:
+    """With tiers: save every step to the node's folder and every fourth to the root. Without: every
+    step to the root. The manager stays open.
+    """
+    logging.basicConfig(level=logging.WARNING)
+    with failing_at_once(output, seconds=90):
+        node, mesh = rank // PER_NODE, join(rank, PER_NODE * nodes, port, prefix)
+        options = {"interval_steps": 4 if tiers else 1, "keep_latest": 2, "on_preemption": False}
+        if tiers:
+            options["local_directory"] = str(top / f"local-{node}")
+            options |= {"local_interval_steps": 1, "keep_latest_local": 2}
         manager = uc.CheckpointManager(
-            root, options=options(local), save_options=uc.SaveOptions(timeout_seconds=10)
+            top / "root",
+            options=uc.ManagerOptions(**options),
+            save_options=uc.SaveOptions(timeout_seconds=20),
+            node=f"node {node}" if nodes > 1 else None,
         )
-        resume_and_save(manager, mesh, rank, last_step=float("inf"))
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        resume_and_save(manager, mesh, rank, last_step=last_step)
 
 
 def lose_store(rank: int, port: int, root: Path, watching: bool, output: Path) -> None:
@@ -76,3 +88,9 @@ def lose_store(rank: int, port: int, root: Path, watching: bool, output: Path) -
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         os._exit(0)
+
+
+if __name__ == "__main__":
+    rank, port, prefix, top, nodes, tiers, last_step, output = sys.argv[1:]
+    arguments = int(nodes), tiers == "True", int(last_step), Path(output)
+    serve(int(rank), int(port), prefix, Path(top), *arguments)

@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import unified_ckpt as uc
-from tests.support.processes import sigkill_worker
-from tests.support.processes.launch import environment
+from tests.support.processes import kill_worker, sigkill_worker, warm
+from tests.support.processes.launch import PROGRAMS, environment
 from tests.support.processes.merged import read_merged
 from tests.support.processes.sigkill_worker import (
     REFUSED,
@@ -98,16 +99,69 @@ class Lives:
 class Scene(Lives):
     """Ranks that only save, and the folder they save to."""
 
-    def __init__(
-        self, root: Path, spawn: Spawn, *, world: int = WORLD, background: bool = False
-    ) -> None:
+    def __init__(self, root: Path, spawn: Spawn, *, world: int = WORLD) -> None:
         super().__init__(root, spawn, serve, world)
-        self.root, self.background = root / "run", background
+        self.root = root / "run"
         self.root.mkdir()
 
     def latest_step(self, *, fixed: bool) -> int:
         folder = self.root / "latest" if fixed else latest_checkpoint(self.root)
         return step_of(folder) if folder is not None and folder.exists() else 0
+
+
+class ManagedRun(Lives):
+    """A run with a manager on `top`, with one tier or two."""
+
+    def __init__(self, top: Path, spawn: Spawn, *, nodes: int, tiers: bool) -> None:
+        super().__init__(top, spawn, kill_worker.serve, kill_worker.PER_NODE * nodes)
+        self.top, self.nodes, self.tiers = top, nodes, tiers
+
+    def folders(self, where: str) -> list[Path]:
+        return list((self.top / where).glob("checkpoint-*"))
+
+    def steps(self, where: str) -> set[int]:
+        return {int(path.name.rpartition("-")[2]) for path in self.folders(where)}
+
+    def latest_step(self) -> int:
+        """The latest step that is on all nodes, or in the root."""
+        local = set.intersection(*(self.steps(f"local-{node}") for node in range(self.nodes)))
+        return max(local | self.steps("root"), default=0)
+
+    def live(self, draw: random.Random) -> int:
+        """Resume, save for a while, and be killed. Return the step resumed from."""
+        before, already, merged = self.latest_step(), len(self.resumed()), self.steps("root")
+        ranks = self.start(self.top, self.nodes, self.tiers, 10**9)
+        to_root = self.nodes > 1 and draw.random() < 0.5
+
+        def saved() -> bool:
+            in_root = not to_root or self.steps("root") != merged
+            return len(self.resumed()) > already and self.latest_step() > before + 1 and in_root
+
+        self.wait(ranks, saved, seconds=240)
+        time.sleep(draw.uniform(0.0, 0.5))
+        reached = self.latest_step()
+        self.kill(ranks)
+        assert self.latest_step() >= reached, "the last good one is gone"
+        return self.resumed()[-1]
+
+    def end(self, *, last_step: int) -> int:
+        """Resume, save up to a step, and end. Return the step resumed from."""
+        command = warm.python(PROGRAMS / "kill_worker.py", environment())
+        ranks = [
+            subprocess.Popen([*command, *map(str, arguments)], env=environment())
+            for arguments in self.arguments(self.top, self.nodes, self.tiers, last_step)
+        ]
+        assert [rank.wait(100) for rank in ranks] == [0] * self.world, self.log_text()
+        return self.resumed()[-1]
+
+    def check(self) -> None:
+        """Check that retention has left a few folders, and that each is the checkpoint of its step.
+        A folder of one of several nodes is no whole one.
+        """
+        for where in ("root", "local-0") if self.nodes == 1 else ("root",):
+            assert len(self.folders(where)) <= 5, "retention is on"
+            for folder in self.folders(where):
+                assert check_whole(folder) == int(folder.name.rpartition("-")[2])
 
 
 def step_of(folder: Path) -> int:
@@ -126,14 +180,14 @@ def check_whole(folder: Path) -> int:
 
 
 def kill_at_some_moment(
-    scene: Scene, draw: random.Random, *, fixed: bool, only: int | None
+    scene: Scene, draw: random.Random, *, fixed: bool, background: bool, only: int | None
 ) -> bool:
     """Start ranks that resume and save in a loop, and SIGKILL them. Return whether an unfinished
     save is left.
     """
     before = scene.latest_step(fixed=fixed)
     older = set(scene.root.glob(".unified-*"))
-    ranks = scene.start(scene.world, scene.root, fixed, scene.background)
+    ranks = scene.start(scene.world, scene.root, fixed, background)
     scene.wait(ranks, lambda: scene.latest_step(fixed=fixed) > before, seconds=60)
     time.sleep(draw.uniform(0.0, 0.3))
     reached = scene.latest_step(fixed=fixed)
@@ -166,8 +220,13 @@ def live_through(scene: Scene, moments: range) -> None:
     for number, moment in enumerate(range(moments.start, moments.start + 3 * len(moments))):
         if number >= len(moments) and left >= enough:
             break
-        fixed, only = moment % 2 == 1, (moment // 2) % scene.world if moment % 5 == 4 else None
-        left += kill_at_some_moment(scene, random.Random(moment), fixed=fixed, only=only)
+        left += kill_at_some_moment(
+            scene,
+            random.Random(moment),
+            fixed=moment % 2 == 1,
+            background=moment % 3 != 0,
+            only=(moment // 2) % scene.world if moment % 5 == 4 else None,
+        )
         for folder in sorted(scene.root.glob("checkpoint-*"), key=step_of)[:-1]:
             shutil.rmtree(folder)
     assert left >= enough, "hardly any kill hit a save: the test has become blunt"

@@ -54,11 +54,9 @@ def _launch(
 
 
 @contextlib.contextmanager
-def start_torchrun(
-    world: int, script: str, *arguments: object, timeout_seconds: float = 120
-) -> Iterator[subprocess.Popen[str]]:
+def start_torchrun(world: int, script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Start a script of this folder in `world` processes; the launcher is killed at the end."""
-    child = _launch(world, script, *arguments, timeout_seconds=timeout_seconds)
+    child = _launch(world, script, *arguments, timeout_seconds=120)
     try:
         yield child
     finally:

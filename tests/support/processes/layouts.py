@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import unified_ckpt as uc
+from tests.support.equality import same
 
 ROWS: dict[str, dict[str, int]] = {
     "plain": {},
@@ -49,6 +50,8 @@ ROWS: dict[str, dict[str, int]] = {
     "hsdp2_2_tp2": {"rep": 2, "fsdp": 2, "tp": 2},
 }
 WORLDS = (1, 2, 4)  # the worlds of the default run; 8 ranks are slow
+# Trained by the slow tests only: each of their wrappers is trained on two ranks too.
+TRAINED_SLOWLY = ("fsdp4", "fsdp2_ep2", "fsdp2_cut2")
 
 # Uneven on purpose: 131, 1031, 10, 5 and 3 divide by none of 2, 4 and 8, except 10 by 2. The
 # embedding spans two digest blocks.
@@ -495,12 +498,6 @@ def held(built: Built) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         yield name, buffer, None
 
 
-def same_bits(have: Tensor, want: Tensor) -> bool:
-    return (have.dtype, have.shape) == (want.dtype, want.shape) and torch.equal(
-        have.contiguous().flatten().view(torch.uint8), want.contiguous().flatten().view(torch.uint8)
-    )
-
-
 def compare(built: Built, dense: Callable[[str], Tensor | None]) -> list[str]:
     """Differences, bit for bit, between this rank's state and the dense one. `dense(key)` is None
     where nothing must exist.
@@ -510,7 +507,7 @@ def compare(built: Built, dense: Callable[[str], Tensor | None]) -> list[str]:
         want = dense(key)
         if want is not None and where is not None:
             want = want.flatten()[where].view(have.shape)
-        if want is None or not same_bits(have, want):
+        if want is None or not same(have, want):
             wrong.append(f"{key}: {have}, the reference is {want}")
     for name, parameter, optimizer in built.parameters():
         states = set(optimizer.state.get(parameter, {}))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes.launch import torchrun
-from tests.support.processes.layouts import ROWS, WORLDS, world_of
+from tests.support.processes.layouts import ROWS, TRAINED_SLOWLY, WORLDS, world_of
 
 SECONDS = {
     1: 100,
@@ -26,6 +26,14 @@ LOADED = [
     for row in ROWS
     if world_of(row) in WORLDS
 ]
+
+SAVED = [f"{kind}/{row}" for kind in ("formula", "trained") for row in ROWS]
+SLOW = [f"trained/{row}" for row in TRAINED_SLOWLY]
+FOLDERS = {  # the groups of folders that one launch loads
+    "default": [f for f in SAVED if world_of(Path(f).name) in WORLDS and f not in SLOW],
+    "slow": SLOW,
+    "8 ranks": [f for f in SAVED if world_of(Path(f).name) not in WORLDS],
+}
 
 
 class Matrix:
@@ -48,24 +56,31 @@ class Matrix:
         if (error := self._ended[launch]) is not None:
             raise error
 
-    def saved(self, world: int) -> list[str]:
-        """Save in all layouts of this world size. Return the problems that ranks report."""
-        self._once("worker_save.py", world, "", timeout_seconds=SECONDS[world])
+    def saved(self, folder: str) -> list[str]:
+        """Save a folder, and all of its group and world size. Return the problems that ranks
+        report of it.
+        """
+        world = world_of(Path(folder).name)
+        (group,) = (name for name, folders in FOLDERS.items() if folder in folders)
+        folders = [other for other in FOLDERS[group] if world_of(Path(other).name) == world]
+        tag = group.replace(" ", "-")
+        self._once("worker_save.py", world, tag, tag, *folders, timeout_seconds=SECONDS[world])
         return [
             text
             for rank in range(world)
-            for text in json.loads((self.root / f"save-{world}-{rank}.json").read_text())
+            for text in json.loads((self.root / f"save-{world}-{rank}-{tag}.json").read_text())
+            if text.startswith(f"{folder}:")
         ]
 
-    def loaded(self, world: int, *, sources: tuple[int, ...] = WORLDS) -> list[dict[str, Any]]:
-        """Load every folder saved by these world sizes in all layouts of `world`. Return one entry
-        per case and rank.
+    def loaded(self, world: int, *groups: str) -> list[dict[str, Any]]:
+        """Load every folder of these groups in all layouts of `world`. Return one entry per case
+        and rank.
         """
-        for source in sources:
-            self.saved(source)
-        tag = "-".join(map(str, sources))
-        rows = [row for row in ROWS if world_of(row) in sources]
-        self._once("worker_load.py", world, tag, tag, *rows, timeout_seconds=SECONDS[world])
+        folders = [folder for group in groups for folder in FOLDERS[group]]
+        for folder in folders:
+            self.saved(folder)
+        tag = "-".join(groups).replace(" ", "-")
+        self._once("worker_load.py", world, tag, tag, *folders, timeout_seconds=SECONDS[world])
         return [
             case
             for rank in range(world)
@@ -73,7 +88,7 @@ class Matrix:
         ]
 
     def losses(self, row: str) -> dict[str, list[float]]:
-        wrong = [text for text in self.saved(world_of(row)) if text.startswith(f"trained/{row}:")]
+        wrong = self.saved(f"trained/{row}")
         assert not wrong, "\n".join(wrong)
         losses: dict[str, list[float]] = json.loads((self.root / f"losses-{row}.json").read_text())
         return losses

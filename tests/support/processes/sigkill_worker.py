@@ -10,6 +10,8 @@ import faulthandler
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -57,6 +59,18 @@ def redirect_output(output: Path, *, seconds: float) -> None:
     os.dup2(sink, 2)
     faulthandler.enable()
     faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+@contextmanager
+def failing_at_once(output: Path, *, seconds: float) -> Iterator[None]:
+    """Redirect the output; end the process with the first error."""
+    redirect_output(output, seconds=seconds)
+    try:
+        yield
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(REFUSED if isinstance(error, uc.CheckpointError) else 1)
 
 
 def join(rank: int, world: int, port: int, prefix: str) -> DeviceMesh:
@@ -120,8 +134,7 @@ def serve(
     output: Path,
 ) -> None:
     """`fixed`: every save replaces the same folder; else one folder per step."""
-    redirect_output(output, seconds=60)
-    try:
+    with failing_at_once(output, seconds=60):
         mesh = join(rank, world, port, prefix)
         step = 0
         last = (
@@ -135,14 +148,6 @@ def serve(
             check_resumed(mesh, step, model, states)
         options = uc.SaveOptions(if_exists="replace" if fixed else "error", timeout_seconds=4)
         save_on(mesh, step, root, fixed, background, uc.Checkpointer(root, options=options))
-    except uc.CheckpointError:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(REFUSED)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 def save_on(

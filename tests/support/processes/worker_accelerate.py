@@ -1,7 +1,7 @@
 """A rank of training jobs with Accelerate: DDP, FSDP2, TP and both. Makes checkpoints under a root,
 or loads those of other worlds.
 
-`make`: each kind uninterrupted, then stopped and resumed, bitwise; a signal stops the first kind;
+`make`: each kind uninterrupted, then stopped and resumed, bitwise;
 then each kind from each other kind's checkpoint. `load`: each kind from every checkpoint under the
 root. Rank 0 writes the saved state, and the losses that follow without dropout, to
 `<root>/<kind>.pt`.
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +22,16 @@ import torch.distributed as dist
 import transformers.integrations.tensor_parallel
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, ParallelismConfig, ProjectConfiguration
+from accelerate.utils import DistributedType, ParallelismConfig
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.processes.worker import started
-from unified_ckpt.integrations.accelerate import after_step, attach, load_state, save_state
+from tests.support.torch_training import whole_state
+from unified_ckpt.integrations.accelerate import attach, load_state, save_state
 
 STOP, EPOCHS, STEP_SAMPLES = 4, 2, 8  # of 6 steps an epoch
 
@@ -64,12 +64,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return torch.randint(0, 100, (8,), generator=torch.Generator().manual_seed(i))
+TOKENS: Any = [
+    torch.randint(0, 100, (8,), generator=torch.Generator().manual_seed(i)) for i in range(48)
+]
 
 
 def make_accelerator(kind: str) -> Accelerator:
@@ -121,9 +118,7 @@ class Job:
             ranks //= 2
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        loader = torch.utils.data.DataLoader(
-            Tokens(), batch_size=STEP_SAMPLES // ranks, shuffle=True
-        )
+        loader = torch.utils.data.DataLoader(TOKENS, batch_size=STEP_SAMPLES // ranks, shuffle=True)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, loader
         )
@@ -152,27 +147,7 @@ class Job:
         return self
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer, gathered by torch."""
-        tensors = {}
-        for name, param in self.accelerator.unwrap_model(self.model).named_parameters():
-            tensors[name] = param
-            tensors |= {
-                f"{name}/{key}": value
-                for key, value in self.optimizer.optimizer.state[param].items()
-            }
-        return {
-            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-            for name, tensor in tensors.items()
-        }
-
-
-def check_same(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], label: str
-) -> None:
-    assert actual.keys() == expected.keys(), label
-    assert [
-        name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])
-    ] == [], label
+        return whole_state(self.model, self.optimizer)
 
 
 def quiet(kind: str, folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -191,10 +166,10 @@ def make(root: Path, kind: str) -> None:
     saved = stopped.whole()
     resumed = Job(kind, seed=3)
     load_state(resumed.accelerator, root / kind)
-    check_same(resumed.whole(), saved, f"{kind} after the load")
+    check_equal(resumed.whole(), saved, f"{kind} after the load")
     resumed.run(start=STOP)
     assert resumed.losses == straight.losses[STOP:], kind
-    check_same(resumed.whole(), straight.whole(), f"{kind} at the end")
+    check_equal(resumed.whole(), straight.whole(), f"{kind} at the end")
     _, losses = quiet(kind, root / kind)
     if dist.get_rank() == 0:
         torch.save((saved, losses), root / f"{kind}.pt")
@@ -225,54 +200,10 @@ def check_errors_reach_all(root: Path, kind: str) -> None:
             job.accelerator.load_state(path)
 
 
-def check_stop(root: Path, kind: str) -> None:
-    """A signal to one rank stops all after one step, saved in two tiers; the resume is bitwise."""
-    options = uc.ManagerOptions(
-        notice_seconds=0.01,
-        margin_steps=2,
-        interval_steps=6,
-        local_directory=str(root / "local"),
-        local_interval_steps=1,
-    )
-
-    def managed(seed: int) -> tuple[Job, uc.CheckpointManager]:
-        job = Job(kind, seed)
-        project = ProjectConfiguration(str(root / "project"), automatic_checkpoint_naming=True)
-        job.accelerator.project_configuration = project
-        fast = uc.SaveOptions(fsync=False)
-        return job, attach(job.accelerator, manager_options=options, save_options=fast)
-
-    straight = Job(kind, seed=0).run()
-    stopped, checkpoints = managed(seed=0)
-
-    def after() -> bool:
-        if len(stopped.losses) == 2 and dist.get_rank() == dist.get_world_size() - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.02)  # the notice is polled by the clock
-        after_step(stopped.accelerator)
-        return checkpoints.should_stop
-
-    with checkpoints:
-        stopped.run(after_step=after)
-    steps = len(stopped.losses)
-    assert 2 <= steps < 6 * EPOCHS
-    latest = checkpoints.latest()
-    assert latest is not None
-    assert latest.step == steps - 1, "numbers start at 0"
-    assert Path(latest.path).parent.name == "checkpoints", "the last save goes to the root"
-    resumed, checkpoints = managed(seed=3)
-    with checkpoints:
-        resumed.accelerator.load_state()
-        check_same(resumed.whole(), stopped.whole(), f"{kind} after the stop")
-        resumed.run(start=steps)
-    assert resumed.losses == straight.losses[steps:], kind
-    check_same(resumed.whole(), straight.whole(), f"{kind} at the end")
-
-
 def load(root: Path, kind: str, other: str) -> None:
     saved, expected_losses = torch.load(root / f"{other}.pt")
     state, losses = quiet(kind, root / other)
-    check_same(state, saved, f"{kind} from {other}")
+    check_equal(state, saved, f"{kind} from {other}")
     torch.testing.assert_close(
         torch.tensor(losses),
         torch.tensor(expected_losses),
@@ -294,7 +225,6 @@ def main() -> None:
             make(arguments.root, kind)
         if arguments.make and world > 1:
             check_errors_reach_all(arguments.root, arguments.make[0])
-            check_stop(arguments.root / f"stop-{world}", arguments.make[0])
         for kind in [*arguments.make, *arguments.load]:
             for file in sorted(arguments.root.glob("*.pt")):
                 if file.stem != kind:

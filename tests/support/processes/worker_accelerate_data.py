@@ -22,7 +22,7 @@ from tests.support.trainer_positions import recording_trainer, train
 from tests.support.trainers import StopAt
 from unified_ckpt.integrations.accelerate import load_state, save_state
 
-ROWS, EPOCHS = 48, 2
+EPOCHS = 2
 STATEFUL: dict[str, Any] = {"use_stateful_dataloader": True, "use_seedable_sampler": True}
 WAYS: dict[str, dict[str, Any]] = {
     "shards": STATEFUL,
@@ -33,12 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return torch.randn(8, generator=torch.Generator().manual_seed(i))
+ROWS: Any = [torch.randn(8, generator=torch.Generator().manual_seed(i)) for i in range(48)]
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
@@ -48,9 +43,9 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         self.position = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.position < ROWS:
+        while self.position < len(ROWS):
             self.position += 1
-            yield Rows()[self.position - 1]
+            yield ROWS[self.position - 1]
         self.position = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -71,7 +66,7 @@ class Job:
         model = nn.Sequential(
             nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 8)
         )
-        data, shuffled = (Stream(), None) if way == "stream" else (Rows(), True)
+        data, shuffled = (Stream(), None) if way == "stream" else (ROWS, True)
         loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffled)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)

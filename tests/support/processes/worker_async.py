@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.processes.merged import read_merged
 from tests.support.processes.worker import started
-from tests.support.torch_training import check_equal
+from tests.support.torch_training import whole_state
 
 STEPS = 3
 OPTIONS = uc.SaveOptions(fsync=False, timeout_seconds=60)
@@ -60,21 +61,6 @@ def train_step(net: Net, optimizers: list[torch.optim.Optimizer], seed: int) -> 
         optimizer.zero_grad()
 
 
-def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def gathered(net: Net, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    tensors = {name: full(tensor) for name, tensor in net.state_dict().items()}
-    for optimizer in optimizers:
-        for parameter, states in optimizer.state.items():
-            tensors |= {
-                f"{names[parameter]}/{state}": full(tensor) for state, tensor in states.items()
-            }
-    return tensors
-
-
 def spoil(net: Net, optimizers: list[torch.optim.Optimizer]) -> None:
     """Change every byte of this rank's tensors in place."""
     states = (
@@ -99,7 +85,7 @@ def case(root: Path, layout: str, lazy: bool, by_function: bool, world: int) -> 
     with uc.Checkpointer(root, options=OPTIONS) as checkpointer:
         for step in range(STEPS):
             train_step(net, optimizers, step)
-            expected = gathered(net, optimizers)
+            expected = whole_state(net, *optimizers)
             arguments = {"model": net, "optimizer": optimizers, "step": step, "lazy": lazy}
             path = root / f"{layout}-{lazy}-{by_function}-{step}"
             pending = (

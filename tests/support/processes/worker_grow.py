@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.optimizers import FusedAdam
 from tests.support.processes.worker import started
+from tests.support.torch_training import next_token_loss, train, whole_state
 
 SMALL, LARGE = 13, 18  # neither is divisible by 4
 PADDED = uc.LoadOptions(
@@ -49,41 +51,14 @@ def sharded(model: Model) -> Model:
     return model
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int, vocabulary: int
-) -> list[float]:
-    losses = []
-    for step in range(first, first + count):
-        ids = torch.randint(0, vocabulary, (4, 5), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    tensors = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        tensors |= {
-            f"{name}/{key}": whole(value) for key, value in optimizer.state[parameter].items()
-        }
-    return tensors
-
-
 def grow(root: Path, dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer]) -> None:
     """New rows are the model's own, in its masters too, and zeros in other state."""
     small, larger = (sharded(Model(vocabulary).to(dtype)) for vocabulary in (SMALL, LARGE))
     first, optimizer = (make(model.parameters(), lr=0.05) for model in (small, larger))
-    train(small, first, 0, 3, SMALL)
+    train(small, first, partial(next_token_loss, vocabulary=SMALL), 0, 3)
     uc.save(root / "c", model=small, optimizer=first)
-    saved, expected = state_of(small, first), {}
-    fresh = {name: whole(param.detach()).clone() for name, param in larger.named_parameters()}
+    saved, expected = whole_state(small, first), {}
+    fresh = whole_state(larger)
     for key, stored in saved.items():
         name, _, state = key.partition("/")
         new = fresh[name] if state in ("", "master_param") else torch.zeros_like(fresh[name])
@@ -91,14 +66,12 @@ def grow(root: Path, dtype: torch.dtype, make: Callable[..., torch.optim.Optimiz
         expected[key] = torch.cat(grown).view(new.shape if stored.dim() else ())
     assert [placement.dim for placement in larger.emb.weight.placements] == [0, 0]
     report = uc.load(root / "c", model=larger, optimizer=optimizer, options=PADDED)
-    actual = state_of(larger, optimizer)
-    assert actual.keys() == expected.keys()
-    assert [n for n, tensor in expected.items() if not torch.equal(actual[n], tensor)] == []
+    check_equal(whole_state(larger, optimizer), expected)
     assert [note.count("(13, 6) -> (18, 6)") for note in report.notes] == [8]
     read = torch.tensor([report.bytes_read, report.verified_bytes])
     dist.all_reduce(read)
     assert read.tolist() == [sum(tensor.nbytes for tensor in saved.values())] * 2
-    train(larger, optimizer, 3, 1, LARGE)
+    train(larger, optimizer, partial(next_token_loss, vocabulary=LARGE), 3, 1)
     uc.save(root / "d", model=larger, optimizer=optimizer)
     assert not uc.load(root / "d", model=larger, optimizer=optimizer, options=PADDED).notes
 

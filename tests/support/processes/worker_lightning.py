@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch.distributed.tensor import DTensor
 
 from tests.support.lightnings import Net, trainer
+from tests.support.torch_training import whole_state
 
 
 def strategy(kind: str) -> Any:
@@ -43,11 +43,7 @@ def run(kind: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
     lightning_trainer.fit(net, ckpt_path=options.get("ckpt_path"))
     if "save" in options:
         lightning_trainer.save_checkpoint(options["save"])
-    weights = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in net.state_dict().items()
-    }
-    return {"weights": weights, "losses": net.losses, "seen": net.seen}
+    return {"weights": whole_state(net), "losses": net.losses, "seen": net.seen}
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""torchrun script: in every layout of this world size, load every folder that was saved, and
-compare bit for bit.
+"""torchrun script: in every layout of this world size, load each of the named folders, and compare
+bit for bit.
 
 Writes `load-<world>-<rank>-<tag>.json` under ROOT: one entry per (folder, target layout).
 """
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import unified_ckpt as uc
+from tests.support.equality import same
 from tests.support.processes.layouts import (
     AFTER,
     BEFORE,
@@ -36,14 +37,6 @@ KINDS = {"formula": True, "trained": False}  # and whether the embedding is tied
 TRAIN_EVERY = 5  # a fifth of the pairs loads a trained state too, and trains further
 
 
-def equal(a: object, b: object) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and a == b
-
-
 def load(folder: Path, source: str, target: Built, rank: int, world: int) -> list[str]:
     report = uc.load(folder, model=target.model, optimizer=target.optimizer, layout=target.layout)
     wrong = []
@@ -51,12 +44,12 @@ def load(folder: Path, source: str, target: Built, rank: int, world: int) -> lis
         wrong.append(f"step is {report.step}")
     if report.missing or report.unexpected:
         wrong.append(f"missing {report.missing}, unexpected {report.unexpected}")
-    if not equal(report.extra, EXTRA):
+    if not same(report.extra, EXTRA):
         wrong.append(f"extra is {report.extra}")
     expected_extra = (
         {"rank": rank, "draw": torch.full((rank + 1,), rank)} if world_of(source) == world else None
     )
-    if not equal(report.rank_extra, expected_extra):
+    if not same(report.rank_extra, expected_extra):
         wrong.append(f"rank_extra is {report.rank_extra}")
     return wrong
 
@@ -107,19 +100,20 @@ def case(
 
 
 def main() -> None:
-    root, tag, sources = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    root, tag, folders = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     with started() as (rank, world):
         cases: list[dict[str, object]] = []
         for kind, tied in KINDS.items():
             targets = [build_with_oracle(row, tied=tied) for row in ROWS if world_of(row) == world]
             reference = dense_formula(tied=True) if tied else {}
+            sources = [folder.split("/")[1] for folder in folders if folder.startswith(kind)]
             for s, source in enumerate(sources):
                 folder = root / kind / source
                 merged = read_merged(folder)
                 cases += [
                     case(folder, source, target, reference, merged, s + t)
                     for t, target in enumerate(targets)
-                    if tied or (s + t) % TRAIN_EVERY == 0
+                    if tied or (s + t + 1) % TRAIN_EVERY == 0
                 ]
         (root / f"load-{world}-{rank}-{tag}.json").write_text(json.dumps(cases))
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import unified_ckpt as uc
 from tests.support.processes.run_cases import (
@@ -21,6 +20,7 @@ from tests.support.processes.run_cases import (
     run,
     run_cases,
 )
+from tests.support.torch_training import whole_state
 
 OPTIONS = uc.ManagerOptions(interval_steps=4, notice_seconds=0.05, retry_seconds=0.0)
 
@@ -62,12 +62,10 @@ def train(
             losses.append(loss.item())
             manager.save(step, **state)
             after_step(step)
+            if manager.should_stop:
+                return manager, None
         manager.finish(STEPS, **state)
-    weights = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in model.state_dict().items()
-    }
-    return manager, (weights, losses)
+    return manager, (whole_state(model), losses)
 
 
 def ahead(root: Path) -> None:

@@ -18,11 +18,11 @@ from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.tensor import DTensor
 
 from tests.support.lightnings import Net
 from tests.support.processes import worker_accelerate, worker_lightning, worker_sharded
 from tests.support.processes.worker import started
+from tests.support.torch_training import whole_state
 
 RANK = int(os.environ["RANK"])
 
@@ -73,19 +73,7 @@ def lightning(root: Path) -> None:
     net = Net(sharded=True)
     lightning_trainer.fit(net)
     lightning_trainer.save_checkpoint(root / "lightning.ckpt")
-    (optimizer,) = lightning_trainer.optimizers
-    tensors = {}
-    for name, parameter in net.named_parameters():
-        tensors[name] = parameter
-        tensors |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
-    leave(
-        root,
-        "lightning",
-        {
-            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-            for name, tensor in tensors.items()
-        },
-    )
+    leave(root, "lightning", whole_state(net, *lightning_trainer.optimizers))
 
 
 def trainer(root: Path) -> None:
@@ -96,7 +84,7 @@ def trainer(root: Path) -> None:
         root / "run", "accelerate", worker_sharded.StopAt(2), native=True
     )
     hf_trainer.train()
-    leave(root, "trainer", worker_sharded.contents(hf_trainer.model, hf_trainer.optimizer))
+    leave(root, "trainer", whole_state(hf_trainer.model, hf_trainer.optimizer))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""Round trips on real ranks: jobs sharded by FSDP2 or whole on every rank, loaded into either."""
+"""Round trips on real ranks: jobs sharded by FSDP2 or whole on every rank, loaded into either. As a
+torchrun script, those of the slow tests.
+"""
 
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.support.processes.worker import started
 from tests.support.round_trips import check, draw_case, unsharded
 
-CASES = 40
+CASES, SLOW_CASES = range(16), range(16, 40)
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -19,8 +23,8 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def main(root: Path) -> None:
-    for number in range(CASES):
+def main(root: Path, cases: range = CASES) -> None:
+    for number in cases:
         pick = random.Random(number).choice
         case, saver, loader = (
             draw_case(pick),
@@ -37,3 +41,8 @@ def main(root: Path) -> None:
             label = f"{case}, {saver.__name__} -> {loader.__name__}"
             error.add_note(f"case {number} on rank {dist.get_rank()}: {label}")
             raise
+
+
+if __name__ == "__main__":
+    with started():
+        main(Path(sys.argv[1]), SLOW_CASES)

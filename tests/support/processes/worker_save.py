@@ -1,9 +1,9 @@
-"""torchrun script: in every layout of this world size, save a state known by formula and a trained
-one, and train on.
+"""torchrun script: in each layout of the named folders, save a state known by formula, or a trained
+one and train on.
 
 Writes under ROOT: `formula/<row>` (tied), `trained/<row>` (untied, after `BEFORE` steps),
 `losses-<row>.json`, and
-`save-<world>-<rank>.json`: everything that this rank found wrong.
+`save-<world>-<rank>-<tag>.json`: everything that this rank found wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import unified_ckpt as uc
 from tests.support.processes.layouts import (
     AFTER,
     BEFORE,
-    ROWS,
     Built,
     build,
     build_with_oracle,
@@ -30,7 +29,6 @@ from tests.support.processes.layouts import (
     set_state,
     settle,
     train_step,
-    world_of,
 )
 from tests.support.processes.merged import read_merged
 from tests.support.processes.worker import started
@@ -88,17 +86,17 @@ def save_trained(root: Path, row: str, rank: int) -> list[str]:
 
 
 def main() -> None:
-    root = Path(sys.argv[1])
+    root, tag, folders = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    save_by_kind = {"formula": save_formula, "trained": save_trained}
     with started() as (rank, world):
         wrong: list[str] = []
-        for row in ROWS:
-            for kind, save_kind in (("formula", save_formula), ("trained", save_trained)):
-                if world_of(row) == world:
-                    try:
-                        wrong += [f"{kind}/{row}: {text}" for text in save_kind(root, row, rank)]
-                    except Exception:  # the other layouts may yet be right
-                        wrong.append(f"{kind}/{row}: {traceback.format_exc()}")
-        (root / f"save-{world}-{rank}.json").write_text(json.dumps(wrong))
+        for folder in folders:
+            kind, row = folder.split("/")
+            try:
+                wrong += [f"{folder}: {text}" for text in save_by_kind[kind](root, row, rank)]
+            except Exception:  # the other layouts may yet be right
+                wrong.append(f"{folder}: {traceback.format_exc()}")
+        (root / f"save-{world}-{rank}-{tag}.json").write_text(json.dumps(wrong))
 
 
 if __name__ == "__main__":

@@ -21,14 +21,15 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.expert_models import mixtral
 from tests.support.processes.worker import started
-from tests.support.trainers import STEPS, Sequences, StopAt, losses, model
+from tests.support.torch_training import whole_state
+from tests.support.trainers import SEQUENCES, STEPS, StopAt, losses, model
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, open_model_names
 
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -59,7 +60,7 @@ def same(root: Path, layout: str, net: str = "llama", *more: str) -> None:
     name = "-".join([layout, *([] if net == "llama" else [net]), *more])
     straight = trainer(root / f"straight-{name}", layout, Opens(), net=net, **arguments)
     straight.train()
-    needed = contents(straight.model, straight.optimizer)
+    needed = whole_state(straight.model, straight.optimizer)
     if RANK == 0:
         torch.save(losses(straight), root / f"losses-{name}.pt")
     trainer(root / name, layout, StopAt(4), net=net, **arguments).train()
@@ -69,22 +70,17 @@ def same(root: Path, layout: str, net: str = "llama", *more: str) -> None:
     )
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight), (losses(resumed), losses(straight))
-    check_equal(contents(resumed.model, resumed.optimizer), needed)
+    check_equal(whole_state(resumed.model, resumed.optimizer), needed)
 
 
-def into(root: Path, layout: str, stopped: str, net: str = "llama") -> None:
+def into(root: Path, layout: str, stopped: str, net: str = "llama", *, peft: bool = False) -> None:
     """Resume a run that another layout stopped: equal state bit for bit, losses nearly equal."""
     run = root / f"{stopped}-{layout}-{WORLD}"
     copy_run(root / f"{stopped}-stopped", run)
-    resumed = trainer(run, layout, ExpectStored(run / "checkpoint-4"), Opens(), net=net)
+    checks = () if peft else (ExpectStored(run / "checkpoint-4"), Opens())
+    resumed = trainer(run, layout, *checks, net=net, peft=peft)
     resumed.train(resume_from_checkpoint=True)
-    straight, resumed_losses = torch.load(root / f"losses-{stopped}.pt"), losses(resumed)
-    assert resumed_losses[:4] == straight[:4], "the log goes on where it was"
-    assert len(resumed_losses) == STEPS
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(resumed_losses, straight, strict=True)), (
-        resumed_losses,
-        straight,
-    )
+    check_near(losses(resumed), torch.load(root / f"losses-{stopped}.pt"))
 
 
 def best(root: Path, layout: str) -> None:
@@ -103,7 +99,7 @@ def best(root: Path, layout: str) -> None:
     steps = sorted(path.name for path in folder.parent.glob("checkpoint-*"))
     assert steps == ["checkpoint-2", "checkpoint-6"]
     check_equal(
-        weights(best_trainer.model),
+        whole_state(best_trainer.model),
         {name: tensor for name, tensor in stored(folder).items() if "/" not in name},
     )
 
@@ -182,7 +178,7 @@ def native_stop(root: Path, layout: str) -> None:
     straight.train()
     stopped = trainer(root / f"stock-{layout}", layout, StopAt(4), native=True)
     stopped.train()
-    in_memory = contents(stopped.model, stopped.optimizer)
+    in_memory = whole_state(stopped.model, stopped.optimizer)
     if RANK == 0:
         torch.save((in_memory, losses(straight)), root / f"stock-{layout}.pt")
     meet()
@@ -197,13 +193,7 @@ def native_into(root: Path, layout: str, stopped: str) -> None:
     in_memory, straight = torch.load(root / f"stock-{stopped}.pt")
     resumed = trainer(run, layout, ExpectState(in_memory), only_model=False)
     resumed.train(resume_from_checkpoint=str(run / "checkpoint-4"))
-    resumed_losses = losses(resumed)
-    assert resumed_losses[:4] == straight[:4], "the log goes on where it was"
-    assert len(resumed_losses) == STEPS
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(resumed_losses, straight, strict=True)), (
-        resumed_losses,
-        straight,
-    )
+    check_near(losses(resumed), straight)
     assert uc.verify(run / "checkpoint-6", deep=True).ok
 
 
@@ -218,7 +208,7 @@ def hub(root: Path, layout: str) -> None:
         report = uc.load(source, model=hub_trainer.model)
     assert report.missing == report.unexpected == ()
     check_equal(
-        weights(hub_trainer.model),
+        whole_state(hub_trainer.model),
         AutoModelForCausalLM.from_pretrained(root / "start-mixtral").state_dict(),
     )
 
@@ -257,9 +247,10 @@ def adapters(root: Path, layout: str) -> None:
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight), (losses(resumed), losses(straight))
     check_equal(
-        contents(resumed.model, resumed.optimizer), contents(straight.model, straight.optimizer)
+        whole_state(resumed.model, resumed.optimizer),
+        whole_state(straight.model, straight.optimizer),
     )
-    folder, needed = root / f"lora-{layout}" / "checkpoint-6", weights(resumed.model)
+    folder, needed = root / f"lora-{layout}" / "checkpoint-6", whole_state(resumed.model)
     assert not any(name.startswith("model") for name in os.listdir(folder)), "nothing of the base"
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / "start"), folder)
     check_equal(opened.state_dict(), needed)
@@ -267,16 +258,7 @@ def adapters(root: Path, layout: str) -> None:
 
 def adapters_into(root: Path, layout: str, stopped: str) -> None:
     """Resume adapters that another layout saved: losses nearly equal."""
-    run = root / f"lora-{stopped}-{layout}-{WORLD}"
-    copy_run(root / f"lora-{stopped}-stopped", run)
-    resumed = trainer(run, layout, peft=True)
-    resumed.train(resume_from_checkpoint=True)
-    straight, resumed_losses = torch.load(root / f"losses-lora-{stopped}.pt"), losses(resumed)
-    assert resumed_losses[:4] == straight[:4], "the log goes on where it was"
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(resumed_losses, straight, strict=True)), (
-        resumed_losses,
-        straight,
-    )
+    into(root, layout, f"lora-{stopped}", peft=True)
 
 
 CASES = {
@@ -304,15 +286,23 @@ def refused(
     """Check that `train` raises this error. `read`: after the weights were loaded, and before the
     first step.
     """
-    before = weights(refusing.model)
+    before = whole_state(refusing.model)
     with pytest.raises(kind, match=re.escape(text)):
         refusing.train(resume_from_checkpoint=where)
     assert refusing.state.global_step in (0, 4)
     if not read:
-        check_equal(weights(refusing.model), before)
+        check_equal(whole_state(refusing.model), before)
 
 
 # helpers
+
+
+def check_near(actual: list[float], straight: list[float]) -> None:
+    """Check the losses of a run that was resumed at step 4 in another layout."""
+    assert actual[:4] == straight[:4], "the log goes on where it was"
+    assert len(actual) == STEPS
+    near = [abs(a - b) < 0.02 * b for a, b in zip(actual, straight, strict=True)]
+    assert all(near), (actual, straight)
 
 
 def trainer(
@@ -379,8 +369,8 @@ def trainer(
     return Trainer(
         model=network,
         args=training_arguments,
-        train_dataset=Sequences(),
-        eval_dataset=Sequences(),
+        train_dataset=SEQUENCES,
+        eval_dataset=SEQUENCES,
         callbacks=[*ours, *callbacks],
     )
 
@@ -394,36 +384,6 @@ def accelerated() -> bool:
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True, backend="gloo").distributed_type = DistributedType.MULTI_GPU
     return True
-
-
-def contents(model: torch.nn.Module, optimizer: Any) -> Tensors:
-    """The whole tensors of model and optimizer, on every rank."""
-    names = {
-        id(parameter): name
-        for name, parameter in getattr(model, "module", model).named_parameters()
-    }
-    tensors = weights(model)
-    for parameter, state in getattr(optimizer, "optimizer", optimizer).state.items():
-        tensors.update(
-            {f"{names[id(parameter)]}/{key}": whole(value) for key, value in state.items()}
-        )
-    return tensors
-
-
-def weights(model: torch.nn.Module) -> Tensors:
-    return {
-        name: whole(tensor) for name, tensor in getattr(model, "module", model).state_dict().items()
-    }
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def check_equal(actual: Tensors, expected: Tensors) -> None:
-    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
-    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
-    assert not different, different
 
 
 def stored(folder: Path) -> Tensors:
@@ -455,7 +415,7 @@ class ExpectState(TrainerCallback):
         self._needed = needed
 
     def on_train_begin(self, *_: Any, model: torch.nn.Module, optimizer: Any, **__: Any) -> None:
-        check_equal(contents(model, optimizer), self._needed)
+        check_equal(whole_state(model, optimizer), self._needed)
 
 
 class ExpectStored(ExpectState):
@@ -469,7 +429,7 @@ class Opens(TrainerCallback):
     """Checks after each save that transformers opens the folder with this model."""
 
     def on_save(self, args: Any, state: Any, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        needed = weights(model)
+        needed = whole_state(model)
         if RANK == 0:
             opened = AutoModelForCausalLM.from_pretrained(
                 Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -1,0 +1,43 @@
+"""Limits of time and memory."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def alarm(seconds: float, error: Exception) -> Iterator[None]:
+    """Interrupt what still runs after so long by an error."""
+
+    def interrupt(*_: object) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+_PEAK = """
+import sys
+import torch
+import unified_ckpt as uc
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+"""
+
+
+def peak_of(program: str, *arguments: object) -> int:
+    """Run a program that prints how much `peak()`, its most memory in bytes, has grown."""
+    command = [sys.executable, "-c", _PEAK + program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout)

@@ -143,7 +143,7 @@ class SavePlan:
 
     `global_plan` is set on rank 0. `nbytes` counts tensor bytes of the checkpoint, and
     `encoded_nbytes` those of encoded tensors. `replicas_checked`: replicas were compared since the
-    plan was made.
+    plan was made; `state_checked`, on rank 0: values that are not tensors were.
     """
 
     plan_key: PlanKey
@@ -152,6 +152,7 @@ class SavePlan:
     nbytes: int
     encoded_nbytes: int
     replicas_checked: bool = False
+    state_checked: bool = False
 
 
 def make_plan_key(

@@ -62,14 +62,16 @@ def finalize(
         encodings=encodings,
         exceptions=_write_exceptions(transaction, files),
     )
-    caller_extra = planned.caller_extra
+    caller_extra, mode = planned.caller_extra, request.options.check_replicas
+    check = mode == "always" or (mode == "first" and not planned.plan.state_checked)
     state = StagedState(
         caller_extra.extra,
         caller_extra.objects,
-        merge_non_tensor_state(states, check=request.options.check_replicas != "never"),
+        merge_non_tensor_state(states, check=check),
         digest_file,
         rank_extra,
     )
+    planned.plan.state_checked = check or planned.plan.state_checked
     fields = manifest_fields(transaction, started=planned.call.started) | {
         "step": request.step,
         "metrics": dict(request.metrics),

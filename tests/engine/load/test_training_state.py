@@ -763,6 +763,20 @@ def test_class_with_other_options_loads_its_state(tmp_path: Path, first: str, th
     step(other, target, 3)
 
 
+@pytest.mark.parametrize("saved", [["matrix"], []])
+def test_parameter_without_saved_state_is_unchanged(tmp_path: Path, saved: list[str]) -> None:
+    """With strict=False. The saved optimizer has some of the parameters, or there is none."""
+    (module, _), (other, target) = trained("AdamW"), trained("AdamW")
+    optimizer = torch.optim.AdamW([getattr(module, name) for name in saved]) if saved else None
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    before = copy.deepcopy(states(other, target))
+    uc.load(tmp_path / "c", model=other, optimizer=target, strict=False)
+    after = states(other, target)
+    kept = {name for name in before if name.partition("/")[0] not in saved}
+    assert kept
+    assert same({name: after.get(name) for name in kept}, {name: before[name] for name in kept})
+
+
 def test_parameter_of_another_shape_is_unchanged(tmp_path: Path) -> None:
     """After the vocabulary grew, strict=False also leaves the parameter's state unchanged."""
     module, other = nn.Linear(4, 3), nn.Linear(4, 5)

@@ -169,9 +169,11 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
     )
     matches = _check_tied(request, matches, report, rank=rank)
     if request.optimizer is not None and request.optimizer.loads_state:
-        report.missing += parameters_without_state(
+        stateless = parameters_without_state(
             set(request.optimizer.param_names()), request.source, metadata, request.state.aliases
         )
+        report.missing += [f"{OPTIMIZER}:{fqn}" for fqn in stateless]
+        request.optimizer.unchanged.update(stateless)
     sizes = {match.stored_key: match.target.decl.spec.nbytes for match in matches}
     request.source.check_values({part for part, _ in sizes}, share=rank, shares=world)
     verify = request.options.verify != "off"

@@ -356,13 +356,13 @@ def parameters_without_state(
     That is all of them if the checkpoint has no optimizer.
     """
     if OPTIMIZER not in source.parts and not metadata.groups:  # plain SGD has groups, no state
-        return [f"{OPTIMIZER}:{fqn}" for fqn in sorted(fqns)]
+        return sorted(fqns)
     saved_fqns = {fqn for group in metadata.groups for fqn in group["names"]}
     if not saved_fqns:
         return []
     names_of = TensorNames(source, aliases)
     return [
-        f"{OPTIMIZER}:{fqn}"
+        fqn
         for fqn in sorted(fqns)
         if saved_fqns.isdisjoint(names_of(fqn, OPTIMIZER, OPTIMIZER))
     ]

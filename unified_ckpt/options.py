@@ -78,8 +78,7 @@ class SaveOptions(_Options):
 
     `max_file_bytes`: the size limit of a file. A larger tensor gets its own file.
 
-    `check_replicas`: compares the bytes of replicas, and values such as hyperparameters, at the
-    first save of a layout, always or never.
+    `check_replicas`: compares what ranks share, at the first save of a layout, always or never.
 
     `fsync`: syncs files before the commit, so that the checkpoint survives a power failure.
 

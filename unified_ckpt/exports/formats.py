@@ -39,7 +39,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.pytorch.exported import EXPORT_KEY, EXPORT_VERSION
 from unified_ckpt.sources.pytorch.state_dict import open_torch_file
@@ -172,7 +172,7 @@ def _tensors(source: Source, part: str, progress: Progress) -> dict[str, Streame
     specs = source.specs(part, source.names(part))
     tensors = {
         name: StreamedTensor(
-            TORCH_DTYPES[spec.dtype],
+            torch_dtype(spec.dtype),
             spec.shape,
             partial(_chunks, source, (part, name), spec.nbytes, progress),
         )

@@ -19,7 +19,7 @@ from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.sources.orbax.arrays import chunk_boxes
 from unified_ckpt.sources.orbax.maxtext_names import TensorLink, parse_sizes, tensor_links
 from unified_ckpt.sources.orbax.maxtext_transforms import (
@@ -179,7 +179,7 @@ def _maxtext_tensor(
             f"{part}:{next(iter(links_by_name))}: got stacked tensors of dtypes "
             f"{', '.join(sorted(dtypes))}, expected one dtype"
         )
-    dtype = TORCH_DTYPES[dtypes.pop()]
+    dtype = torch_dtype(dtypes.pop())
     if state == "step":
         return single_shard(
             dtype, (), partial(_common_step, source, part, list(links_by_name)), part

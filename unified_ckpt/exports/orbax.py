@@ -26,7 +26,7 @@ from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.sources.detect.names import ORBAX_STEP, ORBAX_TREE
 from unified_ckpt.sources.orbax.arrays import chunk_boxes, import_tensorstore
 from unified_ckpt.sources.orbax.folders import COMMITTED
@@ -139,8 +139,8 @@ def _create_array(item: str, name: str, shape: tuple[int, ...], dtype: str) -> A
     """Create an array in the OCDBT store of the item; return a future. Chunks of zeros are stored
     like others.
     """
-    data_type = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
-    itemsize = TORCH_DTYPES[dtype].itemsize
+    data_type = str(torch_dtype(dtype)).removeprefix("torch.")
+    itemsize = torch_dtype(dtype).itemsize
     (chunk, *_) = [*_boxes(shape, itemsize), Box((), ())]
     spec = {
         "driver": "zarr3",
@@ -186,7 +186,7 @@ def _write_arrays(
     nbytes = 0
     for key_path, key in keys.items():
         store = stores[key_path]
-        for box in _boxes(specs[key_path].shape, TORCH_DTYPES[specs[key_path].dtype].itemsize):
+        for box in _boxes(specs[key_path].shape, torch_dtype(specs[key_path].dtype).itemsize):
             if not prod(box.shape):
                 continue
             body = read_box(source, key, box)

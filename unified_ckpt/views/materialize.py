@@ -29,10 +29,10 @@ from unified_ckpt.core.sharding.reshape import expand_box, reshape_map
 from unified_ckpt.engine.source.protocol import Source, read_box
 from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.runtime.torch_state.tensors import (
-    TORCH_DTYPES,
     as_contiguous,
     as_int_bits,
     from_bytes,
+    torch_dtype,
 )
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
@@ -43,7 +43,7 @@ Read = Callable[[Key, Box], torch.Tensor]
 
 def read_tensor(source: Source, key: Key, box: Box) -> torch.Tensor:
     """Read a box of a tensor into new memory."""
-    dtype = TORCH_DTYPES[source.specs(key[0], [key[1]])[key[1]].dtype]
+    dtype = torch_dtype(source.specs(key[0], [key[1]])[key[1]].dtype)
     return from_bytes(read_box(source, key, box), dtype, box.shape)
 
 
@@ -52,7 +52,7 @@ def in_chunks(read: Read, name: str, recipe: Recipe, dtype_name: str) -> Sharded
 
     `read` returns a box of a stored tensor. `name`: for messages.
     """
-    dtype = TORCH_DTYPES[dtype_name]
+    dtype = torch_dtype(dtype_name)
     wholes = [leaf for leaf in leaves(recipe) if isinstance(leaf, External) and leaf.whole]
     chunk_numel = max(
         [CHUNK_NBYTES // itemsize(dtype_name), *(prod(leaf.shape) for leaf in wholes)]

@@ -11,7 +11,7 @@ from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.views.derived import DerivedSource, Renamed
 
 
@@ -98,8 +98,8 @@ def _without_rounded_model(source: Source) -> Source:
 
 def _may_round(master: TensorSpec, model: TensorSpec) -> bool:
     return master.shape == model.shape and {
-        TORCH_DTYPES[master.dtype],
-        TORCH_DTYPES[model.dtype],
+        torch_dtype(master.dtype),
+        torch_dtype(model.dtype),
     }.issubset(CASTABLE_DTYPES)
 
 

@@ -11,6 +11,7 @@ from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.format.renames import Renames
+from unified_ckpt.runtime.torch_state.optimizer_rules import same_value
 from unified_ckpt.views.rule_matches import (
     Rules,
     only_renames,
@@ -81,7 +82,8 @@ def _renamed_groups(
     for index, group in enumerate(groups):
         names = list(dict.fromkeys(name for fqn in group["names"] for name in new_names(fqn)))
         for name in names:
-            if groups[owners.setdefault(name, index)]["options"] != group["options"]:
+            first = groups[owners.setdefault(name, index)]
+            if not same_value(first["options"], group["options"]):
                 raise FormatError(
                     f"{name}: merges parameters whose hyperparameters differ; put all of them into "
                     "one param group"
@@ -97,7 +99,7 @@ def _renamed_scalars(
     renamed: dict[str, Mapping[str, Any]] = {}
     for fqn, state in scalars.items():
         for name in new_names(fqn):
-            if renamed.setdefault(name, state) != state:
+            if not same_value(renamed.setdefault(name, state), state):
                 raise FormatError(
                     f"{name}: merges parameters whose optimizer state {', '.join(state)} differs; "
                     "expected equal values"

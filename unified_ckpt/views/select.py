@@ -20,7 +20,7 @@ from unified_ckpt.engine.source.protocol import (
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.storage.storage import Buffer
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 
 class SelectedSource(WrappedSource):
@@ -77,8 +77,8 @@ class SelectedSource(WrappedSource):
         self._source.read_into(cast.stored, first * stored_nbytes, memoryview(stored_bytes))
         cast_tensor = (
             torch.frombuffer(stored_bytes, dtype=torch.uint8)
-            .view(TORCH_DTYPES[cast.stored_dtype])
-            .to(TORCH_DTYPES[cast.dtype])
+            .view(torch_dtype(cast.stored_dtype))
+            .to(torch_dtype(cast.dtype))
         )
         skip_nbytes = start - first * element_nbytes
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(
@@ -108,7 +108,7 @@ class SelectedSource(WrappedSource):
         if (
             part != MODEL
             or self._model_dtype is None
-            or not TORCH_DTYPES[spec.dtype].is_floating_point
+            or not torch_dtype(spec.dtype).is_floating_point
         ):
             return spec
         return TensorSpec(self._model_dtype, spec.shape)

@@ -362,9 +362,7 @@ def parameters_without_state(
         return []
     names_of = TensorNames(source, aliases)
     return [
-        fqn
-        for fqn in sorted(fqns)
-        if saved_fqns.isdisjoint(names_of(fqn, OPTIMIZER, OPTIMIZER))
+        fqn for fqn in sorted(fqns) if saved_fqns.isdisjoint(names_of(fqn, OPTIMIZER, OPTIMIZER))
     ]
 
 

@@ -30,9 +30,9 @@ from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.tensors import (
     DTYPE_NAMES,
-    TORCH_DTYPES,
     as_int_bits,
     from_bytes,
+    torch_dtype,
 )
 from unified_ckpt.sources.paddle.names import GATE_UP
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
@@ -90,7 +90,7 @@ def dtype_of(recipe: Recipe) -> str:
 
 def load(recipe: Recipe, box: Box) -> torch.Tensor:
     """Return a non-empty box of a tensor."""
-    return materialize(recipe, box, _read_stored, TORCH_DTYPES[dtype_of(recipe)])
+    return materialize(recipe, box, _read_stored, torch_dtype(dtype_of(recipe)))
 
 
 def _read_stored(key: Key, _: Box) -> NoReturn:

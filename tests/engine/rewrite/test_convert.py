@@ -26,6 +26,7 @@ from tests.support.harness import (
     FaultyStorage,
     FullStorage,
     SimulatedCrash,
+    make_checkpointer,
     run_ranks,
     try_ranks,
 )
@@ -98,7 +99,7 @@ def unified_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path(folder, "trainer_state.json").write_text("{}")
 
     def act(comm: Comm) -> None:
-        with uc.testing.make_checkpointer(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             checkpointer.save(
                 path,
                 model=model,

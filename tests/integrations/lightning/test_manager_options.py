@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -174,14 +173,6 @@ def test_newer_is_by_time_not_by_step(tmp_path: Path, caplog: pytest.LogCaptureF
         uc.save(local, model=torch.nn.Linear(1, 1), step=99)
         assert run.newest(last) == local
         assert run.newest(step_4) == step_4, "a path that is not the last is meant as it is"
-
-
-def test_several_nodes_are_refused(tmp_path: Path) -> None:
-    nodes = types.SimpleNamespace(
-        num_nodes=2, checkpoint_callbacks=[], default_root_dir=str(tmp_path / "run"), global_step=0
-    )
-    with pytest.raises(uc.LayoutError, match="local_directory: got 2 nodes"):
-        LightningRun(nodes, tiered(tmp_path)._run_options, uc.LoadOptions())
 
 
 @pytest.mark.integration

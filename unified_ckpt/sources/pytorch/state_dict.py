@@ -219,7 +219,7 @@ def read_bins(root: str) -> ParsedStateDict:
     """Return the merged content of the folder's files. Same errors as `open_bin_folder`."""
     files, weight_map = weight_files(root, BIN, BIN_INDEX)
     merged = ParsedStateDict({}, {}, {}, {})
-    for file_name in files:
+    for file_name in files or [BIN]:
         path = os.path.join(root, file_name)
         file_state = parse_state_dict(path, read_torch(path))
         raise_if_any(

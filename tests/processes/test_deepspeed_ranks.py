@@ -324,7 +324,8 @@ def test_save_before_first_step(two: Path, case: str) -> None:
     with uc.open(two / case / "fresh") as source:
         assert source.source.metadata().step == 0
         assert torch.equal(source["master_weights"]["gain"][...], torch.ones(1))
-        assert source.parts == ("master_weights", "model")
+        assert source.parts == ("master_weights", "model", "optimizer")
+        assert not list(source["optimizer"]), "it has hyperparameters alone"
     read_all(two / case / "fresh")
 
 

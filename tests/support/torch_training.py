@@ -49,6 +49,7 @@ def state_of(model: nn.Module, *optimizers: Any) -> dict[str, Tensor]:
         for optimizer in optimizers
         for parameter, state in getattr(optimizer, "optimizer", optimizer).state.items()
         for key, value in state.items()
+        if isinstance(value, Tensor)
     }
 
 

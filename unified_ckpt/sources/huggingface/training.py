@@ -167,15 +167,28 @@ def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> Pa
 def _rank_files(root: str, entries: Collection[str], pattern: str) -> list[str]:
     """Return the paths of the files of ranks 0, 1, ...; [] if there are none.
 
-    `pattern`: of their names, with the rank as a group, 0 without. IncompleteError names a missing
-    rank in between.
+    `pattern`: of their names, with the rank as a group, 0 without. IncompleteError names missing
+    files in between.
     """
     matches = [match for name in entries if (match := re.fullmatch(pattern, name))]
-    names = {int(next(filter(None, match.groups()), 0)): match[0] for match in matches}
-    missing = sorted(set(range(max(names, default=-1))) - set(names))
-    title = f"{root}: found {', '.join(sorted(names.values()))}; these ranks' files are missing"
-    raise_if_any(IncompleteError, title, list(map(str, missing)))
-    return [os.path.join(root, names[rank]) for rank in sorted(names)]
+    by_rank = {int(match[match.lastindex]) if match.lastindex else 0: match for match in matches}
+    ranks = sorted(by_rank)
+    raise_if_any(
+        IncompleteError,
+        f"{root}: files are missing",
+        [
+            _name_of(rank, by_rank[ranks[-1]])
+            for rank in range(max(ranks, default=0))
+            if rank not in by_rank
+        ],
+    )
+    return [os.path.join(root, by_rank[rank][0]) for rank in ranks]
+
+
+def _name_of(rank: int, match: re.Match[str]) -> str:
+    """Return the name of a rank's file, from that of another rank."""
+    start, stop = match.span(match.lastindex or 0)
+    return f"{match.string[:start]}{rank}{match.string[stop:]}"
 
 
 def _open_complete_dcp(root: str, part: str) -> ShardedSource:

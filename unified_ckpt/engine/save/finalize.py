@@ -18,6 +18,7 @@ from unified_ckpt.engine.folder.finalize import (
 from unified_ckpt.engine.folder.non_tensor_state import merge_non_tensor_state
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.planned_save import PlannedSave
+from unified_ckpt.engine.save.replica_check import is_check_due
 from unified_ckpt.format import codec
 from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.format.manifest import NodeGroupRecord
@@ -62,8 +63,8 @@ def finalize(
         encodings=encodings,
         exceptions=_write_exceptions(transaction, files),
     )
-    caller_extra, mode = planned.caller_extra, request.options.check_replicas
-    check = mode == "always" or (mode == "first" and not planned.plan.state_checked)
+    caller_extra, plan = planned.caller_extra, planned.plan
+    check = is_check_due(request.options.check_replicas, done=plan.state_checked)
     state = StagedState(
         caller_extra.extra,
         caller_extra.objects,
@@ -71,7 +72,7 @@ def finalize(
         digest_file,
         rank_extra,
     )
-    planned.plan.state_checked = check or planned.plan.state_checked
+    plan.state_checked = plan.state_checked or check
     fields = manifest_fields(transaction, started=planned.call.started) | {
         "step": request.step,
         "metrics": dict(request.metrics),

@@ -17,6 +17,11 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_bytes, as_contiguous
 
 
+def is_check_due(mode: str, *, done: bool) -> bool:
+    """Whether a save compares what ranks share. `done`: an earlier save of the layout did."""
+    return mode == "always" or (mode == "first" and not done)
+
+
 def check_replicas(
     collective: Collective,
     groups: Sequence[GroupPlan],

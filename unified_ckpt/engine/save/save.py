@@ -38,7 +38,7 @@ from unified_ckpt.engine.save.node_local import (
 )
 from unified_ckpt.engine.save.node_replicas import check_copy_count, plan_copies
 from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall
-from unified_ckpt.engine.save.replica_check import check_replicas
+from unified_ckpt.engine.save.replica_check import check_replicas, is_check_due
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.resumable_parts import agree_on_parts
 from unified_ckpt.engine.save.snapshot import (
@@ -351,8 +351,8 @@ def _to_node_local(
 
 def _verify_replicas(planned: PlannedSave) -> None:
     """Collective. Compare the bytes of replicas if the options ask for it in this save."""
-    mode, plan = planned.request.options.check_replicas, planned.plan
-    if mode == "always" or (mode == "first" and not plan.replicas_checked):
+    plan = planned.plan
+    if is_check_due(planned.request.options.check_replicas, done=plan.replicas_checked):
         with planned.collective.step("verify-replicas"):
             check_replicas(planned.collective, plan.groups, planned.tensors_by_group)
         plan.replicas_checked = True

@@ -29,7 +29,7 @@ from unified_ckpt.manager.steps.scan import (
     foreign_steps,
     scan,
 )
-from unified_ckpt.manager.tiers.run_marker import attribute, save_ids
+from unified_ckpt.manager.tiers.run_marker import save_ids, steps_of_run
 from unified_ckpt.options import ManagerOptions, SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
@@ -167,7 +167,7 @@ def _list_tiers(root: str, local: str, arguments: Namespace, forms: StepForms) -
         raise NotFoundError(f"{local}: no such folder")
     local_scan = scan(LocalStorage(local), arguments.prefix, visit=forms.visit)
     root_scan = scan(LocalStorage(root), arguments.prefix, visit=forms.visit)
-    foreign_ids = attribute(
+    foreign_ids = steps_of_run(
         local_scan, local, root, root_saves=save_ids(root_scan.complete)
     ).foreign_saves
     local_retention = local_retention_rules(

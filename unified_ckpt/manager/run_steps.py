@@ -14,7 +14,7 @@ from typing import Any
 from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.events.run_events import RunEvents
-from unified_ckpt.manager.restore.select import diagnose, select
+from unified_ckpt.manager.restore.select import diagnose, select, step_check
 from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.save_job import SaveJob
@@ -126,7 +126,7 @@ class RunSteps:
         path = self._node_path(point.path, local=point.local, name=point.name)
         return replace(point, path=path)
 
-    def choose(
+    def choose_step(
         self,
         operation: str,
         choose_path: Callable[[Scan, Callable[[StepRecord], str]], str],
@@ -140,12 +140,7 @@ class RunSteps:
         """
 
         def choose_on_rank_0(cluster: ClusterScan | None) -> object:
-            def check(record: StepRecord) -> str:
-                if cluster is None:
-                    return diagnose(record.path)
-                return cluster.diagnose(record, diagnose_root=diagnose)
-
-            path = choose_path(self._scan_all(cluster), check)
+            path = choose_path(self._scan_all(cluster), step_check(cluster))
             return path, self._is_local(path)
 
         (path, is_local), spans_nodes = self._broadcast(

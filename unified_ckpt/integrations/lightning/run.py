@@ -183,7 +183,7 @@ class LightningRun:
             return ""
 
         timeout = run.load_options.timeout_seconds
-        return run.steps.choose("resume", choose, timeout_seconds=timeout) or path
+        return run.steps.choose_step("resume", choose, timeout_seconds=timeout) or path
 
     def _local_steps(self, scanned: Scan) -> list[StepRecord]:
         return [record for record in scanned.complete if self.is_local(record.path)]

@@ -78,11 +78,7 @@ def select(
             return StepContents(entry.number, problem=absences[entry.path])
         return read_step(entry, request.options.source)
 
-    def check(record: StepRecord) -> str:
-        if cluster is None:
-            return diagnose(record.path)
-        return cluster.diagnose(record, diagnose_root=diagnose)
-
+    check = step_check(cluster)
     foreign = in_resume_order(foreign_steps(scan, entries), read)
     if request.step is not None:
         point = _select_step(
@@ -339,6 +335,13 @@ def _missing_step_error(
     available = ", ".join(dict.fromkeys(map(str, steps))) or "none"
     problem = problems.get(name, "does not exist")
     return NotFoundError(f"{os.path.join(root, name)}: {problem}; complete steps: {available}")
+
+
+def step_check(cluster: ClusterScan | None) -> Callable[[StepRecord], str]:
+    """Return a function that says why the nodes cannot load a step, "" if they can."""
+    if cluster is None:
+        return lambda record: diagnose(record.path)
+    return partial(cluster.diagnose, diagnose_root=diagnose)
 
 
 def diagnose(path: str) -> str:

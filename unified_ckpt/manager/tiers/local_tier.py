@@ -63,7 +63,7 @@ class LocalTier:
         os.makedirs(self.directory, exist_ok=True)
         storage = LocalStorage(self.directory)
         scanned = scan(storage, self._options.step_prefix)
-        local = run_marker.attribute(scanned, self.directory, self.root, root_saves=root_saves)
+        local = run_marker.steps_of_run(scanned, self.directory, self.root, root_saves=root_saves)
         foreign_ids = local.foreign_saves
         marker = RunMarker(root=self.root, root_saves=root_saves, foreign_saves=foreign_ids)
         run_marker.write(self.directory, marker)

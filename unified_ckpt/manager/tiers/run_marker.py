@@ -71,10 +71,12 @@ def scan_local(
     except CheckpointError as error:
         _LOG.warning("cannot list the local directory: %s", error)
         return LocalSteps(Scan((), ()), None, frozenset())
-    return attribute(local, directory, root, root_saves=root_saves)
+    return steps_of_run(local, directory, root, root_saves=root_saves)
 
 
-def attribute(local: Scan, directory: str, root: str, *, root_saves: Collection[str]) -> LocalSteps:
+def steps_of_run(
+    local: Scan, directory: str, root: str, *, root_saves: Collection[str]
+) -> LocalSteps:
     """Decide which steps of a local directory count, by the rule above. Drops steps of unknown
     saves, unless the directory is of this run: they may be another run's. `root_saves`: ids
     committed in the root. Raises the errors of `read`.

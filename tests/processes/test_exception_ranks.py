@@ -1,5 +1,5 @@
-"""A plain loop in which one rank raises or gets SIGTERM: the step is saved, or the last save stays,
-and the resumed run equals the one in which nothing happened.
+"""In a plain loop, one rank raises or gets SIGTERM. The step is saved, or the last save stays. The
+resumed run equals the one in which nothing happened.
 """
 
 from __future__ import annotations

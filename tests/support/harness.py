@@ -1,4 +1,4 @@
-"""Ranks as threads, failing storage and drawn layouts. Knows no expected values."""
+"""Runs ranks as threads, lets storage fail and draws layouts. It has no expected values."""
 
 from __future__ import annotations
 

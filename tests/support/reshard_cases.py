@@ -128,7 +128,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Writes:
-    """What all ranks wrote, file -> (start, stop, rank), and synced."""
+    """Records the writes of all ranks, file -> (start, stop, rank), and their syncs."""
 
     spans: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     synced: dict[str, set[int]] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class StopAt(TrainerCallback):
 
 
 class At(TrainerCallback):
-    """Calls a function in a method of callbacks at a step."""
+    """Calls a function at a step, from a method of a callback."""
 
     def __init__(
         self, step: int, function: Callable[[], object], *, method: str = "on_step_end"

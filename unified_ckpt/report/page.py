@@ -119,8 +119,8 @@ def _copy_table(data: ReportData) -> list[tuple[object, ...]]:
         (
             row.step,
             _time(row.time),
-            _known(human_size, row.nbytes),
-            _known(_seconds, row.seconds),
+            _text_if_known(human_size, row.nbytes),
+            _text_if_known(_seconds, row.seconds),
             row.attempt,
             row.status,
         )
@@ -140,10 +140,10 @@ def _step_table(shown: Sequence[StepRow]) -> tuple[Sequence[str], list[tuple[obj
             row.step,
             _time(row.created),
             row.ranks,
-            _known(human_size, row.nbytes),
+            _text_if_known(human_size, row.nbytes),
             *(human_size(row.parts[part]) if part in row.parts else None for part in parts),
-            _known(_seconds, row.seconds),
-            _known(_seconds, row.blocked_seconds),
+            _text_if_known(_seconds, row.seconds),
+            _text_if_known(_seconds, row.blocked_seconds),
             row.attempt,
             row.status,
             ", ".join(f"{name} {value:.4g}" for name, value in sorted(row.metrics.items())),
@@ -190,7 +190,7 @@ def _step_changes(changes: StepChanges) -> dict[str, Any]:
     }
 
 
-def _known(text: Callable[[Any], str], value: float | None) -> str:
+def _text_if_known(text: Callable[[Any], str], value: float | None) -> str:
     return "" if value is None else text(value)
 
 

@@ -17,7 +17,7 @@ from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import absolute_path, is_url, strip_file_scheme
-from unified_ckpt.sources.detect.names import Format, check_recognized, detect_format
+from unified_ckpt.sources.detect.names import Format, check_format_supported, detect_format
 from unified_ckpt.sources.files.parsing import DAMAGE_ERRORS
 
 
@@ -30,7 +30,7 @@ def resolve_format(path: str, options: SourceOptions) -> Format | None:
         return None
     detected = detect_format(strip_file_scheme(path), format_name=options.format)
     if detected is None and options.format is None:
-        check_recognized(strip_file_scheme(path))
+        check_format_supported(strip_file_scheme(path))
     return detected
 
 

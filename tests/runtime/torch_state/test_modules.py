@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.torch_training import Counting
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.torch_state.modules import flatten_model, root_aliases
+from unified_ckpt.runtime.torch_state.modules import flatten_model, resolve_alias_chains
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -196,7 +196,7 @@ def test_stage_stores_a_tied_weight_under_its_first_name() -> None:
 
 
 class Stage(nn.ModuleDict):
-    """A stage without the first of its tied weights, as T5's decoder."""
+    """A pipeline stage that lacks the first of its tied weights, like T5's decoder."""
 
     config = SimpleNamespace(tie_word_embeddings=True)
     _tied_weights_keys = dict.fromkeys(("decoder.weight", "head.weight"), "shared.weight")
@@ -218,8 +218,8 @@ def test_aliases_name_stored_tensors() -> None:
 
 
 def test_aliases_of_ranks_that_name_each_other() -> None:
-    assert root_aliases({"a": "b", "b": "c"}) == {"a": "c", "b": "c"}
-    assert root_aliases({"a": "b", "b": "a", "c": "a"}) == {"c": "a"}
+    assert resolve_alias_chains({"a": "b", "b": "c"}) == {"a": "c", "b": "c"}
+    assert resolve_alias_chains({"a": "b", "b": "a", "c": "a"}) == {"c": "a"}
 
 
 # extra state

@@ -123,7 +123,7 @@ class ManagedRun(Lives):
         return {int(path.name.rpartition("-")[2]) for path in self.folders(where)}
 
     def latest_step(self) -> int:
-        """The latest step that is on all nodes, or in the root."""
+        """Return the latest step that all nodes have, or the root."""
         local = set.intersection(*(self.steps(f"local-{node}") for node in range(self.nodes)))
         return max(local | self.steps("root"), default=0)
 

@@ -63,7 +63,7 @@ def redirect_output(output: Path, *, seconds: float) -> None:
 
 @contextmanager
 def failing_at_once(output: Path, *, seconds: float) -> Iterator[None]:
-    """Redirect the output; end the process with the first error."""
+    """Redirect the output, and end the process at the first error."""
     redirect_output(output, seconds=seconds)
     try:
         yield

@@ -13,8 +13,8 @@ from unified_ckpt.format.manifest import OptimizerRecord, ParamGroup
 from unified_ckpt.format.manifest_fields import NamedFile
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
-from unified_ckpt.runtime.torch_state.modules import root_aliases
-from unified_ckpt.runtime.torch_state.optimizer_rules import computing_options, same_value
+from unified_ckpt.runtime.torch_state.modules import resolve_alias_chains
+from unified_ckpt.runtime.torch_state.optimizer_rules import same_value, without_runtime_options
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer
 
 
@@ -30,7 +30,7 @@ class NonTensorState:
 
 
 def encode_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
-    """Return this rank's state beside tensors. `with_optimizer`: whether that of the optimizer."""
+    """Return this rank's non-tensor state. `with_optimizer`: whether to include the optimizer's."""
     optimizer = state.optimizer if with_optimizer else FlatOptimizer()
     return codec.pack(
         {
@@ -58,7 +58,7 @@ def merge_non_tensor_state(
     conflicts, grouped = list[str](), set[str]()
     for ranks, body in states:
         state = codec.unpack(body, "state")
-        for name, value in _values(state):
+        for name, value in _shared_values(state):
             first_ranks, first = first_values.setdefault(name, (ranks, value))
             if check and not same_value(first, value):
                 conflicts.append(
@@ -87,17 +87,19 @@ def merge_non_tensor_state(
         'before the save, or store those of the first rank with check_replicas="never"',
         conflicts,
     )
-    merged.aliases = {part: root_aliases(aliases) for part, aliases in merged.aliases.items()}
+    merged.aliases = {
+        part: resolve_alias_chains(aliases) for part, aliases in merged.aliases.items()
+    }
     merged.groups = list(groups_by_key.values())
     return merged
 
 
-def _values(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _shared_values(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values that all ranks with the same name must share."""
     yield from ((f"modules:{name}", value) for name, value in state["modules"].items())
     yield from ((f"optimizer:{fqn}", value) for fqn, value in state["scalars"].items())
     for group in state["groups"]:
-        options = computing_options(group["options"])
+        options = without_runtime_options(group["options"])
         yield from ((f"param group of {fqn}", options) for fqn in group["names"])
 
 

@@ -18,8 +18,8 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The result of a load. Tensors are named "part:fqn", the extra state of
-    modules "modules:name"; byte counts are of this rank.
+    """The result of a load. Tensors are named "part:fqn", the extra state of modules
+    "modules:name". Byte counts are of this rank.
 
     `bytes_read`: decoded bytes; files have fewer bytes of compressed tensors.
     `missing`, `unexpected`: names that only the target or only the checkpoint has. `wrong`: one

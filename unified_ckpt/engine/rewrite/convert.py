@@ -152,7 +152,7 @@ def convert_source(
             encodings = choose_encodings(source.all_specs(), request.compression)
             if encodings:
                 source = encode_source(collective, source, encodings, masters.update)
-                sizes, masters.compared = tensor_sizes(source), frozenset(encodings)
+                sizes, masters.compared = tensor_sizes(source), encodings.keys()
             rewrite = Rewrite(
                 transaction, source, topology, sizes, lambda _: collective.heartbeat()
             )

@@ -61,7 +61,8 @@ class MasterCheck:
     """
 
     def __init__(self, source: Source, *, enabled: bool = True) -> None:
-        names, self.compared = source.names(MODEL) if enabled else (), frozenset[Key]()
+        self.compared: Collection[Key] = ()
+        names = source.names(MODEL) if enabled else ()
         self._model_names = {master: name for name, master in master_names(source, names).items()}
         self._master_specs = source.specs(MASTER, list(self._model_names))
         model_specs = source.specs(MODEL, list(self._model_names.values()))

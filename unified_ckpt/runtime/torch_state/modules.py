@@ -70,11 +70,11 @@ def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatM
         check_tensors(state, argument)
         for fqn, tensor in state.items():
             _add(flat, names_by_memory, fqn, tensor)
-    flat.aliases = root_aliases(flat.aliases)
+    flat.aliases = resolve_alias_chains(flat.aliases)
     return flat
 
 
-def root_aliases(aliases: Mapping[str, str]) -> dict[str, str]:
+def resolve_alias_chains(aliases: Mapping[str, str]) -> dict[str, str]:
     """Return aliases that name stored tensors, from such that may name other aliases.
 
     Ranks that store two tied tensors under each other's names have two stored tensors.

@@ -140,7 +140,7 @@ def _torch_rule(name: str, enabled: frozenset[str]) -> StateRule:
     return StateRule(required | enabled, optional - enabled | _OPTIONAL_MASTERS, dtypes)
 
 
-def computing_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_runtime_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a param group that change what the optimizer computes."""
     return {name: value for name, value in options.items() if name not in RUNTIME_OPTIONS}
 

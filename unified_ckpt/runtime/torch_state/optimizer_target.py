@@ -15,9 +15,9 @@ from unified_ckpt.errors import MismatchError
 from unified_ckpt.runtime.torch_state.optimizer_rules import (
     RUNTIME_OPTIONS,
     STEP,
-    computing_options,
     same_value,
     state_rule,
+    without_runtime_options,
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
     check_supported,
@@ -288,7 +288,7 @@ def match_groups(
     matched: list[Mapping[str, Any]] = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         candidates = [saved_group["options"] for saved_group in saved_groups(names, group, saved)]
-        first, *others = map(computing_options, candidates or [{}])
+        first, *others = map(without_runtime_options, candidates or [{}])
         if not all(same_value(first, other) for other in others):
             fqn = names[id(group["params"][0])]
             raise MismatchError(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import Any
 
 import torch
 
@@ -59,7 +58,7 @@ class _LazyShards(Sequence[TensorShard]):
     def __len__(self) -> int:
         return len(self._ranges)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> TensorShard:  # type: ignore[override]  # no slices
         flat_range = self._ranges[index]
         return TensorShard(
             Box((flat_range.param_offset,), (flat_range.numel,)),

@@ -264,7 +264,7 @@ def match_format(listing: PathListing) -> Format | None:
     return next((known_format for known_format in FORMATS if known_format.matches(listing)), None)
 
 
-def check_recognized(path: str) -> None:
+def check_format_supported(path: str) -> None:
     """Raise FormatError for a recognized but unsupported format, if nothing readable is there."""
     listing = list_path(path)
     if not has_safetensors(listing) and not listing.entries & _UNIFIED_FILES:

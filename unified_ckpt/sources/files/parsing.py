@@ -46,7 +46,7 @@ def read_text(path: str) -> str:
         return file.read().decode(errors="replace").strip()
 
 
-def pointed_step(
+def step_folder(
     root: str, pointer: str, folder_name: Callable[[int], str], *, others: Collection[str] = ()
 ) -> str:
     """Return the folder of the step that a pointer file names; `root` itself without the file.

@@ -22,7 +22,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.detect.names import DCP_METADATA, MEGATRON_TRACKER
-from unified_ckpt.sources.files.parsing import pointed_step
+from unified_ckpt.sources.files.parsing import step_folder
 from unified_ckpt.sources.megatron.arguments import Arguments
 from unified_ckpt.sources.megatron.dist import open_dist, step_count
 from unified_ckpt.sources.megatron.files import (
@@ -67,7 +67,7 @@ def open_megatron(root: str, options: SourceOptions) -> Source:
     FormatError for files that are damaged or in an unknown order; IncompleteError names missing
     ranks and tensors.
     """
-    folder = pointed_step(root, MEGATRON_TRACKER, "iter_{:07d}".format, others=("release",))
+    folder = step_folder(root, MEGATRON_TRACKER, "iter_{:07d}".format, others=("release",))
     if is_file(os.path.join(folder, DCP_METADATA)):
         return open_dist(folder, options)
     args, rank_files = read_rank_files(folder)

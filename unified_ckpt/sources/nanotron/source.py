@@ -34,7 +34,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.detect.names import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.sources.files.json import read_json_object
-from unified_ckpt.sources.files.parsing import pointed_step
+from unified_ckpt.sources.files.parsing import step_folder
 from unified_ckpt.sources.nanotron.shard_files import (
     ShardFile,
     list_shard_files,
@@ -81,7 +81,7 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
             f"{root}: names='huggingface' is not supported for nanotron, whose tensors are fused; "
             "pass names='own'"
         )
-    root = pointed_step(root, NANOTRON_LATEST, str)
+    root = step_folder(root, NANOTRON_LATEST, str)
     meta = _read_json(os.path.join(root, NANOTRON_META))
     shard_files = list_shard_files(root)
     tensors: dict[Key, ShardedTensor] = {}

@@ -532,7 +532,7 @@ def test_readme_shows_real_output(
             assert command_line.main(arguments) == 0
             actual = capsys.readouterr().out
         else:
-            actual = run(launched(program, arguments, tmp_path), tmp_path)
+            actual = run([sys.executable if program == "python" else program, *arguments], tmp_path)
         assert mask_varying(actual) == mask_varying(expected), command
 
 
@@ -665,15 +665,24 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def launched(program: str, arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return a command of a page: a new interpreter, or torchrun whose ranks are forked."""
+    """Return a command of a page: an example in a new interpreter, forked programs, or torchrun
+    whose ranks are forked.
+    """
     if program != "torchrun":
-        return [sys.executable if program == "python" else program, *arguments]
+        script = Path(arguments[0])
+        if program != "python" or script.suffix != ".py" or is_example(script):
+            return [sys.executable if program == "python" else program, *arguments]
+        return [*warm.python(script, environment(folder)), *arguments[1:]]
     start = next(i for i, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))
     options, (script, *rest) = arguments[:start], arguments[start:]
     env = environment(folder)
     worker = warm.module(rest.pop(0), env) if script == "-m" else warm.python(Path(script), env)
     torchrun = [*warm.module("torch.distributed.run", env), "--standalone", *options]
     return [*torchrun, "--no-python", *worker, *rest]
+
+
+def is_example(script: Path) -> bool:
+    return script.name in {example.name for example in EXAMPLES}
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -248,10 +248,11 @@ def compressed_node_groups(root: Path) -> Subject:
 
 
 CASES = [
-    (single_folder, 800),
-    (node_groups, 200),
-    (compressed_folder, 200),
-    (compressed_node_groups, 200),
+    (single_folder, 400),
+    (node_groups, 100),
+    (compressed_folder, 100),
+    (compressed_node_groups, 100),
+    pytest.param(single_folder, 800, marks=pytest.mark.slow),
 ]
 
 
@@ -387,7 +388,7 @@ def test_changed_checkpoint_loads_right_or_fails(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("make", "cases"), [(single_folder, 300), (compressed_folder, 100)])
+@pytest.mark.parametrize(("make", "cases"), [(single_folder, 150), (compressed_folder, 50)])
 def test_sealed_wrong_content_is_a_checkpoint_error(
     make: Callable[[Path], Subject], cases: int, seed: int, tmp_path: Path
 ) -> None:

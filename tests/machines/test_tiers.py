@@ -389,7 +389,7 @@ class TierMachine(RuleBasedStateMachine):
         }
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_tiers(examples: int) -> None:
     run_machine(TierMachine, examples=examples, steps=10)
 

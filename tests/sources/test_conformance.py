@@ -25,6 +25,7 @@ INTEGRATION = (
     *[name for name in CASES if name.endswith("not zipped") and "model" not in name],
     *[name for name in CASES if name.startswith("torch, ") and name != "torch, model"],
     "accelerate, files of ranks",
+    "accelerate, folders",
     "bin, several files",
     "lightning, sharded",
     "maxtext, mixtral",
@@ -37,6 +38,12 @@ INTEGRATION = (
     "orbax, files, zarr3",
     "orbax, v1",
     "orbax, bare",
+    "paddle, pickles",
+    "paddle, single_bf16",
+    "paddle, tied",
+    "paddle, tp2_skip",
+    "view of a view",
+    "view of dcp",
 )
 pytestmark = pytest.mark.filterwarnings(
     r"ignore::UserWarning:(pytorch_)?lightning\b",

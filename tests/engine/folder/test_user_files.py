@@ -483,7 +483,9 @@ def test_step_left_under_its_backup_name(tmp_path: Path, caplog: pytest.LogCaptu
     assert (tmp_path / f"{NAME}-before-1" / "unified_checkpoint.json").exists()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
+)
 def test_no_user_file_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:

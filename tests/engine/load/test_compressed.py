@@ -69,7 +69,7 @@ def check_decoded(case: Case, decoded: dict[Key, Array], path: Path, compression
 
 
 @given(compressed_cases(max_world=4, loads=2), st.sampled_from(["lossless", "O1", "O2"]))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_generations_on_other_layouts_store_the_same_bytes(
     root: Path, case: Case, compression: str
 ) -> None:
@@ -205,7 +205,7 @@ def test_nodes_store_the_same_bytes(
 @pytest.mark.parametrize(
     ("compression", "deviation"), [("lossless", 0.0), ("O1", 0.01), ("O2", 0.03)]
 )
-@pytest.mark.parametrize("kind", ["linear", "attention"])
+@pytest.mark.parametrize("kind", ["linear", pytest.param("attention", marks=pytest.mark.slow)])
 def test_training_resumes(tmp_path: Path, kind: str, compression: str, deviation: float) -> None:
     """The loss curve is that of uninterrupted training, or near it."""
     net, optimizer = small_net(kind)

@@ -166,7 +166,7 @@ def check_case(
 
 
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_any_mesh_to_any_mesh(
     root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str
 ) -> None:
@@ -211,7 +211,7 @@ def corner_of(tensor: DrawnTensor, shape: tuple[int, ...]) -> DrawnTensor:
 
 
 @given(grown_cases(), TILES, st.sampled_from(["read", "full", "off"]))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_pad_rule_for_larger_tensors(root: Path, case: Case, tile_nbytes: int, verify: str) -> None:
     """Loads the stored corner on any mesh, and verifies what it reads.
 

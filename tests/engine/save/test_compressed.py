@@ -72,7 +72,7 @@ def save_compressed(case: Case, root: Path, *, background: bool, **options: obje
 
 
 @given(compressed_cases(max_world=6), COMPRESSION, TILES, FILE_NBYTES, st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_any_mesh_stores_the_same_bytes(
     root: Path,
     case: Case,

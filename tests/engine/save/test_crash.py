@@ -133,10 +133,13 @@ def crash_cases() -> list[Any]:
         for name in ("absent", "uncommitted", "committed")
     ]
     few += [(PAIR, [dead], "absent", DURABLE) for dead in (0, 1)]
-    cases: list[Any] = [(*case, None) for case in few]
+    cases: list[Any] = [
+        pytest.param(*case, None, marks=[pytest.mark.slow] if case[0] is PROCESS else [])
+        for case in few
+    ]
     every: list[Any] = [*few]
-    cases.append((SHARED, [2, 3], "committed", DURABLE, 19))
-    cases.append((EACH, range(4), "committed", TWICE, 79))
+    cases.append((SHARED, [2, 3], "committed", DURABLE, 39))
+    cases.append((EACH, range(4), "committed", TWICE, 199))
     for where in ([2, 3], range(4)):
         every.append((SHARED, where, "committed", DURABLE))
         every += [(EACH, where, before, DURABLE) for before in ("absent", "committed")]
@@ -278,9 +281,7 @@ def full_disk_cases() -> list[Any]:
         *each,
     ]
     return [
-        (PAIR, [0], DURABLE, 1, "absent", True),
         (PAIR, [1], DURABLE, 1, "committed", False),
-        (SHARED, [2, 3], DURABLE, 3, "committed", True),
         (EACH, [0, 1], TWICE, 3, "absent", False),
         *(
             pytest.param(*case, 1, before, background, marks=pytest.mark.slow)

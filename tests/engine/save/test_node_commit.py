@@ -168,7 +168,7 @@ def test_attach_fails_on_one_node(tmp_path: Path) -> None:
 TWICE = REPLACE.model_copy(update={"node_copies": 2})
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("ranks", "options", "planned"),
     [

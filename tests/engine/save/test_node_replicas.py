@@ -102,7 +102,14 @@ LONG = [
 
 @pytest.mark.parametrize(
     ("layout", "copies", "size"),
-    [*((layout, 2, (2, 2)) for layout in LAYOUTS), ("rows over nodes", 3, (4, 1)), *LONG],
+    [
+        *(
+            pytest.param(layout, 2, (2, 2), marks=[pytest.mark.slow] if " over" in layout else [])
+            for layout in LAYOUTS
+        ),
+        ("rows over nodes", 3, (4, 1)),
+        *LONG,
+    ],
 )
 def test_nodes_may_be_lost(tmp_path: Path, layout: str, copies: int, size: tuple[int, int]) -> None:
     case, nodes = case_of(layout, *size), places(*size)
@@ -220,7 +227,7 @@ def check_scattered(root: Path, drawn: tuple[Case, list[int], object], copies: i
 
 
 @given(scattered(**FEW), st.integers(2, 4))
-@settings(max_examples=25, derandomize=True, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
+@settings(max_examples=12, derandomize=True, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
 def test_any_ranks_on_any_nodes(
     tmp_path: Path, drawn: tuple[Case, list[int], object], copies: int
 ) -> None:

@@ -209,7 +209,8 @@ def test_wandb_rows_keep_the_steps_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explicit_steps: bool
 ) -> None:
     """Training logs twice at each of its steps; a save commits in between."""
-    wandb = pytest.importorskip("wandb")
+    import wandb  # takes a second
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
     wandb_run = wandb.init(dir=tmp_path, project="test", settings=settings)

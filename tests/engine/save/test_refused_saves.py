@@ -298,8 +298,21 @@ REFUSED: dict[str, Refused] = {
             rf"step: got {step!r}, expected an int of 0 or more",
             [{**WHOLE, "step": step}],
         )
-        for step in (-1, True, 1.0, "7")
+        for step in (-1, True, 1.0, "7", 2**63)
     },
+    **{
+        f"metric {value!r}": (
+            uc.FormatError,
+            r"metrics\['loss'\]: got .*, expected a finite number",
+            [{**WHOLE, "metrics": {"loss": value}}],
+        )
+        for value in (float("nan"), 10**400, "0.5", None, [1.0])
+    },
+    "metrics that are no dict": (
+        uc.FormatError,
+        r"metrics: got \[0\.5\], expected \{name: number\}",
+        [{**WHOLE, "metrics": [0.5]}],
+    ),
     "list as tensor": (
         uc.LayoutError,
         r"model\['w'\]: got a list, expected a torch\.Tensor",

@@ -66,8 +66,9 @@ def save_request(
     Without `reads_values`, a tensor of an omitted model is taken to be its rounded master.
     """
     step, layout = arguments.get("step"), arguments.get("layout")
-    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-        raise FormatError(f"step: got {step!r}, expected an int of 0 or more")
+    is_int = isinstance(step, int) and not isinstance(step, bool)
+    if step is not None and not (is_int and 0 <= step < 2**63):
+        raise FormatError(f"step: got {step!r}, expected an int of 0 or more, below 2**63")
     for part in arguments.get("parts") or ():
         if isinstance(part, str) and part.endswith(SHARD_SUFFIX):
             # Its tensors would be taken for shards of another part.
@@ -183,10 +184,17 @@ def _stored_names(arguments: SaveArguments) -> dict[int, str]:
 
 
 def _finite_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    by_name = {str(name): float(value) for name, value in (metrics or {}).items()}
-    for name, value in by_name.items():
-        if not math.isfinite(value):
-            raise FormatError(f"metrics[{name!r}]: got {value}, expected a finite number")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise FormatError(f"metrics: got {metrics!r}, expected {{name: number}}")
+    by_name: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise FormatError(f"metrics[{name!r}]: got {value!r}, expected a finite number")
+        by_name[str(name)] = number
     return by_name
 
 

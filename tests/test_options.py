@@ -16,11 +16,11 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
     [
         (
             {"load_parameters_path": "a", "load_full_state_path": "b"},
-            "At most one of load_parameters_path or load_full_state_path should be set.",
+            "set load_parameters_path or load_full_state_path, not both",
         ),
         (
             {"load_parameters_path": "a", "enabled": False},
-            "You must set enable_checkpointing=True to load a checkpoint.",
+            "a path to load from requires enabled=True",
         ),
         ({"keep_best": 2}, "keep_best requires best_metric"),
         ({"lazy": True, "asynchronous": False}, "set asynchronous=True"),

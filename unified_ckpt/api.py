@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Checkpointer, Path
-from unified_ckpt.core.keywords import show_keywords
+from unified_ckpt.core.keywords import options_or_default, show_keywords
 from unified_ckpt.engine.estimate.estimate import Estimate, EstimateCall, estimate_save
 from unified_ckpt.engine.estimate.state import (
     EstimateArguments,
@@ -188,7 +188,7 @@ def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # 
     `uc.open(path)["model"]["lm_head.weight"][0:1024]` reads these rows only. `options`: see
     SourceOptions. Raises NotFoundError, FormatError, IntegrityError or IncompleteError.
     """
-    return SourceView(open_source(os.fspath(path), options or SourceOptions()))
+    return SourceView(open_source(os.fspath(path), options_or_default(options, SourceOptions)))
 
 
 def verify(

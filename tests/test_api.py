@@ -566,6 +566,7 @@ READS: dict[str, Callable[[Path], object]] = {
     "verify": uc.verify,
     "convert": lambda path: uc.convert(path, path.with_name("other")),
     "load of two": lambda path: uc.load([path, path], model=Net()),
+    "repair": uc.repair,
 }
 
 
@@ -574,6 +575,7 @@ READS: dict[str, Callable[[Path], object]] = {
 def test_run_folder_suggests_its_latest_checkpoint(tmp_path: Path, read: str, kind: str) -> None:
     entries = [entry for entry in FOLDERS[kind][0] if entry != "latest"]
     fill(tmp_path / "c", entries)
+    (tmp_path / "c" / "loop").symlink_to("loop")
     latest = {
         "our run": "checkpoint-10",
         "stock run": "checkpoint-500",

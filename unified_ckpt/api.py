@@ -50,10 +50,10 @@ def save(
     """Save whole tensors from any layout to a folder. Every rank must call it.
 
     `path`: the folder to write, local and equal on all ranks.
-    `model`: a module, a list of modules, or {fqn: tensor}.
-    `optimizer`: the optimizer of these parameters, a list of them, or {"fqn/state": tensor}.
-    Parameters of an extra part are named "part.fqn".
-    `master_weights`: {fqn: tensor}, or an optimizer that holds them.
+    `model`: a module, a list of modules, or {name: tensor}.
+    `optimizer`: the optimizer of these parameters, a list of them, or {"name/state": tensor}.
+    Parameters of an extra part are named "part.name".
+    `master_weights`: {name: tensor}, or an optimizer that holds them.
     `parts`: other models by part name, such as an EMA.
     `extra`: any state, stored from rank 0. `rank_extra`: any state of each rank. Objects in both
     are stored by their `state_dict()`, which every rank calls.

@@ -313,6 +313,11 @@ REFUSED: dict[str, Refused] = {
         r"metrics: got \[0\.5\], expected \{name: number\}",
         [{**WHOLE, "metrics": [0.5]}],
     ),
+    "a state_dict of an optimizer": (
+        uc.LayoutError,
+        r"optimizer: got a state_dict\(\), expected the optimizer itself",
+        [{**WHOLE, "optimizer": {"state": {}, "param_groups": []}}],
+    ),
     "list as tensor": (
         uc.LayoutError,
         r"model\['w'\]: got a list, expected a torch\.Tensor",
@@ -340,7 +345,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "optimizer without state names": (
         uc.LayoutError,
-        "optimizer: got the key 'w', expected names such as 'fqn/state'",
+        "optimizer: got the key 'w', expected names such as 'name/state'",
         [{**WHOLE, "optimizer": {"w": BIG}}],
     ),
     "sparse tensor": (

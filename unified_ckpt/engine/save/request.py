@@ -58,6 +58,12 @@ class SaveArguments(StateArguments, total=False):
     metrics: Mapping[str, float] | None
 
 
+def check_step(step: object) -> None:
+    """Raise FormatError for a step that a manifest cannot store."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
+        raise FormatError(f"step: got {step!r}, expected an int of 0 or more, below 2**63")
+
+
 def save_request(
     comm: Comm, arguments: SaveArguments, options: SaveOptions, *, reads_values: bool = True
 ) -> SaveRequest:
@@ -66,9 +72,8 @@ def save_request(
     Without `reads_values`, a tensor of an omitted model is taken to be its rounded master.
     """
     step, layout = arguments.get("step"), arguments.get("layout")
-    is_int = isinstance(step, int) and not isinstance(step, bool)
-    if step is not None and not (is_int and 0 <= step < 2**63):
-        raise FormatError(f"step: got {step!r}, expected an int of 0 or more, below 2**63")
+    if step is not None:
+        check_step(step)
     for part in arguments.get("parts") or ():
         if isinstance(part, str) and part.endswith(SHARD_SUFFIX):
             # Its tensors would be taken for shards of another part.

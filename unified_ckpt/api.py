@@ -176,6 +176,8 @@ def estimate(
     except Exception as error:
         request = error
     timeout = options.timeout_seconds
+    if manager_options is not None:
+        options_or_default(manager_options, ManagerOptions, "manager_options")
     return estimate_save(
         comm, EstimateCall(request, folder, manager_options, interval_seconds, timeout)
     )

@@ -214,8 +214,11 @@ class Checkpointer:
                 topology = self._resolve_ranks(f"load of {label}", timeout)
                 source = try_wrap_in_views(path.source, options.source)
             else:
-                is_list = not isinstance(path, str | os.PathLike) and isinstance(path, Iterable)
-                paths = list(path) if is_list else [path]
+                paths: list[Path] = []
+                if isinstance(path, str | os.PathLike) or not isinstance(path, Iterable):
+                    paths.append(path)  # of a wrong type, it raises TypeError below
+                else:
+                    paths.extend(path)
                 label = ", ".join(os.fspath(folder) for folder in paths)
                 topology = self._resolve_ranks(f"load of {label}", timeout)
                 resolved = [self._resolve(path) for path in paths]

@@ -364,10 +364,10 @@ def test_wrong_steps_are_refused_at_once(tmp_path: Path, step: Any) -> None:
     options = uc.ManagerOptions(interval_steps=1, asynchronous=False)
     with uc.CheckpointManager(tmp_path, options=options) as manager:
         for call in (manager.save, manager.finish):
-            with pytest.raises(uc.FormatError, match="step: got .*, expected an int of 0 or more"):
+            with pytest.raises(uc.FormatError, match=r"step: got .*, expected an int of 0 or more"):
                 call(step, **state(1))
         wrong: Any = [0.5]
-        with pytest.raises(uc.FormatError, match="metrics: got .*, expected {name: number}"):
+        with pytest.raises(uc.FormatError, match=r"metrics: got .*, expected {name: number}"):
             manager.save(1, metrics=wrong, **state(1))
         assert manager.steps() == []
 

@@ -188,7 +188,7 @@ def _stored_names(arguments: SaveArguments) -> dict[int, str]:
     return names
 
 
-def _finite_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+def _finite_metrics(metrics: Any) -> dict[str, float]:
     if metrics is not None and not isinstance(metrics, Mapping):
         raise FormatError(f"metrics: got {metrics!r}, expected {{name: number}}")
     by_name: dict[str, float] = {}

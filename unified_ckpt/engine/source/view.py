@@ -56,7 +56,7 @@ class TensorView:
         return from_bytes(body, self.dtype, out_shape)
 
 
-def _index_range(index: object, size: int, label: str) -> tuple[int, int, bool]:
+def _index_range(index: Any, size: int, label: str) -> tuple[int, int, bool]:
     """Return the half-open range of one dim, and whether the dim is kept."""
     if isinstance(index, slice):
         low, high, step = index.indices(size)
@@ -64,8 +64,9 @@ def _index_range(index: object, size: int, label: str) -> tuple[int, int, bool]:
             raise IndexError(f"{label}: got slice step {step}, expected 1")
         return low, max(low, high), True
     try:
-        # torch takes a bool for a mask, as it takes some tensors.
-        position = as_int(None if isinstance(index, (bool, torch.Tensor)) else index)
+        if isinstance(index, (bool, torch.Tensor)):
+            raise TypeError("torch takes it for a mask, or may")
+        position = as_int(index)
     except TypeError:
         text = f"{label}: got index {index!r}, expected an int, a slice or an ellipsis"
         raise IndexError(text) from None

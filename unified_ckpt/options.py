@@ -70,8 +70,8 @@ def _error_text(options: type[_Options], error: ErrorDetails) -> str:
 class SaveOptions(_Options):
     """How to save.
 
-    `model_dtype`: the dtype in which floating-point tensors of the model are stored. Tensors that
-    it rounds are also stored in `master_weights`, at full precision.
+    `model_dtype`: the dtype in which floating-point tensors of the model are stored. Tensors of
+    another dtype are also stored in `master_weights`, unchanged.
 
     `parts`: stores only these parts. The model may be left out if master weights are stored. Model
     tensors that do not equal their rounded master weight are then stored too.

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -565,6 +566,7 @@ READS: dict[str, Callable[[Path], object]] = {
     "verify": uc.verify,
     "convert": lambda path: uc.convert(path, path.with_name("other")),
     "load of two": lambda path: uc.load([path, path], model=Net()),
+    "repair": uc.repair,
 }
 
 
@@ -573,6 +575,7 @@ READS: dict[str, Callable[[Path], object]] = {
 def test_run_folder_suggests_its_latest_checkpoint(tmp_path: Path, read: str, kind: str) -> None:
     entries = [entry for entry in FOLDERS[kind][0] if entry != "latest"]
     fill(tmp_path / "c", entries)
+    (tmp_path / "c" / "loop").symlink_to("loop")
     latest = {
         "our run": "checkpoint-10",
         "stock run": "checkpoint-500",
@@ -693,10 +696,15 @@ def test_open_names_what_is_wrong(tmp_path: Path) -> None:
         view = opened["model"]["w"]
         assert (view.shape, view.dtype) == ((70, 40, 3), torch.bfloat16)
         assert len(opened["model"]) == 2
+        assert torch.equal(view[numpy.int64(-1)], model["w"][-1])
+        assert ("model" in opened, "ema" in opened, list(opened)) == (True, False, ["model"])
         for index, text in (
             (slice(None, None, 2), "model:w: got slice step 2, expected 1"),
             (70, "model:w: index 70 is out of range for a dim of size 70"),
             ((0, 0, 0, 0), "model:w: 4 indices for 3 dims"),
+            (True, "model:w: got index True, expected an int"),
+            (torch.ones(70, dtype=torch.bool), "expected an int, a slice or an ellipsis"),
+            (numpy.array([0, 1]), "expected an int, a slice or an ellipsis"),
         ):
             with pytest.raises(IndexError, match=text):
                 view[index]
@@ -768,6 +776,29 @@ def test_unknown_arguments_are_refused(tmp_path: Path) -> None:
             with pytest.raises(TypeError, match="unexpected keyword argument 'modle'"):
                 call(**unknown)
         assert manager.latest() is None
+    assert not (tmp_path / "d").exists()
+
+
+def test_options_of_another_class_are_refused(tmp_path: Path) -> None:
+    """Also a dict, even an empty one; a field of the options beside the arguments names them."""
+    model, wrong = Net(), r"options: got \w+, expected {}; pass {}\(\.\.\.\)"
+    uc.save(tmp_path / "c", model=model)
+    calls: list[tuple[Callable[..., object], str]] = [
+        (partial(uc.save, tmp_path / "d", model=model), "SaveOptions"),
+        (partial(uc.save_async, tmp_path / "d", model=model), "SaveOptions"),
+        (partial(uc.load, tmp_path / "c", model=model), "LoadOptions"),
+        (partial(uc.open, tmp_path / "c"), "SourceOptions"),
+        (partial(uc.estimate, model), "SaveOptions"),
+        (uc.Checkpointer, "SaveOptions"),
+        (partial(uc.CheckpointManager, tmp_path / "run"), "ManagerOptions"),
+    ]
+    for call, kind in calls:
+        for options in ({}, uc.ConvertOptions()):
+            with pytest.raises(TypeError, match=wrong.format(kind, kind)):
+                call(options=options)
+    arguments: dict[str, Any] = {"model": model, "if_exists": "replace"}
+    with pytest.raises(TypeError, match=r"; pass options=SaveOptions\(if_exists=\.\.\.\)"):
+        uc.save(tmp_path / "d", **arguments)
     assert not (tmp_path / "d").exists()
 
 

@@ -49,7 +49,7 @@ NOT_RUN = {
     ".venv/bin/unified-ckpt demo": "a test runs it",
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]' && "
     ".venv/bin/python -m pytest -q -n 2": "CI does",
-    "new: from dcp, step 7, 2.73 MiB in 0.1 s": "output of the command above it",
+    "/runs/new: from dcp, step 7, 2.73 MiB in 0.1 s": "output of the command above it",
     'model = AutoModelForCausalLM.from_pretrained(name, '
     'distributed_config=DistributedConfig(tp_size=2, fsdp_size=4))': (
         "needs 8 processes; docs/examples/hf_trainer_sharded.py runs the same with 2"

@@ -16,11 +16,11 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
     [
         (
             {"load_parameters_path": "a", "load_full_state_path": "b"},
-            "At most one of load_parameters_path or load_full_state_path should be set.",
+            "set load_parameters_path or load_full_state_path, not both",
         ),
         (
             {"load_parameters_path": "a", "enabled": False},
-            "You must set enable_checkpointing=True to load a checkpoint.",
+            "a path to load from requires enabled=True",
         ),
         ({"keep_best": 2}, "keep_best requires best_metric"),
         ({"lazy": True, "asynchronous": False}, "set asynchronous=True"),
@@ -286,3 +286,13 @@ def test_paddle_quant_stage(stage: str | None, compression: str) -> None:
 def test_paddle_quant_stage_o3_is_refused() -> None:
     with pytest.raises(uc.FormatError, match="got 'O3', expected one of O0, O1, O2; PaddleNLP"):
         from_paddle("", ckpt_quant_stage="O3")
+
+
+def test_wrong_values_under_other_names_are_option_errors() -> None:
+    for convert, arguments in (
+        (from_maxtext, {"checkpoint_period": 0}),
+        (from_maxtext, {"async_checkpointing": "maybe"}),
+        (from_paddle, {"save_steps": "often"}),
+    ):
+        with pytest.raises(uc.OptionError, match=r"^ManagerOptions\(\w+\): got "):
+            convert(**arguments)

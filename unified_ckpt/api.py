@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Checkpointer, Path
-from unified_ckpt.core.keywords import show_keywords
+from unified_ckpt.core.keywords import options_or_default, show_keywords
 from unified_ckpt.engine.estimate.estimate import Estimate, EstimateCall, estimate_save
 from unified_ckpt.engine.estimate.state import (
     EstimateArguments,
@@ -50,10 +50,10 @@ def save(
     """Save whole tensors from any layout to a folder. Every rank must call it.
 
     `path`: the folder to write, local and equal on all ranks.
-    `model`: a module, a list of modules, or {fqn: tensor}.
-    `optimizer`: the optimizer of these parameters, a list of them, or {"fqn/state": tensor}.
-    Parameters of an extra part are named "part.fqn".
-    `master_weights`: {fqn: tensor}, or an optimizer that holds them.
+    `model`: a module, a list of modules, or {name: tensor}.
+    `optimizer`: the optimizer of these parameters, a list of them, or {"name/state": tensor}.
+    Parameters of an extra part are named "part.name".
+    `master_weights`: {name: tensor}, or an optimizer that holds them.
     `parts`: other models by part name, such as an EMA.
     `extra`: any state, stored from rank 0. `rank_extra`: any state of each rank. Objects in both
     are stored by their `state_dict()`, which every rank calls.
@@ -176,6 +176,8 @@ def estimate(
     except Exception as error:
         request = error
     timeout = options.timeout_seconds
+    if manager_options is not None:
+        options_or_default(manager_options, ManagerOptions, "manager_options")
     return estimate_save(
         comm, EstimateCall(request, folder, manager_options, interval_seconds, timeout)
     )
@@ -188,7 +190,7 @@ def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # 
     `uc.open(path)["model"]["lm_head.weight"][0:1024]` reads these rows only. `options`: see
     SourceOptions. Raises NotFoundError, FormatError, IntegrityError or IncompleteError.
     """
-    return SourceView(open_source(os.fspath(path), options or SourceOptions()))
+    return SourceView(open_source(os.fspath(path), options_or_default(options, SourceOptions)))
 
 
 def verify(

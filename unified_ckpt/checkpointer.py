@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-from unified_ckpt.core.keywords import show_keywords
+from unified_ckpt.core.keywords import options_or_default, show_keywords
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load as _load
 from unified_ckpt.engine.load.report import LoadReport
@@ -71,7 +71,8 @@ class Checkpointer:
         node: str | None = None,
     ) -> None:
         self._root = absolute_path(os.fspath(root)) if root is not None else ""
-        self._group, self._options, self._node = group, options or SaveOptions(), node
+        self._group, self._node = group, node
+        self._options = options_or_default(options, SaveOptions)
         self._topologies: Topologies | None = None  # of the process group, from the first call on
         self._cache = SaveCache()
         self._pending: PendingSave | None = None
@@ -213,7 +214,11 @@ class Checkpointer:
                 topology = self._resolve_ranks(f"load of {label}", timeout)
                 source = try_wrap_in_views(path.source, options.source)
             else:
-                paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+                paths: list[Path] = []
+                if isinstance(path, str | os.PathLike) or not isinstance(path, Iterable):
+                    paths.append(path)  # of a wrong type, it raises TypeError below
+                else:
+                    paths.extend(path)
                 label = ", ".join(os.fspath(folder) for folder in paths)
                 topology = self._resolve_ranks(f"load of {label}", timeout)
                 resolved = [self._resolve(path) for path in paths]

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from unified_ckpt.core.keywords import keyword_parameters, suggestion
+from unified_ckpt.core.keywords import keyword_parameters, options_or_default, suggestion
 from unified_ckpt.errors import FormatError, OptionError
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.renames import Rule, check_renames
@@ -70,8 +70,8 @@ def _error_text(options: type[_Options], error: ErrorDetails) -> str:
 class SaveOptions(_Options):
     """How to save.
 
-    `model_dtype`: the dtype in which floating-point tensors of the model are stored. Tensors that
-    it rounds are also stored in `master_weights`, at full precision.
+    `model_dtype`: the dtype in which floating-point tensors of the model are stored. Tensors of
+    another dtype are also stored in `master_weights`, unchanged.
 
     `parts`: stores only these parts. The model may be left out if master weights are stored. Model
     tensors that do not equal their rounded master weight are then stored too.
@@ -332,20 +332,16 @@ class ManagerOptions(_Options):
     @model_validator(mode="after")
     def _check(self) -> ManagerOptions:
         if self.load_parameters_path and self.load_full_state_path:
-            raise ValueError(
-                "At most one of load_parameters_path or load_full_state_path should be set."
-            )
+            raise ValueError("set load_parameters_path or load_full_state_path, not both")
         if self.load_adapters_path and self.load_full_state_path:
             raise ValueError(
                 "load_adapters_path goes with load_parameters_path; a full state has its adapters"
             )
         paths = (self.load_parameters_path, self.load_full_state_path, self.load_adapters_path)
         if any(paths) and not self.enabled:
-            raise ValueError("You must set enable_checkpointing=True to load a checkpoint.")
+            raise ValueError("a path to load from requires enabled=True")
         if self.keep_best is not None and self.best_metric is None:
-            raise ValueError(
-                "keep_best requires best_metric, the name of a metric that is passed to save"
-            )
+            raise ValueError("keep_best requires best_metric, a name in the metrics of a save")
         if self.lazy and not self.asynchronous:
             raise ValueError("lazy saves in the background; set asynchronous=True")
         if (self.local_directory is None) != (self.local_interval_steps is None):
@@ -381,7 +377,11 @@ def combine_options(
 ) -> RunOptions:
     """Return separate options as one value. Raises FormatError for what is given twice."""
     if not isinstance(options, RunOptions):
-        return RunOptions(options or ManagerOptions(), save or SaveOptions(), load or LoadOptions())
+        return RunOptions(
+            options_or_default(options, ManagerOptions),
+            options_or_default(save, SaveOptions, "save_options"),
+            options_or_default(load, LoadOptions, "load_options"),
+        )
     if save is not None or load is not None:
         name = "save_options" if save is not None else "load_options"
         raise FormatError(

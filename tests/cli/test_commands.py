@@ -526,6 +526,23 @@ def test_progress_shows_the_time_where_nothing_is_counted(
     assert terminal.getvalue().endswith("\r")  # cleared
 
 
+@pytest.mark.parametrize(
+    ("redirection", "code", "error"),
+    [(">&-", 0, ""), (">/dev/full", 1, "unified-ckpt inspect: No space left on device\n")],
+)
+def test_output_that_cannot_be_written(
+    saved: Path, redirection: str, code: int, error: str
+) -> None:
+    command_line = f'"$0" -m unified_ckpt inspect "$1" {redirection}'
+    done = subprocess.run(
+        ["sh", "-c", command_line, sys.executable, saved],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (code, error)
+
+
 def test_every_verb_that_may_take_time_shows_progress() -> None:
     shown = {
         verb

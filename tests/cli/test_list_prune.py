@@ -378,6 +378,21 @@ def test_prune_by_metric_and_by_kind(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert steps_in(tmp_path) == [2, 4, 6, 7]
 
 
+@pytest.mark.parametrize("verb", ["list", "prune"])
+def test_a_metric_that_no_checkpoint_has_is_an_error(
+    run: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    """A mistyped metric would otherwise remove the best checkpoint."""
+    before = folders(run)
+
+    assert main([verb, str(run), "--keep-best", "1", "--metric", "los"]) == 1
+
+    assert "--metric los: no checkpoint has this metric, expected one of loss" in (
+        capsys.readouterr().err
+    )
+    assert folders(run) == before
+
+
 def test_prune_removes_only_old_unified_folders(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

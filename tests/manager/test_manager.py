@@ -358,6 +358,20 @@ def test_step_without_optimizer_does_not_count_as_saved(
 # retention
 
 
+@pytest.mark.parametrize("step", [-1, True, 1.0, "1", 2**63])
+def test_wrong_steps_are_refused_at_once(tmp_path: Path, step: Any) -> None:
+    """Also where no save is due, as at a negative step, which is no multiple."""
+    options = uc.ManagerOptions(interval_steps=1, asynchronous=False)
+    with uc.CheckpointManager(tmp_path, options=options) as manager:
+        for call in (manager.save, manager.finish):
+            with pytest.raises(uc.FormatError, match=r"step: got .*, expected an int of 0 or more"):
+                call(step, **state(1))
+        wrong: Any = [0.5]
+        with pytest.raises(uc.FormatError, match=r"metrics: got .*, expected {name: number}"):
+            manager.save(1, metrics=wrong, **state(1))
+        assert manager.steps() == []
+
+
 def test_best_without_a_metric_is_refused(tmp_path: Path) -> None:
     with (
         manager_of(None, tmp_path) as manager,

@@ -12,6 +12,7 @@ import unified_ckpt as uc
 
 Parts = Mapping[str, Mapping[str, Any]]
 CALLS: list[str] = []
+COMPLEX = torch.tensor([1 + 2j, 3 - 1j])
 
 
 def renamed(parts: Parts) -> dict[str, dict[str, Any]]:
@@ -49,6 +50,15 @@ def transposed(parts: Parts) -> dict[str, dict[str, Any]]:
 
 def lying(parts: Parts) -> dict[str, dict[str, Any]]:
     return {"model": {"w": uc.LazyTensor(torch.float32, (1, 1), lambda: parts["model"]["w"][...])}}
+
+
+def views(_: Parts) -> dict[str, dict[str, Any]]:
+    """Return a conjugate and a negative view, whose memory has other values."""
+    return {"model": {"conjugate": COMPLEX.conj(), "negative": COMPLEX.conj().imag}}
+
+
+def sparse(_: Parts) -> dict[str, dict[str, Any]]:
+    return {"model": {"w": torch.eye(2).to_sparse()}}
 
 
 def no_dict(_: Parts) -> list[int]:

@@ -956,3 +956,12 @@ def test_toml_and_json_rules_are_equal() -> None:
     )
     with pytest.raises(FormatError, match=r"r.toml: not valid TOML"):
         parse_renames(b"[[rules", file="r.toml")
+
+
+def test_unknown_keys_are_refused_with_the_likely_one() -> None:
+    rule = {"match": "a", "concta": 0, "to": "b"}
+    with pytest.raises(FormatError, match=r"rules\.0\.concta: unknown key; did you mean 'concat'"):
+        uc.SourceOptions(rename=[rule])
+    wrong: Any = {"match": "a", "to": "b"}
+    with pytest.raises(FormatError, match="rules: Input should be a list"):
+        uc.SourceOptions(rename=wrong)

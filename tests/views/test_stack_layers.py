@@ -13,7 +13,7 @@ import unified_ckpt as uc
 from tests.support.equality import check_equal
 from tests.support.torch_training import causal_lm_loss, state_of, train
 from unified_ckpt.cli.main import main
-from unified_ckpt.errors import FormatError
+from unified_ckpt.errors import FormatError, OptionError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.views.apply_options import apply_options
 from unified_ckpt.views.stack_layers import stack_layers, unstack_layers
@@ -172,6 +172,9 @@ def test_stacks_of_different_heights_are_refused_by_name(tmp_path: Path) -> None
         uc.open(tmp_path / "c", options=SourceOptions(layers="unstacked"))
     with pytest.raises(FormatError, match=r"expected a dim 2"):
         uc.open(tmp_path / "c", options=SourceOptions(layers="unstacked", layer_dim=2))
+    for name, value in (("layer_dim", 1), ("layer_lists", ["h"])):
+        with pytest.raises(OptionError, match=rf"\({name}\) has no effect without layers"):
+            uc.open(tmp_path / "c", options=SourceOptions(**{name: value}))
     uc.save(tmp_path / "d", model={"o": torch.ones(2)}, options=QUICK)
     with pytest.raises(FormatError, match=r"no tensor name contains layers or"):
         uc.open(tmp_path / "d", options=SourceOptions(layers="unstacked"))

@@ -106,6 +106,17 @@ def test_no_function_is_named(folder: Path) -> None:
         uc.open(folder, options=SourceOptions(conversion_fn="fn"))
 
 
+def test_views_are_read_by_value_and_sparse_tensors_refused(folder: Path) -> None:
+    with uc.open(folder, options=options(":views")) as opened:
+        assert torch.equal(opened["model"]["conjugate"][...], conversions.COMPLEX.conj())
+        assert torch.equal(opened["model"]["negative"][...], -conversions.COMPLEX.imag)
+    with (
+        uc.open(folder, options=options(":sparse")) as opened,
+        pytest.raises(FormatError, match=r"model:w: got a torch.sparse_coo tensor, expected a de"),
+    ):
+        opened["model"]["w"][...]
+
+
 def test_result_of_another_shape_is_an_error_when_read(
     folder: Path,
 ) -> None:

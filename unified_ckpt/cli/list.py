@@ -18,7 +18,12 @@ from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import RunListing, runs_text
 from unified_ckpt.cli.display.text import printable
-from unified_ckpt.cli.option_values import check_not_a_step, existing_root, retention_rules
+from unified_ckpt.cli.option_values import (
+    check_metric,
+    check_not_a_step,
+    existing_root,
+    retention_rules,
+)
 from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.manager.rules.when import local_retention_rules
@@ -43,6 +48,7 @@ def run(arguments: Namespace) -> int:
     root = existing_root(arguments)
     with progress_bar("list", unit=" steps", delay=1.0) as bar:
         runs = list_runs(root, arguments, StepForms(on_visit=bar.update))
+    check_metric(arguments, [record for listing in runs for record in listing.scan.steps])
     if arguments.json:
         print(json.dumps({"root": root, "runs": [_as_json(listing) for listing in runs]}, indent=2))
     elif not runs:

@@ -307,6 +307,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(argv)
     if arguments.verb is not None:
         _check_usage(arguments, unknown)
+    if sys.stdout is None:  # the caller has closed it, as with `>&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ASCII terminals lack the tree's branches
     if arguments.verb is None:
@@ -325,7 +327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has exited. Discard the buffer, or the exit raises again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"unified-ckpt {arguments.verb}: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"unified-ckpt {arguments.verb}: {where}{error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130  # as the shell reports SIGINT

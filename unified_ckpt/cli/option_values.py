@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Iterable
 from typing import TypeVar
 
+from unified_ckpt.core.keywords import suggestion
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import writable_path
@@ -26,6 +29,20 @@ def options_from(kind: type[Options], arguments: Namespace) -> Options:
 def retention_rules(arguments: Namespace) -> Rules:
     """Return the retention rules in the arguments."""
     return when.retention_rules(options_from(ManagerOptions, arguments))
+
+
+def check_metric(arguments: Namespace, records: Iterable[StepRecord]) -> None:
+    """Raise NotFoundError if no complete checkpoint has the metric that --metric names.
+
+    A mistyped name would select no best checkpoint, and `prune` would remove it.
+    """
+    metric, complete = arguments.best_metric, [r for r in records if r.status == "complete"]
+    known = sorted({name for record in complete for name in record.metrics or ()})
+    if metric is not None and complete and metric not in known:
+        raise NotFoundError(
+            f"--metric {metric}: no checkpoint has this metric, expected one of "
+            f"{', '.join(known) or 'none'}{suggestion(metric, known)}"
+        )
 
 
 def existing_root(arguments: Namespace) -> str:

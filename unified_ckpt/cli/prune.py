@@ -16,7 +16,12 @@ from functools import partial
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.step_table import stale_text
 from unified_ckpt.cli.display.text import printable
-from unified_ckpt.cli.option_values import check_not_a_step, existing_root, retention_rules
+from unified_ckpt.cli.option_values import (
+    check_metric,
+    check_not_a_step,
+    existing_root,
+    retention_rules,
+)
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import CheckpointError, NotFoundError
@@ -66,6 +71,7 @@ def run(arguments: Namespace) -> int:
         raise NotFoundError(
             f"{root}: no checkpoints named {arguments.prefix}<step>; pass the folder of one run"
         )
+    check_metric(arguments, scanned.steps)
     decisions: list[_Decision] = []
     min_age_seconds = arguments.older_than_hours * 3600
     if rules.full or rules.model_only:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from functools import wraps
+from functools import cache, wraps
 from inspect import Parameter, signature
-from typing import Any, TypeVar, cast, is_typeddict
+from typing import Any, TypeVar, cast, get_args, get_type_hints, is_typeddict
 
+Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -17,13 +18,25 @@ def suggestion(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def options_or_default(value: Value | None, kind: type[Value], name: str = "options") -> Value:
+    """Return the options of a call, by default those of `kind`. TypeError for another class."""
+    if value is not None and not isinstance(value, kind):
+        got = type(value).__name__
+        raise TypeError(f"{name}: got {got}, expected {kind.__name__}; pass {kind.__name__}(...)")
+    return kind() if value is None else value
+
+
 def show_keywords(declared: type[Any], **defaults: object) -> Callable[[Function], Function]:
     """Decorate a function with `**arguments` so that its signature lists what `declared` declares.
 
     `declared`: a class whose annotations are the keywords. The default that is shown is None for
-    keywords without one in `defaults`. With a TypedDict, other keywords raise TypeError at the
-    call, as in Python; other classes check their keywords themselves.
+    keywords without one in `defaults`. With a TypedDict, other keywords and an `options` of another
+    class raise TypeError at the call, as in Python; other classes check their keywords themselves.
     """
+
+    @cache
+    def options_class() -> type[Any]:
+        return next(iter(get_args(get_type_hints(declared).get("options"))), type(None))
 
     def decorate(function: Function) -> Function:
         shown = signature(function)
@@ -35,10 +48,15 @@ def show_keywords(declared: type[Any], **defaults: object) -> Callable[[Function
         def checked(*values: object, **arguments: object) -> object:
             unknown = sorted(arguments.keys() - names) if is_typeddict(declared) else ()
             if unknown:
+                kind, hint = options_class(), suggestion(unknown[0], names)
+                if unknown[0] in getattr(kind, "model_fields", ()):
+                    hint = f"; pass options={kind.__name__}({unknown[0]}=...)"
                 raise TypeError(
                     f"{function.__qualname__}() got an unexpected keyword argument "
-                    f"{unknown[0]!r}{suggestion(unknown[0], names)}"
+                    f"{unknown[0]!r}{hint}"
                 )
+            if is_typeddict(declared) and arguments.get("options") is not None:
+                options_or_default(arguments["options"], options_class())
             return function(*values, **arguments)
 
         checked.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -127,7 +127,7 @@ def convert(
         state = SourceMetadata() if isinstance(source, Exception) else source.metadata()
     if report.existed:
         return report
-    unwritten = {*files.left_out, *unwritten_state(state, convert_options.to)}
+    unwritten = {*files.left_out, *unwritten_state(state, convert_options.to, paths)}
     if unwritten and comm.rank == 0:
         title = f"{operation}: these entries of the source were neither read nor copied"
         _LOG.warning(format_list(title, sorted(unwritten)))

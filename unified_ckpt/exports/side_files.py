@@ -31,6 +31,7 @@ from unified_ckpt.runtime.storage.regular_files import (
     open_binary,
     probe,
 )
+from unified_ckpt.runtime.storage.storage import is_url
 from unified_ckpt.sources.detect.names import (
     ADAPTER_CONFIG,
     BIN_INDEX,
@@ -194,11 +195,17 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
     return SideFiles(tuple(copied), tuple(left_out))
 
 
-def unwritten_state(metadata: SourceMetadata, target_format: str) -> list[str]:
-    """Return names of state beside tensors, except the step, that the format has no place for."""
+def unwritten_state(
+    metadata: SourceMetadata, target_format: str, paths: Sequence[str]
+) -> list[str]:
+    """Return names of state beside tensors, except the step, that the format has no place for.
+
+    And those of `paths`, the folders of one source, that have another save than the one read.
+    """
+    folders = _folders_of_other_saves(paths, metadata.save_id) if len(paths) > 1 else []
     extra, places = metadata.extra, _PLACES.get(target_format)
     if places is None:
-        return []
+        return folders
     names = [f"extra:{key}" for key in extra] if isinstance(extra, Mapping) else []
     fields = {
         "extra": extra is not None and not names,
@@ -208,7 +215,16 @@ def unwritten_state(metadata: SourceMetadata, target_format: str) -> list[str]:
         "metrics": metadata.metrics,
     }
     names += [name for name, value in fields.items() if value]
-    return [name for name in names if name not in places]
+    return [*folders, *(name for name in names if name not in places)]
+
+
+def _folders_of_other_saves(paths: Sequence[str], save_id: str | None) -> list[str]:
+    manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
+    return [
+        f"{path} (save {manifest.save_id}, step {manifest.step})"
+        for path, manifest in manifests.items()
+        if manifest is not None and manifest.save_id != save_id
+    ]
 
 
 def check_modules(source: str, target_format: str) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from unified_ckpt.core.keywords import suggestion
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.json_text import parse_json
 
@@ -236,9 +237,14 @@ def check_renames(content: object, *, file: str) -> Renames:
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(step) for step in first["loc"])
-        raise FormatError(
-            f"{file}: {path or 'rules'}: {first['msg'].removeprefix('Value error, ')}"
-        ) from error
+        text = first["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
+        if first["type"] == "extra_forbidden":
+            text = f"unknown key{suggestion(str(first['loc'][-1]), _known_keys())}"
+        raise FormatError(f"{file}: {path or 'rules'}: {text}") from error
+
+
+def _known_keys() -> set[str]:
+    return {name for kind in _Strict.__subclasses__() for name in kind.model_fields}
 
 
 def captures(match: re.Match[str]) -> dict[str, str]:

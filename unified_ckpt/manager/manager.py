@@ -19,7 +19,7 @@ from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
-from unified_ckpt.engine.save.request import StateArguments
+from unified_ckpt.engine.save.request import StateArguments, check_step
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.events.run_events import CommitHook, FailureHook
 from unified_ckpt.manager.restore.targets import (
@@ -103,6 +103,7 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Return whether `save` would save at this step. Equal on all ranks; never waits."""
+        check_step(step)
         return bool(self.run.save_reasons(step))
 
     @show_keywords(StateArguments)
@@ -121,6 +122,7 @@ class CheckpointManager:
         Raises errors in the arguments at once. Raises failures of the storage or of a rank after
         `raise_after` failed saves in a row.
         """
+        check_step(step)
         state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
         self.run.record(step, state)
         return self.run.save(state, self.run.save_reasons(step) + when.FORCED * force)
@@ -137,6 +139,7 @@ class CheckpointManager:
 
         Raises the error of a failed save at once. An existing step stays, as in `save`.
         """
+        check_step(step)
         state = StepState(step, lambda: arguments, metrics, arguments.get("options"))
         return self.run.finish(state)
 

@@ -390,4 +390,4 @@ def _changed_rules(options: ManagerOptions, changes: Mapping[str, object]) -> Ma
 
 
 def _changed(options: _Options, changes: Mapping[str, object]) -> _Options:
-    return type(options).model_validate({**options.model_dump(exclude_unset=True), **changes})
+    return type(options)(**{**options.model_dump(exclude_unset=True), **changes})

@@ -127,11 +127,14 @@ def _external(
         tensor = load()
         if not isinstance(tensor, torch.Tensor):
             raise FormatError(f"got a {type(tensor).__name__}, expected a tensor")
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            kind = "meta" if tensor.is_meta else tensor.layout
+            raise FormatError(f"got a {kind} tensor, expected a dense one with values")
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise FormatError(
                 f"got shape {tuple(tensor.shape)} and {tensor.dtype}, expected {shape} and "
                 f"{dtype} as declared"
             )
-        return tensor.detach().cpu()[box.slices]
+        return tensor.detach().cpu()[box.slices].resolve_conj().resolve_neg()
 
     return ExternalTensor(External(dtype_name(dtype, fqn=description), shape, load_box, whole=True))

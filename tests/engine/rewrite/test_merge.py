@@ -356,6 +356,22 @@ def test_convert_merges_folders_of_several_nodes(once: Path, tmp_path: Path, to:
     assert not (tmp_path / "half").exists()
 
 
+def test_convert_names_folders_of_other_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two checkpoints are not merged: one is read, and the other is reported."""
+    for step in (1, 2):
+        uc.save(tmp_path / f"c{step}", model={"w": torch.full((3,), step)}, step=step)
+    sources = [tmp_path / "c1", tmp_path / "c2"]
+
+    report = uc.convert(sources, tmp_path / "whole")
+
+    (other,) = {1, 2} - {report.step}
+    (left_out,) = report.left_out
+    assert re.fullmatch(rf".*/c{other} \(save \w+, step {other}\)", left_out)
+    assert left_out in caplog.text
+
+
 def test_local_bytes_are_read_from_the_local_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,6 +183,22 @@ REFUSED: dict[str, Refused] = {
         r"Layout: rule\(s\) 'w\.weight' match no tensor on any rank",
         [{**WHOLE, "layout": uc.Layout({"tp": 2}, {"w.weight": {"tp": 0}})}] * 2,
     ),
+    **{
+        f"shape {name}": (
+            uc.LayoutError,
+            rf"Layout: rule\(s\) shapes\['{pattern}'\] match no tensor on any rank",
+            [{**WHOLE, "layout": uc.Layout({"tp": 2}, rules, {pattern: (8, 40_000)})}] * 2,
+        )
+        for name, rules, pattern in (
+            ("without match", {"w": {"tp": 0}}, "w.weight"),
+            ("without rule", {}, "w"),
+        )
+    },
+    "layout as dict": (
+        uc.LayoutError,
+        "layout: got a dict, expected a Layout",
+        [{**WHOLE, "layout": {"tp": 1}}],
+    ),
     "shards that are not chunks": (
         uc.LayoutError,
         r"rank 1: w: got a local tensor of shape \(2, 40000\), expected \(4, 40000\) from "
@@ -298,8 +314,26 @@ REFUSED: dict[str, Refused] = {
             rf"step: got {step!r}, expected an int of 0 or more",
             [{**WHOLE, "step": step}],
         )
-        for step in (-1, True, 1.0, "7")
+        for step in (-1, True, 1.0, "7", 2**63)
     },
+    **{
+        f"metric {value!r}": (
+            uc.FormatError,
+            r"metrics\['loss'\]: got .*, expected a finite number",
+            [{**WHOLE, "metrics": {"loss": value}}],
+        )
+        for value in (float("nan"), 10**400, "0.5", None, [1.0])
+    },
+    "metrics that are no dict": (
+        uc.FormatError,
+        r"metrics: got \[0\.5\], expected \{name: number\}",
+        [{**WHOLE, "metrics": [0.5]}],
+    ),
+    "a state_dict of an optimizer": (
+        uc.LayoutError,
+        r"optimizer: got a state_dict\(\), expected the optimizer itself",
+        [{**WHOLE, "optimizer": {"state": {}, "param_groups": []}}],
+    ),
     "list as tensor": (
         uc.LayoutError,
         r"model\['w'\]: got a list, expected a torch\.Tensor",
@@ -327,7 +361,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "optimizer without state names": (
         uc.LayoutError,
-        "optimizer: got the key 'w', expected names such as 'fqn/state'",
+        "optimizer: got the key 'w', expected names such as 'name/state'",
         [{**WHOLE, "optimizer": {"w": BIG}}],
     ),
     "sparse tensor": (

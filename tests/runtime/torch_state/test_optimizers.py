@@ -159,7 +159,7 @@ def test_flatten_optimizer_dicts() -> None:
     tensors = {"w/exp_avg": torch.ones(2), "a/b/step": torch.ones(())}
     assert flatten_optimizer(tensors, {}).tensors == tensors
     for key in ("w", "w/", "/m"):
-        text = rf"^optimizer: got the key '{key}', expected names such as 'fqn/state'"
+        text = rf"^optimizer: got the key '{key}', expected names such as 'name/state'"
         with pytest.raises(LayoutError, match=text):
             flatten_optimizer({key: torch.ones(1)}, {})
     text = r"^optimizer\['w/m'\]: got a float, expected a torch.Tensor"

@@ -174,6 +174,11 @@ def nested() -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # quantized tensors are deprecated
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -182,6 +187,8 @@ def nested() -> torch.Tensor:
         ({"w": torch.ones(2).to_sparse()}, "expected a whole dense"),
         ({"w": torch.empty(3, device="meta")}, "w: got .*on the meta device"),
         ({"w": nested()}, "w: got .*a nested tensor"),
+        ({"w": quantized()}, "w: got .*a quantized tensor"),
+        ({"model": {"a": {}}}, "the keys model, expected tensors, alone or under one of model, "),
         (
             {"net": {"w": torch.ones(2)}, "state_dict": {"w": torch.zeros(2)}},
             r"expected one state dict that may be the model, got several \(2\):\n  "
@@ -189,6 +196,7 @@ def nested() -> torch.Tensor:
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:TypedStorage")  # torch reads quantized tensors so
 def test_files_without_model_are_refused(tmp_path: Path, value: Any, text: str) -> None:
     torch.save(value, tmp_path / "x.pt")
     with pytest.raises(uc.FormatError, match=text):

@@ -30,7 +30,8 @@ def extra_text(tree_of_extra: Any) -> str:
     items = _items(tree_of_extra)
     if items is None:
         return _value_text(tree_of_extra)
-    return ", ".join(f"{key}={_value_text(value)}" for key, value in items) or "empty"
+    texts = [f"{printable(key)}={printable(_value_text(value))}" for key, value in items]
+    return ", ".join(texts) or "empty"
 
 
 def options_text(options: Any) -> str:

@@ -13,7 +13,7 @@ from unified_ckpt.engine.folder.manifest import read_manifest, read_manifest_at
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
-from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.regular_files import is_file, probe
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 
 # Names of steps that other engines write.
@@ -100,11 +100,8 @@ def latest_checkpoint(path: str) -> str:
             match = _STEP_NAME.fullmatch(entry.name)
             if match is not None and not names.is_backup(entry.name):
                 foreign.append((int(match[1] or match[2]), entry.path))
-            if (
-                entry.is_dir()
-                and not entry.name.startswith(".")
-                and is_file(os.path.join(entry.path, names.MANIFEST))
-            ):
+            manifest_path = os.path.join(entry.path, names.MANIFEST)
+            if not entry.name.startswith(".") and probe(is_file, manifest_path):
                 manifest = read_manifest_at(entry.path)
                 if manifest is not None:
                     step = -1 if manifest.step is None else manifest.step
@@ -144,10 +141,11 @@ def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest 
             )
         return None
     if target.if_exists == "error":
+        step_text = "without a step" if manifest.step is None else f"step {manifest.step}"
         raise StorageError(
             f"{path}: holds a committed checkpoint (save {manifest.save_id}, "
-            f"step {manifest.step}), expected a free name; "
-            'pass if_exists="replace" or if_exists="keep"'
+            f"{step_text}), expected a free name; "
+            'pass if_exists="replace" or if_exists="keep" in the options'
         )
     return None if is_replaceable(storage, target, manifest) else manifest
 

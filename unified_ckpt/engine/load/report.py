@@ -18,7 +18,7 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The result of a load. Tensors are named "part:fqn", the extra state of modules
+    """The result of a load. Tensors are named "part:name", the extra state of modules
     "modules:name". Byte counts are of this rank.
 
     `bytes_read`: decoded bytes; files have fewer bytes of compressed tensors.

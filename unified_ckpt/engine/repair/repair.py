@@ -29,6 +29,7 @@ from typing import TypeVar
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_ranks, human_size
+from unified_ckpt.engine.folder.if_exists import check_not_run_folder
 from unified_ckpt.engine.folder.stored_files import check_size, read_file
 from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.repair.copies import (
@@ -138,6 +139,8 @@ def _check_folder(storage: LocalStorage) -> None:
             "got a file, expected a checkpoint folder" if storage.kind("") else "does not exist"
         )
         raise NotFoundError(f"{storage.root}: {problem}")
+    if storage.kind(names.MANIFEST) is None:
+        check_not_run_folder(storage)
 
 
 class FolderRepair:

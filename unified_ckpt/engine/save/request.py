@@ -58,6 +58,12 @@ class SaveArguments(StateArguments, total=False):
     metrics: Mapping[str, float] | None
 
 
+def check_step(step: object) -> None:
+    """Raise FormatError for a step that a manifest cannot store."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
+        raise FormatError(f"step: got {step!r}, expected an int of 0 or more, below 2**63")
+
+
 def save_request(
     comm: Comm, arguments: SaveArguments, options: SaveOptions, *, reads_values: bool = True
 ) -> SaveRequest:
@@ -66,8 +72,8 @@ def save_request(
     Without `reads_values`, a tensor of an omitted model is taken to be its rounded master.
     """
     step, layout = arguments.get("step"), arguments.get("layout")
-    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-        raise FormatError(f"step: got {step!r}, expected an int of 0 or more")
+    if step is not None:
+        check_step(step)
     for part in arguments.get("parts") or ():
         if isinstance(part, str) and part.endswith(SHARD_SUFFIX):
             # Its tensors would be taken for shards of another part.
@@ -182,11 +188,18 @@ def _stored_names(arguments: SaveArguments) -> dict[int, str]:
     return names
 
 
-def _finite_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    by_name = {str(name): float(value) for name, value in (metrics or {}).items()}
-    for name, value in by_name.items():
-        if not math.isfinite(value):
-            raise FormatError(f"metrics[{name!r}]: got {value}, expected a finite number")
+def _finite_metrics(metrics: Any) -> dict[str, float]:
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise FormatError(f"metrics: got {metrics!r}, expected {{name: number}}")
+    by_name: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise FormatError(f"metrics[{name!r}]: got {value!r}, expected a finite number")
+        by_name[str(name)] = number
     return by_name
 
 

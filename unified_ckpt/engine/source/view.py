@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index as as_int
 from types import EllipsisType, TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -16,7 +17,7 @@ from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.runtime.torch_state.tensors import from_bytes, torch_dtype
 
-Index = int | slice | EllipsisType
+Index = SupportsIndex | slice | EllipsisType
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,9 @@ class TensorView:
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
         indices = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in indices:
-            position = indices.index(Ellipsis)
+        ellipses = [i for i, item in enumerate(indices) if item is Ellipsis]
+        if ellipses:
+            position = ellipses[0]
             missing = [slice(None)] * (len(self.shape) - len(indices) + 1)
             indices = (*indices[:position], *missing, *indices[position + 1 :])
         if len(indices) > len(self.shape):
@@ -54,18 +56,23 @@ class TensorView:
         return from_bytes(body, self.dtype, out_shape)
 
 
-def _index_range(index: object, size: int, label: str) -> tuple[int, int, bool]:
+def _index_range(index: Any, size: int, label: str) -> tuple[int, int, bool]:
     """Return the half-open range of one dim, and whether the dim is kept."""
-    if isinstance(index, int):
-        if not -size <= index < size:
-            raise IndexError(f"{label}: index {index} is out of range for a dim of size {size}")
-        return index % size, index % size + 1, False
     if isinstance(index, slice):
         low, high, step = index.indices(size)
         if step != 1:
             raise IndexError(f"{label}: got slice step {step}, expected 1")
         return low, max(low, high), True
-    raise IndexError(f"{label}: got index {index!r}, expected an int, a slice or an ellipsis")
+    try:
+        if isinstance(index, (bool, torch.Tensor)):
+            raise TypeError("torch takes it for a mask, or may")
+        position = as_int(index)
+    except TypeError:
+        text = f"{label}: got index {index!r}, expected an int, a slice or an ellipsis"
+        raise IndexError(text) from None
+    if not -size <= position < size:
+        raise IndexError(f"{label}: index {position} is out of range for a dim of size {size}")
+    return position % size, position % size + 1, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,12 @@ class SourceView(AbstractContextManager["SourceView"]):
                 f"part {part!r}: does not exist, expected one of {', '.join(self._source.parts)}"
             )
         return PartView(self._source, part)
+
+    def __contains__(self, part: object) -> bool:
+        return part in self._source.parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.parts)
 
     @property
     def source(self) -> Source:

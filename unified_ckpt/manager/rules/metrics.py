@@ -10,11 +10,15 @@ import math
 from collections.abc import Mapping
 from typing import SupportsFloat
 
+from unified_ckpt.errors import FormatError
+
 _LOG = logging.getLogger("unified_ckpt")
 
 
 def finite_metrics(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
-    """Return the metrics that are finite numbers. Pure."""
+    """Return the metrics that are finite numbers. Pure. FormatError for anything but a mapping."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise FormatError(f"metrics: got {metrics!r}, expected {{name: number}}")
     numbers = {str(name): _finite_float(value) for name, value in (metrics or {}).items()}
     return {name: value for name, value in numbers.items() if value is not None}
 

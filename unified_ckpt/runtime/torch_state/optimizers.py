@@ -60,7 +60,7 @@ def as_optimizers(optimizer: OptimizerArgument | None) -> list[Optimizer]:
         if not hasattr(item, "param_groups"):
             raise LayoutError(
                 f"optimizer: got a {type(item).__name__}, expected optimizers, or a dict "
-                "{'fqn/state': tensor}"
+                "{'name/state': tensor}"
             )
     return [unwrap_optimizer(item) for item in optimizers]
 
@@ -87,11 +87,13 @@ def flatten_optimizer(
         return optimizer
     flat = FlatOptimizer()
     if isinstance(optimizer, Mapping):
+        if "param_groups" in optimizer:
+            raise LayoutError("optimizer: got a state_dict(), expected the optimizer itself")
         check_tensors(optimizer, "optimizer")
         for key in optimizer:
             if not all(key.rpartition("/")):
                 raise LayoutError(
-                    f"optimizer: got the key {key!r}, expected names such as 'fqn/state'"
+                    f"optimizer: got the key {key!r}, expected names such as 'name/state'"
                 )
         flat.tensors = dict(optimizer)
         return flat

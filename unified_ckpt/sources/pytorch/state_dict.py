@@ -82,7 +82,8 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     if not _is_state_dict(weights):
         keys = ", ".join(sorted(map(str, content))[:10])
         raise FormatError(
-            f"{path}: no state dict: got the keys {keys}, expected one of {_MODEL_KEYS}"
+            f"{path}: no state dict: got the keys {keys or 'of an empty dict'}, expected tensors, "
+            f"alone or under one of {', '.join(_MODEL_KEYS)}"
         )
     model = parse_state_dict(path, weights)
     tensors = model.tensors

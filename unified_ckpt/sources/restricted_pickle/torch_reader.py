@@ -57,10 +57,9 @@ def load_by_torch(file: str | io.BytesIO, label: str, placeholders: Collection[s
             _unsafe_globals_error(file, label) or f"{label}: {_unpickling_reason(error)}"
         ) from error
     except Exception as error:  # a damaged pickle may raise anything
-        raise FormatError(
-            f"{label}: is damaged, or not a torch.save file: "
-            f"{str(error).partition(_TORCH_ADVICE)[0]}"
-        ) from error
+        text = str(error).partition(_TORCH_ADVICE)[0]
+        reason = repr(error) if isinstance(error, KeyError) or not text else text
+        raise FormatError(f"{label}: is damaged, or not a torch.save file: {reason}") from error
 
 
 @contextmanager
@@ -213,4 +212,5 @@ def _unreadable_reason(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         return "a tensor on the meta device"
     dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return "" if dense else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
+    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
+    return "" if dense else f"a {kind} tensor"

@@ -133,6 +133,13 @@ def check_trainer(root: Path) -> None:
     messages = recorded_warnings()
     train(recording_trainer(root / "run", StopAt(9), **dispatched), resume=True)
     assert any("'dispatch_batches': False" in text for text in messages) == (dist.get_rank() == 0)
+    unseeded = {**shared, "accelerator_config": {"use_seedable_sampler": False}}
+    for step, text in ((6, "generator of the sampler starts anew"), (7, "cannot be reproduced")):
+        folder = root / f"unseeded-{step}"
+        at = {"save_strategy": "steps", "save_steps": step}
+        train(recording_trainer(folder, StopAt(step), **unseeded | at))
+        train(recording_trainer(folder, StopAt(step + 1), **unseeded), resume=True)
+        assert any(text in message for message in messages) == (dist.get_rank() == 0), step
 
 
 def main() -> None:

@@ -82,6 +82,22 @@ def test_ddp_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         assert len(source.rank_extra) == 2
 
 
+def test_order_of_a_loader_with_a_state_is_kept(tmp_path: Path) -> None:
+    """Lightning wraps its sampler, which owns a generator, and the wrapper has no state."""
+    net = {"loader": "stateful"}
+    whole, *resumed = launch(
+        tmp_path,
+        2,
+        ("2x1", "whole", {"trainer": EVERY, "net": net}),
+        *[
+            ("2x1", str(step), {"ckpt_path": str(tmp_path / f"whole/step={step}.ckpt"), "net": net})
+            for step in (1, 2, 3)
+        ],
+    )
+    for step, ranks in enumerate(resumed, 1):
+        check_same(ranks, whole, batches=4 - step)
+
+
 @pytest.mark.slow
 def test_fsdp2_resumes_on_the_same_and_other_ranks(tmp_path: Path) -> None:
     """Bitwise on as many ranks. On one and four ranks: equal state, and no sample repeated or left

@@ -99,11 +99,13 @@ class Net(pl.LightningModule):
         workers = 1 if kind in ("workers", "persistent", "epochs") else 0
         seed = torch.initial_seed()
         sampler = DistributedSampler(samples(), 1, 0, seed=seed) if kind == "epochs" else None
+        generator = torch.Generator().manual_seed(seed) if kind == "generator" else None
         return (StatefulDataLoader if kind == "stateful" else DataLoader)(
             samples(),
             batch_size=self.hparams["batch"],
             shuffle=sampler is None,
             sampler=sampler,
+            generator=generator,
             num_workers=workers,
             persistent_workers=kind == "persistent",
         )

@@ -93,6 +93,12 @@ KINDS: dict[str, tuple[type[Any], Callable[[int], dict[str, str]], bool]] = {
         lambda i: {"prompt": text(i), "chosen": text(i + 1, 3), "rejected": text(i + 2, 3)},
         True,
     ),
+    "DPO, synced reference": (
+        LlamaForCausalLM,
+        lambda i: {"prompt": text(i), "chosen": text(i + 1, 3), "rejected": text(i + 2, 3)},
+        False,
+    ),
+    "GRPO": (LlamaForCausalLM, lambda i: {"prompt": text(i)}, False),
     "Reward": (
         LlamaForSequenceClassification,
         lambda i: {"chosen": text(i, 5), "rejected": text(i + 2, 5)},
@@ -107,6 +113,13 @@ def make(kind: str, out: Path, callbacks: list[TrainerCallback], **arguments: An
 
     model, row, adapters = KINDS[kind]
     name = kind.partition(",")[0]
+    more: dict[str, Any] = {}
+    if "reference" in kind:
+        arguments |= {"sync_ref_model": True, "ref_model_sync_steps": 1}
+        more["ref_model"] = model(config())
+    if kind == "GRPO":
+        arguments = {"num_generations": 2, "max_completion_length": 4} | arguments
+        more["reward_funcs"] = lambda completions, **_: [float(len(each)) for each in completions]
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     trainer: Trainer = getattr(trl, f"{name}Trainer")(
         model=model(config()),
@@ -114,6 +127,6 @@ def make(kind: str, out: Path, callbacks: list[TrainerCallback], **arguments: An
         train_dataset=Dataset.from_list([row(i) for i in range(16)]),
         processing_class=tokenizer(),
         callbacks=callbacks,
-        **({"peft_config": lora} if adapters else {}),
+        **({"peft_config": lora} if adapters else more),
     )
     return trainer

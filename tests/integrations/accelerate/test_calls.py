@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import Sampler, WeightedRandomSampler
 from transformers import LlamaForCausalLM
 
 import unified_ckpt as uc
@@ -25,6 +26,19 @@ from unified_ckpt.integrations.accelerate.folders import is_native
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated"
 )  # torchdata 0.11 calls it
+
+
+class GeneratorSampler(Sampler[int]):
+    """Draws the order of each epoch from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(24, generator=self.generator).tolist()
+
+    def __len__(self) -> int:
+        return 24
 
 
 @pytest.mark.parametrize(
@@ -49,8 +63,12 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, straight: Job, sto
 
 @pytest.mark.parametrize(
     ("arguments", "skip"),
-    [({"stateful": False}, 4), ({"dispatch": True}, 0)],
-    ids=["skip_first_batches", "dispatched"],
+    [
+        ({"stateful": False}, 4),
+        ({"dispatch": True}, 0),
+        ({"dispatch": True, "stateful": False}, 4),
+    ],
+    ids=["skip_first_batches", "dispatched", "skip_first_batches of dispatched"],
 )
 def test_resume_within_an_epoch(tmp_path: Path, arguments: dict[str, Any], skip: int) -> None:
     """`skip_first_batches` resumes without a stateful dataloader; later epochs keep their order."""
@@ -460,6 +478,7 @@ def test_accumulated_gradients_warn(tmp_path: Path, caplog: pytest.LogCaptureFix
             0,
             "an epoch whose order cannot be reproduced; save between epochs",
         ),
+        ({"sampler": GeneratorSampler()}, 0, "GeneratorSampler draws the order from a generator"),
         (
             {"num_workers": 1, "persistent_workers": True},
             1,

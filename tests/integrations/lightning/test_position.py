@@ -32,6 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "epochs",
         {},
     ),
+    "with a loader that owns a generator": (EVERY, "generator", {}),
     "with a loader that has a state": ({**EVERY, "every_n_train_steps": 2}, "stateful", {}),
     "with a loader that has a state, at the end of epochs, counting steps": (
         EPOCHS,

@@ -56,7 +56,7 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 
 class Job:
-    def __init__(self, way: str, seed: int) -> None:
+    def __init__(self, way: str, seed: int, *, rows: int = len(ROWS)) -> None:
         AcceleratorState._reset_state(reset_partial_state=False)
         GradientState._reset_state()
         torch.manual_seed(seed)
@@ -66,7 +66,7 @@ class Job:
         model = nn.Sequential(
             nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 8)
         )
-        data, shuffled = (Stream(), None) if way == "stream" else (ROWS, True)
+        data, shuffled = (Stream(), None) if way == "stream" else (ROWS[:rows], True)
         loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffled)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
@@ -104,6 +104,24 @@ def check(way: str, root: Path) -> None:
         assert resumed.losses == straight[stop:], (way, stop)
 
 
+def recorded_warnings() -> list[str]:
+    """Return a list that all later warnings are added to."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unified_ckpt").addHandler(handler)
+    return messages
+
+
+def check_uneven(root: Path) -> None:
+    """Rank 0 adds its first samples to a last batch of 7. After a resume, these are others."""
+    messages = recorded_warnings()
+    for rows, warns in ((48, False), (47, True)):
+        stopped = Job("dispatched", seed=0, rows=rows).run(stop=2)
+        save_state(stopped.accelerator, root / f"rows-{rows}", options=uc.SaveOptions(fsync=False))
+        assert any("last batch has too few samples" in text for text in messages) == warns, rows
+
+
 def check_trainer(root: Path) -> None:
     """The Trainer would repeat dispatched batches, and warns. Shards read the same samples."""
     shared: dict[str, Any] = {"batch": 4, "ddp_backend": "gloo", "save_strategy": "no"}
@@ -112,17 +130,22 @@ def check_trainer(root: Path) -> None:
     saving = {**dispatched, "save_strategy": "steps", "save_steps": 8}
     train(recording_trainer(root / "run", StopAt(8), **saving))
     assert train(recording_trainer(root / "run", **shared), resume=True) == whole[8 * 4 :]
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unified_ckpt").addHandler(handler)
+    messages = recorded_warnings()
     train(recording_trainer(root / "run", StopAt(9), **dispatched), resume=True)
     assert any("'dispatch_batches': False" in text for text in messages) == (dist.get_rank() == 0)
+    unseeded = {**shared, "accelerator_config": {"use_seedable_sampler": False}}
+    for step, text in ((6, "generator of the sampler starts anew"), (7, "cannot be reproduced")):
+        folder = root / f"unseeded-{step}"
+        at = {"save_strategy": "steps", "save_steps": step}
+        train(recording_trainer(folder, StopAt(step), **unseeded | at))
+        train(recording_trainer(folder, StopAt(step + 1), **unseeded), resume=True)
+        assert any(text in message for message in messages) == (dist.get_rank() == 0), step
 
 
 def main() -> None:
     with started():
         check_trainer(Path(sys.argv[1]) / "trainer")
+        check_uneven(Path(sys.argv[1]))
         for way in sys.argv[2:] or WAYS:
             check(way, Path(sys.argv[1]))
 

@@ -103,6 +103,21 @@ def _resume_problem(loader: Any, sampler: Any, *, epoch: int, midway: bool) -> s
             else f"save between epochs, or draw the order without {type(sampler).__name__}"
         )
         return f"saved within an epoch whose order cannot be reproduced; {remedy}"
+    has_state = _is_stateful(loader) and type(loader.batch_sampler).__module__.startswith(
+        "torchdata"
+    )
+    if midway and "generator" in _order(sampler) and not has_seed and not has_state:
+        return (
+            f"saved within an epoch; {type(sampler).__name__} draws the order from a generator, "
+            "whose state at the start of the epoch is not saved; save between epochs, or seed the "
+            "generator in set_epoch"
+        )
+    if midway and _completes_last_batch(loader):
+        return (
+            "saved within an epoch whose last batch has too few samples for all processes; "
+            "rank 0 completes it with the first samples that it dispatches, which are others after "
+            "a resume; set drop_last=True to resume exactly"
+        )
     if midway and not epoch and _is_stateful(loader) and loader.num_workers and has_seed:
         return (
             "saved in its first epoch, whose order Accelerate draws before it knows the seed; "
@@ -111,6 +126,14 @@ def _resume_problem(loader: Any, sampler: Any, *, epoch: int, midway: bool) -> s
     if epoch and loader.num_workers and loader.persistent_workers:
         return "a resume starts persistent workers anew, without their random states"
     return ""
+
+
+def _completes_last_batch(loader: Any) -> bool:
+    """Whether rank 0 dispatches batches, and adds samples to the last one. Unknown for streams."""
+    if not isinstance(loader, DataLoaderDispatcher) or loader._drop_last:
+        return False
+    length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0
+    return bool(length % loader.state.num_processes)
 
 
 def _running(accelerator: Any, loader: Any) -> Any:
@@ -159,7 +182,7 @@ def load_loader_states(
     vars(accelerator.gradient_state).pop("_add_dataloader", None)  # of an earlier load
     resuming = []
     for index, (loader, state) in enumerate(zip(accelerator._dataloaders, saved, strict=False)):
-        loader.iteration = state["epoch"]
+        loader.set_epoch(state["epoch"])  # its samplers too: a copy that skips batches does not
         _set_order(_sampler(loader), state["order"])
         if _is_stateful(loader):
             state = _set_position(index, loader, state, same_ranks=same_ranks)

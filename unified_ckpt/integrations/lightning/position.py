@@ -2,23 +2,27 @@
 neither and reshuffles.
 
 A rank stores its current random states, and those from before the iterator of its loaders was
-created. To resume in the middle of an epoch, the iterator is created again from the latter, which
-gives the same order and the same worker seeds. The batches already seen are drawn and dropped; then
-the current states are restored. Loaders with a `state_dict` (StatefulDataLoader) seek by
-themselves.
+created. Both include the generators that loaders and samplers own. To resume in the middle of an
+epoch, the iterator is created again from the latter, which gives the same order and the same worker
+seeds. The batches already seen are drawn and dropped; then the current states are restored. Loaders
+with a `state_dict` (StatefulDataLoader) seek by themselves.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
 
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 _LOG = logging.getLogger("unified_ckpt")
 _BATCHES = "epoch_loop.batch_progress"
+_GENERATORS = "generators"  # key in random states
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class PositionTracker:
         fetcher, combined = self._loop._data_fetcher, self._loop._combined_loader
         ended = fetcher is None or fetcher.done
         return {
-            **RandomStates().state_dict(),
+            **self._random_states(),
             "order": self._order_rng,
             "batches": 0 if ended else int(self._loop.epoch_loop.batch_progress.current.ready),
             "loaders": list(combined._state_dicts()) if combined is not None else [],
@@ -126,9 +130,10 @@ class PositionTracker:
                 "loaders restart the epoch and drop the batches already seen",
                 replicas,
             )
+        states, order = RandomStates().state_dict(), first_rank["order"] or {}
         self._target = _ResumeTarget(
-            RandomStates().state_dict(),
-            None,
+            {**states, _GENERATORS: first_rank.get(_GENERATORS, [])},
+            {**states, _GENERATORS: order.get(_GENERATORS, [])},
             0 if first_rank["ended"] else batches,
             [],
             ended=first_rank["ended"],
@@ -140,6 +145,9 @@ class PositionTracker:
         self._original_load_states()
         target = self._target
         if target is not None:
+            if any(_wrapped_sampler(item) is not None for item in self._loaders_and_samplers()):
+                # it draws an order each time that it is iterated, which a loader does to seek
+                target = self._target = replace(target, loader_states=[])
             progress = self._loop.epoch_progress.current
             # a save at the last batch comes before the end of its epoch is counted
             epoch = progress.ready if target.ended else progress.processed
@@ -150,10 +158,10 @@ class PositionTracker:
                 if seed is not None and _seed(sampler) is not None:
                     sampler.seed = seed
             self._loop._combined_loader._load_state_dicts(target.loader_states)
-            RandomStates().load_state_dict(
+            self._restore_random_states(
                 target.order_rng if target.batches and target.order_rng is not None else target.rng
             )
-        self._order_rng = RandomStates().state_dict()
+        self._order_rng = self._random_states()
 
     def _on_first_batch(self, fetcher: Any) -> None:
         """Replace the epoch loop's method that runs right before the first batch."""
@@ -164,7 +172,7 @@ class PositionTracker:
         before = self._rng_before_next_batch
         if target is None and before is not None and before[1] == drawn:
             # the previous run only finished an epoch
-            RandomStates().load_state_dict(before[0])
+            self._restore_random_states(before[0])
         self._rng_before_next_batch = (target.rng, drawn) if target is not None else None
         if (
             target is None
@@ -172,7 +180,7 @@ class PositionTracker:
             and not loop.is_resuming
             and not loop.epoch_loop.restarting
         ):
-            self._order_rng = RandomStates().state_dict()  # the loop creates a new iterator now
+            self._order_rng = self._random_states()  # the loop creates a new iterator now
         if (
             target is not None
             and target.batches
@@ -188,11 +196,11 @@ class PositionTracker:
             and target.ended
             and loop.epoch_loop.batch_progress.current.ready == 0
         ):
-            RandomStates().load_state_dict(target.rng)
+            self._restore_random_states(target.rng)
             iter(fetcher)  # starts the next epoch
         self._original_run_start(fetcher)
         if target is not None and target.batches:
-            RandomStates().load_state_dict(target.rng)
+            self._restore_random_states(target.rng)
 
     def _warn_not_reproducible(self) -> None:
         """Log what the resumed run cannot reproduce.
@@ -226,18 +234,44 @@ class PositionTracker:
             )
 
     def _samplers(self) -> list[Any]:
+        items = [item for item in self._loaders_and_samplers() if not isinstance(item, DataLoader)]
+        return [item for item in items if callable(getattr(item, "set_epoch", None))]
+
+    def _random_states(self) -> dict[str, Any]:
+        generators = [generator.get_state() for generator in self._generators()]
+        return {**RandomStates().state_dict(), _GENERATORS: generators}
+
+    def _restore_random_states(self, states: Mapping[str, Any]) -> None:
+        RandomStates().load_state_dict(states)
+        for generator, state in zip(self._generators(), states.get(_GENERATORS, ()), strict=False):
+            generator.set_state(state)
+
+    def _generators(self) -> list[torch.Generator]:
+        generators = [getattr(item, "generator", None) for item in self._loaders_and_samplers()]
+        unique = {id(item): item for item in generators if isinstance(item, torch.Generator)}
+        return list(unique.values())
+
+    def _loaders_and_samplers(self) -> list[Any]:
+        """Return the loaders, their samplers, and the samplers that these wrap."""
         combined = self._loop._combined_loader
-        loaders = combined.flattened if combined is not None else []
-        samplers = [
-            getattr(item, name, None) for item in loaders for name in ("sampler", "batch_sampler")
-        ]
-        return [item for item in samplers if callable(getattr(item, "set_epoch", None))]
+        items = list(combined.flattened) if combined is not None else []
+        for item in items:  # grows
+            inner = [getattr(item, name, None) for name in ("sampler", "batch_sampler")]
+            inner.append(_wrapped_sampler(item))
+            known = [None, *items]
+            items += [each for each in inner if all(each is not other for other in known)]
+        return items
 
     def _sampler_kwargs(self) -> dict[str, int]:
         kwargs: dict[str, int] = getattr(
             self._trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
         )
         return kwargs
+
+
+def _wrapped_sampler(sampler: Any) -> Any:
+    """Return the sampler inside Lightning's DistributedSamplerWrapper, None for other samplers."""
+    return getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
 def _seed(sampler: Any) -> int | None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import IterableDataset, SequentialSampler
 
@@ -127,15 +128,20 @@ def _order(loader: Any, world: int) -> tuple[str, int | None, int | None]:
         # `datasets` gives each process its own shards if there are enough.
         sharded = world > 1 and type(loader.dataset).__module__.startswith("datasets.")
         return (_UNKNOWN_ORDER if sharded else "a stream"), None, None
-    sampler = loader.batch_sampler
-    while hasattr(sampler, "batch_sampler"):
-        sampler = sampler.batch_sampler
-    sampler = getattr(sampler, "sampler", sampler)
+    sampler = _sampler(loader)
     if type(sampler) is SeedableRandomSampler:
         return "shuffled", int(sampler.initial_seed), len(sampler)
     if type(sampler) is SequentialSampler:
         return "in its own order", None, len(sampler)
     return _UNKNOWN_ORDER, None, None
+
+
+def _sampler(loader: Any) -> Any:
+    """Return the sampler of indices. Batch samplers wrap it, one inside the other."""
+    sampler = loader.batch_sampler
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    return getattr(sampler, "sampler", sampler)
 
 
 def _loader_warnings(args: Any, loader: Any, position: DataPosition) -> list[str]:
@@ -148,6 +154,23 @@ def _loader_warnings(args: Any, loader: Any, position: DataPosition) -> list[str
             "with dispatch_batches, Accelerate skips batches of one process, so samples are "
             "repeated; resume with accelerator_config={'dispatch_batches': False}, which reads the "
             "same samples"
+        )
+    every = getattr(args, "steps_per_generation", None) or 0  # of TRL's GRPO and RLOO
+    every *= getattr(args, "num_iterations", 1)
+    if skips and every and position.rounds % every:
+        notes.append(
+            f"completions are generated again, with the current weights: they are not saved, and "
+            f"this checkpoint is between two generations; save after each {every} batches, which "
+            f"are {every / args.gradient_accumulation_steps:g} steps, to resume exactly"
+        )
+    sampler = _sampler(loader)
+    has_generator = isinstance(getattr(sampler, "generator", None), torch.Generator)
+    is_seeded = isinstance(sampler, SeedableRandomSampler)
+    if position.epoch and not position.rounds and has_generator and not is_seeded:
+        notes.append(
+            "the generator of the sampler starts anew, so the next epochs have another order than "
+            "in an uninterrupted run; use accelerator_config={'use_seedable_sampler': True} and "
+            "its sampler"
         )
     if args.dataloader_num_workers and args.dataloader_persistent_workers:
         notes.append(

@@ -38,6 +38,7 @@ from unified_ckpt.integrations.transformers.compatibility import (
 )
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.integrations.transformers.position import PositionTracker
+from unified_ckpt.integrations.transformers.references import load_references, reference_parts
 from unified_ckpt.integrations.transformers.resume import (
     check_path,
     latest_checkpoint,
@@ -237,7 +238,7 @@ class PatchedTrainer:
         weights = _model_arguments(wrapped)
         return {
             "model": weights.get("model"),
-            "parts": weights.get("parts"),
+            "parts": weights.get("parts", {}) | ({} if only_model else reference_parts(trainer)),
             "optimizer": None if only_model else trainer.optimizer,
             "extra": None if only_model else self._collect_extra(),
             "rank_extra": None if only_model else RandomStates().state_dict(),
@@ -349,6 +350,12 @@ class PatchedTrainer:
         options = self._load_options.model_copy(update={"parts": ("optimizer",)})
         self._report = self.checkpoints.run.checkpointer.load(
             os.path.abspath(checkpoint), **weights, optimizer=optimizer, options=options
+        )
+        load_references(
+            trainer,
+            self.checkpoints.run.checkpointer,
+            os.path.abspath(checkpoint),
+            self._load_options,
         )
         saved = (self._report.extra or {}).get("scheduler")
         if saved is not None and trainer.lr_scheduler is not None:

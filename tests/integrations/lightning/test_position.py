@@ -72,12 +72,50 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, case: str) -> None
             seed=5,
             **arguments,
         )
-        step = int(re.findall(r"\d+", name)[0])
+        step = step_of(tmp_path / name)
         assert len(resumed.losses) == len(whole.losses) - step * arguments.get(
             "accumulate_grad_batches", 1
         ), name
         assert resumed.seen == whole.seen[len(whole.seen) - len(resumed.seen) :], name
         check_same(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("loader", "arguments"),
+    [
+        ("plain", {}),
+        ("plain", {"accumulate_grad_batches": 3}),
+        ("plain", {"reload_dataloaders_every_n_epochs": 2}),
+        ("plain", {"val_check_interval": 3}),
+        ("workers", {"reload_dataloaders_every_n_epochs": 1}),
+        ("stateful", {}),
+    ],
+    ids=repr,
+)
+def test_run_resumed_twice_equals_uninterrupted_run(
+    tmp_path: Path, loader: str, arguments: dict[str, Any]
+) -> None:
+    """After a save at the end of an epoch, Lightning did not count the next one, nor draw its order
+    after the skipped validation. It saved the step again within the accumulation of the next one.
+    """
+    arguments = {"net": {"loader": loader}, "checkpoints": EVERY, "max_epochs": 3} | arguments
+    whole = fit(tmp_path / "whole", **arguments)
+
+    def resume(path: Path, out: str) -> Path:
+        """Return the run's first checkpoint."""
+        resumed = fit(tmp_path / out, ckpt_path=path, seed=5, **arguments)
+        assert resumed.seen == whole.seen[len(whole.seen) - len(resumed.seen) :] != [], path
+        check_same(resumed, whole)
+        return min((tmp_path / out).glob("*.ckpt"), key=step_of)
+
+    for path in sorted((tmp_path / "whole").glob("*.ckpt"), key=step_of)[1:-2:2]:
+        first = resume(path, path.stem)
+        assert step_of(first) == step_of(path) + 1
+        resume(first, f"{path.stem}, twice")
+
+
+def step_of(path: Path) -> int:
+    return int(re.findall(r"\d+", path.name)[0])
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])

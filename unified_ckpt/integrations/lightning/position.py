@@ -32,6 +32,7 @@ class _ResumeTarget:
     `order_rng`: None if the order cannot be reproduced. `batches`: seen in the epoch; 0 where the
     next epoch begins. `loader_states`: of loaders that seek by themselves; `ended`: they are at the
     end of an epoch. `seeds`: of samplers that draw the order of an epoch from a seed.
+    `reload_epoch`: in which the loaders were created, for `reload_dataloaders_every_n_epochs`.
     """
 
     rng: Mapping[str, Any]
@@ -40,6 +41,7 @@ class _ResumeTarget:
     loader_states: list[dict[str, Any]]
     ended: bool
     seeds: list[int | None]
+    reload_epoch: float
 
 
 class PositionTracker:
@@ -51,10 +53,17 @@ class PositionTracker:
         self._target: _ResumeTarget | None = None
         # RNG until the next batch, and batches drawn so far
         self._rng_before_next_batch: tuple[Mapping[str, Any], int] | None = None
+        self._validation_due = False  # right after the save
+        self._epoch_begun = False  # by `_begin_epoch`
+        validation = self._loop.epoch_loop.val_loop
         self._original_load_states = self._loop._load_combined_loader_states
+        self._original_reset = self._loop.reset
         self._original_run_start = self._loop.epoch_loop.on_run_start
+        self._original_skip_validation = validation.increment_progress_to_evaluation_end
         self._loop._load_combined_loader_states = self._before_iterator
+        self._loop.reset = self._reset
         self._loop.epoch_loop.on_run_start = self._on_first_batch
+        validation.increment_progress_to_evaluation_end = self._skip_validation
 
     def reset(self) -> None:
         """Forget an earlier resume, so that a failed one leaves nothing to the next run."""
@@ -75,6 +84,7 @@ class PositionTracker:
             "loaders": list(combined._state_dicts()) if combined is not None else [],
             "ended": ended,
             "seeds": [_seed(sampler) for sampler in self._samplers()],
+            "reload_epoch": self._loop._last_train_dl_reload_epoch,
         }
 
     def prepare_resume(
@@ -102,6 +112,7 @@ class PositionTracker:
                 rank_state["loaders"],
                 rank_state["ended"],
                 rank_state["seeds"],
+                rank_state["reload_epoch"],
             )
             return
         # by data rank: ranks that share data (tensor parallel) keep sharing random numbers
@@ -138,6 +149,7 @@ class PositionTracker:
             [],
             ended=first_rank["ended"],
             seeds=first_rank["seeds"],
+            reload_epoch=first_rank["reload_epoch"],
         )
 
     def _before_iterator(self) -> None:
@@ -162,6 +174,43 @@ class PositionTracker:
                 target.order_rng if target.batches and target.order_rng is not None else target.rng
             )
         self._order_rng = self._random_states()
+
+    def _reset(self) -> None:
+        """Replace the loop's method that adapts its progress to the resume."""
+        loop, target, self._epoch_begun = self._loop, self._target, False
+        due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        self._original_reset()
+        if target is not None:
+            loop._last_train_dl_reload_epoch = target.reload_epoch
+            after_batch = loop.epoch_loop.restarted_on_train_batch_end
+            self._validation_due = due and after_batch  # other saves come after the validation
+            for callback in self._trainer.checkpoint_callbacks if after_batch else ():
+                # else it saves the step again, within the accumulation of the next one
+                callback._last_global_step_saved = self._trainer.global_step
+        progress = loop.epoch_progress.current
+        if loop.restarted_mid_epoch and progress.processed == progress.started:
+            # The save was at the last batch, and Lightning has just counted the epoch as ended.
+            # The next one begins like any other; else it is not counted as begun.
+            loop.reset_restart_stage()
+
+    def _skip_validation(self) -> None:
+        """Replace the validation loop's method that skips the validation after a save."""
+        if not self._epoch_begun:
+            self._original_skip_validation()
+
+    def _begin_epoch(self, fetcher: Any, target: _ResumeTarget) -> None:
+        """Begin the epoch after a save at the end of one. Draws the random numbers that the
+        uninterrupted run draws after the save: for its validation, a reload, and the iterator.
+        """
+        self._epoch_begun = True
+        self._restore_random_states(target.rng)
+        if self._validation_due:
+            self._original_skip_validation()
+            self._loop.epoch_loop.val_loop.batch_progress.total.reset()
+        if self._loop._last_train_dl_reload_epoch != target.reload_epoch:
+            iter(fetcher)
+        self._order_rng = self._random_states()
+        iter(fetcher)
 
     def _on_first_batch(self, fetcher: Any) -> None:
         """Replace the epoch loop's method that runs right before the first batch."""
@@ -190,14 +239,8 @@ class PositionTracker:
             for _ in range(target.batches):
                 next(fetcher)
             fetcher.fetched -= target.batches  # the loop adds the batches seen
-        if (
-            target is not None
-            and target.loader_states
-            and target.ended
-            and loop.epoch_loop.batch_progress.current.ready == 0
-        ):
-            self._restore_random_states(target.rng)
-            iter(fetcher)  # starts the next epoch
+        if target is not None and target.ended and not loop.epoch_loop.batch_progress.current.ready:
+            self._begin_epoch(fetcher, target)
         self._original_run_start(fetcher)
         if target is not None and target.batches:
             self._restore_random_states(target.rng)

@@ -232,11 +232,10 @@ def test_layout_changes_and_returns(tmp_path: Path) -> None:
                 state = {
                     key: tensor for key, tensor in contents(step, comm.rank).items() if key in keys
                 }
-                shapes = {"w": (500, 90), "o": (30, 30)}
                 layout = uc.Layout(
                     mesh={"dp": 4},
                     rules={k: {"dp": int(k == "o")} for k in keys if k != "b"},
-                    shapes={key: shape for key, shape in shapes.items() if key in keys},
+                    shapes={"w": (500, 90), "o": (30, 30)},
                 )
                 checkpointer.save(place, model=state, layout=layout, step=step, options=REPLACE)
                 target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}

@@ -183,17 +183,6 @@ REFUSED: dict[str, Refused] = {
         r"Layout: rule\(s\) 'w\.weight' match no tensor on any rank",
         [{**WHOLE, "layout": uc.Layout({"tp": 2}, {"w.weight": {"tp": 0}})}] * 2,
     ),
-    **{
-        f"shape {name}": (
-            uc.LayoutError,
-            rf"Layout: rule\(s\) shapes\['{pattern}'\] match no tensor on any rank",
-            [{**WHOLE, "layout": uc.Layout({"tp": 2}, rules, {pattern: (8, 40_000)})}] * 2,
-        )
-        for name, rules, pattern in (
-            ("without match", {"w": {"tp": 0}}, "w.weight"),
-            ("without rule", {}, "w"),
-        )
-    },
     "layout as dict": (
         uc.LayoutError,
         "layout: got a dict, expected a Layout",

@@ -26,11 +26,6 @@ class Strided:
     sections: int | tuple[int, ...]
 
 
-def shape_label(pattern: str) -> str:
-    """Return how errors name a pattern in `shapes`."""
-    return f"shapes[{pattern!r}]"
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Declares which plain tensors are shards, and of which global tensor.
@@ -117,14 +112,7 @@ class Layout:
 
     def global_shape(self, fqn: str) -> tuple[int, ...] | None:
         """Return the global shape declared for a tensor, or None."""
-        pattern = self.shape_pattern(fqn)
-        return None if pattern is None else tuple(self.shapes[pattern])
-
-    def shape_pattern(self, fqn: str) -> str | None:
-        """Return the pattern in `shapes` that applies to a tensor, or None."""
-        return next((pattern for pattern in self.shapes if fnmatchcase(fqn, pattern)), None)
-
-    @property
-    def patterns(self) -> list[str]:
-        """The patterns, each of which must match a tensor; those in `shapes`, one with a rule."""
-        return [*self.rules, *map(shape_label, self.shapes)]
+        return next(
+            (tuple(shape) for pattern, shape in self.shapes.items() if fnmatchcase(fqn, pattern)),
+            None,
+        )

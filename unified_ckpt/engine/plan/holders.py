@@ -113,21 +113,19 @@ def check_layout_rules(
 
 def layout_report(layout: Layout | None, matched_rules: Collection[str]) -> dict[str, list[str]]:
     """Return what `check_layout_reports` needs of this rank."""
-    return {"rules": sorted(layout.patterns) if layout else [], "matched": sorted(matched_rules)}
+    return {"rules": sorted(layout.rules) if layout else [], "matched": sorted(matched_rules)}
 
 
 def check_layout_reports(reports: Collection[Mapping[str, Sequence[str]]]) -> None:
     """Raise LayoutError for a Layout rule that matches no tensor on any rank.
 
-    Or for one of its shapes that matches no tensor with a rule. A typo would save slices as whole
-    tensors, or padding as rows. `reports`: the distinct ones of all ranks.
+    A typo in a rule would save slices as whole tensors. `reports`: the distinct ones of all ranks.
     """
     rules = {rule for report in reports for rule in report["rules"]}
     unmatched = rules - {rule for report in reports for rule in report["matched"]}
     if unmatched:
-        patterns = (text if text.startswith("shapes[") else repr(text) for text in unmatched)
         raise LayoutError(
-            f"Layout: rule(s) {', '.join(sorted(patterns))} match no tensor on any "
+            f"Layout: rule(s) {', '.join(map(repr, sorted(unmatched)))} match no tensor on any "
             "rank; correct or remove them"
         )
 

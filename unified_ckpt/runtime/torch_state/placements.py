@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from unified_ckpt.core.sharding.layouts import Layout, shape_label
+from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.comm import Comm
@@ -117,7 +117,6 @@ class ShardingResolver:
                 _check_disjoint_dims(fqn, pattern, self.layout, tensor)
             declared = self.layout.global_shape(fqn)
             if declared is not None:
-                self.matched_patterns.add(shape_label(self.layout.shape_pattern(fqn) or ""))
                 padded_dims = _padded_dims(
                     shape, declared, shard_dims, self.layout.sharded_dims(pattern, len(shape))
                 )

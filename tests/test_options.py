@@ -68,6 +68,8 @@ def test_misspelt_options_and_values_are_named() -> None:
         "SaveOptions(compression): got 'losless', expected 'none', 'lossless', 'O1' or 'O2'; "
         "did you mean 'lossless'?"
     )
+    with pytest.raises(uc.OptionError, match=r"\(parts\): got \(\), expected at least one"):
+        uc.LoadOptions(parts=())  # would load nothing
     with pytest.raises(uc.OptionError, match="SourceOptions has no option 'fromat'; did you mean"):
         uc.LoadOptions(source={"fromat": "dcp"})  # type: ignore[arg-type]
     with pytest.raises(uc.OptionError, match="has no option 'zzz'; it has to, source"):

@@ -8,14 +8,7 @@ from dataclasses import dataclass, field, replace
 from inspect import Signature
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from unified_ckpt.core.keywords import keyword_parameters, options_or_default, suggestion
@@ -63,6 +56,8 @@ def _error_text(options: type[_Options], error: ErrorDetails) -> str:
         expected = error["ctx"]["expected"]
         hint = suggestion(str(value), re.findall(r"'([^']*)'", expected))
         return f"{kind}({name}): got {value!r}, expected {expected}{hint}"
+    if error["type"] == "too_short":
+        return f"{kind}({name}): got {value!r}, expected at least one; omit it for the default"
     message = error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     return f"{kind}({name}): got {value!r}, but {message}"
 
@@ -103,7 +98,7 @@ class SaveOptions(_Options):
     """
 
     model_dtype: ModelDtype | None = None
-    parts: tuple[str, ...] | None = None
+    parts: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
     check_replicas: Literal["first", "always", "never"] = "first"
     fsync: bool = True
@@ -196,7 +191,7 @@ class LoadOptions(_Options):
     `timeout_seconds`: the load fails on all ranks after this time without a heartbeat of any rank.
     """
 
-    parts: tuple[str, ...] | None = None
+    parts: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     source: SourceOptions = SourceOptions()
     verify: Literal["read", "full", "off"] = "read"
     cast: bool = False
@@ -231,7 +226,7 @@ class ConvertOptions(_Options):
 
     to: str = "unified"
     source: SourceOptions = SourceOptions()
-    parts: tuple[str, ...] | None = None
+    parts: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     model_dtype: ModelDtype | None = None
     adapter: str | None = None
     compression: Compression = "none"

@@ -98,7 +98,7 @@ class SaveOptions(_Options):
     """
 
     model_dtype: ModelDtype | None = None
-    parts: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    parts: tuple[str, ...] | None = None
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
     check_replicas: Literal["first", "always", "never"] = "first"
     fsync: bool = True
@@ -226,7 +226,7 @@ class ConvertOptions(_Options):
 
     to: str = "unified"
     source: SourceOptions = SourceOptions()
-    parts: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    parts: tuple[str, ...] | None = None
     model_dtype: ModelDtype | None = None
     adapter: str | None = None
     compression: Compression = "none"

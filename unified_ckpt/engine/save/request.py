@@ -6,7 +6,7 @@ Changes nothing of the caller's and touches no file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypedDict
@@ -188,16 +188,27 @@ def _stored_names(arguments: SaveArguments) -> dict[int, str]:
     return names
 
 
-def _finite_metrics(metrics: Any) -> dict[str, float]:
+def metric_items(metrics: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the names and values of metrics. FormatError for anything but a mapping or None."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise FormatError(f"metrics: got {metrics!r}, expected {{name: number}}")
+    return (metrics or {}).items()
+
+
+def finite_float(value: Any) -> float | None:
+    """Return the value as a number, None if it is no finite one."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several elements
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _finite_metrics(metrics: Any) -> dict[str, float]:
     by_name: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
-        try:
-            number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
+    for name, value in metric_items(metrics):
+        number = None if isinstance(value, str | bytes) else finite_float(value)
+        if number is None:
             raise FormatError(f"metrics[{name!r}]: got {value!r}, expected a finite number")
         by_name[str(name)] = number
     return by_name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,6 +34,7 @@ from unified_ckpt.integrations.lightning.state_dicts import (
 )
 from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.run_options import LOCAL_TIER
+from unified_ckpt.manager.rules.metrics import finite_metrics
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import is_url
@@ -155,7 +155,7 @@ class PatchedStrategy:
         path = _absolute(filepath)
         if not self.run.is_local(path):  # metrics in file names may differ between ranks
             path = self.strategy.broadcast(path)
-        metrics = _finite_metrics(self.trainer.callback_metrics)
+        metrics = finite_metrics(self.trainer.callback_metrics)
         arguments = self._state_arguments(checkpoint)
         state = self._step_state(lambda: arguments, path, metrics)
         try:
@@ -360,13 +360,3 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 def _optimizer_class(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def _finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are finite numbers."""
-    numbers = {
-        name: float(value)
-        for name, value in metrics.items()
-        if not isinstance(value, torch.Tensor) or value.numel() == 1
-    }
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -6,20 +6,17 @@ A diverged metric neither ends a training run nor costs its last save.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import SupportsFloat
 
-from unified_ckpt.errors import FormatError
+from unified_ckpt.engine.save.request import finite_float, metric_items
 
 _LOG = logging.getLogger("unified_ckpt")
 
 
 def finite_metrics(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
     """Return the metrics that are finite numbers. Pure. FormatError for anything but a mapping."""
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise FormatError(f"metrics: got {metrics!r}, expected {{name: number}}")
-    numbers = {str(name): _finite_float(value) for name, value in (metrics or {}).items()}
+    numbers = {str(name): finite_float(value) for name, value in metric_items(metrics)}
     return {name: value for name, value in numbers.items() if value is not None}
 
 
@@ -59,17 +56,3 @@ class Metrics:
                 )
                 _LOG.warning(text, step, name, value)
         return accepted
-
-
-def _finite_float(value: SupportsFloat) -> float | None:
-    # RuntimeError: a tensor with several elements
-    try:
-        number = float(value)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-    ):
-        return None
-    return number if math.isfinite(number) else None

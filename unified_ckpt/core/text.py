@@ -42,6 +42,11 @@ def count_text(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def step_text(step: int | None) -> str:
+    """Return how messages name the step of a checkpoint."""
+    return "without a step" if step is None else f"step {step}"
+
+
 def ranks_by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[int]]:
     """Group ranks by the values they have, given as (rank, value)."""
     ranks: dict[_Value, list[int]] = {}

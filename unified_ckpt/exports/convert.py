@@ -37,6 +37,8 @@ from unified_ckpt.exports.side_files import (
     SideFiles,
     check_modules,
     copy_side_files,
+    folder_with_manifest,
+    folders_of_other_saves,
     main_dtype,
     side_files,
     unwritten_state,
@@ -96,7 +98,7 @@ def convert(
     comm = comms.from_torch(group)
     sources = [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
-    main_path = _main_path(paths)
+    main_path = folder_with_manifest(paths)
     parent, target_name = ensure_parent(os.fspath(dst))
     storage = LocalStorage(parent, write_policy=BULK)
     for path in paths:
@@ -127,20 +129,16 @@ def convert(
         state = SourceMetadata() if isinstance(source, Exception) else source.metadata()
     if report.existed:
         return report
-    unwritten = {*files.left_out, *unwritten_state(state, convert_options.to, paths)}
+    unwritten = {
+        *files.left_out,
+        *unwritten_state(state, convert_options.to),
+        *folders_of_other_saves(paths, state.save_id),
+    }
     if unwritten and comm.rank == 0:
         title = f"{operation}: these entries of the source were neither read nor copied"
         _LOG.warning(format_list(title, sorted(unwritten)))
     left_out = sorted({*unwritten, *state.left_out} - set(files.copied))
     return replace(report, left_out=tuple(left_out))
-
-
-def _main_path(paths: Sequence[str]) -> str:
-    """Return the folder that has the manifest, of several folders of one checkpoint."""
-    return next(
-        (path for path in paths if not is_url(path) and read_manifest_at(path) is not None),
-        paths[0] if paths else "",
-    )
 
 
 def _convert_request(options: ConvertOptions, paths: Sequence[str]) -> ConvertRequest:

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.backup import engine_files
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.source.protocol import SourceMetadata
@@ -195,17 +196,11 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
     return SideFiles(tuple(copied), tuple(left_out))
 
 
-def unwritten_state(
-    metadata: SourceMetadata, target_format: str, paths: Sequence[str]
-) -> list[str]:
-    """Return names of state beside tensors, except the step, that the format has no place for.
-
-    And those of `paths`, the folders of one source, that have another save than the one read.
-    """
-    folders = _folders_of_other_saves(paths, metadata.save_id) if len(paths) > 1 else []
+def unwritten_state(metadata: SourceMetadata, target_format: str) -> list[str]:
+    """Return names of the non-tensor state, except the step, that the format cannot store."""
     extra, places = metadata.extra, _PLACES.get(target_format)
     if places is None:
-        return folders
+        return []
     names = [f"extra:{key}" for key in extra] if isinstance(extra, Mapping) else []
     fields = {
         "extra": extra is not None and not names,
@@ -215,13 +210,24 @@ def unwritten_state(
         "metrics": metadata.metrics,
     }
     names += [name for name, value in fields.items() if value]
-    return [*folders, *(name for name in names if name not in places)]
+    return [name for name in names if name not in places]
 
 
-def _folders_of_other_saves(paths: Sequence[str], save_id: str | None) -> list[str]:
+def folder_with_manifest(paths: Sequence[str]) -> str:
+    """Return the first folder of a checkpoint that has a manifest, or the first of all."""
+    return next(
+        (path for path in paths if not is_url(path) and read_manifest_at(path) is not None),
+        paths[0] if paths else "",
+    )
+
+
+def folders_of_other_saves(paths: Sequence[str], save_id: str | None) -> list[str]:
+    """Return those of several folders that hold another save than the one that was read."""
+    if len(paths) < 2:
+        return []
     manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
     return [
-        f"{path} (save {manifest.save_id}, step {manifest.step})"
+        f"{path} (save {manifest.save_id}, {step_text(manifest.step)})"
         for path, manifest in manifests.items()
         if manifest is not None and manifest.save_id != save_id
     ]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.backup import JIT_MARKER
 from unified_ckpt.engine.folder.completeness import is_complete
 from unified_ckpt.engine.folder.manifest import read_manifest, read_manifest_at
@@ -141,10 +142,9 @@ def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest 
             )
         return None
     if target.if_exists == "error":
-        step_text = "without a step" if manifest.step is None else f"step {manifest.step}"
         raise StorageError(
             f"{path}: holds a committed checkpoint (save {manifest.save_id}, "
-            f"{step_text}), expected a free name; "
+            f"{step_text(manifest.step)}), expected a free name; "
             'pass if_exists="replace" or if_exists="keep" in the options'
         )
     return None if is_replaceable(storage, target, manifest) else manifest

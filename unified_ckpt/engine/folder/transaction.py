@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from unified_ckpt.core.text import human_size
+from unified_ckpt.core.text import human_size, step_text
 from unified_ckpt.engine.folder.backup import (
     backup_name,
     delete_checkpoint,
@@ -307,7 +307,7 @@ class Transaction(AbstractContextManager["Transaction"]):
         if manifest is not None and not is_replaceable(storage, target, manifest):
             raise StorageError(
                 f"{storage.path(name)}: another job has committed a checkpoint during this save "
-                f"(save {manifest.save_id}, step {manifest.step}); "
+                f"(save {manifest.save_id}, {step_text(manifest.step)}); "
                 'choose a free name, or pass if_exists="replace"'
             )
         if kind != "folder" and not target.is_managed_path:

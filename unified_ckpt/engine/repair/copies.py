@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.stored_files import check_crc, read_header, read_range
 from unified_ckpt.errors import (
     FormatError,
@@ -94,9 +95,9 @@ def open_source(storage: Reader, target: FolderCopy) -> FolderCopy:
     manifest, expected = source.manifest, target.manifest
     if manifest.save_id != expected.save_id:
         raise MismatchError(
-            f"{storage.root}: got save {manifest.save_id} (step {manifest.step}), expected "
-            f"{expected.save_id} (step {expected.step}), as in {target.storage.root}; "
-            "pass a copy of the same save"
+            f"{storage.root}: got save {manifest.save_id} ({step_text(manifest.step)}), "
+            f"expected {expected.save_id} ({step_text(expected.step)}), as in "
+            f"{target.storage.root}; pass a copy of the same save"
         )
     return source
 

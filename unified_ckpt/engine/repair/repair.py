@@ -28,7 +28,14 @@ from itertools import chain
 from typing import TypeVar
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_ranks, human_size
+from unified_ckpt.core.text import (
+    MAX_SHOWN,
+    count_text,
+    first_items,
+    format_ranks,
+    human_size,
+    step_text,
+)
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
 from unified_ckpt.engine.folder.stored_files import check_size, read_file
 from unified_ckpt.engine.nodes.storage import ShardReader
@@ -312,7 +319,7 @@ class FolderRepair:
 
     def _add_problem(self, damage: str, reason: str) -> None:
         manifest = self._target.manifest
-        save = f"save {manifest.save_id} (step {manifest.step})"
+        save = f"save {manifest.save_id} ({step_text(manifest.step)})"
         advice = f"add another copy of {save}"
         if (group := manifest.node_group) is not None:
             advice = (

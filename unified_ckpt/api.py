@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Checkpointer, Path
-from unified_ckpt.core.keywords import options_or_default, show_keywords
+from unified_ckpt.core.keywords import check_options, options_or_default, show_keywords
 from unified_ckpt.engine.estimate.estimate import Estimate, EstimateCall, estimate_save
 from unified_ckpt.engine.estimate.state import (
     EstimateArguments,
@@ -155,6 +155,7 @@ def estimate(
     Assumes that all ranks share a folder. Raises OptionError if the state of a fresh optimizer
     cannot be predicted, StorageError if `root` cannot be measured, and the errors of `save`.
     """
+    check_options(manager_options, ManagerOptions, "manager_options")
     comm, options = comms.from_torch(group), arguments.get("options") or SaveOptions()
     request: SaveRequest | Exception
     folder = None
@@ -176,8 +177,6 @@ def estimate(
     except Exception as error:
         request = error
     timeout = options.timeout_seconds
-    if manager_options is not None:
-        options_or_default(manager_options, ManagerOptions, "manager_options")
     return estimate_save(
         comm, EstimateCall(request, folder, manager_options, interval_seconds, timeout)
     )

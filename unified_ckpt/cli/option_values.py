@@ -36,9 +36,12 @@ def check_metric(arguments: Namespace, records: Iterable[StepRecord]) -> None:
 
     A mistyped name would select no best checkpoint, and `prune` would remove it.
     """
-    metric, complete = arguments.best_metric, [r for r in records if r.status == "complete"]
+    metric = arguments.best_metric
+    if metric is None:
+        return
+    complete = [record for record in records if record.status == "complete"]
     known = sorted({name for record in complete for name in record.metrics or ()})
-    if metric is not None and complete and metric not in known:
+    if complete and metric not in known:
         raise NotFoundError(
             f"--metric {metric}: no checkpoint has this metric, expected one of "
             f"{', '.join(known) or 'none'}{suggestion(metric, known)}"

@@ -8,7 +8,7 @@ from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, TypeVar, cast, get_args, get_type_hints, is_typeddict
 
-Value = TypeVar("Value")
+Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -18,12 +18,19 @@ def suggestion(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def options_or_default(value: Value | None, kind: type[Value], name: str = "options") -> Value:
-    """Return the options of a call, by default those of `kind`. TypeError for another class."""
-    if value is not None and not isinstance(value, kind):
-        got = type(value).__name__
+def check_options(options: object, kind: type[object], name: str = "options") -> None:
+    """Raise TypeError for options of another class than `kind`. None is left to the call."""
+    if options is not None and not isinstance(options, kind):
+        got = type(options).__name__
         raise TypeError(f"{name}: got {got}, expected {kind.__name__}; pass {kind.__name__}(...)")
-    return kind() if value is None else value
+
+
+def options_or_default(
+    options: Options | None, kind: type[Options], name: str = "options"
+) -> Options:
+    """Return the options of a call, by default those of `kind`. TypeError for another class."""
+    check_options(options, kind, name)
+    return kind() if options is None else options
 
 
 def show_keywords(declared: type[Any], **defaults: object) -> Callable[[Function], Function]:
@@ -33,6 +40,8 @@ def show_keywords(declared: type[Any], **defaults: object) -> Callable[[Function
     keywords without one in `defaults`. With a TypedDict, other keywords and an `options` of another
     class raise TypeError at the call, as in Python; other classes check their keywords themselves.
     """
+
+    is_checked = is_typeddict(declared)
 
     @cache
     def options_class() -> type[Any]:
@@ -46,7 +55,7 @@ def show_keywords(declared: type[Any], **defaults: object) -> Callable[[Function
 
         @wraps(function)
         def checked(*values: object, **arguments: object) -> object:
-            unknown = sorted(arguments.keys() - names) if is_typeddict(declared) else ()
+            unknown = sorted(arguments.keys() - names) if is_checked else ()
             if unknown:
                 kind, hint = options_class(), suggestion(unknown[0], names)
                 if unknown[0] in getattr(kind, "model_fields", ()):
@@ -55,8 +64,8 @@ def show_keywords(declared: type[Any], **defaults: object) -> Callable[[Function
                     f"{function.__qualname__}() got an unexpected keyword argument "
                     f"{unknown[0]!r}{hint}"
                 )
-            if is_typeddict(declared) and arguments.get("options") is not None:
-                options_or_default(arguments["options"], options_class())
+            if is_checked and arguments.get("options") is not None:
+                check_options(arguments["options"], options_class())
             return function(*values, **arguments)
 
         checked.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]

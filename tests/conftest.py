@@ -70,8 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collections of garbage skip what all test modules have imported, seconds each, and are rare:
-    they took a twelfth of the suite.
+    """Skip the imported modules in collections of garbage: they take seconds each. Collect rarely:
+    collections took a twelfth of the suite.
     """
     gc.collect()
     gc.freeze()

@@ -665,8 +665,8 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def launched(program: str, arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return a command of a page: an example in a new interpreter, forked programs, or torchrun
-    whose ranks are forked.
+    """Return the command that runs a program of a page. Examples get a new interpreter. Other
+    programs, and the ranks of torchrun, are forked from a warm one.
     """
     if program != "torchrun":
         script = Path(arguments[0])

@@ -194,13 +194,13 @@ def _chunks(source: Source, key: Key, nbytes: int, progress: Progress) -> Iterat
 
 def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
     metadata = source.metadata()
-    entries = _entries_but_optimizer(source, metadata, progress)
+    entries = _entries_without_optimizer(source, metadata, progress)
     if OPTIMIZER in source.parts:
         entries[OPTIMIZER] = _optimizer(metadata, _tensors(source, OPTIMIZER, progress))
     return entries
 
 
-def _entries_but_optimizer(
+def _entries_without_optimizer(
     source: Source, metadata: SourceMetadata, progress: Progress
 ) -> dict[str, Any]:
     """Return everything but the optimizer, with the key that tells our reader what it reads."""
@@ -265,7 +265,7 @@ def _states(metadata: SourceMetadata, tensors: Tensors) -> dict[str, dict[str, A
 
 def _state_entries(source: Source, progress: Progress) -> list[StateEntry]:
     metadata, entries = source.metadata(), list[StateEntry]()
-    for key, value in _entries_but_optimizer(source, metadata, progress).items():
+    for key, value in _entries_without_optimizer(source, metadata, progress).items():
         if key in source.parts or (key == "extra" and _is_dict_of_names(value)):
             entries += [StateEntry((key, name), item) for name, item in value.items()]
         else:

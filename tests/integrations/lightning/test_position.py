@@ -72,7 +72,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, case: str) -> None
             seed=5,
             **arguments,
         )
-        step = step_of(tmp_path / name)
+        step = step_in_name(tmp_path / name)
         assert len(resumed.losses) == len(whole.losses) - step * arguments.get(
             "accumulate_grad_batches", 1
         ), name
@@ -106,15 +106,15 @@ def test_run_resumed_twice_equals_uninterrupted_run(
         resumed = fit(tmp_path / out, ckpt_path=path, seed=5, **arguments)
         assert resumed.seen == whole.seen[len(whole.seen) - len(resumed.seen) :] != [], path
         check_same(resumed, whole)
-        return min((tmp_path / out).glob("*.ckpt"), key=step_of)
+        return min((tmp_path / out).glob("*.ckpt"), key=step_in_name)
 
-    for path in sorted((tmp_path / "whole").glob("*.ckpt"), key=step_of)[1:-2:2]:
+    for path in sorted((tmp_path / "whole").glob("*.ckpt"), key=step_in_name)[1:-2:2]:
         first = resume(path, path.stem)
-        assert step_of(first) == step_of(path) + 1
+        assert step_in_name(first) == step_in_name(path) + 1
         resume(first, f"{path.stem}, twice")
 
 
-def step_of(path: Path) -> int:
+def step_in_name(path: Path) -> int:
     return int(re.findall(r"\d+", path.name)[0])
 
 

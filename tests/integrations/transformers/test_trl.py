@@ -48,7 +48,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, kind: str) -> None
 
 
 def test_resume_between_generations_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """GRPO trains on the same completions for several steps, and does not save them."""
+    """GRPO trains on the same completions for several steps and does not save them."""
     for step, warns in ((2, False), (1, True)):
         arguments = {"steps_per_generation": 2, "save_steps": step}
         make("GRPO", tmp_path / str(step), [ours(), StopAt(step)], **arguments).train()

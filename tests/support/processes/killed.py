@@ -123,7 +123,7 @@ class ManagedRun(Lives):
         return {int(path.name.rpartition("-")[2]) for path in self.folders(where)}
 
     def latest_step(self) -> int:
-        """Return the latest step that all nodes have, or the root."""
+        """Return the latest step that is in the root, or on every node."""
         local = set.intersection(*(self.steps(f"local-{node}") for node in range(self.nodes)))
         return max(local | self.steps("root"), default=0)
 

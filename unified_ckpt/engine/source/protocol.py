@@ -68,13 +68,13 @@ class VerificationLog:
 class SourceMetadata:
     """Everything a Source holds besides tensors.
 
-    `groups`: param groups as {"names", "options"}; `scalars`: optimizer state that is not a
-    tensor, by fqn; `modules`: the extra state of modules, by name; `stores_modules`: whether a
-    module without an entry had none, False if the format may lack it; `rank_extras`: how many
-    ranks stored one; `has_digests`: whether the tensors
-    have digests; `objects`: paths of stored object states, such as "extra:scheduler";
-    `paddable_dims`: of tensors that may fill larger targets, the dims that may be larger;
-    `left_out`: names of what the checkpoint has and the Source does not, with `*` for numbers.
+    `groups`: param groups as {"names", "options"}; `scalars`: optimizer state that is not a tensor,
+    by fqn; `modules`: the extra state of modules, by name; `stores_modules`: whether a module
+    without an entry had none, False if the format may lack it; `rank_extras`: how many ranks stored
+    one; `has_digests`: whether the tensors have digests; `objects`: paths of stored object states,
+    such as "extra:scheduler"; `paddable_dims`: of tensors that may fill larger targets, the dims
+    that may be larger; `left_out`: names of what the checkpoint has and the Source does not, with
+    `*` for numbers.
     """
 
     save_id: str | None = None

@@ -54,14 +54,14 @@ class PositionTracker:
         # RNG until the next batch, and batches drawn so far
         self._rng_before_next_batch: tuple[Mapping[str, Any], int] | None = None
         self._validation_due = False  # right after the save
-        self._epoch_begun = False  # by `_begin_epoch`
+        self._epoch_begun = False  # by `_begin_next_epoch`
         validation = self._loop.epoch_loop.val_loop
         self._original_load_states = self._loop._load_combined_loader_states
         self._original_reset = self._loop.reset
         self._original_run_start = self._loop.epoch_loop.on_run_start
         self._original_skip_validation = validation.increment_progress_to_evaluation_end
         self._loop._load_combined_loader_states = self._before_iterator
-        self._loop.reset = self._reset
+        self._loop.reset = self._on_loop_reset
         self._loop.epoch_loop.on_run_start = self._on_first_batch
         validation.increment_progress_to_evaluation_end = self._skip_validation
 
@@ -175,10 +175,10 @@ class PositionTracker:
             )
         self._order_rng = self._random_states()
 
-    def _reset(self) -> None:
+    def _on_loop_reset(self) -> None:
         """Replace the loop's method that adapts its progress to the resume."""
         loop, target, self._epoch_begun = self._loop, self._target, False
-        due = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        due = target is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
         self._original_reset()
         if target is not None:
             loop._last_train_dl_reload_epoch = target.reload_epoch
@@ -198,7 +198,7 @@ class PositionTracker:
         if not self._epoch_begun:
             self._original_skip_validation()
 
-    def _begin_epoch(self, fetcher: Any, target: _ResumeTarget) -> None:
+    def _begin_next_epoch(self, fetcher: Any, target: _ResumeTarget) -> None:
         """Begin the epoch after a save at the end of one. Draws the random numbers that the
         uninterrupted run draws after the save: for its validation, a reload, and the iterator.
         """
@@ -240,7 +240,7 @@ class PositionTracker:
                 next(fetcher)
             fetcher.fetched -= target.batches  # the loop adds the batches seen
         if target is not None and target.ended and not loop.epoch_loop.batch_progress.current.ready:
-            self._begin_epoch(fetcher, target)
+            self._begin_next_epoch(fetcher, target)
         self._original_run_start(fetcher)
         if target is not None and target.batches:
             self._restore_random_states(target.rng)

@@ -159,12 +159,12 @@ def replace_own_method(trainer: Any, name: str, method: Callable[..., Any]) -> C
     def run_override(*args: Any, **kwargs: Any) -> Any:
         is_reached = False
 
-        def from_super(_: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_from_super(_: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal is_reached
             is_reached = True
             return method(*args, **kwargs)
 
-        with patched(Trainer, name, from_super):
+        with patched(Trainer, name, call_from_super):
             result = override(*args, **kwargs)
         return result if is_reached else method(*args, **kwargs)
 

@@ -177,7 +177,7 @@ def _rank_files(root: str, entries: Collection[str], pattern: str) -> list[str]:
         IncompleteError,
         f"{root}: files are missing",
         [
-            _name_of(rank, by_rank[ranks[-1]])
+            _name_for_rank(rank, by_rank[ranks[-1]])
             for rank in range(max(ranks, default=0))
             if rank not in by_rank
         ],
@@ -185,8 +185,8 @@ def _rank_files(root: str, entries: Collection[str], pattern: str) -> list[str]:
     return [os.path.join(root, by_rank[rank][0]) for rank in ranks]
 
 
-def _name_of(rank: int, match: re.Match[str]) -> str:
-    """Return the name of a rank's file, from that of another rank."""
+def _name_for_rank(rank: int, match: re.Match[str]) -> str:
+    """Return the name of a rank's file, given the match of another rank's."""
     start, stop = match.span(match.lastindex or 0)
     return f"{match.string[:start]}{rank}{match.string[stop:]}"
 

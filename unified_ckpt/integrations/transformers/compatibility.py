@@ -175,11 +175,13 @@ def replace_own_method(trainer: Any, name: str, method: Callable[..., Any]) -> C
 def check_supported(trainer: Any, async_save: bool) -> None:
     """Raise LayoutError for a Trainer that cannot be saved."""
     reason = ""
+    # transformers before 5.18 shards no model at load
+    is_sharded_at_load = getattr(trainer, "is_distributed_loading_by_transformers", False)
     if trainer.is_deepspeed_enabled:
         reason = "got DeepSpeed; use FSDP2"
     elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
         reason = "got FSDP1, which flattens parameters; use fsdp_config={'version': 2}"
-    elif has_adapters(trainer.model) and trainer.is_distributed_loading_by_transformers:
+    elif has_adapters(trainer.model) and is_sharded_at_load:
         reason = "got adapters (PEFT) on a model sharded at load; use FSDP2 through Accelerate"
     elif getattr(trainer.model, "_pp_stage", None) is not None:
         reason = "got pipeline stages, which transformers only runs forward; use pp_size=1"

@@ -25,7 +25,7 @@ IfExists = Literal["error", "keep", "keep_complete", "replace"]
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -532,7 +532,7 @@ def test_readme_shows_real_output(
             assert command_line.main(arguments) == 0
             actual = capsys.readouterr().out
         else:
-            actual = run([sys.executable if program == "python" else program, *arguments], tmp_path)
+            actual = run(launched(program, arguments, tmp_path), tmp_path)
         assert mask_varying(actual) == mask_varying(expected), command
 
 

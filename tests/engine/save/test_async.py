@@ -500,11 +500,11 @@ def test_save_slower_than_the_timeout(tmp_path: Path, storages: Storages) -> Non
 
     class Slow(LocalStorage):
         def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
-            time.sleep(0.1)
+            time.sleep(0.05)
             super().write_at(name, start, buffers)
 
     storages.kinds["rank-1"] = Slow
-    options = QUICK.model_copy(update={"timeout_seconds": 0.7})
+    options = QUICK.model_copy(update={"timeout_seconds": 0.5})
     state = {f"t{i:02}": values((260, 130), i) for i in range(40)}
 
     def act(comm: Comm) -> float:
@@ -512,7 +512,7 @@ def test_save_slower_than_the_timeout(tmp_path: Path, storages: Storages) -> Non
             pending = checkpointer.save_async(tmp_path / "c", model=state, options=options)
             return pending.result(SECONDS).seconds
 
-    assert min(run_ranks(2, act)) > 1.5, "the save was too fast for this test"
+    assert min(run_ranks(2, act)) > 1.0, "the save was too fast for this test"
     assert uc.verify(tmp_path / "c", deep=True).ok
 
 

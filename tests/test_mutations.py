@@ -248,7 +248,7 @@ def compressed_node_groups(root: Path) -> Subject:
 
 
 CASES = [
-    (single_folder, 400),
+    (single_folder, 100),
     (node_groups, 100),
     (compressed_folder, 100),
     (compressed_node_groups, 100),

@@ -21,7 +21,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_round_trip_is_bitwise_or_refused(case: Case) -> None:
     """Three further steps equal those of the uninterrupted run, or an error comes before the first
     byte.

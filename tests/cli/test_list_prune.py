@@ -425,6 +425,14 @@ def test_prune_keeps_checkpoints_that_are_being_read(
     assert "removed checkpoint-1" in run_verb(capsys, "prune", tmp_path, "--keep-latest", 1)
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a run; for tests that change nothing."""
+    root = tmp_path_factory.mktemp("two")
+    save_steps(root / "a", 1, 2)
+    return root
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -452,21 +460,20 @@ def test_prune_keeps_checkpoints_that_are_being_read(
     ],
 )
 def test_usage_errors_remove_nothing(
-    tmp_path: Path,
+    two_steps: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     code: int,
     text: str,
 ) -> None:
-    save_steps(tmp_path / "a", 1, 2)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(two_steps)
     try:
         actual = main(arguments)
     except SystemExit as end:  # of argparse
         actual = end.code
     assert (actual, text in capsys.readouterr().err) == (code, True)
-    assert steps_in(tmp_path / "a") == [1, 2]
+    assert steps_in(two_steps / "a") == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_names_that_the_canonical_parser_must_refuse(names: bytes, reason: str) 
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_both_parsers_agree(data: st.DataObject) -> None:
     """Headers are canonical, with some bytes changed."""
     names = st.lists(

@@ -557,7 +557,7 @@ def common_error(outcomes: Sequence[Any]) -> uc.CheckpointError | None:
     return errors[0]
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_cluster(examples: int) -> None:
     run_machine(ClusterMachine, examples=examples, steps=12)
 

@@ -452,7 +452,7 @@ class RunMachine(RuleBasedStateMachine):
         return sorted(step for step in self.steps if self.is_intact(step))
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_run(examples: int) -> None:
     run_machine(RunMachine, examples=examples, steps=15)
 

@@ -23,7 +23,7 @@ WORKER = "worker_loop_run.py"
 @pytest.mark.parametrize(
     "case",
     [
-        "raised",
+        pytest.param("raised", marks=pytest.mark.integration),
         *(pytest.param(case, marks=pytest.mark.slow) for case in ("raised-in-step", "ahead")),
     ],
 )

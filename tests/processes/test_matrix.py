@@ -1,5 +1,5 @@
-"""Every layout saves, and every layout loads every other one's folder bit for bit, in real torchrun
-+ gloo processes.
+"""Every layout saves the same content, and loads folders of others bit for bit, in real torchrun +
+gloo processes.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def failures(cases: list[dict[str, object]], **keys: str) -> str:
 
 
 @pytest.mark.parametrize("target", LOADED)
-def test_every_folder_loads_bit_for_bit_in(matrix: Matrix, target: str) -> None:
+def test_folders_load_bit_for_bit_in(matrix: Matrix, target: str) -> None:
     wrong = failures(matrix.loaded(world_of(target), "default"), target=target)
     assert not wrong, wrong
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SLOW)
-def test_every_folder_loads_bit_for_bit_on_8_ranks_in(matrix: Matrix, target: str) -> None:
+def test_folders_load_bit_for_bit_on_8_ranks_in(matrix: Matrix, target: str) -> None:
     wrong = failures(matrix.loaded(8, *FOLDERS), target=target)
     assert not wrong, wrong
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", DEFAULT)
-def test_every_slow_folder_loads_bit_for_bit_in(matrix: Matrix, target: str) -> None:
+def test_slow_folders_load_bit_for_bit_in(matrix: Matrix, target: str) -> None:
     wrong = failures(matrix.loaded(world_of(target), "slow", "8 ranks"), target=target)
     assert not wrong, wrong

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.sources.conformance import CHECKS
+from tests.sources import conformance
 from tests.sources.conformance_cases import PYTORCH
 from tests.sources.conformance_frameworks import FRAMEWORKS
 from tests.sources.conformance_views import VIEWS
@@ -45,6 +45,12 @@ INTEGRATION = (
     "view of a view",
     "view of dcp",
 )
+TRAINERS = (*FRAMEWORKS, "accelerate", "lightning", "torch, model", "trainer")
+COSTLY = (
+    conformance.check_nothing_is_lost,
+    conformance.check_laziness,
+    conformance.check_missing_and_damaged_files,
+)
 pytestmark = pytest.mark.filterwarnings(
     r"ignore::UserWarning:(pytorch_)?lightning\b",
     "ignore:.*LeafSpec:FutureWarning",
@@ -59,12 +65,23 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return cache(lambda name: CASES[name](tmp_path_factory.mktemp("case")))
 
 
-def parameter(name: str) -> Any:
-    return pytest.param(name, marks=[pytest.mark.integration] if name in INTEGRATION else [])
+def parameters() -> list[Any]:
+    """Cases with their checks. The costly checks of formats of trainers are integration tests."""
+    return [
+        pytest.param(
+            name,
+            check,
+            id=f"{name}-{check.__name__}",
+            marks=[pytest.mark.integration]
+            if name in INTEGRATION or (name in TRAINERS and check in COSTLY)
+            else [],
+        )
+        for name in CASES
+        for check in conformance.CHECKS
+    ]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", [parameter(name) for name in CASES])
+@pytest.mark.parametrize(("name", "check"), parameters())
 def test_source_conforms(
     case_of: Callable[[str], Case], name: str, check: Callable[[Case], None]
 ) -> None:

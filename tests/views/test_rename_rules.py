@@ -739,7 +739,7 @@ def sliced(
     st.tuples(*[st.integers(0, 5)] * 2),
     st.data(),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_slices_grow_over_any_ranks(
     saving: int, loading: int, shape: tuple[int, int], more: tuple[int, int], data: st.DataObject
 ) -> None:

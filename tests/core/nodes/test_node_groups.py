@@ -82,7 +82,7 @@ def holds_all_elements(case: Case, ranks: list[int]) -> bool:
 
 
 @given(cases())
-@settings(max_examples=400)
+@settings(max_examples=200)
 @example(
     Case((8, 4), Sharding((ShardDim(0, 2, 2), ShardDim(1, 2, 1))), tuple(range(8)), (1, 4, 5, 6, 7))
 )

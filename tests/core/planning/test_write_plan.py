@@ -66,7 +66,7 @@ def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> Non
 
 
 @given(worlds(max_decls=6, encoded=True), st.sampled_from([50_000, 1 << 30]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_byte_is_written_once(world: World, bound: int) -> None:
     files = plan_files(
         world.decls, memory_nbytes(world.decls), holders=world.holders, max_file_bytes=bound

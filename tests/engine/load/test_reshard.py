@@ -166,7 +166,7 @@ def check_case(
 
 
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_any_mesh_to_any_mesh(
     root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str
 ) -> None:

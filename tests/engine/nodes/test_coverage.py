@@ -62,7 +62,7 @@ def same(first: ClusterIndex, second: ClusterIndex) -> bool:
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @given(saves(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=60)
 @example(
     [
         {("model", "w"): [Box((0, 0), (3, 4))], ("model", "v"): [Box((0, 0), (3, 4))]},

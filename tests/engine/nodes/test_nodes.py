@@ -213,7 +213,7 @@ FILES = st.sampled_from([100_000, 1 << 30])
 
 
 @given(scattered(**FEW), TILES, FILES)
-@settings(max_examples=20, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
+@settings(max_examples=10, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
 def test_any_ranks_on_any_nodes(
     tmp_path: Path,
     drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]],

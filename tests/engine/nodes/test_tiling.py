@@ -130,7 +130,7 @@ def partly(draw: st.DrawFn) -> tuple[Key, list[BoxesByKey]]:
 @given(
     st.one_of(st.tuples(covered(), st.just(True)), st.tuples(partly(), st.just(False))), st.data()
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 @example(
     ((("model", "line"), [{("model", "line"): [Box((0,), (3,)), Box((1,), (2,))]}]), False), None
 )

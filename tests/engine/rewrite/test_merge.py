@@ -170,7 +170,7 @@ def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
 
 
 @given(scattered(**FEW), FILES)
-@settings(max_examples=20, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
+@settings(max_examples=10, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
 def test_any_ranks_on_any_nodes(tmp_path: Path, drawn: Drawn, max_file_bytes: int) -> None:
     check_drawn(tmp_path, drawn, max_file_bytes)
 

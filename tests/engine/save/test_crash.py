@@ -134,11 +134,12 @@ def crash_cases() -> list[Any]:
     ]
     few += [(PAIR, [dead], "absent", DURABLE) for dead in (0, 1)]
     cases: list[Any] = [
-        pytest.param(*case, None, marks=[pytest.mark.slow] if case[0] is PROCESS else [])
+        pytest.param(
+            *case, None, marks=[] if case in (few[3], few[5], few[7]) else [pytest.mark.slow]
+        )
         for case in few
     ]
     every: list[Any] = [*few]
-    cases.append((SHARED, [2, 3], "committed", DURABLE, 39))
     cases.append((EACH, range(4), "committed", TWICE, 199))
     for where in ([2, 3], range(4)):
         every.append((SHARED, where, "committed", DURABLE))

@@ -143,7 +143,7 @@ def test_each_block_is_written_and_synced_by_one_node(
     st.data(),
 )
 @settings(
-    max_examples=24,
+    max_examples=12,
     derandomize=True,
     suppress_health_check=FUNCTION_FIXTURE,
 )

@@ -317,7 +317,7 @@ def test_copy_stopped_at_any_operation_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 40
-    for operation in range(0, 60, 3):
+    for operation in range(0, 60, 5):
         top, fuse = tmp_path / str(operation), FaultPoint(operation)
 
         def faulty(root: str, fuse: FaultPoint = fuse, **_: object) -> LocalStorage:
@@ -444,7 +444,7 @@ def test_full_local_disk_saves_due_steps_to_the_root(
             "raise_after": 1,
         }
         with tiers_of(comm, tmp_path, **options) as manager:
-            for step in range(1, 40):
+            for step in range(1, 30):
                 barrier.wait(30)
                 manager.save(step, **state(step))
                 time.sleep(
@@ -454,8 +454,8 @@ def test_full_local_disk_saves_due_steps_to_the_root(
     barrier = threading.Barrier(2)
     run_ranks(2, act)
     root_steps = steps_in(tmp_path / ROOT)
-    assert len(root_steps) == 3
-    assert all(0 <= step - due < 9 for step, due in zip(root_steps, (10, 20, 30), strict=True)), (
+    assert len(root_steps) == 2
+    assert all(0 <= step - due < 9 for step, due in zip(root_steps, (10, 20), strict=True)), (
         root_steps
     )
     assert steps_in(tmp_path / LOCAL) == []
@@ -748,6 +748,7 @@ def test_stale_local_folders_of_this_run_are_removed(tmp_path: Path) -> None:
     assert not staging.exists()
 
 
+@pytest.mark.integration
 def test_full_tmpfs(tmp_path: Path) -> None:
     local = tmp_path / LOCAL
     local.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,23 @@ from unified_ckpt.sources import open_source
 FORMS = ["stacked", "unstacked"]
 # in the other models, nothing that stacking changes is different
 UNSTACKED = ("llama3", "mixtral", "gemma", "gemma2", "gemma3")
-PAIRS = [(kind, form) for kind in KINDS for form in FORMS if form == "stacked" or kind in UNSTACKED]
+DEFAULT = (
+    *(("llama3", form) for form in FORMS),
+    *(("gemma3", form) for form in FORMS),
+    *((kind, "stacked") for kind in ("mixtral", "gemma2", "qwen3_moe")),
+)
+
+
+def pairs(kinds: Iterable[str]) -> list[Any]:
+    """Kinds and forms; those without anything of their own are integration tests."""
+    return [
+        pytest.param(kind, form, marks=[] if (kind, form) in DEFAULT else pytest.mark.integration)
+        for kind in kinds
+        for form in FORMS
+        if form == "stacked" or kind in UNSTACKED
+    ]
+
+
 DRIVERS = [
     {"ocdbt": True, "zarr3": True},
     {"ocdbt": True, "zarr3": False},
@@ -34,30 +51,40 @@ DRIVERS = [
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HubModel]:
-    root = tmp_path_factory.mktemp("models")
-    return {kind: make(kind, root / kind) for kind in KINDS}
+def needed(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
+    """Kinds and forms of the tests that run."""
+    cases = [
+        item.callspec.params
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else {}
+        for item in request.session.items
+        if item.path == Path(__file__)
+    ]
+    return sorted({(case.get("kind", "llama3"), case.get("form", "stacked")) for case in cases})
 
 
 @pytest.fixture(scope="module")
-def written(models: dict[str, HubModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(
+    needed: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, HubModel]:
+    root = tmp_path_factory.mktemp("models")
+    return {kind: make(kind, root / kind) for kind in {"llama3", *(kind for kind, _ in needed)}}
+
+
+@pytest.fixture(scope="module")
+def written(
+    needed: list[tuple[str, str]],
+    models: dict[str, HubModel],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """Folders named <kind>-<stacked or unstacked>-<training or inference>; drivers alternate."""
     root = tmp_path_factory.mktemp("written")
     jobs = []
-    for kind, fixture in models.items():
-        for stacked in (True, False):
-            if (kind, "stacked" if stacked else "unstacked") not in PAIRS:
-                continue
-            for trained in (True, False) if kind == "llama3" else (True,):
-                layers = "stacked" if stacked else "unstacked"
-                name = f"{kind}-{layers}-{'training' if trained else 'inference'}"
-                jobs.append(
-                    job(
-                        root / name,
-                        tree_of(fixture, stacked=stacked, trained=trained),
-                        **DRIVERS[len(jobs) % 4],
-                    )
-                )
+    for kind, form in needed:
+        for trained in (True, False) if kind == "llama3" else (True,):
+            name = f"{kind}-{form}-{'training' if trained else 'inference'}"
+            tree = tree_of(models[kind], stacked=form == "stacked", trained=trained)
+            jobs.append(job(root / name, tree, **DRIVERS[len(jobs) % 4]))
     write(jobs, root / "jobs")
     return root
 
@@ -66,7 +93,7 @@ def opened(path: Path, fixture: HubModel) -> Any:
     return uc.open(path, options=SourceOptions(config=str(fixture.folder)))
 
 
-@pytest.mark.parametrize(("kind", "form"), PAIRS)
+@pytest.mark.parametrize(("kind", "form"), pairs(KINDS))
 def test_model_and_moments_are_bitwise_equal(
     models: dict[str, HubModel], written: Path, kind: str, form: str
 ) -> None:
@@ -196,8 +223,7 @@ def test_own_names_are_kept(models: dict[str, HubModel], written: Path) -> None:
         assert source["optimizer"]["token_embedder.embedding/step"][...] == 7
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["mixtral", "gemma", "gemma3"])
+@pytest.mark.parametrize(("kind", "form"), pairs(["mixtral", "gemma", "gemma3"]))
 def test_names_that_identify_the_model(
     models: dict[str, HubModel], written: Path, kind: str, form: str
 ) -> None:

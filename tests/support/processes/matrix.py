@@ -20,7 +20,7 @@ SECONDS = {
     8: 280,
 }  # below pytest's own limit, which shows nothing of the workers
 
-# The layouts that load every folder. On four ranks that takes 45 s of two cores.
+# The layouts that load folders. On four ranks that takes 15 s of two cores.
 LOADED = [
     pytest.param(row, marks=[pytest.mark.slow] if world_of(row) > 2 else [])
     for row in ROWS
@@ -73,7 +73,7 @@ class Matrix:
         ]
 
     def loaded(self, world: int, *groups: str) -> list[dict[str, Any]]:
-        """Load every folder of these groups in all layouts of `world`. Return one entry per case
+        """Load the folders of these groups in the layouts of `world`. Return one entry per case
         and rank.
         """
         folders = [folder for group in groups for folder in FOLDERS[group]]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.support.processes.worker import started
 from tests.support.round_trips import check, draw_case, unsharded
 
-CASES, SLOW_CASES = range(16), range(16, 40)
+CASES, SLOW_CASES = range(8), range(8, 32)
 
 
 def sharded(model: nn.Module) -> nn.Module:

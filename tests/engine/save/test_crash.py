@@ -127,19 +127,13 @@ def crash_cases() -> list[Any]:
     """Ranks, those that stop, what is at the name, and one in how many operations is the last; None
     for each operation at which the kind of work changes.
     """
-    few = [
-        (ranks, range(ranks.world), name, DURABLE)
-        for ranks in (PROCESS, PAIR)
-        for name in ("absent", "uncommitted", "committed")
-    ]
-    few += [(PAIR, [dead], "absent", DURABLE) for dead in (0, 1)]
-    cases: list[Any] = [
-        pytest.param(
-            *case, None, marks=[] if case in (few[3], few[5], few[7]) else [pytest.mark.slow]
-        )
-        for case in few
-    ]
-    every: list[Any] = [*few]
+    default: list[Any] = [(PAIR, range(2), name, DURABLE) for name in ("absent", "committed")]
+    default.append((PAIR, [1], "absent", DURABLE))
+    slow: list[Any] = [(PAIR, range(2), "uncommitted", DURABLE), (PAIR, [0], "absent", DURABLE)]
+    slow += [(PROCESS, [0], name, DURABLE) for name in ("absent", "uncommitted", "committed")]
+    cases: list[Any] = [(*case, None) for case in default]
+    cases += [pytest.param(*case, None, marks=pytest.mark.slow) for case in slow]
+    every = [*default, *slow]
     cases.append((EACH, range(4), "committed", TWICE, 199))
     for where in ([2, 3], range(4)):
         every.append((SHARED, where, "committed", DURABLE))

@@ -1,5 +1,5 @@
-"""Every layout saves, and every layout loads every other one's folder bit for bit, in real torchrun
-+ gloo processes.
+"""Every layout saves, and every layout loads the others' folders bit for bit, in real torchrun +
+gloo processes. On four and eight ranks it loads half of them: a folder does not show its layout.
 """
 
 from __future__ import annotations

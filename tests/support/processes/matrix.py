@@ -20,7 +20,7 @@ SECONDS = {
     8: 280,
 }  # below pytest's own limit, which shows nothing of the workers
 
-# The layouts that load every folder. On four ranks that takes 45 s of two cores.
+# The layouts that load the folders. Four ranks take long.
 LOADED = [
     pytest.param(row, marks=[pytest.mark.slow] if world_of(row) > 2 else [])
     for row in ROWS

@@ -70,12 +70,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Skip the imported modules in collections of garbage: they take seconds each. Collect rarely:
-    collections took a twelfth of the suite.
+    """Collect garbage rarely: collections took a twelfth of the suite."""
+    gc.set_threshold(50_000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect() -> None:
+    """Collections skip what is imported by now: else each takes up to a second, and each run of a
+    trainer collects.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000)
 
 
 @pytest.hookimpl(optionalhook=True)  # without `-n` there is nobody who asks

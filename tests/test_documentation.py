@@ -565,10 +565,24 @@ def test_snippets_of_a_page_run(
         exec(code, names)
 
 
+DEMO = """
+import sys
+from unified_ckpt.cli.main import main
+
+sys.executable = sys.argv[1]
+raise SystemExit(main(["demo"]))
+"""
+
+
 @pytest.mark.slow
-def test_demo_holds(tmp_path: Path) -> None:
-    """The demo that the README runs first succeeds."""
-    assert "PASSED in" in run([sys.executable, "-m", "unified_ckpt", "demo"], tmp_path)
+def test_demo_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo that the README runs first succeeds. A warm interpreter runs its processes."""
+    client = warm.interpreter("import transformers", environment(tmp_path))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -u ] && shift\nexec {shlex.join(client)} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON_EXEC", str(python))  # which torchrun starts
+    assert "PASSED in" in run([*client, "-c", DEMO, str(python)], tmp_path)
 
 
 @pytest.mark.slow
@@ -669,24 +683,20 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def launched(program: str, arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return the command that runs a program of a page. Examples get a new interpreter. Other
-    programs, and the ranks of torchrun, are forked from a warm one.
-    """
+    """Return the command that runs a program of a page, forked from a warm interpreter."""
+    env = environment(folder)
+    if program == "python":
+        option, *rest = arguments
+        if option == "-c":
+            return warm.program(*rest, env)
+        return [*warm.python(Path(option), env), *rest]
     if program != "torchrun":
-        script = Path(arguments[0])
-        if program != "python" or script.suffix != ".py" or is_example(script):
-            return [sys.executable if program == "python" else program, *arguments]
-        return [*warm.python(script, environment(folder)), *arguments[1:]]
+        return [program, *arguments]
     start = next(i for i, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))
     options, (script, *rest) = arguments[:start], arguments[start:]
-    env = environment(folder)
     worker = warm.module(rest.pop(0), env) if script == "-m" else warm.python(Path(script), env)
     torchrun = [*warm.module("torch.distributed.run", env), "--standalone", *options]
     return [*torchrun, "--no-python", *worker, *rest]
-
-
-def is_example(script: Path) -> bool:
-    return script.name in {example.name for example in EXAMPLES}
 
 
 def environment(folder: Path) -> dict[str, str]:

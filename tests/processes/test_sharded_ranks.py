@@ -20,13 +20,6 @@ def run(root: Path, world: int, *cases: str) -> None:
     torchrun(world, "worker_sharded.py", root, *cases, timeout_seconds=280)
 
 
-def test_resume_is_bitwise(tmp_path: Path) -> None:
-    """transformers alone cannot resume a model sharded at load, nor load an FSDP2 model from a
-    `from_pretrained` folder.
-    """
-    run(tmp_path, 2, "same:accelerate", "same:tp=2")
-
-
 @pytest.mark.slow
 def test_other_shardings_and_trainer_features(tmp_path: Path) -> None:
     run(
@@ -37,21 +30,22 @@ def test_other_shardings_and_trainer_features(tmp_path: Path) -> None:
         "same:accelerate:llama:accumulate",
         "native:accelerate",
         "refusals:-",
+        "errors:accelerate:fsdp=2",
+        "errors:fsdp=2:fsdp=2",
     )
     run(tmp_path, 2, "best:accelerate", "alone:accelerate", "best:fsdp=2", "alone:fsdp=2")
 
 
 @pytest.mark.slow
-def test_user_errors_are_raised_on_every_rank(tmp_path: Path) -> None:
-    run(tmp_path, 2, "same:fsdp=2", "errors:accelerate:fsdp=2", "errors:fsdp=2:fsdp=2")
-
-
-@pytest.mark.slow
-def test_resume_in_other_layouts_and_world_sizes(tmp_path: Path) -> None:
+def test_resume_in_the_same_and_other_layouts_and_world_sizes(tmp_path: Path) -> None:
+    """transformers alone cannot resume a model sharded at load, nor load an FSDP2 model from a
+    `from_pretrained` folder.
+    """
     run(tmp_path, 1, "same:plain")
     run(
         tmp_path,
         2,
+        "same:accelerate",
         "into:accelerate:plain",
         "into:tp=2:plain",
         "same:tp=2",
@@ -97,10 +91,6 @@ def test_experts_over_ranks(tmp_path: Path) -> None:
         "same:fsdp=2,ep=2:mixtral",
         "hub:accelerate",
         "hub:tp=2,ep=2",
-    )
-    run(
-        tmp_path,
-        2,
         "into:tp=2,ep=2:accelerate-mixtral:mixtral",
         "into:accelerate:fsdp=2,ep=2-mixtral:mixtral",
     )

@@ -271,16 +271,17 @@ def full_disk_cases() -> list[Any]:
     """Ranks, those with the full disk, one in how many writes, what is at the name, background."""
     each = [(EACH, where, options) for where in ([0, 1], [2, 3]) for options in (DURABLE, TWICE)]
     cases = [
-        *((PAIR, where, DURABLE) for where in ([0], [1], [0, 1])),
-        *((SHARED, where, DURABLE) for where in ([0, 1], [2, 3])),
-        *each,
+        *((PAIR, where, DURABLE, 1, pytest.mark.slow) for where in ([0], [1], [0, 1])),
+        *((SHARED, where, DURABLE, 1, pytest.mark.slow) for where in ([0, 1], [2, 3])),
+        *((*case, 3, pytest.mark.slow) for case in each),
+        *((*case, 1, pytest.mark.long) for case in each),
     ]
     return [
         (PAIR, [1], DURABLE, 1, "committed", False),
         (EACH, [0, 1], TWICE, 3, "absent", False),
         *(
-            pytest.param(*case, 1, before, background, marks=pytest.mark.slow)
-            for case in cases
+            pytest.param(*case, before, background, marks=mark)
+            for *case, mark in cases
             for before, background in (("absent", False), ("committed", True))
         ),
     ]

@@ -108,7 +108,7 @@ def test_run_resumed_twice_equals_uninterrupted_run(
         check_same(resumed, whole)
         return min((tmp_path / out).glob("*.ckpt"), key=step_in_name)
 
-    for path in sorted((tmp_path / "whole").glob("*.ckpt"), key=step_in_name)[1:-2:2]:
+    for path in sorted((tmp_path / "whole").glob("*.ckpt"), key=step_in_name)[1:-4:2]:
         first = resume(path, path.stem)
         assert step_in_name(first) == step_in_name(path) + 1
         resume(first, f"{path.stem}, twice")

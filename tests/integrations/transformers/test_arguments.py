@@ -159,7 +159,7 @@ class Small(Trainer):
 def test_auto_batch_size_survives_a_resume(tmp_path: Path) -> None:
     def small(out: Path, *callbacks: TrainerCallback) -> Trainer:
         training_arguments = trainer(
-            out, native=True, auto_find_batch_size=True, per_device_train_batch_size=8
+            out, native=True, auto_find_batch_size=True, per_device_train_batch_size=3
         ).args
         return Small(
             model=model(),

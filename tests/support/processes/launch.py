@@ -89,9 +89,7 @@ def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float
 
 
 def run_example(script: str, world: int, *arguments: object, cwd: Path | None = None) -> str:
-    """Run a script of the documentation; one process runs without torchrun. The tests of the
-    documentation run each one in new interpreters too.
-    """
+    """Run a script of the documentation; one process runs without torchrun."""
     path = PROGRAMS.parents[2] / "docs" / "examples" / script
     command = _command(world, path) if world > 1 else warm.python(path, environment())
     ended = subprocess.run(

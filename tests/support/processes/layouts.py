@@ -46,7 +46,6 @@ ROWS: dict[str, dict[str, int]] = {
     "pp2_fsdp2": {"pp": 2, "fsdp": 2},
     "fsdp2_ep2": {"fsdp": 2, "ep": 2},
     "fsdp2_cut2": {"fsdp": 2, "cut": 2},
-    "fsdp4_tp2": {"fsdp": 4, "tp": 2},
     "hsdp2_2_tp2": {"rep": 2, "fsdp": 2, "tp": 2},
 }
 WORLDS = (1, 2, 4)  # the worlds of the default run; 8 ranks are slow
@@ -57,7 +56,7 @@ TRAINED_SLOWLY = [row for row, mesh in ROWS.items() if math.prod(mesh.values()) 
 # embedding spans two digest blocks.
 DIM, HIDDEN, VOCAB, EXPERTS, EXPERT_ROWS = 258, 131, 1031, 5, 10
 BATCH, TOKENS = 8, 9
-BEFORE, AFTER = 3, 3  # training steps before and after a save
+BEFORE, AFTER = 2, 2  # training steps before and after a save
 
 CUTS = {  # what `cut` slices: glob -> (dim, global shape)
     "layers.*.mix.weight": (0, (HIDDEN, DIM)),
@@ -411,7 +410,7 @@ def _expert_parallel(net: Net, mesh: DeviceMesh) -> None:
 
 
 LR = {
-    True: 1e-2,
+    True: 1.5e-2,
     False: 3e-3,
 }  # of matrices and of other params: two param groups that a load must not mix up
 WEIGHT_DECAY = {True: 0.1, False: 0.0}

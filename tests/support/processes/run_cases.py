@@ -34,6 +34,7 @@ FROM_OUTSIDE = {"launcher-term": signal.SIGTERM, "launcher-int": signal.SIGINT, 
 # an exception on the last rank: when torch calls what raises it, and the step of the last save
 RAISED = {"raised": (register_module_forward_pre_hook, OUTSIDE_STEP)}
 RAISED |= {"raised-in-step": (register_optimizer_step_post_hook, 8)}
+ENDING = (*FROM_OUTSIDE, *RAISED)  # each ends the launch
 
 AfterStep = Callable[[int], object]
 # Called as train(root, after_step, resume=…). Returns the manager, and the weights and losses of a
@@ -185,23 +186,26 @@ def await_outside(root: Path) -> AfterStep:
 # in the tests
 
 
-def check_runs(root: Path, world: int, worker: str, cases: Sequence[str]) -> None:
-    """Run a worker's cases, and those from outside, on `world` ranks. Check that each run ends as
-    the run that nothing happened to, and that all ranks stop after the same step.
+def check_runs(
+    root: Path, world: int, worker: str, *more: str, ending: Sequence[str] = ENDING
+) -> None:
+    """Run a worker's cases. Check that each run ends as the run that nothing happened to, and that
+    all ranks stop after the same step.
 
-    One and four ranks are not killed, interrupted by Ctrl-C or raised in: two ranks show that.
+    Only two ranks get every signal, the worker's own cases (`more`) and those that end the launch.
     """
+    cases = ["straight", "full", "term", "tiers", *(("int", "usr1", *more) if world == 2 else ())]
+    ending = ending if world == 2 else ()
     torchrun(world, worker, root, *cases, timeout_seconds=240)
-    outside = FROM_OUTSIDE if world == 2 else {"launcher-term": signal.SIGTERM}
-    raised = RAISED if world == 2 else {}
-    for case, number in outside.items():
-        act_from_outside(root, world, worker, case, number)
-    for case, (_, last) in raised.items():
-        launch_raising(root, world, worker, case)
-        assert last_step(root / case) == last, case
-    ended = (*outside, *raised)
-    torchrun(world, worker, root, *(f"{case}/resume" for case in ended), timeout_seconds=240)
-    for case in (*cases, *ended):
+    for case in ending:
+        if case in FROM_OUTSIDE:
+            act_from_outside(root, world, worker, case, FROM_OUTSIDE[case])
+        else:
+            launch_raising(root, world, worker, case)
+            assert last_step(root / case) == RAISED[case][1], case
+    if ending:
+        torchrun(world, worker, root, *(f"{case}/resume" for case in ending), timeout_seconds=240)
+    for case in (*cases, *ending):
         check_same(root, case)
         first = OUTSIDE_STEP if case in FROM_OUTSIDE else SIGNAL_STEP
         first = TIERS_SIGNAL_STEP if case == "tiers" else first

@@ -41,31 +41,35 @@ _clients: dict[tuple[str, ...], list[str]] = {}
 
 
 def python(script: Path, env: Mapping[str, str]) -> list[str]:
-    """Command in place of `[sys.executable, script]`. `env`: for the imports, if this is the first
-    of its kind.
-    """
-    frameworks = [module for modules in FRAMEWORKS.values() for module in modules]
-    return [
-        *_client([*TORCH, *(frameworks if _imports_framework(script, set()) else ())], env),
-        str(script),
-    ]
-
-
-def _imports_framework(script: Path, seen: set[Path]) -> bool:
-    """Whether the script imports a framework, itself or through modules of these tests."""
-    seen.add(script)
-    names = re.findall(r"^\s*(?:from|import) ([\w.]+)", script.read_text(), re.MULTILINE)
-    paths = [FOLDER.parents[2] / f"{name.replace('.', '/')}.py" for name in names]
-    return not FRAMEWORKS.keys().isdisjoint(name.partition(".")[0] for name in names) or any(
-        _imports_framework(path, seen)
-        for name, path in zip(names, paths, strict=True)
-        if name.startswith("tests.") and path.exists() and path not in seen
-    )
+    """Command in place of `[sys.executable, script]`."""
+    return [*interpreter(script.read_text(), env), str(script)]
 
 
 def program(source: str, env: Mapping[str, str]) -> list[str]:
-    """Command in place of `[sys.executable, "-c", source]`, for a program that imports torch."""
-    return [*_client(TORCH, env), "-c", source]
+    """Command in place of `[sys.executable, "-c", source]`."""
+    return [*interpreter(source, env), "-c", source]
+
+
+def interpreter(source: str, env: Mapping[str, str]) -> list[str]:
+    """Command in place of `[sys.executable]` for a program that imports torch. `env`: for the
+    imports, if this is the first of its kind.
+    """
+    frameworks = [module for modules in FRAMEWORKS.values() for module in modules]
+    return _client([*TORCH, *(frameworks if _imports_framework(source, set()) else ())], env)
+
+
+def _imports_framework(source: str, seen: set[Path]) -> bool:
+    """Whether a program imports a framework, itself or through modules of these tests."""
+    names = re.findall(r"^\s*(?:from|import) ([\w.]+)", source, re.MULTILINE)
+    if not FRAMEWORKS.keys().isdisjoint(name.partition(".")[0] for name in names):
+        return True
+    paths = {
+        FOLDER.parents[2] / f"{name.replace('.', '/')}.py"
+        for name in names
+        if name.startswith("tests.")
+    } - seen
+    seen |= paths
+    return any(_imports_framework(path.read_text(), seen) for path in paths if path.exists())
 
 
 def orbax(script: Path, env: Mapping[str, str]) -> list[str]:

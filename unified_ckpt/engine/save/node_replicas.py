@@ -42,7 +42,7 @@ from unified_ckpt.format import names
 from unified_ckpt.format.manifest import parse_manifest
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
-from unified_ckpt.runtime.exchange.tcp import parse_address
+from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _FAILURE_CHECK_NBYTES = 64 << 20  # copied between two checks whether another rank has failed
@@ -185,7 +185,7 @@ class _PeerFolders:
         """IntegrityError if the served folder is not that of this group and save."""
         served = self._collective.get_json(_server_key(number))
         storage = PeerStorage(
-            parse_address(served["address"]),
+            Address(*served["address"]),
             folder=0,
             root=served["root"],
             rank=self._collective.ranks[served["rank"]],
@@ -222,7 +222,7 @@ def _serve(
     storage.make_folder(f"{folder}/{names.REPLICAS}")
     for source in copy_plan:
         storage.make_folder(_replica_folder(transaction, source))
-    offer = {"address": server.address.encode(), "root": root, "rank": collective.rank}
+    offer = {"address": server.address, "root": root, "rank": collective.rank}
     key = _server_key(commit_group.node_group.number)
     collective.put_json(key, {**offer, "files": files})
 

@@ -87,11 +87,6 @@ class EncodedSource(WrappedSource):
             self._stored[part] |= stored
         self._recent: tuple[Key, dict[tuple[int, int], Bytes]] = ("", ""), {}
 
-    @property
-    def parts(self) -> Sequence[str]:
-        """The parts of the source."""
-        return self._source.parts
-
     def names(self, part: str) -> Collection[str]:
         """Return the stored tensors of a part; scales follow their codes."""
         return self._stored.get(part, {}).keys()

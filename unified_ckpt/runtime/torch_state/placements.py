@@ -67,10 +67,6 @@ class ShardingResolver:
     _shardings: dict[object, Sharding] = field(default_factory=dict)
     _local_shapes: dict[object, tuple[int, ...]] = field(default_factory=dict)
     _mesh_infos: dict[DeviceMesh, _MeshInfo] = field(default_factory=dict)
-    # DTensors without padding -> (shape, sharding, padded shape).
-    _resolved_dtensors: dict[object, tuple[tuple[int, ...], Sharding, tuple[int, ...]]] = field(
-        default_factory=dict
-    )
     _without_layout: ShardingResolver | None = None
 
     @property
@@ -94,15 +90,8 @@ class ShardingResolver:
             _check_dense(fqn, local)
             shape = tuple(local.shape)
             return ResolvedTensor(shape, _REPLICATED, local, shape)
-        cache_key = None
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor.detach()
-            if self.layout is None:  # most tensors of a model share few shapes and placements
-                cache_key = tensor.device_mesh, tensor.placements, tensor.shape, local.shape
-                cached = self._resolved_dtensors.get(cache_key)
-                if cached is not None:
-                    _check_dense(fqn, local)
-                    return ResolvedTensor(cached[0], cached[1], local, cached[2])
             if tensor.device_mesh.get_coordinate() is None:
                 return None
             dtensor_sharding = self._dtensor_sharding(fqn, tensor)
@@ -131,11 +120,8 @@ class ShardingResolver:
             except LayoutError as error:
                 raise LayoutError(f"{fqn}: {error}; pass sections that add up to it") from error
             self._local_shapes[sharding, shape] = local_shape
-        padded_shape = tuple(local.shape)
-        if cache_key is not None and padded_shape == local_shape:
-            self._resolved_dtensors[cache_key] = shape, sharding, padded_shape
         unpadded = _without_padding(fqn, local, local_shape, padded_dims)
-        return ResolvedTensor(shape, sharding, unpadded, padded_shape)
+        return ResolvedTensor(shape, sharding, unpadded, tuple(local.shape))
 
     def check_alias(self, alias: str, stored: str) -> None:
         """Raise LayoutError if two names of one tensor have different Layout rules."""

@@ -34,9 +34,18 @@ def encode_shardings(
         ranks, mesh_ranks = _rank_set(holder_sets[holders_number]), _rank_set(sharding.ranks)
         if ranks is None or mesh_ranks is None:
             return None
-        records.append(
-            ShardingRule(holders=ranks, mesh_ranks=mesh_ranks, dims=_encode_dims(sharding))
-        )
+        dims = [
+            ShardDimRecord(
+                dim=dim.dim,
+                size=dim.size,
+                stride=dim.stride,
+                sections=dim.sections if isinstance(dim.sections, int) else list(dim.sections),
+                chunk_length=dim.chunk_length,
+                name=dim.name,
+            )
+            for dim in sharding.shard_dims
+        ]
+        records.append(ShardingRule(holders=ranks, mesh_ranks=mesh_ranks, dims=dims))
     return ShardingRecords(
         rules=records,
         parts={
@@ -63,20 +72,6 @@ def decode_rule(rule: ShardingRule) -> tuple[Sharding, list[int]]:
         for record in rule.dims
     )
     return Sharding(dims, tuple(rule.mesh_ranks.ranks())), rule.holders.ranks()
-
-
-def _encode_dims(sharding: Sharding) -> list[ShardDimRecord]:
-    return [
-        ShardDimRecord(
-            dim=dim.dim,
-            size=dim.size,
-            stride=dim.stride,
-            sections=dim.sections if isinstance(dim.sections, int) else list(dim.sections),
-            chunk_length=dim.chunk_length,
-            name=dim.name,
-        )
-        for dim in sharding.shard_dims
-    ]
 
 
 def _rank_set(ranks: Sequence[int]) -> RankSet | None:

@@ -102,7 +102,7 @@ class EncodedSource(WrappedSource):
     def exceptions(self, part: str) -> bytes | None:
         """Return a part's exceptions file, if it has one."""
         found = self._exceptions.get(part)
-        return encode_exceptions(part, found)[0] if found else None
+        return encode_exceptions(found) if found else None
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return the digests of tensors that are not encoded."""

@@ -76,7 +76,7 @@ class Rewrite:
     def rank_spans(self) -> list[tuple[MergedFile, Key, int, int]]:
         """Return (file, key, start, stop): the byte ranges of tensors that this rank writes."""
         own_rank = self.transaction.collective.rank
-        return [(*span,) for rank, *span in self.spans() if rank == own_rank]
+        return [span[1:] for span in self.spans() if span[0] == own_rank]
 
     def write_at(self, file: str, start: int, buffers: Sequence[Buffer]) -> None:
         """Write the buffers consecutively from byte `start` of a staged file."""

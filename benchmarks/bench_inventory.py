@@ -53,7 +53,7 @@ from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.format.digests import block_count
 from unified_ckpt.format.header import encode_header, file_order, parse_header
 from unified_ckpt.runtime.exchange.file_server import PeerStorage
-from unified_ckpt.runtime.exchange.tcp import Address, parse_address
+from unified_ckpt.runtime.exchange.tcp import Address
 
 EXPERT_GROUPS = 64
 FILE_NBYTES = 5_000_000_000
@@ -246,7 +246,7 @@ def decide(inventories: Sequence[bytes], listings: dict[str, bytes]) -> bytes:
 def open_cluster(body: bytes, addresses: bytes, node: int) -> ClusterSource:
     """Do the work of every rank with the result of rank 0."""
     index = decode_cluster_index(body)
-    servers = [parse_address(text) for text in zlib.decompress(addresses).decode().split("\n")]
+    servers = [Address(*fields) for fields in json.loads(zlib.decompress(addresses))]
     storages = [
         PeerStorage(
             servers[folder.node],
@@ -369,10 +369,8 @@ def bench_gather(
 ) -> ClusterSource:
     """Measure what rank 0 and every rank do."""
     body, nodes = decide(inventories, listings), case["nodes"]
-    address = Address("10.20.30.40", 43210, "").encode()
-    addresses = zlib.compress(
-        "\n".join(address + secrets.token_hex(16) for _ in range(nodes)).encode()
-    )
+    servers = [Address("10.20.30.40", 43210, secrets.token_hex(16)) for _ in range(nodes)]
+    addresses = zlib.compress(json.dumps(servers).encode(), 1)
     received = {
         "received_bytes": sum(map(len, inventories)) + sum(map(len, listings.values())),
         "listings": len(listings),

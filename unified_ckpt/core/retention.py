@@ -1,6 +1,6 @@
 """Decides which checkpoints to keep: a checkpoint stays if any rule keeps it.
 
-Knows no folders. Callers pass complete checkpoints only.
+Knows no folders. Callers pass complete checkpoints only; options check the numbers of rules.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from unified_ckpt.errors import FormatError
 
 Mode = Literal["min", "max"]
 
@@ -30,9 +28,6 @@ class LatestN:
 
     n: int
 
-    def __post_init__(self) -> None:
-        _check_positive("LatestN", self.n)
-
 
 @dataclass(frozen=True, slots=True)
 class EverySteps:
@@ -40,18 +35,12 @@ class EverySteps:
 
     steps: int
 
-    def __post_init__(self) -> None:
-        _check_positive("EverySteps", self.steps)
-
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
     """Keep the first, then each one created at least `seconds` after the last one kept."""
 
     seconds: float
-
-    def __post_init__(self) -> None:
-        _check_positive("EverySeconds", self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +159,3 @@ def _spaced(ordered: Sequence[SavedStep], seconds: float) -> list[int]:
             steps.append(record.step)
             last = record.created_seconds
     return steps
-
-
-def _check_positive(rule: str, value: float) -> None:
-    if not value > 0:
-        raise FormatError(f"{rule}: got {value}, expected a number above 0")

@@ -36,10 +36,8 @@ def join_elements(elements: Iterable[Elements]) -> Elements:
     return joined, np.concatenate(values)[first]
 
 
-def encode_exceptions(
-    part: str, elements_by_fqn: Mapping[str, Elements]
-) -> tuple[bytes, NamedFile]:
-    """Return the bytes of a part's exceptions file, and its record in the manifest."""
+def encode_exceptions(elements_by_fqn: Mapping[str, Elements]) -> bytes:
+    """Return the bytes of a part's exceptions file."""
     arrays: dict[str, NDArray[np.int64] | NDArray[np.uint32]] = {}
     for fqn, (indices, values) in elements_by_fqn.items():
         arrays |= {fqn + _INDEX: indices.astype("<i8"), fqn + _VALUE: values.astype("<u4")}
@@ -48,8 +46,7 @@ def encode_exceptions(
         for name, array in arrays.items()
     )
     header_bytes, _ = header.encode_header(items)
-    body = b"".join([header_bytes, *(arrays[name].tobytes() for name, _, _ in items)])
-    return body, exceptions_record(part, body)
+    return b"".join([header_bytes, *(arrays[name].tobytes() for name, _, _ in items)])
 
 
 def exceptions_record(part: str, body: bytes) -> NamedFile:

@@ -17,7 +17,7 @@ from tests.support.oracles import (
     where,
     worlds,
 )
-from unified_ckpt.core.planning.exchange import Extent, RankIO
+from unified_ckpt.core.planning.exchange import TILE_NBYTES, Extent, RankIO
 from unified_ckpt.core.planning.load_plan import ReadPlan, plan_reads
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim
@@ -165,4 +165,5 @@ def test_no_declarations_read_nothing() -> None:
     assert read_nbytes(plan_all([uneven], (3,)), 0) == 0
     small = make_decl((3, 2), ShardDim(0, 4, 1))
     assert read_nbytes(plan_all([small], (3,)), 0) == 0
-    assert plan_reads([], holders=(0,), max_over_read=1.25, rank=0).rank_io == RankIO((), (), ())
+    plan = plan_reads([], holders=(0,), max_over_read=1.25, rank=0)
+    assert plan.rank_io == RankIO((), (), (), TILE_NBYTES)

@@ -31,7 +31,7 @@ def plans(
 ) -> dict[int, RankIO]:
     nbytes = headers or dict.fromkeys(range(len(files)), 1000)
     return {
-        r: plan_writes(rows, holders=holders, files=files, header_nbytes=nbytes, rank=r)[0]
+        r: plan_writes(rows, holders=holders, files=files, header_nbytes=nbytes, rank=r)
         for r in holders
     }
 
@@ -118,14 +118,14 @@ def test_a_tile_is_whole_pages_and_holds_the_longest_slab() -> None:
             files=[FileContents("model", 0, (0,), 0)],
             header_nbytes={0: 8},
             rank=0,
-        )[1]
+        ).tile_nbytes
         == TILE_NBYTES
     )
     long = make_decl((2, 3_000_000, 2), ShardDim(1, 2, 1), ShardDim(2, 2, 2))
     files = [FileContents("model", 0, (0,), 0)]
-    _, tile_nbytes = plan_writes(
+    tile_nbytes = plan_writes(
         [long], holders=(0, 1, 2, 3), files=files, header_nbytes={0: 8}, rank=0
-    )
+    ).tile_nbytes
     assert tile_nbytes % 4096 == 0
     assert tile_nbytes >= TILE_NBYTES
 
@@ -177,7 +177,7 @@ def test_a_ranks_plan_has_the_same_size_in_any_world(tp: int) -> None:
         sizes[world] = size(
             plan_writes(
                 rows, holders=holders, files=files, header_nbytes=headers, rank=world // 2 + 1
-            )[0]
+            )
         )
     row_count = len(llama_405b(8, tp))
     assert max(sizes.values()) <= sizes[64] <= 20 * row_count, sizes

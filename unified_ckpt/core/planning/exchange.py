@@ -65,12 +65,13 @@ class RankIO:
     """The reads or writes of one rank.
 
     `extents`: without a shared buffer. `io_tiles`: tiles that this rank reads or writes.
-    `member_tiles`: all tiles, its own included, that it fills or empties.
+    `member_tiles`: all tiles, its own included, that it fills or empties. `tile_nbytes`: of each.
     """
 
     extents: tuple[Extent, ...]
     io_tiles: tuple[Tile, ...]
     member_tiles: tuple[Tile, ...]
+    tile_nbytes: int
 
     def partners(self, rank: int) -> set[int]:
         """Return the ranks that exchange tiles with `rank`, whose plan this is.
@@ -151,7 +152,7 @@ def plan_rank_io(exchange: Exchange, rank: int) -> RankIO:
         member_tiles.extend(tile for tile in plan_tiles(exchange, io_rank) if rank in tile.members)
     rank_count = max(exchange.holders, default=0) + 1
     member_tiles.sort(key=lambda tile: (tile.number, (tile.io_rank - rank) % rank_count))
-    return RankIO(tuple(extents), io_tiles, tuple(member_tiles))
+    return RankIO(tuple(extents), io_tiles, tuple(member_tiles), exchange.tile_nbytes)
 
 
 def plan_tiles(exchange: Exchange, io_rank: int) -> Iterator[Tile]:

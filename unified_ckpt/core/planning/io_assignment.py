@@ -294,28 +294,7 @@ def _total_nbytes(
     totals = dict.fromkeys(
         all_coordinates, sum(nbytes * specs[spec] for spec, nbytes in even.items())
     )
-    for spec, count in specs.items():
-        if spec in even:
-            continue
-        unsharded_nbytes = (
-            spec.nbytes // prod(spec.shape[dim] for dim in sizes) if spec.nbytes else 0
-        )
-        # Per dim: indices of its shard dims, and number of elements by their coordinates.
-        lengths_by_dim: list[tuple[tuple[int, ...], dict[Coordinates, int]]]
-        lengths_by_dim = [(_shard_dims_of(outer, dim), {}) for dim in sizes]
+    for spec in specs.keys() - even.keys():
         for coordinates in all_coordinates:
-            nbytes = unsharded_nbytes * count
-            for (dim, _), (dim_indices, lengths) in zip(sizes.items(), lengths_by_dim, strict=True):
-                dim_coordinates = tuple(coordinates[i] for i in dim_indices)
-                if dim_coordinates not in lengths:
-                    lengths[dim_coordinates] = sum(
-                        b - a for a, b in outer.intervals(dim, spec.shape[dim], coordinates)
-                    )
-                nbytes *= lengths[dim_coordinates]
-            totals[coordinates] += nbytes
+            totals[coordinates] += specs[spec] * segments_nbytes(spec, outer, coordinates)
     return totals
-
-
-def _shard_dims_of(outer: Sharding, dim: int) -> tuple[int, ...]:
-    """Return the indices of the shard dims that split tensor dim `dim`."""
-    return tuple(i for i, shard_dim in enumerate(outer.shard_dims) if shard_dim.dim == dim)

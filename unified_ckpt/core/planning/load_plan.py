@@ -29,7 +29,6 @@ class ReadPlan:
 
     rank_io: RankIO
     unexchanged: frozenset[int]
-    tile_nbytes: int
 
 
 def plan_reads(
@@ -72,7 +71,7 @@ def plan_reads(
         unexchanged=unexchanged,
         is_read=True,
     )
-    return ReadPlan(plan_rank_io(exchange, rank), unexchanged, exchange.tile_nbytes)
+    return ReadPlan(plan_rank_io(exchange, rank), unexchanged)
 
 
 def _over_read(spec: TensorSpec, sharding: Sharding, holders: Sequence[int]) -> float:

@@ -69,8 +69,8 @@ def plan_writes(
     files: Sequence[FileContents],
     header_nbytes: Mapping[int, int],
     rank: int,
-) -> tuple[RankIO, int]:
-    """Return what `rank` writes of the group, and the bytes of a tile.
+) -> RankIO:
+    """Return what `rank` writes of the group.
 
     `header_nbytes`: by position in `files`.
     """
@@ -91,4 +91,4 @@ def plan_writes(
         unexchanged=(),
         is_read=False,
     )
-    return plan_rank_io(exchange, rank), exchange.tile_nbytes
+    return plan_rank_io(exchange, rank)

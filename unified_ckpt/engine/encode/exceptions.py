@@ -96,7 +96,7 @@ def gather_exceptions(
 
 def exceptions_files(exceptions: ExceptionsByPart) -> dict[str, bytes]:
     """Return the content of the exceptions file of each part that has any."""
-    return {part: encode_exceptions(part, elements)[0] for part, elements in exceptions.items()}
+    return {part: encode_exceptions(elements) for part, elements in exceptions.items()}
 
 
 def broadcast_files(collective: Collective, files: Mapping[str, bytes]) -> dict[str, bytes]:

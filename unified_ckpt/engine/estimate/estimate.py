@@ -214,4 +214,4 @@ def _file_sizes(plan: GlobalPlan) -> dict[str, int]:
     for part, weight_map in tensors.weight_maps.items():
         body = index.encode_index(total_size=tensors.nbytes[part], weight_map=weight_map)
         sizes[names.index_name(part)] = len(body)
-    return {**sizes, names.DIGESTS: len(plan.digest_header) + sum(plan.digest_nbytes)}
+    return {**sizes, names.DIGESTS: plan.digest_file_nbytes}

@@ -21,8 +21,9 @@ from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import StagedTensors
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import index, names
+from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.format.manifest import FORMAT_VERSION, Manifest, Part, encode_manifest
-from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, RankExtraFile
+from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile, RankExtraFile
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Attach = Callable[[str], object]  # adds files to the folder at this path
@@ -130,6 +131,15 @@ def write_indexes(
         body = index.encode_index(total_size=tensors.nbytes[part], weight_map=weight_map)
         storage.put(f"{folder}/{names.index_name(part)}", body, fsync=False)
         records[part] = IndexFile.from_bytes(body)
+    return records
+
+
+def write_exceptions(transaction: Transaction, files: Mapping[str, bytes]) -> dict[str, NamedFile]:
+    """Write the exceptions files, given by part; return the records by part."""
+    records = {}
+    for part, body in files.items():
+        records[part] = exceptions_record(part, body)
+        transaction.storage.put(f"{transaction.folder}/{records[part].file}", body, fsync=False)
     return records
 
 

@@ -10,10 +10,10 @@ from unified_ckpt.engine.folder.completeness import undecodable_parts
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.folder.stored_files import read_file, read_range
-from unified_ckpt.engine.source.protocol import Location
+from unified_ckpt.engine.source.verified_read import check_digest_count
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
-from unified_ckpt.runtime.storage.storage import Reader, open_reader
+from unified_ckpt.runtime.storage.storage import open_reader
 
 
 def block_mismatch(part: str, name: str, file: str, block: int, actual: int, expected: int) -> str:
@@ -187,15 +187,10 @@ def _check_tensor(folder: Folder, part: str, name: str, *, deep: bool) -> tuple[
         saved = folder.block_digests([(part, name)])[part, name] if deep else None
         if saved is None:
             return [], spec.nbytes
-        if len(saved) != digests.block_count(spec.nbytes):
-            return [
-                f"{part}:{name}: got {len(saved)} digests, expected "
-                f"{digests.block_count(spec.nbytes)}"
-            ], spec.nbytes
-        problems = list(_mismatched_blocks(folder, part, name, spec.nbytes, saved))
+        check_digest_count((part, name), saved, spec.nbytes)
+        return list(_mismatched_blocks(folder, part, name, spec.nbytes, saved)), spec.nbytes
     except CheckpointError as error:
         return [str(error)], 0
-    return problems, spec.nbytes
 
 
 def _mismatched_blocks(
@@ -203,7 +198,10 @@ def _mismatched_blocks(
 ) -> Iterator[str]:
     location = folder.locations([(part, name)]).by_key[part, name]
     for block, expected in enumerate(saved):
-        actual = read_block_crc(folder.storage, location, block, nbytes)
+        low, high = block * digests.BLOCK_NBYTES, min((block + 1) * digests.BLOCK_NBYTES, nbytes)
+        start = location.start + low
+        body = read_range(folder.storage, location.file, start, start + high - low)
+        actual = digests.crc(body)
         if actual != expected:
             yield block_mismatch(part, name, location.file, block, actual, expected)
 
@@ -239,10 +237,3 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
                 folder.check_rank_extra()
         except CheckpointError as error:
             yield _without_root(error, folder)
-
-
-def read_block_crc(storage: Reader, location: Location, block: int, nbytes: int) -> int:
-    """Read one whole block of a tensor of `nbytes` and return its CRC."""
-    start = location.start + block * digests.BLOCK_NBYTES
-    stop = min(start + digests.BLOCK_NBYTES, location.start + nbytes)
-    return digests.crc(read_range(storage, location.file, start, stop))

@@ -264,8 +264,8 @@ def _read(
 ) -> list[tuple[GroupReadPlan, ReadResult]]:
     """Read all groups; return what was read of each. Collective."""
     results_by_group = []
-    tile_plans = [(plan.read_plan.rank_io, plan.read_plan.tile_nbytes) for plan in group_plans]
-    with tile_buffers.exchanging(collective, tile_plans) as buffers:
+    rank_ios = [plan.read_plan.rank_io for plan in group_plans]
+    with tile_buffers.exchanging(collective, rank_ios) as buffers:
         for plan in group_plans:
             destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=collective.rank)
             group_reader = GroupReader(plan, destinations, reader, collective.rank)

@@ -30,8 +30,6 @@ from unified_ckpt.engine.nodes.inventory import (
 )
 from unified_ckpt.errors import IncompleteError
 
-_SIZE_NBYTES = 8  # length field of the header
-
 
 @dataclass(frozen=True, slots=True)
 class NodeFolder:
@@ -131,33 +129,21 @@ class ClusterIndex:
             (part, fqn, spec.dtype, self.layout_numbers[part, fqn])
             for (part, fqn), spec in sorted(self.specs.items())
         ]
-        header = json.dumps(
-            {
-                "folders": [
-                    [
-                        folder.root,
-                        folder.node,
-                        folder.folder_id,
-                        _deltas(folder.ranks),
-                        folder.files,
-                    ]
-                    for folder in self.folders
-                ],
-                "tensors": to_columns(entries),
-                "layouts": [[layout.shape, len(layout.boxes)] for layout in self.layouts],
-                "rank_extras": self.rank_extras,
-                "problems": self.problems,
-                "save_id": self.save_id,
-            },
-            separators=(",", ":"),
-        ).encode()
-        deltas = [
-            np.diff(layout.boxes, axis=0, prepend=np.int64(0)).astype("<i8").tobytes()
-            for layout in self.layouts
-        ]
-        return zlib.compress(
-            b"".join([len(header).to_bytes(_SIZE_NBYTES, "little"), header, *deltas])
-        )
+        document = {
+            "folders": [
+                [folder.root, folder.node, folder.folder_id, _deltas(folder.ranks), folder.files]
+                for folder in self.folders
+            ],
+            "tensors": to_columns(entries),
+            "layouts": [
+                [layout.shape, np.diff(layout.boxes, axis=0, prepend=np.int64(0)).tolist()]
+                for layout in self.layouts
+            ],
+            "rank_extras": self.rank_extras,
+            "problems": self.problems,
+            "save_id": self.save_id,
+        }
+        return zlib.compress(json.dumps(document, separators=(",", ":")).encode())
 
 
 def _deltas(ranks: Sequence[int]) -> list[int]:
@@ -167,20 +153,19 @@ def _deltas(ranks: Sequence[int]) -> list[int]:
 
 def decode_cluster_index(body: bytes) -> ClusterIndex:
     """Decode the result of `ClusterIndex.encode`."""
-    body = zlib.decompress(body)
-    offset = _SIZE_NBYTES + int.from_bytes(body[:_SIZE_NBYTES], "little")
-    header = json.loads(body[_SIZE_NBYTES:offset])
-    layouts = []
-    for shape, count in header["layouts"]:
-        width = 2 + 2 * len(shape)
-        deltas = np.frombuffer(body, "<i8", count * width, offset).reshape(count, width)
-        layouts.append(ShardLayout(tuple(shape), np.cumsum(deltas, axis=0, dtype=np.int64)))
-        offset += deltas.nbytes
-    entries = from_columns(header["tensors"])
+    document = json.loads(zlib.decompress(body))
+    layouts = [
+        ShardLayout(
+            tuple(shape),
+            np.cumsum(np.array(deltas, np.int64).reshape(-1, 2 + 2 * len(shape)), axis=0),
+        )
+        for shape, deltas in document["layouts"]
+    ]
+    entries = from_columns(document["tensors"])
     return ClusterIndex(
         folders=[
             NodeFolder(root, node, folder_id, tuple(accumulate(deltas)), tuple(files))
-            for root, node, folder_id, deltas, files in header["folders"]
+            for root, node, folder_id, deltas, files in document["folders"]
         ],
         specs={
             (part, fqn): TensorSpec(dtype, layouts[number].shape)
@@ -188,9 +173,9 @@ def decode_cluster_index(body: bytes) -> ClusterIndex:
         },
         layout_numbers={(part, fqn): number for part, fqn, _, number in entries},
         layouts=layouts,
-        rank_extras=header["rank_extras"],
-        problems=tuple(header["problems"]),
-        save_id=header["save_id"],
+        rank_extras=document["rank_extras"],
+        problems=tuple(document["problems"]),
+        save_id=document["save_id"],
     )
 
 

@@ -29,7 +29,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
-from unified_ckpt.runtime.exchange.tcp import Address, parse_address
+from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, is_url
 
 _PLAIN = b"plain"  # the answer of rank 0 if no folder has a manifest
@@ -317,19 +317,14 @@ def _assign_servers(
         [ranks[local_rank % len(ranks)] for ranks in ranks_by_node]
         for local_rank in range(local_world)
     ]
-    addresses = collective.collect(
-        "addresses", address.encode().encode(), dst=0, ranks=range(collective.world)
-    )
+    addresses = collective.collect_json("addresses", address, dst=0, ranks=range(collective.world))
     if collective.rank == 0:
         for local_rank, servers in enumerate(servers_by_local_rank):
-            collective.put(
-                f"servers/{local_rank}",
-                zlib.compress(b"\n".join(addresses[rank] for rank in servers)),
-            )
+            collective.put_json(f"servers/{local_rank}", [addresses[rank] for rank in servers])
     local_rank = ranks_by_node[topology.node].index(topology.rank)
-    body = zlib.decompress(collective.get(f"servers/{local_rank}", sender=0))
-    servers, texts = servers_by_local_rank[local_rank], body.decode().split("\n")
-    return [(rank, parse_address(text)) for rank, text in zip(servers, texts, strict=True)]
+    addresses = collective.get_json(f"servers/{local_rank}", sender=0)
+    servers = servers_by_local_rank[local_rank]
+    return [(rank, Address(*fields)) for rank, fields in zip(servers, addresses, strict=True)]
 
 
 def _pinned_storage(root: str, resources: ExitStack) -> LocalStorage:

@@ -7,6 +7,7 @@ every member computes its own `GroupPlan`: what it writes of the group, at which
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +79,6 @@ class GroupPlan:
     files: tuple[FileLayout, ...]
     file_by_decl: Mapping[int, int]
     rank_io: RankIO
-    tile_nbytes: int
     digest_start: int
 
     @property
@@ -107,8 +107,8 @@ class GlobalPlan:
     """The plan of the whole save, on rank 0.
 
     `decls_by_group` are all declarations, `encoded` those of encoded tensors, and `encoded_nbytes`
-    the bytes that files store of these. `digest_nbytes` are the bytes of each group in the order of
-    the digest file. `shardings`: as in the manifest.
+    the bytes that files store of these. `digest_file_nbytes` includes the header. `shardings`: as
+    in the manifest.
     """
 
     tensors: StagedTensors
@@ -116,7 +116,7 @@ class GlobalPlan:
     encoded: Sequence[TensorDecl]
     encoded_nbytes: int
     digest_header: bytes
-    digest_nbytes: Sequence[int]
+    digest_file_nbytes: int
     shardings: ShardingRecords | None
 
     @property
@@ -125,7 +125,7 @@ class GlobalPlan:
         files = sum(
             file.nbytes for records in self.tensors.records.values() for file in records.values()
         )
-        return files + len(self.digest_header) + sum(self.digest_nbytes)
+        return files + self.digest_file_nbytes
 
     @property
     def index_nbytes(self) -> int:
@@ -236,7 +236,7 @@ def list_group_files(
 
     Also returns the header of the digest file.
     """
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     stored_by_group = [list_stored(group.decls) for group in groups]
     digest_header = encode_digest_header(
         (
@@ -253,12 +253,11 @@ def list_group_files(
         files = plan_files(
             group.decls, stored.nbytes_by_decl(), holders=holders, max_file_bytes=max_file_bytes
         )
-        first = {part: counts.get(part, 0) for part in {file.part for file in files}}
+        first = {part: counts[part] for part in {file.part for file in files}}
         group_info: dict[str, Any] = {"first": first, "digests": digest_start}
         all_files.append(GroupFiles(group, holders, stored, files, group_info))
         digest_start += _digest_nbytes(stored)
-        for file in files:
-            counts[file.part] = counts.get(file.part, 0) + 1
+        counts.update(file.part for file in files)
     for group_files in all_files:
         group_info = group_files.group_info
         group_info["count"] = {part: counts[part] for part in group_info["first"]}
@@ -287,7 +286,7 @@ def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> Gro
         decls, stored.nbytes_by_decl(), holders=holders, max_file_bytes=max_file_bytes
     )
     files = [_lay_out_file(membership, stored, contents) for contents in file_contents]
-    rank_io, tile_nbytes = plan_writes(
+    rank_io = plan_writes(
         decls,
         holders=holders,
         files=file_contents,
@@ -306,7 +305,6 @@ def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> Gro
             for decl_index in contents.decl_indices
         },
         rank_io=rank_io,
-        tile_nbytes=tile_nbytes,
         digest_start=membership.group_info["digests"],
     )
 
@@ -348,7 +346,7 @@ def build_global_plan(
 ) -> GlobalPlan:
     """Collect what indexes and manifest need. `file_stats`: (bytes, header CRC) by file."""
     weight_maps: dict[str, dict[str, str]] = {}
-    part_nbytes: dict[str, int] = {}
+    part_nbytes = Counter[str]()
     records_by_part: dict[str, dict[str, FileRecord]] = {}
     for group_files in all_files:
         for contents in group_files.files:
@@ -362,9 +360,7 @@ def build_global_plan(
                 for index in stored.of(decl_index)
             ]
             weight_maps.setdefault(part, {}).update((t.fqn, name) for t in tensors_of_file)
-            tensor_nbytes = sum(tensor.spec.nbytes for tensor in tensors_of_file)
-            part_nbytes[part] = part_nbytes.get(part, 0) + tensor_nbytes
-    sections = [_digest_nbytes(files.stored) for files in all_files]
+            part_nbytes[part] += sum(tensor.spec.nbytes for tensor in tensors_of_file)
     encoded = {
         decl: nbytes
         for files in all_files
@@ -379,7 +375,7 @@ def build_global_plan(
         tuple(encoded),
         sum(encoded.values()),
         digest_header,
-        sections,
+        len(digest_header) + sum(_digest_nbytes(files.stored) for files in all_files),
         encode_shardings(
             (decl.part, files.stored.tensors[index].fqn, decl.sharding, files.holders)
             for files in all_files

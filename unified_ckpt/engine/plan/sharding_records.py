@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Generic, TypeVar
+from operator import itemgetter
 
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.format.manifest import RankSet, ShardDimRecord, ShardingRecords, ShardingRule
-
-T = TypeVar("T")
 
 
 def encode_shardings(
@@ -22,21 +20,32 @@ def encode_shardings(
 
     The size grows with the distinct shardings, and with the tensors, but not with the ranks.
     """
-    shardings, holder_sets = _Distinct[Sharding](), _Distinct[tuple[int, ...]]()
-    rules: dict[tuple[int, int], int] = {}
+    holder_numbers: dict[tuple[int, ...], int] = {}
+    rules: dict[tuple[Sharding, int], int] = {}
     by_part: dict[str, list[tuple[str, int]]] = {}
-    for part, name, sharding, holders in held:
-        key = shardings.number(sharding), holder_sets.number(holders)
-        by_part.setdefault(part, []).append((name, rules.setdefault(key, len(rules))))
-    records = []
-    for sharding_number, holders_number in rules:
-        sharding, holders = shardings.values[sharding_number], holder_sets.values[holders_number]
-        ranks, mesh_ranks = _rank_set(holders), _rank_set(sharding.ranks)
+    # Holders may be many ranks: they are hashed once per group of tensors.
+    for holders, tensors in groupby(held, itemgetter(3)):
+        holders_number = holder_numbers.setdefault(holders, len(holder_numbers))
+        for part, name, sharding, _ in tensors:
+            rule = rules.setdefault((sharding, holders_number), len(rules))
+            by_part.setdefault(part, []).append((name, rule))
+    records, holder_sets = [], list(holder_numbers)
+    for sharding, holders_number in rules:
+        ranks, mesh_ranks = _rank_set(holder_sets[holders_number]), _rank_set(sharding.ranks)
         if ranks is None or mesh_ranks is None:
             return None
-        records.append(
-            ShardingRule(holders=ranks, mesh_ranks=mesh_ranks, dims=_encode_dims(sharding))
-        )
+        dims = [
+            ShardDimRecord(
+                dim=dim.dim,
+                size=dim.size,
+                stride=dim.stride,
+                sections=dim.sections if isinstance(dim.sections, int) else list(dim.sections),
+                chunk_length=dim.chunk_length,
+                name=dim.name,
+            )
+            for dim in sharding.shard_dims
+        ]
+        records.append(ShardingRule(holders=ranks, mesh_ranks=mesh_ranks, dims=dims))
     return ShardingRecords(
         rules=records,
         parts={
@@ -47,24 +56,6 @@ def encode_shardings(
             for part, named_rules in by_part.items()
         },
     )
-
-
-class _Distinct(Generic[T]):
-    """Numbers distinct values. Hashes each object once, as it may be long."""
-
-    def __init__(self) -> None:
-        self.values: list[T] = []
-        self._numbers: dict[T, int] = {}
-        self._by_id: dict[int, tuple[T, int]] = {}  # with the object, whose id then stays its own
-
-    def number(self, value: T) -> int:
-        """Return the number of a value: its index in `values`."""
-        if id(value) not in self._by_id:
-            number = self._numbers.setdefault(value, len(self.values))
-            if number == len(self.values):
-                self.values.append(value)
-            self._by_id[id(value)] = value, number
-        return self._by_id[id(value)][1]
 
 
 def decode_rule(rule: ShardingRule) -> tuple[Sharding, list[int]]:
@@ -81,20 +72,6 @@ def decode_rule(rule: ShardingRule) -> tuple[Sharding, list[int]]:
         for record in rule.dims
     )
     return Sharding(dims, tuple(rule.mesh_ranks.ranks())), rule.holders.ranks()
-
-
-def _encode_dims(sharding: Sharding) -> list[ShardDimRecord]:
-    return [
-        ShardDimRecord(
-            dim=dim.dim,
-            size=dim.size,
-            stride=dim.stride,
-            sections=dim.sections if isinstance(dim.sections, int) else list(dim.sections),
-            chunk_length=dim.chunk_length,
-            name=dim.name,
-        )
-        for dim in sharding.shard_dims
-    ]
 
 
 def _rank_set(ranks: Sequence[int]) -> RankSet | None:

@@ -21,7 +21,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
-from unified_ckpt.runtime.exchange.tcp import parse_address
+from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -113,12 +113,12 @@ def _serve(
     ]
     server = FolderServer([(root, files)], timeout_seconds=timeout_seconds)
     resources.callback(server.close)
-    return {"address": server.address.encode(), "root": root, "files": files, "mark": marker}
+    return {"address": server.address, "root": root, "files": files, "mark": marker}
 
 
 def _peer(collective: Collective, rank: int, offer: dict[str, Any]) -> PeerStorage:
     return PeerStorage(
-        parse_address(offer["address"]),
+        Address(*offer["address"]),
         folder=0,
         root=offer["root"],
         rank=collective.ranks[rank],

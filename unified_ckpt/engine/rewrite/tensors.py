@@ -16,6 +16,7 @@ from unified_ckpt.core.planning.merge_plan import MergedFile, node_spans, plan_m
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import file_shape
 from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.folder.finalize import write_exceptions
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.chunks import chunks
 from unified_ckpt.engine.plan.save_plan import StagedTensors
@@ -24,9 +25,8 @@ from unified_ckpt.engine.source.encoded import OnBytes
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import IntegrityError, StorageError
 from unified_ckpt.format import digests, header, names
-from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest_fields import FileRecord, NamedFile
+from unified_ckpt.format.manifest_fields import FileRecord
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
 from unified_ckpt.runtime.storage.storage import Buffer
@@ -62,33 +62,21 @@ class Rewrite:
 
     def spans(self) -> Iterator[tuple[int, MergedFile, Key, int, int]]:
         """Yield (rank, file, key, start, stop) for every rank, in the order of its bytes."""
-        ranks_by_node = self.topology.ranks_by_node
-        for node in sorted({file.node for file in self.file_plan}):
-            yield from self._node_spans(node, ranks_by_node[node])
+        for node, ranks in enumerate(self.topology.ranks_by_node):
+            spans = node_spans(
+                self.file_plan,
+                self.sizes,
+                node=node,
+                count=len(ranks),
+                block_nbytes=digests.BLOCK_NBYTES,
+            )
+            for index, span in spans:
+                yield ranks[index], self.file_plan[span.file], span.key, span.start, span.stop
 
     def rank_spans(self) -> list[tuple[MergedFile, Key, int, int]]:
         """Return (file, key, start, stop): the byte ranges of tensors that this rank writes."""
-        topology, own_rank = self.topology, self.transaction.collective.rank
-        return [
-            (file, key, start, stop)
-            for rank, file, key, start, stop in self._node_spans(
-                topology.node, topology.ranks_by_node[topology.node]
-            )
-            if rank == own_rank
-        ]
-
-    def _node_spans(
-        self, node: int, ranks: Sequence[int]
-    ) -> Iterator[tuple[int, MergedFile, Key, int, int]]:
-        spans = node_spans(
-            self.file_plan,
-            self.sizes,
-            node=node,
-            count=len(ranks),
-            block_nbytes=digests.BLOCK_NBYTES,
-        )
-        for index, span in spans:
-            yield ranks[index], self.file_plan[span.file], span.key, span.start, span.stop
+        own_rank = self.transaction.collective.rank
+        return [span[1:] for span in self.spans() if span[0] == own_rank]
 
     def write_at(self, file: str, start: int, buffers: Sequence[Buffer]) -> None:
         """Write the buffers consecutively from byte `start` of a staged file."""
@@ -240,25 +228,16 @@ def _collect_written(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> Writt
         records.setdefault(file.part, {})[name] = record
         weight_maps.setdefault(file.part, {}).update((fqn, name) for _, fqn in file.keys)
         part_nbytes[file.part] += sum(rewrite.sizes[key] for key in file.keys)
+    source, encodings = rewrite.source, rewrite.source.encodings()
+    exceptions = {part: body for part in encodings if (body := source.exceptions(part)) is not None}
     tensors = StagedTensors(
         weight_maps,
         records,
         part_nbytes,
-        rewrite.source.encodings(),
-        _write_exceptions(rewrite),
+        encodings,
+        write_exceptions(rewrite.transaction, exceptions),
     )
     return WrittenFiles(tensors, _merge_digests(rewrite, packed_by_rank))
-
-
-def _write_exceptions(rewrite: Rewrite) -> dict[str, NamedFile]:
-    """Write the exceptions file of each part that has one; return the records by part."""
-    records = {}
-    for part in rewrite.source.encodings():
-        body = rewrite.source.exceptions(part)
-        if body is not None:
-            records[part] = exceptions_record(part, body)
-            rewrite.write_at(records[part].file, 0, [memoryview(body)])
-    return records
 
 
 def _merge_digests(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> dict[Key, array[int]]:

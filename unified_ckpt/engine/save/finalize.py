@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from unified_ckpt.engine.encode.exceptions import (
@@ -14,15 +14,15 @@ from unified_ckpt.engine.folder.finalize import (
     StagedState,
     finalize_checkpoint,
     manifest_fields,
+    write_exceptions,
 )
 from unified_ckpt.engine.folder.non_tensor_state import merge_non_tensor_state
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.replica_check import is_check_due
 from unified_ckpt.format import codec
-from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.format.manifest import NodeGroupRecord
-from unified_ckpt.format.manifest_fields import DigestFile, NamedFile, RankExtraFile
+from unified_ckpt.format.manifest_fields import DigestFile, RankExtraFile
 
 
 def finalize(
@@ -61,7 +61,7 @@ def finalize(
         global_plan.tensors,
         nbytes={**dict.fromkeys(part_names, 0), **global_plan.tensors.nbytes},
         encodings=encodings,
-        exceptions=_write_exceptions(transaction, files),
+        exceptions=write_exceptions(transaction, files),
     )
     caller_extra, plan = planned.caller_extra, planned.plan
     check = is_check_due(request.options.check_replicas, done=plan.state_checked)
@@ -82,15 +82,6 @@ def finalize(
         "node_group": _node_group_record(planned),
     }
     finalize_checkpoint(transaction, tensors, state, fields, attach=request.attach)
-
-
-def _write_exceptions(transaction: Transaction, files: Mapping[str, bytes]) -> dict[str, NamedFile]:
-    """Write the exceptions files, given by part; return the records by part."""
-    records = {}
-    for part, body in files.items():
-        records[part] = exceptions_record(part, body)
-        transaction.storage.put(f"{transaction.folder}/{records[part].file}", body, fsync=False)
-    return records
 
 
 def _node_group_record(planned: PlannedSave) -> NodeGroupRecord | None:

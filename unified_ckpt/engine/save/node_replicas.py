@@ -27,6 +27,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import cache, partial
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.nodes.replica_placement import CopyPlan, place_replicas
@@ -42,7 +43,7 @@ from unified_ckpt.format import names
 from unified_ckpt.format.manifest import parse_manifest
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
-from unified_ckpt.runtime.exchange.tcp import parse_address
+from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _FAILURE_CHECK_NBYTES = 64 << 20  # copied between two checks whether another rank has failed
@@ -139,9 +140,9 @@ def replicate(
         with commit_group.collective.step("copy"):
             if rank == 0:
                 _serve(commit_group, transaction, copy_plan, exit_stack)
-            peers = _PeerFolders(commit_group, exit_stack)
+            open_peer = cache(partial(_open_peer, commit_group, exit_stack))
             if rank == 0:
-                nbytes = sum(_copied_nbytes(peers[n], files) for n, files in copy_plan.items())
+                nbytes = sum(_copied_nbytes(open_peer(n), files) for n, files in copy_plan.items())
                 transaction.check_free_space(nbytes)
             # Set once the folders of the copies exist.
             commit_group.collective.get(_server_key(number))
@@ -156,46 +157,36 @@ def replicate(
             for source, file in tasks[rank::world]:
                 if source not in copiers:
                     target = _replica_folder(transaction, source)
-                    copiers[source] = FolderCopier(peers[source], storage, target, fsync, on_bytes)
+                    copiers[source] = FolderCopier(
+                        open_peer(source), storage, target, fsync, on_bytes
+                    )
                 copiers[source].copy_file(file)
             storage.close()  # raises what a file system reports only then
         with commit_group.collective.step("finalize-copies"):
             if rank == 0:
                 for source, files in copy_plan.items():
                     target = _replica_folder(transaction, source)
-                    _finalize_copy(peers[source], files, storage, target, fsync=fsync)
+                    _finalize_copy(open_peer(source), files, storage, target, fsync=fsync)
                 if fsync:
                     storage.sync_folder(f"{transaction.folder}/{names.REPLICAS}")
 
 
-class _PeerFolders:
-    """The served folders of other node groups, by number, opened on first use."""
-
-    def __init__(self, commit_group: CommitGroup, exit_stack: ExitStack) -> None:
-        self._collective, self._save_id = commit_group.collective, commit_group.save_id
-        self._opened: dict[int, Folder] = {}
-        self._exit_stack = exit_stack
-
-    def __getitem__(self, number: int) -> Folder:
-        if number not in self._opened:
-            self._opened[number] = self._open(number)
-        return self._opened[number]
-
-    def _open(self, number: int) -> Folder:
-        """IntegrityError if the served folder is not that of this group and save."""
-        served = self._collective.get_json(_server_key(number))
-        storage = PeerStorage(
-            parse_address(served["address"]),
-            folder=0,
-            root=served["root"],
-            rank=self._collective.ranks[served["rank"]],
-            names=served["files"],
-            timeout_seconds=self._collective.timeout_seconds,
-        )
-        self._exit_stack.callback(storage.close)
-        folder = open_folder(storage)
-        check_peer_manifest(folder, save_id=self._save_id, number=number)
-        return folder
+def _open_peer(commit_group: CommitGroup, exit_stack: ExitStack, number: int) -> Folder:
+    """Open the folder that another node group serves. IntegrityError if it is of another save."""
+    collective = commit_group.collective
+    served = collective.get_json(_server_key(number))
+    storage = PeerStorage(
+        Address(*served["address"]),
+        folder=0,
+        root=served["root"],
+        rank=collective.ranks[served["rank"]],
+        names=served["files"],
+        timeout_seconds=collective.timeout_seconds,
+    )
+    exit_stack.callback(storage.close)
+    folder = open_folder(storage)
+    check_peer_manifest(folder, save_id=commit_group.save_id, number=number)
+    return folder
 
 
 def check_peer_manifest(folder: Folder, *, save_id: str, number: int) -> None:
@@ -222,7 +213,7 @@ def _serve(
     storage.make_folder(f"{folder}/{names.REPLICAS}")
     for source in copy_plan:
         storage.make_folder(_replica_folder(transaction, source))
-    offer = {"address": server.address.encode(), "root": root, "rank": collective.rank}
+    offer = {"address": server.address, "root": root, "rank": collective.rank}
     key = _server_key(commit_group.node_group.number)
     collective.put_json(key, {**offer, "files": files})
 

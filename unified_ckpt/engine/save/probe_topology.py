@@ -7,6 +7,7 @@ listing may be stale, but the lookup of a new name is not.
 
 from __future__ import annotations
 
+import json
 import secrets
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm, process_group_store
 from unified_ckpt.runtime.comm.error_spread import demote_shared
 from unified_ckpt.runtime.comm.topology import Topology, file_system_type, gather_topology, node_id
-from unified_ckpt.runtime.exchange.tcp import parse_address
+from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY, Transport
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -136,13 +137,13 @@ def connect_topology(comm: Comm, topology: Topology, *, timeout_seconds: float) 
             with collective.step("listen"):
                 transport = PeerTransport(
                     topology.write_alignment,
-                    lambda rank: parse_address(keys.get(str(rank)).decode()),
+                    lambda rank: Address(*json.loads(keys.get(str(rank)))),
                     rank=comm.rank,
                     ranks=comm.ranks,
                     timeout_seconds=timeout_seconds,
                 )
                 undo.callback(transport.close)
-                keys.set(str(comm.rank), transport.address.encode())
+                keys.set(str(comm.rank), json.dumps(transport.address))
             undo.pop_all()
     except CheckpointError as error:
         demote_shared(error)  # these ranks know it, others do not yet

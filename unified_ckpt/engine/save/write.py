@@ -45,10 +45,9 @@ def write_tensors(
         busy_ranks=local_ranks * (2 if in_background else 1),
         on_progress=planned.heartbeat,
     )
-    tile_plans = [(group.rank_io, group.tile_nbytes) for group in groups]
     crcs_by_group: list[BlockCrcs] = []
     try:
-        with tile_buffers.exchanging(collective, tile_plans) as buffers:
+        with tile_buffers.exchanging(collective, [group.rank_io for group in groups]) as buffers:
             for index, group in enumerate(groups):
                 if exceptions.models is None and is_encoded_master(group.decls[0]):
                     exceptions.models = _finish_models(planned, file_writer, writer)
@@ -146,7 +145,7 @@ def write_digests(
     header = global_plan.digest_header
     file_writer.write_at(names.DIGESTS, 0, [memoryview(header)])
     sections = [
-        collective.get_json(f"section/{index}") for index in range(len(global_plan.digest_nbytes))
+        collective.get_json(f"section/{index}") for index in range(len(global_plan.decls_by_group))
     ]
     return digest_file_record([(digests.crc(header), len(header)), *sections])
 

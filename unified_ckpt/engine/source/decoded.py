@@ -55,11 +55,6 @@ class DecodedSource(WrappedSource):
         self._exceptions: dict[str, Mapping[str, Elements]] = {}
         self._blocks = WholeBlocks(stored)
 
-    @property
-    def parts(self) -> Sequence[str]:
-        """The stored parts."""
-        return self._source.parts
-
     def names(self, part: str) -> Collection[str]:
         """Return the tensors of a part, without scales."""
         if part not in self._names:

@@ -87,11 +87,6 @@ class EncodedSource(WrappedSource):
             self._stored[part] |= stored
         self._recent: tuple[Key, dict[tuple[int, int], Bytes]] = ("", ""), {}
 
-    @property
-    def parts(self) -> Sequence[str]:
-        """The parts of the source."""
-        return self._source.parts
-
     def names(self, part: str) -> Collection[str]:
         """Return the stored tensors of a part; scales follow their codes."""
         return self._stored.get(part, {}).keys()
@@ -107,7 +102,7 @@ class EncodedSource(WrappedSource):
     def exceptions(self, part: str) -> bytes | None:
         """Return a part's exceptions file, if it has one."""
         found = self._exceptions.get(part)
-        return encode_exceptions(part, found)[0] if found else None
+        return encode_exceptions(found) if found else None
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return the digests of tensors that are not encoded."""

@@ -203,6 +203,11 @@ class WrappedSource(Source):
         self._source, self._metadata = source, metadata
         self.format, self.verification = source.format, source.verification
 
+    @property
+    def parts(self) -> Sequence[str]:
+        """The parts of the wrapped source."""
+        return self._source.parts
+
     def aliases(self, part: str) -> Mapping[str, str]:
         """Return other names of tied tensors."""
         return self._source.aliases(part)

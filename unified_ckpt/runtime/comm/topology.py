@@ -117,7 +117,11 @@ def file_system_type(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
                 mount_fields, _, fs_fields = line.partition(b" - ")
                 # A space is written as \\040.
                 mount_point = os.fsdecode(
-                    re.sub(rb"\\([0-7]{3})", _decode_octal, mount_fields.split()[4])
+                    re.sub(
+                        rb"\\([0-7]{3})",
+                        lambda digits: bytes([int(digits[1], 8)]),
+                        mount_fields.split()[4],
+                    )
                 )
                 contains = real == mount_point or real.startswith(mount_point.rstrip("/") + "/")
                 if contains and len(mount_point) >= longest:  # the last of equal ones is on top
@@ -125,10 +129,6 @@ def file_system_type(path: str, mountinfo: str = "/proc/self/mountinfo") -> str:
     except OSError:
         pass  # no /proc: unknown
     return fs_type
-
-
-def _decode_octal(match: re.Match[bytes]) -> bytes:
-    return bytes([int(match[1], 8)])
 
 
 def free_memory_nbytes() -> int | None:

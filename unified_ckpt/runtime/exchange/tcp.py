@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.storage.storage import Buffer
@@ -26,23 +26,12 @@ _BACKLOG = 1024
 _ACCEPT_RETRY_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a rank listens, and the token that it requires."""
+class Address(NamedTuple):
+    """Where a rank listens, and the token that it requires. Sent as JSON."""
 
     host: str
     port: int
     token: str
-
-    def encode(self) -> str:
-        """Return the address as text."""
-        return f"{self.host} {self.port} {self.token}"
-
-
-def parse_address(text: str) -> Address:
-    """Parse an address: the inverse of `Address.encode`."""
-    host, port, token = text.split()
-    return Address(host, int(port), token)
 
 
 class Listener:

@@ -53,17 +53,17 @@ class TileBuffers:
 
     @contextmanager
     def exchanging(
-        self, collective: Collective, plans: Sequence[tuple[RankIO, int]]
+        self, collective: Collective, plans: Sequence[RankIO]
     ) -> Iterator[TileBufferSet]:
-        """Yield the buffers for these plans, each given with the bytes of its tiles.
+        """Yield the buffers for these plans.
 
         If the block raises, ranks that wait for this one fail at once.
         """
         rank = collective.rank
         by_rank = self.prepare(
             collective,
-            tile_nbytes=max((nbytes for rank_io, nbytes in plans if rank_io.io_tiles), default=0),
-            partners={partner for rank_io, _ in plans for partner in rank_io.partners(rank)},
+            tile_nbytes=max((plan.tile_nbytes for plan in plans if plan.io_tiles), default=0),
+            partners={partner for plan in plans for partner in plan.partners(rank)},
         )
         wait = PeerWait(
             timeout_seconds=collective.timeout_seconds,
@@ -116,7 +116,7 @@ class TileBuffers:
             self._close_local()
             self.local, self._fd = create_tile_buffer(world=world, tile_nbytes=tile_nbytes)
             self._transport.register_tile_buffer(self.local)
-        self.local.reset_failed()
+        self.local.mark_failed(False)
         return self.local
 
     def _close_local(self) -> None:

@@ -24,7 +24,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.errors import FormatError, NotFoundError, result_or_error
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
@@ -134,12 +134,13 @@ def open_and_merge(
     opened = open_on_all_ranks(comm, adapter_opening, SourceOptions(), resources)
     if isinstance(source, Exception) or isinstance(opened, Exception):
         return source if isinstance(source, Exception) else opened
-    try:
-        part = adapter_part_of(opened, None)
-        config = read_adapter_config(path, opened, part)
-        return merge_adapter(with_model(source), opened, part, config)
-    except Exception as error:
-        return error
+    return result_or_error(partial(_merge_opened, source, opened, path))
+
+
+def _merge_opened(source: Source, opened: Source, path: str) -> Source:
+    part = adapter_part_of(opened, None)
+    config = read_adapter_config(path, opened, part)
+    return merge_adapter(with_model(source), opened, part, config)
 
 
 def merge_adapter(base: Source, adapter: Source, part: str, config: Mapping[str, Any]) -> Source:

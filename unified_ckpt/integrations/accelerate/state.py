@@ -213,7 +213,7 @@ def restore_objects(
         ),
     ]
     for item, state, saved_class in objects:
-        # Without `strict` it may be another class, whose state torch's schedulers take all the same.
+        # Without `strict` it may be another class. Torch's schedulers take the state of any.
         if state is not None and type(item).__qualname__ == saved_class:
             item.load_state_dict(state)
     if accelerator.scaler is not None and extra.get("scaler"):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.core.keywords import options_or_default, show_keywords
@@ -31,6 +32,7 @@ from unified_ckpt.engine.save.save import begin_save
 from unified_ckpt.engine.save.save import save as _save
 from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.engine.source.view import SourceView
+from unified_ckpt.errors import result_or_error
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import Topology
@@ -42,7 +44,8 @@ from unified_ckpt.runtime.storage.storage import (
 )
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
 from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
-from unified_ckpt.sources.open import open_on_all_ranks, try_wrap_in_views
+from unified_ckpt.sources import wrap_in_views
+from unified_ckpt.sources.open import open_on_all_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -212,7 +215,7 @@ class Checkpointer:
             if isinstance(path, SourceView):
                 label = f"an opened checkpoint ({path.format})"
                 topology = self._resolve_ranks(f"load of {label}", timeout)
-                source = try_wrap_in_views(path.source, options.source)
+                source = result_or_error(partial(wrap_in_views, path.source, options.source))
             else:
                 paths: list[Path] = []
                 if isinstance(path, str | os.PathLike) or not isinstance(path, Iterable):

@@ -14,8 +14,11 @@ CheckpointError
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
 
 
 class CheckpointError(Exception):
@@ -85,3 +88,14 @@ def error_prefix(prefix: str) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise type(error)(f"{prefix}: {error}") from error
+
+
+def result_or_error(function: Callable[[], _Result]) -> _Result | Exception:
+    """Return the result of a function, or the error that it raises.
+
+    For a step before a collective: all ranks then raise the error of one together.
+    """
+    try:
+        return function()
+    except Exception as error:
+        return error

@@ -6,6 +6,7 @@ PEFT and transformers are the oracles.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,22 @@ def test_parent_folder_of_adapters_opens(tmp_path: Path) -> None:
         assert torch.equal(
             logits(model), logits(peft.PeftModel.from_pretrained(base_model(), parent / "second"))
         )
+
+
+def test_configuration_of_an_adapter_is_found_by_its_part(tmp_path: Path) -> None:
+    """Also where the part has another name than the folder, and where only `extra` has it."""
+    parent, trained = tmp_path / "adapters", tmp_path / "trained"
+    save_adapter(parent / "my-adapter")
+    weights = load_file(parent / "my-adapter/adapter_model.safetensors")
+    uc.save(trained, parts={"adapter_model_my_adapter": weights})
+    (trained / "my-adapter").mkdir()
+    shutil.copy(parent / "my-adapter/adapter_config.json", trained / "my-adapter")
+    uc.convert(parent, tmp_path / "unified")
+    for name, source in (("a", trained), ("b", tmp_path / "unified")):
+        uc.convert(source, tmp_path / name, to="peft")
+        model = peft.PeftModel.from_pretrained(base_model(), tmp_path / name)
+        loaded = peft.get_peft_model_state_dict(model)
+        assert all(torch.equal(loaded[key], tensor) for key, tensor in weights.items())
 
 
 def test_steps_with_adapters_are_not_a_parent_folder(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.support.paddle_files import changed, rewritten
 from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.exports import paddle as paddle_write
-from unified_ckpt.exports.formats import ExportArgs, export
+from unified_ckpt.exports.formats import export
 from unified_ckpt.exports.paddle import write_paddle
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources import open_source
@@ -29,8 +29,13 @@ def convert_to_paddle(
 ) -> Path:
     opened = open_source(str(source))
     try:
-        args = ExportArgs(fsync=False, config=str(config), max_file_bytes=max_file_bytes)
-        export(opened, "paddle", str(target), args)
+        options = uc.ConvertOptions(
+            to="paddle",
+            source=SourceOptions(config=str(config)),
+            fsync=False,
+            max_file_bytes=max_file_bytes,
+        )
+        export(opened, str(target), options)
     finally:
         opened.close()
     return target
@@ -211,7 +216,7 @@ def test_models_that_paddle_cannot_hold_are_refused(tmp_path: Path, case: str) -
 def test_missing_and_wrong_configs_are_refused(tmp_path: Path) -> None:
     source, target = FIXTURES / "single_bf16", tmp_path / "theirs"
     with pytest.raises(uc.FormatError, match=r"set SourceOptions\(config="):
-        write_paddle(open_source(str(source)), str(target), SourceOptions(), max_file_bytes=FILE)
+        write_paddle(open_source(str(source)), str(target), uc.ConvertOptions())
     other_config = copied("single_bf16", tmp_path / "other")
     changed(other_config, "config.json", hidden_size=64, head_dim=8)
     with pytest.raises(uc.FormatError, match=r"by config.json"):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import unified_ckpt as uc
 from tests.support.torch_training import Counting, train
 from unified_ckpt.cli.main import main
-from unified_ckpt.exports.formats import ExportArgs, export
+from unified_ckpt.exports.formats import export
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 QUICK = uc.SaveOptions(fsync=False)
@@ -199,7 +199,7 @@ def test_failed_export_leaves_no_files(tmp_path: Path, to: str) -> None:
         source.specs("model", source.names("model"))
         os.truncate(file, file.stat().st_size - 8)  # after its size was read
         with pytest.raises(uc.StorageError, match="ends at byte"):
-            export(source, to, str(tmp_path / "new"), ExportArgs())
+            export(source, str(tmp_path / "new"), uc.ConvertOptions(to=to))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "there.pt"]
     assert (tmp_path / "there.pt").read_text() == "mine"
 

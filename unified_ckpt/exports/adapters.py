@@ -24,7 +24,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.errors import FormatError, NotFoundError, result_or_error
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
@@ -32,7 +32,7 @@ from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.runtime.storage.storage import absolute_path
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
 from unified_ckpt.sources.files.json import read_json_object
-from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART
+from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART, adapter_folders
 from unified_ckpt.sources.open import open_on_all_ranks
 from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed
 from unified_ckpt.views.materialize import read_tensor
@@ -77,18 +77,16 @@ def adapter_part_of(source: Source, parts: tuple[str, ...] | None) -> str:
 
 def read_adapter_config(path: str, source: Source, part: str) -> dict[str, Any]:
     """Return the PEFT configuration of an adapter. NotFoundError if the folder has none."""
-    by_part = (source.metadata().extra or {}).get("adapters") if source.format == "peft" else None
-    if by_part is not None:
-        return dict(by_part[part])
-    name = part.removeprefix(ADAPTER_PART).removeprefix("_") if part != MODEL else ""
-    for config_path in (
-        os.path.join(path, name, ADAPTER_CONFIG),
-        os.path.join(path, _PADDLE_CONFIG),
-    ):
-        if is_file(config_path):
-            config = read_json_object(config_path)
-            is_paddle = config_path.endswith(_PADDLE_CONFIG)
-            return _from_paddle(config, source, label=config_path) if is_paddle else config
+    folder = adapter_folders(path).get(ADAPTER_PART if part == MODEL else part)
+    if folder is not None:
+        return read_json_object(os.path.join(folder, ADAPTER_CONFIG))
+    paddle_path = os.path.join(path, _PADDLE_CONFIG)
+    if is_file(paddle_path):
+        return _from_paddle(read_json_object(paddle_path), source, label=paddle_path)
+    extra = source.metadata().extra
+    configs = extra.get("adapters") if isinstance(extra, dict) else None
+    if isinstance(configs, dict) and part in configs:  # it was converted from PEFT's folder
+        return dict(configs[part])
     raise NotFoundError(f"{path}: got neither {ADAPTER_CONFIG} nor {_PADDLE_CONFIG} beside {part}")
 
 
@@ -134,12 +132,13 @@ def open_and_merge(
     opened = open_on_all_ranks(comm, adapter_opening, SourceOptions(), resources)
     if isinstance(source, Exception) or isinstance(opened, Exception):
         return source if isinstance(source, Exception) else opened
-    try:
-        part = adapter_part_of(opened, None)
-        config = read_adapter_config(path, opened, part)
-        return merge_adapter(with_model(source), opened, part, config)
-    except Exception as error:
-        return error
+    return result_or_error(partial(_merge_opened, source, opened, path))
+
+
+def _merge_opened(source: Source, opened: Source, path: str) -> Source:
+    part = adapter_part_of(opened, None)
+    config = read_adapter_config(path, opened, part)
+    return merge_adapter(with_model(source), opened, part, config)
 
 
 def merge_adapter(base: Source, adapter: Source, part: str, config: Mapping[str, Any]) -> Source:

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -37,13 +37,13 @@ from unified_ckpt.exports.side_files import (
     SideFiles,
     check_modules,
     copy_side_files,
-    folder_with_manifest,
     folders_of_other_saves,
     main_dtype,
     side_files,
     unwritten_state,
 )
 from unified_ckpt.format.encoded_tensors import Compression
+from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm import comm as comms
@@ -98,11 +98,12 @@ def convert(
     comm = comms.from_torch(group)
     sources = [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
-    main_path = folder_with_manifest(paths)
+    manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
+    main_path = next((path for path in paths if manifests[path] is not None), "".join(paths[:1]))
     parent, target_name = ensure_parent(os.fspath(dst))
     storage = LocalStorage(parent, write_policy=BULK)
-    for path in paths:
-        _check_disjoint(path, storage.path(target_name))
+    for path, manifest in manifests.items():
+        _check_disjoint(path, storage.path(target_name), is_unified=manifest is not None)
     operation, timeout = f"conversion of {source_names}", convert_options.timeout_seconds
     with ExitStack() as resources:
         topology = gather_topology(comm, operation, timeout_seconds=timeout)
@@ -115,7 +116,7 @@ def convert(
         try:
             if not isinstance(source, Exception):
                 request, source, files = _prepare(
-                    request, source, convert_options, paths, main_path, verify=comm.rank == 0
+                    request, source, convert_options, manifests, main_path, verify=comm.rank == 0
                 )
         except Exception as error:  # every rank raises it in the conversion
             source = error
@@ -132,7 +133,7 @@ def convert(
     unwritten = {
         *files.left_out,
         *unwritten_state(state, convert_options.to),
-        *folders_of_other_saves(paths, state.save_id),
+        *folders_of_other_saves(manifests, state.save_id),
     }
     if unwritten and comm.rank == 0:
         title = f"{operation}: these entries of the source were neither read nor copied"
@@ -192,7 +193,7 @@ def _prepare(
     request: ConvertRequest,
     source: Source,
     options: ConvertOptions,
-    paths: Sequence[str],
+    manifests: Mapping[str, Manifest | None],
     main_path: str,
     *,
     verify: bool,
@@ -203,14 +204,15 @@ def _prepare(
     if options.to == "unified":
         request = replace(request, uncast_source=source)
     if verify:
-        _verify_first(source, options, paths)
+        _verify_first(source, options, manifests)
     source, config = _select_parts(source, options, main_path), options.source.config
     if config is not None and not is_file(config_path(config)):
         raise NotFoundError(
             f"{config}: does not exist; pass a config.json, or a folder that has one"
         )
     _check_maxtext_names(source, options, main_path)
-    files = side_files(main_path, source.format, weights_only=request.without_manifest)
+    weights_only = request.without_manifest
+    files = side_files(main_path, source.format, manifests[main_path], weights_only=weights_only)
     if options.to == "peft":
         return _prepare_adapter(request, source, options, main_path, files)
     if options.to not in ("unified", "huggingface"):
@@ -246,7 +248,9 @@ def _prepare_adapter(
     return request, part_as(source, part, ADAPTER_PART), SideFiles(copied, files.left_out)
 
 
-def _verify_first(source: Source, options: ConvertOptions, paths: Sequence[str]) -> None:
+def _verify_first(
+    source: Source, options: ConvertOptions, manifests: Mapping[str, Manifest | None]
+) -> None:
     """Verify a source whose tensors are cast, changed or exported.
 
     They cannot be compared with their digests and master weights while they are written. Several
@@ -263,13 +267,13 @@ def _verify_first(source: Source, options: ConvertOptions, paths: Sequence[str])
     )
     if not (exported or changed):
         return
-    (path, *other_paths) = paths
-    if not other_paths and not is_url(path) and read_manifest_at(path) is not None:
+    (path, *other_paths) = manifests
+    if not other_paths and manifests[path] is not None:
         with closing(open_path(path, lock=False)) as folder:
             problems = verify_folder(folder, deep=True).problems
         raise_if_any(IntegrityError, f"{path}: is damaged; nothing was written", list(problems))
     if options.compare and options.to != "unified":
-        compare_masters(source, ", ".join(paths))
+        compare_masters(source, ", ".join(manifests))
 
 
 def _compares_masters(options: ConvertOptions) -> bool:
@@ -297,7 +301,7 @@ def _check_maxtext_names(source: Source, options: ConvertOptions, path: str) -> 
         raise FormatError(f"{path}: {UNKNOWN_MODEL}")
 
 
-def _check_disjoint(source_path: str, target_path: str) -> None:
+def _check_disjoint(source_path: str, target_path: str, *, is_unified: bool) -> None:
     """StorageError if the target contains the source, or lies within a unified folder.
 
     Replacing the target would delete the source, and side files of a unified folder are copied
@@ -308,8 +312,7 @@ def _check_disjoint(source_path: str, target_path: str) -> None:
     real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
     common = os.path.commonpath([real_source, real_target])
     if real_source != real_target and (
-        common == real_target
-        or (common == real_source and read_manifest_at(source_path) is not None)
+        common == real_target or (common == real_source and is_unified)
     ):
         raise StorageError(
             f"{target_path}: target and source ({source_path}) contain one another; choose a "
@@ -333,18 +336,13 @@ def _export(
         )
     if isinstance(source, Exception):
         raise source
-    from unified_ckpt.exports.formats import ExportArgs, export
+    from unified_ckpt.exports.formats import export
 
     start_time, sizes = time.monotonic(), tensor_sizes(source)
     total = sum(sizes.values())
-    args = ExportArgs(
-        options.fsync,
-        options.max_file_bytes,
-        _config(options, main_path),
-        options.compression if options.compression in ("O1", "O2") else None,
-        lambda nbytes: request.progress(nbytes, total),
-    )
-    export(source, options.to, target_path, args)
+    source_options = options.source.model_copy(update={"config": _config(options, main_path)})
+    options = options.model_copy(update={"source": source_options})
+    export(source, target_path, options, progress=lambda nbytes: request.progress(nbytes, total))
     nbytes, tensors = Counter[str](), Counter(part for part, _ in sizes)
     for (part, _), size in sizes.items():
         nbytes[part] += size

@@ -14,7 +14,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -32,10 +31,9 @@ from unified_ckpt.errors import FormatError, IntegrityError, StorageError
 from unified_ckpt.exports.dcp import StateEntry, write_entries
 from unified_ckpt.exports.orbax import write_orbax
 from unified_ckpt.exports.paddle import write_paddle
-from unified_ckpt.exports.paddle_quantize import QuantStage
 from unified_ckpt.exports.torch_archive import StreamedTensor, write_archive
 from unified_ckpt.format.names import MODEL, OPTIMIZER, staging_name
-from unified_ckpt.options import SourceOptions
+from unified_ckpt.options import ConvertOptions, SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
@@ -49,26 +47,10 @@ _CHUNK_NBYTES = 4 << 20  # copied per read
 Progress = Callable[[int], object]
 
 
-@dataclass(frozen=True, slots=True)
-class ExportArgs:
-    """How to write.
-
-    `config` is the path of the model's config.json, for formats whose names depend on it.
-    `quant_stage`: PaddleNLP's form of quantized moments.
-    `progress` is called with the number of bytes written.
-    """
-
-    fsync: bool = True
-    max_file_bytes: int = 5_000_000_000
-    config: str | None = None
-    quant_stage: QuantStage | None = None
-    progress: Progress = lambda _: None
-
-
 Tensors = Mapping[str, StreamedTensor]
 
 
-def write_torch(source: Source, path: str, args: ExportArgs) -> None:
+def write_torch(source: Source, path: str, progress: Progress) -> None:
     """Write one file with "model", "optimizer", each further part, "step", "extra", "metrics" and
     "rank_extra".
 
@@ -82,41 +64,38 @@ def write_torch(source: Source, path: str, args: ExportArgs) -> None:
             "--to dcp"
         )
     with open(path, "xb") as file:
-        write_archive(file, _state_dict(source, args.progress))
+        write_archive(file, _state_dict(source, progress))
     with closing(open_torch_file(path, SourceOptions())) as opened:
         _check_written(source, opened, source.parts)
 
 
-def write_dcp(source: Source, path: str, args: ExportArgs) -> None:
+def write_dcp(source: Source, path: str, progress: Progress) -> None:
     """Write a folder that `dcp.load` reads, with the keys of `write_torch`.
 
     "optimizer" is as `get_state_dict` returns it.
     """
     os.mkdir(path)
-    write_entries(path, _state_entries(source, args.progress))
+    write_entries(path, _state_entries(source, progress))
     with closing(open_dcp(path, SourceOptions())) as opened:
         _check_written(source, opened, source.parts)
 
 
-EXPORTS: Mapping[str, Callable[[Source, str, ExportArgs], None]] = {
-    "torch": write_torch,
-    "dcp": write_dcp,
-    "orbax": lambda source, path, args: write_orbax(source, path, args.progress),
-    "paddle": lambda source, path, args: write_paddle(
-        source,
-        path,
-        SourceOptions(config=args.config),
-        max_file_bytes=args.max_file_bytes,
-        quant_stage=args.quant_stage,
-    ),
+EXPORTS: Mapping[str, Callable[[Source, str, ConvertOptions, Progress], None]] = {
+    "torch": lambda source, path, _, progress: write_torch(source, path, progress),
+    "dcp": lambda source, path, _, progress: write_dcp(source, path, progress),
+    "orbax": lambda source, path, _, progress: write_orbax(source, path, progress),
+    "paddle": lambda source, path, options, _: write_paddle(source, path, options),
 }
 
 
-def export(source: Source, target_format: str, path: str, args: ExportArgs) -> None:
-    """Write the source to an absolute path.
+def export(
+    source: Source, path: str, options: ConvertOptions, *, progress: Progress = lambda _: None
+) -> None:
+    """Write the source to an absolute path, in the format `options.to`.
 
-    StorageError if something other than an empty folder is there, or if writing fails. After any
-    error but one of the last sync, nothing new is at `path`.
+    `progress` is called with the number of bytes written. StorageError if something other than an
+    empty folder is there, or if writing fails. After any error but one of the last sync, nothing
+    new is at `path`.
     """
     folder, name = os.path.split(path)
     storage, target = LocalStorage(folder), PublishTarget(name, "error")
@@ -125,8 +104,8 @@ def export(source: Source, target_format: str, path: str, args: ExportArgs) -> N
     staging = staging_name(name, token_hex(8))
     staging_path = storage.path(staging)
     try:
-        EXPORTS[target_format](source, staging_path, args)
-        if args.fsync:
+        EXPORTS[options.to](source, staging_path, options, progress)
+        if options.fsync:
             storage.sync_tree(staging)
         if not rename_if_free(storage, staging, name):
             raise StorageError(f"{path}: was created while the export ran; choose another name")
@@ -136,7 +115,7 @@ def export(source: Source, target_format: str, path: str, args: ExportArgs) -> N
     except BaseException:
         _remove(staging_path)
         raise
-    if args.fsync:
+    if options.fsync:
         storage.sync_folder("")  # makes the name durable
 
 

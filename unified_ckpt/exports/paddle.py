@@ -31,7 +31,7 @@ from unified_ckpt.exports.paddle_tensors import OutputTensor, Unit, file_units, 
 from unified_ckpt.format import names
 from unified_ckpt.format.header import encode_header, file_order
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.options import SourceOptions
+from unified_ckpt.options import ConvertOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.runtime.torch_state.tensors import as_bytes, as_contiguous
@@ -55,21 +55,16 @@ _DTYPES = {"BF16": BFLOAT16_AS_UINT16, "F16": "F16", "F32": "F32"}
 _PADDLE_STATES = {torch_state: paddle_state for paddle_state, torch_state in STATE_NAMES.items()}
 
 
-def write_paddle(
-    source: Source,
-    folder: str,
-    options: SourceOptions,
-    *,
-    max_file_bytes: int,
-    quant_stage: QuantStage | None = None,
-) -> None:
+def write_paddle(source: Source, folder: str, options: ConvertOptions) -> None:
     """Write model, master weights and optimizer to a new folder, which the caller syncs.
 
-    `options.config` is the model's config.json, or a folder that has one. `quant_stage`: quantizes
-    moments like PaddleNLP's option of this name. FormatError for what PaddleNLP's format cannot
-    hold. IntegrityError if the written tensors differ from the source.
+    `options.source.config` is the model's config.json, or a folder that has one. A `compression`
+    quantizes moments like PaddleNLP's `ckpt_quant_stage`. FormatError for what PaddleNLP's format
+    cannot hold. IntegrityError if the written tensors differ from the source.
     """
-    config = read_optional_config(options.config) if options.config else None
+    config_path, compression = options.source.config, options.compression
+    quant_stage: QuantStage | None = compression if compression in ("O1", "O2") else None
+    config = read_optional_config(config_path) if config_path else None
     if config is None:
         raise FormatError(
             "PaddleNLP's names and orientation depend on the model's config.json; set "
@@ -83,7 +78,9 @@ def write_paddle(
         for stem, outputs in outputs_by_stem.items():
             stage = quant_stage if stem == OPTIMIZER else None
             units = file_units(source, outputs, stage)
-            weight_map = _write_files(source, storage, stem, units, max_file_bytes=max_file_bytes)
+            weight_map = _write_files(
+                source, storage, stem, units, max_file_bytes=options.max_file_bytes
+            )
             index = _index(stem, outputs, weight_map, masters=MASTER in stems, stage=stage)
             _write_json(storage, names.index_name(stem), index)
         _write_json(storage, "config.json", _config(config, source, adapter=stems[MODEL] == PEFT))
@@ -218,7 +215,6 @@ def _write_files(
     storage: LocalStorage,
     stem: str,
     units: Sequence[Unit],
-    *,
     max_file_bytes: int,
 ) -> dict[str, str]:
     """Write the numbered files of a part; return their weight map."""

@@ -19,10 +19,10 @@ from typing import Any
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.backup import engine_files
-from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import index, names
+from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.regular_files import (
     check_regular_files,
     exists,
@@ -32,7 +32,6 @@ from unified_ckpt.runtime.storage.regular_files import (
     open_binary,
     probe,
 )
-from unified_ckpt.runtime.storage.storage import is_url
 from unified_ckpt.sources.detect.names import (
     ADAPTER_CONFIG,
     BIN_INDEX,
@@ -148,8 +147,10 @@ class SideFiles:
     left_out: tuple[str, ...] = ()
 
 
-def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFiles:
-    """Return the side files of a source folder.
+def side_files(
+    source: str, source_format: str, manifest: Manifest | None, *, weights_only: bool
+) -> SideFiles:
+    """Return the side files of a source folder. `manifest`: that of a unified one.
 
     With `weights_only`, nothing of the training is copied. Of a unified folder, everything is
     copied that is not the engine's own.
@@ -157,7 +158,6 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
     if not is_folder(source):
         return SideFiles()
     entries = sorted(list_folder(source))
-    manifest = read_manifest_at(source)
     if manifest is not None:
         listed_files = engine_files(manifest)
         return SideFiles(
@@ -213,23 +213,14 @@ def unwritten_state(metadata: SourceMetadata, target_format: str) -> list[str]:
     return [name for name in names if name not in places]
 
 
-def folder_with_manifest(paths: Sequence[str]) -> str:
-    """Return the first folder of a checkpoint that has a manifest, or the first of all."""
-    return next(
-        (path for path in paths if not is_url(path) and read_manifest_at(path) is not None),
-        paths[0] if paths else "",
-    )
-
-
-def folders_of_other_saves(paths: Sequence[str], save_id: str | None) -> list[str]:
+def folders_of_other_saves(
+    manifests: Mapping[str, Manifest | None], save_id: str | None
+) -> list[str]:
     """Return those of several folders that hold another save than the one that was read."""
-    if len(paths) < 2:
-        return []
-    manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
     return [
         f"{path} (save {manifest.save_id}, {step_text(manifest.step)})"
         for path, manifest in manifests.items()
-        if manifest is not None and manifest.save_id != save_id
+        if len(manifests) > 1 and manifest is not None and manifest.save_id != save_id
     ]
 
 

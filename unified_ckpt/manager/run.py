@@ -48,8 +48,8 @@ _LOG = logging.getLogger("unified_ckpt")
 class Run:
     """The checkpoints under one root. Every rank calls the same methods in the same order.
 
-    `run_options`: with a root. `checkpointer` saves and loads. `tiers`: None without a local
-    directory.
+    `run_options`: with a root. `checkpointer` saves and loads. `stop_signals` owns the signal
+    handlers. `tiers`: None without a local directory.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Run:
         )
         self._last_reasons: tuple[int, tuple[str, ...]] | None = None
         self._begun_at: int | None = None  # last step of the loop whose save began
-        self._stop_signals = StopSignals(self.options)
+        self.stop_signals = StopSignals(self.options)
         self._on_exception = ExceptionSave(
             self.options,
             self.checkpointer._get_comm,
@@ -99,23 +99,15 @@ class Run:
     @property
     def should_stop(self) -> bool:
         """As `CheckpointManager.should_stop`."""
-        return self._stop_signals.stopped
+        return self.stop_signals.stopped
 
     def request_stop(self) -> None:
         """As `CheckpointManager.request_stop`."""
-        if not self._stop_signals.watching:
+        if not self.stop_signals.watching:
             raise CheckpointError(
                 "request_stop requires ManagerOptions(enabled=True, on_preemption=True)"
             )
-        self._stop_signals.requested = "request"
-
-    def take_signals(self) -> None:
-        """Handle signals, also in place of handlers that a trainer has installed since."""
-        self._stop_signals.take()
-
-    def release_signals(self) -> None:
-        """Leave signals to their previous handlers until `take_signals`."""
-        self._stop_signals.release()
+        self.stop_signals.requested = "request"
 
     def save_reasons(self, step: int) -> tuple[str, ...]:
         """Return why the options ask for a save after this step of the loop, empty if they do not.
@@ -129,7 +121,7 @@ class Run:
             is_first = self._last_reasons is None and self._begun_at is None
             reasons = when.due_reasons(self.options, step, last_step=self._begun_at, first=is_first)
             if self.options.enabled:
-                reasons += self._stop_signals.save_reasons(
+                reasons += self.stop_signals.save_reasons(
                     step, self.comm, self.scheduler.clock_reason
                 )
             self._last_reasons = (step, reasons)
@@ -236,9 +228,9 @@ class Run:
             _LOG.warning("%s: the save in flight failed: %s", self.root, failure)
 
     def _close(self, *, this_rank_only: bool) -> None:
-        self._stop_signals.defer()
+        self.stop_signals.defer()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._stop_signals.close)  # last: a signal does not interrupt the save
+            stack.callback(self.stop_signals.close)  # last: a signal does not interrupt the save
             stack.callback(self.checkpointer.close)
             if self.tiers is not None:
                 stack.callback(self.tiers.stop)

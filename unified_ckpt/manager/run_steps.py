@@ -128,7 +128,6 @@ class RunSteps:
 
     def choose_step(
         self,
-        operation: str,
         choose_path: Callable[[Scan, Callable[[StepRecord], str]], str],
         *,
         timeout_seconds: float,
@@ -144,7 +143,7 @@ class RunSteps:
             return path, self._is_local(path)
 
         (path, is_local), spans_nodes = self._broadcast(
-            operation, choose_on_rank_0, timeout_seconds=timeout_seconds
+            "resume", choose_on_rank_0, timeout_seconds=timeout_seconds
         )
         return self._node_path(path, local=is_local) if path and spans_nodes else str(path)
 

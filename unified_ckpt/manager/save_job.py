@@ -63,20 +63,16 @@ class SaveJob:
         """Return the path for this target."""
         return ManagedPath(target.path) if self.state.path is None else self.state.path
 
-    def options_at(self, target: SaveTarget) -> SaveOptions:
-        """Return the options for this target. A local save replaces what has its name: `if_exists`
-        is about the root.
-        """
-        return self.options.model_copy(update={"if_exists": "replace"} if target.local else {})
-
     def arguments_at(self, target: SaveTarget) -> SaveArguments:
-        """Return the arguments for this target, with the options."""
-        captured = self.state.captured
+        """Return the arguments for this target, with the options. A local save replaces what has
+        its name: `if_exists` is about the root.
+        """
+        captured, changes = self.state.captured, {"if_exists": "replace"} if target.local else {}
         return {
             **(self.state.prepare() if captured is None else captured.arguments),
             "step": self.step,
             "metrics": self.metrics,
-            "options": self.options_at(target),
+            "options": self.options.model_copy(update=changes),
         }
 
     def captured_at(self, target: SaveTarget) -> CapturedState | None:

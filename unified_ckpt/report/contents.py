@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.report.slices import PlacedTensor, SliceMap, map_slices
 
@@ -39,11 +38,6 @@ def list_tensors(source: Source) -> list[TensorRow]:
         for part in source.parts
         for name, spec in sorted(source.specs(part, source.names(part)).items())
     ]
-
-
-def stored_source(source: Source) -> Source:
-    """Return the source that has the bytes of files, below one that decodes them."""
-    return source.stored if isinstance(source, DecodedSource) else source
 
 
 def locate_slices(folder: Folder) -> SliceMap | None:

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.format.events import (
     CopyEvent,
@@ -27,7 +28,6 @@ from unified_ckpt.report.contents import (
     TensorRow,
     list_tensors,
     locate_slices,
-    stored_source,
 )
 from unified_ckpt.report.slices import SliceMap
 from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, compare_steps
@@ -140,7 +140,7 @@ def read_report(
 
 def _read_contents(path: str) -> Contents:
     source = open_source(path, SourceOptions(names="own"))
-    stored = stored_source(source)
+    stored = source.stored if isinstance(source, DecodedSource) else source  # bytes of files
     with closing(source):
         if not isinstance(stored, Folder):
             return Contents(path, source.format, list_tensors(source), None, ())

@@ -132,6 +132,11 @@ class RangesTensor:
         return reshape(concat(recipes, 0), self.shape)
 
 
+def unchanged_parts(source: Source, parts: Collection[str]) -> dict[str, dict[str, Expr]]:
+    """Return all tensors of these parts, as they are stored."""
+    return {part: {name: Renamed((part, name)) for name in source.names(part)} for part in parts}
+
+
 def derive(
     source: Source,
     tensors: Mapping[str, RangesTensor],
@@ -171,9 +176,9 @@ def derive(
         part: {new_names.get(a, a): new_names.get(b, b) for a, b in source.aliases(part).items()}
         for part in exprs
     }
-    for part in [part for part in source.parts if part in unchanged]:
-        exprs[part] = {name: Renamed((part, name)) for name in source.names(part)}
-        aliases[part] = dict(source.aliases(part))
+    kept = [part for part in source.parts if part in unchanged]
+    exprs |= unchanged_parts(source, kept)
+    aliases |= {part: dict(source.aliases(part)) for part in kept}
     return DerivedSource(source, exprs, aliases=aliases, metadata=metadata, refused=refused)
 
 

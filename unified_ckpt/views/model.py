@@ -12,7 +12,7 @@ from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
-from unified_ckpt.views.derived import DerivedSource, Renamed
+from unified_ckpt.views.derived import DerivedSource, Renamed, unchanged_parts
 
 
 def with_model(source: Source) -> Source:
@@ -22,7 +22,7 @@ def with_model(source: Source) -> Source:
     """
     if MODEL in source.parts or MASTER not in source.parts:
         return source
-    exprs = _unchanged(source, [part for part in source.parts if part != WITHOUT_MASTERS])
+    exprs = unchanged_parts(source, [part for part in source.parts if part != WITHOUT_MASTERS])
     model_parts = (MASTER, WITHOUT_MASTERS)  # where both have a name, the latter's value holds
     exprs[MODEL] = {
         name: Renamed((part, name)) for part in model_parts for name in source.names(part)
@@ -84,7 +84,7 @@ def _without_rounded_model(source: Source) -> Source:
     masters, specs = master_names(source, names), source.specs(MODEL, names)
     precise = source.specs(MASTER, set(masters.values()))
     rounded = {name for name, master in masters.items() if _may_round(precise[master], specs[name])}
-    exprs = _unchanged(source, [part for part in source.parts if part != MODEL])
+    exprs = unchanged_parts(source, [part for part in source.parts if part != MODEL])
     aliases = {part: source.aliases(part) for part in exprs}
     if rounded != set(names):
         exprs[WITHOUT_MASTERS] = {
@@ -101,7 +101,3 @@ def _may_round(master: TensorSpec, model: TensorSpec) -> bool:
         torch_dtype(master.dtype),
         torch_dtype(model.dtype),
     }.issubset(CASTABLE_DTYPES)
-
-
-def _unchanged(source: Source, parts: Collection[str]) -> dict[str, dict[str, Renamed]]:
-    return {part: {name: Renamed((part, name)) for name in source.names(part)} for part in parts}

@@ -21,8 +21,7 @@ from unified_ckpt.views.rule_matches import (
     RuleMatch,
     Rules,
     only_renames,
-    unstacked_count,
-    unstacked_name,
+    unstacked_names,
 )
 from unified_ckpt.views.rule_outputs import STEP, RuleOutput
 
@@ -324,8 +323,8 @@ def _output_exprs(
         elif rule.unstack is None:
             yield target, replace(output, target=target_index)
         else:
-            for index in range(unstacked_count(source, rule, shape_rows)):
-                name = unstacked_name(rule, target, index)
+            names = unstacked_names(source, rule, rule.unstack, target, shape_rows)
+            for index, name in enumerate(names):
                 yield name, replace(output, target=target_index, index=index)
 
 

@@ -15,8 +15,7 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import same_value
 from unified_ckpt.views.rule_matches import (
     Rules,
     only_renames,
-    unstacked_count,
-    unstacked_name,
+    unstacked_names,
 )
 
 
@@ -40,12 +39,12 @@ def renamed_metadata(
             return [] if renames.unmatched == "drop" else [fqn]
         if match.rule.unstack is None:
             return list(match.targets)
-        key = shape_keys.get(fqn)
-        count = 0 if key is None else unstacked_count(source, match.rule, [[key]])
+        over, keys = match.rule.unstack, [shape_keys[fqn]] if fqn in shape_keys else []
         return [
-            unstacked_name(match.rule, target, index)
+            name
             for target in match.targets
-            for index in range(count)
+            for key in keys
+            for name in unstacked_names(source, match.rule, over, target, [[key]])
         ]
 
     def new_state_names(fqn: str) -> list[str]:

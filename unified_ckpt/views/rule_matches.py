@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
-from unified_ckpt.format.renames import Renames, Rule, captures, substitute
+from unified_ckpt.format.renames import Over, Renames, Rule, captures, substitute
 from unified_ckpt.views.rule_outputs import base_recipe
 
 
@@ -54,27 +54,26 @@ class Rules:
         return None
 
 
-def unstacked_count(source: Source, rule: Rule, shape_rows: Sequence[Sequence[Key]]) -> int:
-    """Return how many tensors a rule unstacks. FormatError if the dim does not exist."""
+def unstacked_names(
+    source: Source, rule: Rule, over: Over, target: str, shape_rows: Sequence[Sequence[Key]]
+) -> list[str]:
+    """Return the names of the tensors that a rule unstacks. FormatError if the dim does not exist.
+
+    `over`: the dim that it unstacks. `target`: their name, with a placeholder for the number.
+    """
     shapes = {
         key: source.specs(key[0], [key[1]])[key[1]].shape for row in shape_rows for key in row
     }
     shape = base_recipe(rule, shape_rows, shapes, power=1).shape
-    dim = rule.unstack.dim if rule.unstack is not None else 0
-    if not -len(shape) <= dim < len(shape):
+    if not -len(shape) <= over.dim < len(shape):
         raise FormatError(
-            f"{':'.join(shape_rows[0][0])}: cannot unstack dim {dim} of shape {shape}; expected "
-            f"one of its {len(shape)} dims"
+            f"{':'.join(shape_rows[0][0])}: cannot unstack dim {over.dim} of shape {shape}; "
+            f"expected one of its {len(shape)} dims"
         )
-    return shape[dim]
-
-
-def unstacked_name(rule: Rule, target: str, index: int) -> str:
-    """Return a target name with the number of the tensor that is unstacked at an index."""
-    unstack = rule.unstack
-    if unstack is None:
-        return target
-    return substitute(target, {unstack.over: str(unstack.start + index * unstack.step)})
+    return [
+        substitute(target, {over.over: str(over.start + index * over.step)})
+        for index in range(shape[over.dim])
+    ]
 
 
 def only_renames(rule: Rule) -> bool:

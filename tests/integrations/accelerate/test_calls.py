@@ -464,6 +464,24 @@ def test_objects_missing_from_the_checkpoint_raise(
         load_state(wide, tmp_path / "c")
 
 
+def test_objects_of_other_classes_keep_their_state(tmp_path: Path) -> None:
+    """Torch's schedulers take the state of any other class without an error."""
+
+    class Total(Count):
+        pass
+
+    save_state(Job().run(1, stop=4).accelerator, tmp_path / "c", options=FAST)
+    accelerator, model, total = Accelerator(cpu=True), llama(), Total()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    accelerator.prepare(model, optimizer, scheduler)
+    accelerator.register_for_checkpointing(total)
+    before = scheduler.state_dict()
+    load_state(accelerator, tmp_path / "c", strict=False)
+    assert scheduler.state_dict() == before
+    assert total.seen == 0
+
+
 def test_accumulated_gradients_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_state(Job().run(1, stop=3).accelerator, tmp_path / "c", options=FAST)
     assert "accumulated gradients are not saved" in caplog.text

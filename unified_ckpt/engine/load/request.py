@@ -19,7 +19,7 @@ from unified_ckpt.engine.source.protocol import (
     Source,
     SourceMetadata,
 )
-from unified_ckpt.errors import LayoutError
+from unified_ckpt.errors import LayoutError, result_or_error
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm.comm import Comm
@@ -89,12 +89,11 @@ def try_load_request(
     policy: ReadPolicy,
 ) -> LoadRequest | Exception:
     """Return the request, or this rank's error, which `load` then raises on every rank."""
-    try:
-        if isinstance(source, Exception):
-            raise source
-        return load_request(comm, source, arguments, options=options, policy=policy)
-    except Exception as error:
-        return error
+    if isinstance(source, Exception):
+        return source
+    return result_or_error(
+        lambda: load_request(comm, source, arguments, options=options, policy=policy)
+    )
 
 
 def load_request(

@@ -75,9 +75,7 @@ def load_folder(
     extra = states.accelerate_extra(report.extra)
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     with collective.step("install"):
-        states.restore_objects(
-            accelerator, extra, states.read_rank_state(accelerator, folder, report.rank_extra)
-        )
+        states.restore_objects(accelerator, folder, extra, report.rank_extra)
         folders.advance_iteration(accelerator, folder)
     return report
 

@@ -77,7 +77,7 @@ class AcceleratorRun:
             save_options=options.save,
             load_options=options.load,
         )
-        self.checkpoints.run.release_signals()
+        self.checkpoints.run.stop_signals.release()
         self._accelerator = accelerator
         self._steps = 0  # optimizer steps, over the life of the run
         self._handles_signals = False
@@ -91,7 +91,7 @@ class AcceleratorRun:
             return
         run = self.checkpoints.run
         if not self._handles_signals:
-            run.take_signals()
+            run.stop_signals.take()
             self._handles_signals = True
         self._steps += 1
         reasons = run.save_reasons(self._steps)

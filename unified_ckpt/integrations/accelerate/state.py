@@ -172,60 +172,61 @@ def mismatch_error(path: str, differences: Sequence[str]) -> MismatchError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """Random states and data loader states of this rank; those of rank 0 if another number of ranks
-    saved.
+def _convert_rank_state(accelerator: Any, path: str) -> Mapping[str, Any]:
+    """Return the state of this rank from a checkpoint of another number of ranks: random states
+    that are derived, and the data loaders of rank 0.
     """
-
-    rng_states: Mapping[str, Any]
-    dataloaders: Sequence[Mapping[str, Any]]
-    same_ranks: bool
-
-
-def read_rank_state(accelerator: Any, path: str, rank_extra: Any) -> RankState:
-    """Return the state for this rank. `rank_extra` is None if another number of ranks saved; random
-    states are then derived and set.
-    """
-    if rank_extra is not None:
-        return (
-            RankState(rank_extra, rank_extra.get("dataloaders", ()), same_ranks=True)
-            if "torch" in rank_extra
-            else RankState({}, (), same_ranks=True)
-        )
     if not is_unified(path):
         _LOG.warning("%s: not on this node; random states and data loaders are not restored", path)
-        return RankState({}, (), same_ranks=False)
+        return {}
     with open_source(path) as source:
-        saved = source.rank_extra
+        saved = source.rank_extra  # read on access
         if not saved or "torch" not in saved[0]:
-            return RankState({}, (), same_ranks=False)
+            return {}
         RandomStates().load_from_ranks(
             saved, rank=accelerator.process_index, world=accelerator.num_processes
         )
-        return RankState(
-            RandomStates().state_dict(), saved[0].get("dataloaders", ()), same_ranks=False
-        )
+        return {**saved[0], **RandomStates().state_dict()}
 
 
-def restore_objects(accelerator: Any, extra: Mapping[str, Any], rank_state: RankState) -> None:
-    """Restore everything but tensors. `extra`: the state that all ranks share."""
-    for scheduler, state in zip(accelerator._schedulers, extra.get("schedulers", ()), strict=False):
-        scheduler.load_state_dict(state)
+def restore_objects(
+    accelerator: Any, path: str, extra: Mapping[str, Any], rank_extra: Mapping[str, Any] | None
+) -> None:
+    """Restore everything but tensors. `extra`: the state that all ranks share. `rank_extra`: that
+    of this rank, None if another number of ranks saved.
+    """
+    rank_state = _convert_rank_state(accelerator, path) if rank_extra is None else rank_extra
+    has_rank_state = "torch" in rank_state  # else another engine wrote the checkpoint
+    saved_classes = extra.get(SUMMARY, {})
+    objects = [
+        *zip(
+            [item.scheduler for item in accelerator._schedulers],
+            extra.get("schedulers", ()),
+            saved_classes.get("schedulers", ()),
+            strict=False,
+        ),
+        *zip(
+            accelerator._custom_objects,
+            extra.get("custom", ()),
+            saved_classes.get("custom objects", ()),
+            strict=False,
+        ),
+    ]
+    for item, state, saved_class in objects:
+        # Without `strict` it may be another class. Torch's schedulers take the state of any.
+        if state is not None and type(item).__qualname__ == saved_class:
+            item.load_state_dict(state)
     if accelerator.scaler is not None and extra.get("scaler"):
         accelerator.scaler.load_state_dict(extra["scaler"])
-    for custom, state in zip(accelerator._custom_objects, extra.get("custom", ()), strict=False):
-        if state is not None:
-            custom.load_state_dict(state)
     accelerator.step = extra.get("step", accelerator.step)
 
     def restore_rng() -> None:
-        if rank_state.rng_states:
-            RandomStates().load_state_dict(rank_state.rng_states)
+        if has_rank_state:
+            RandomStates().load_state_dict(rank_state)
 
     load_loader_states(
         accelerator,
-        rank_state.dataloaders,
-        same_ranks=rank_state.same_ranks,
+        rank_state.get("dataloaders", ()) if has_rank_state else (),
+        same_ranks=rank_extra is not None,
         restore_rng=restore_rng,
     )

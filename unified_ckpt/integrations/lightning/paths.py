@@ -22,10 +22,10 @@ from unified_ckpt.runtime.storage.regular_files import (
     open_binary,
 )
 from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.sources.step_names import list_steps
 
 _LOG = logging.getLogger("unified_ckpt")
 _TORCH_FILES = (b"PK\x03\x04", b"\x80")  # zip of torch.save, and its older pickle format
-_DEPTH = 4  # <root>/lightning_logs/version_0/checkpoints/<name>
 
 
 def check_path(path: str) -> Literal["unified", "native"]:
@@ -58,7 +58,7 @@ def check_path(path: str) -> Literal["unified", "native"]:
             f"ckpt_path {path}: got no valid manifest; it is unfinished or partly removed; "
             f"pass a complete checkpoint{_hint(path)}"
         )
-    nested = latest_in(path)
+    nested = _latest_in(path)
     if nested:
         raise NotFoundError(
             f"ckpt_path {path}: got a run's folder, expected a checkpoint; the latest is {nested}"
@@ -73,30 +73,14 @@ def check_path(path: str) -> Literal["unified", "native"]:
     )
 
 
-def latest_in(path: str, *, depth: int = _DEPTH) -> str:
-    """Return the checkpoint with the highest step in a folder or below it, "" for none."""
-    checkpoints: list[tuple[int, str, str]] = []
-    for folder, subfolders, _ in os.walk(path):  # noqa: TID251  # only for messages
-        for name in list(subfolders):
-            if name.startswith("."):
-                continue
-            manifest = read_manifest_at(os.path.join(folder, name))
-            if manifest is not None:
-                checkpoints.append(
-                    (manifest.step or 0, manifest.created, os.path.join(folder, name))
-                )
-        level = os.path.relpath(folder, path).count(os.sep) + (folder != path)
-        names = {os.path.split(checkpoint_path)[1] for _, _, checkpoint_path in checkpoints}
-        subfolders[:] = (
-            []
-            if level >= depth - 1
-            else [name for name in subfolders if name not in names and not name.startswith(".")]
-        )
-    return max(checkpoints)[2] if checkpoints else ""
+def _latest_in(folder: str) -> str:
+    """Return the latest checkpoint in a run's folder, "" for none."""
+    paths = [entry.path for entry in list_steps(folder)]
+    return next((path for path in reversed(paths) if read_manifest_at(path) is not None), "")
 
 
 def _hint(path: str) -> str:
-    latest = latest_in(os.path.dirname(path), depth=1)
+    latest = _latest_in(os.path.dirname(path))
     return f"; the latest next to it is {latest}" if latest else ""
 
 

@@ -153,7 +153,7 @@ class LightningRun:
 
     def take_signals(self) -> None:
         """Handle signals in place of Lightning, which stops each rank elsewhere."""
-        self.checkpoints.run.take_signals()
+        self.checkpoints.run.stop_signals.take()
 
     def newest(self, path: str) -> str:
         """Return this node's path of the checkpoint in the local directories that is newer than
@@ -183,7 +183,7 @@ class LightningRun:
             return ""
 
         timeout = run.load_options.timeout_seconds
-        return run.steps.choose_step("resume", choose, timeout_seconds=timeout) or path
+        return run.steps.choose_step(choose, timeout_seconds=timeout) or path
 
     def _local_steps(self, scanned: Scan) -> list[StepRecord]:
         return [record for record in scanned.complete if self.is_local(record.path)]

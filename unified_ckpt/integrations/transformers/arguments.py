@@ -42,7 +42,8 @@ def options_of_run(
     if args.enable_jit_checkpoint:
         settings["on_preemption"] = Setting(False, "TrainingArguments(enable_jit_checkpoint=True)")
     if options is not None and options.best_metric is not None and args.metric_for_best_model:
-        metric, greater = _eval_name(args.metric_for_best_model), args.greater_is_better
+        metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        greater = args.greater_is_better
         text = f"TrainingArguments(metric_for_best_model={args.metric_for_best_model!r}"
         settings["best_metric"] = Setting(metric, f"{text})")
         text = f"{text}, greater_is_better={greater})"
@@ -63,7 +64,3 @@ def step_metrics(state: Any) -> Mapping[str, Any]:
         and not name.startswith(SAVE_LOG_PREFIX)
         and isinstance(value, int | float)
     }
-
-
-def _eval_name(metric: str) -> str:
-    return metric if metric.startswith("eval_") else f"eval_{metric}"

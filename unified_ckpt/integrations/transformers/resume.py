@@ -60,7 +60,7 @@ def latest_checkpoint(run: Run) -> str | bool:
         return path
 
     timeout = run.load_options.timeout_seconds
-    return run.steps.choose_step("resume", choose, timeout_seconds=timeout) or True
+    return run.steps.choose_step(choose, timeout_seconds=timeout) or True
 
 
 def _select_latest(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,14 +99,11 @@ class PatchedTrainer:
             setattr(trainer, name, getattr(self, name))
         for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
             replace_own_method(trainer, name, lambda _: None)  # the checkpoint holds it
-        for name in (
-            "_load_from_checkpoint",
-            "_load_optimizer_and_scheduler",
-            "_load_scaler",
-            "_load_rng_state",
-            "_load_best_model",
-        ):
+        for name in ("_load_from_checkpoint", "_load_best_model"):
             self._originals[name] = replace_own_method(trainer, name, getattr(self, name))
+        for name in ("_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"):
+            load = partial(self._load_unless_native, name)
+            self._originals[name] = replace_own_method(trainer, name, load)
         self._small_files = SmallFiles(
             trainer, self._originals["_save_checkpoint"], model_dtype=save_options.model_dtype
         )
@@ -338,10 +336,14 @@ class PatchedTrainer:
         except MismatchError as error:
             raise explain_model_mismatch(error, path, model) from error
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+    def _load_unless_native(self, name: str, checkpoint: str | None) -> None:
+        """Load a checkpoint that the engine reads. Leave others to the Trainer's own method."""
         if checkpoint is None or not can_load(checkpoint, self.trainer):
-            self._originals["_load_optimizer_and_scheduler"](checkpoint)
-            return
+            self._originals[name](checkpoint)
+        else:
+            getattr(self, name)(checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
         optimizer, weights = unwrap_optimizer(trainer.optimizer), _model_arguments(model)
@@ -365,19 +367,13 @@ class PatchedTrainer:
                 saved = regroup_state(saved, optimizer, parameter_names(model), groups)
             trainer.lr_scheduler.load_state_dict(saved)
 
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not can_load(checkpoint, self.trainer):
-            self._originals["_load_scaler"](checkpoint)
-            return
+    def _load_scaler(self, _: str) -> None:
         saved = ((self._report.extra if self._report is not None else None) or {}).get("scaler")
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         if saved is not None and scaler is not None:
             scaler.load_state_dict(saved)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not can_load(checkpoint, self.trainer):
-            self._originals["_load_rng_state"](checkpoint)
-            return
+    def _load_rng_state(self, checkpoint: str) -> None:
         if self._report is None:
             return
         if self._report.rank_extra is not None:

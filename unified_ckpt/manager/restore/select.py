@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 
@@ -70,7 +71,11 @@ def select(
     again may follow, or else nothing is selected.
     """
     required, strict = request.required, request.strict
-    entries, absences = _root_entries(root, options.step_prefix, cluster)
+    entries, absences = (
+        (list_steps(root, prefix=options.step_prefix), dict[str, str]())
+        if cluster is None
+        else cluster.root_entries()  # and why some node lacks some of them
+    )
 
     @cache
     def read(entry: StepEntry) -> StepContents:
@@ -164,15 +169,6 @@ def _is_enough(missing: Sequence[str], *, limit: int, unfilled: Sequence[Sequenc
     return not missing or (
         len(missing) <= limit and all(set(missing) <= set(others) for others in unfilled)
     )
-
-
-def _root_entries(
-    root: str, prefix: str, cluster: ClusterScan | None
-) -> tuple[list[StepEntry], dict[str, str]]:
-    """Return the entries of the root, and path -> reason of those that some node lacks."""
-    if cluster is None:
-        return list_steps(root, prefix=prefix), {}
-    return cluster.root_entries()
 
 
 def _candidates(
@@ -349,14 +345,11 @@ def diagnose(path: str) -> str:
     none.
     """
     try:
-        folder = open_path(path, lock=False)
-        try:
+        with closing(open_path(path, lock=False)) as folder:
             if folder.manifest is not None and folder.manifest.node_group is not None:
                 # raises if this folder alone is not enough
                 select_save([read_inventory(folder, node=0, is_replica=False)], label=path)
             problems = verify_folder(folder, deep=False).problems
-        finally:
-            folder.close()
     except CheckpointError as error:
         return str(error)
     suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

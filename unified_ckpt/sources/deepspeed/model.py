@@ -7,9 +7,9 @@ has one, with empty tensors in place of parameters and its parts of the frozen o
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -164,48 +164,49 @@ def _memory_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: first_name for name, first_name in first_names.items() if name != first_name}
 
 
-class FrozenParameters:
-    """Frozen parameters that stage 3 partitions: each rank's model file has one part.
+def frozen_tensors(
+    model: ModelFile, names: Collection[str], world_size: int
+) -> Iterator[tuple[str, ShardedTensor]]:
+    """Yield the frozen parameters that stage 3 partitions: each rank's model file has one part.
 
     Opens the other ranks' files on demand. IncompleteError names missing files.
     """
+    paths = [
+        model.path.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_") for rank in range(world_size)
+    ]
+    check_archives(paths)
 
-    def __init__(self, model: ModelFile, world_size: int) -> None:
-        self._paths = [
-            model.path.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
-            for rank in range(world_size)
-        ]
-        check_archives(self._paths)
-        self._model, self._parts = model, {0: model.frozen_parts}
+    @cache
+    def parts_of(rank: int) -> Mapping[str, torch.Tensor]:
+        return read_model_file(paths[rank]).frozen_parts if rank else model.frozen_parts
 
-    def tensor(self, name: str) -> ShardedTensor:
-        """Return the tensor, assembled from the ranks' parts."""
-        shape, part = self._model.shapes[name], self._model.frozen_parts[name]
-        world_size = len(self._paths)
+    def load(name: str, ranges: Sequence[FlatRange], index: int) -> torch.Tensor:
+        flat_range, parts = ranges[index], parts_of(ranges[index].rank)
+        if name not in parts:
+            raise FormatError(
+                f"{paths[flat_range.rank]}: {name}: got no part of it, "
+                f"expected {flat_range.numel} elements"
+            )
+        return parts[name][flat_range.partition_slice]
+
+    for name in names:
+        shape, part = model.shapes[name], model.frozen_parts[name]
         part_numel = -(-prod(shape) // world_size)
         if part.numel() != part_numel:
             raise FormatError(
-                f"{self._paths[0]}: {name}: got a part of {part.numel()} elements, "
+                f"{paths[0]}: {name}: got a part of {part.numel()} elements, "
                 f"expected {part_numel} for shape {shape} on {world_size} ranks"
             )
         ranges = tuple(
             partitioned_ranges(prod(shape), world_size=world_size, group=0, partition_offset=0)
         )
-        return tensor_from_ranges(
-            shape,
-            part.dtype,
-            ranges,
-            partial(self._load, name, ranges),
-            lambda flat_range: self._paths[flat_range.rank],
+        yield (
+            name,
+            tensor_from_ranges(
+                shape,
+                part.dtype,
+                ranges,
+                partial(load, name, ranges),
+                lambda flat_range: paths[flat_range.rank],
+            ),
         )
-
-    def _load(self, name: str, ranges: Sequence[FlatRange], index: int) -> torch.Tensor:
-        flat_range, rank = ranges[index], ranges[index].rank
-        if rank not in self._parts:
-            self._parts[rank] = read_model_file(self._paths[rank]).frozen_parts
-        if name not in self._parts[rank]:
-            raise FormatError(
-                f"{self._paths[rank]}: {name}: got no part of it, "
-                f"expected {flat_range.numel} elements"
-            )
-        return self._parts[rank][name][flat_range.partition_slice]

@@ -37,8 +37,8 @@ from unified_ckpt.runtime.storage.regular_files import is_folder, list_folder
 from unified_ckpt.sources.deepspeed.layout import FlatLayout, zero3_layout, zero12_layout
 from unified_ckpt.sources.deepspeed.model import (
     MODEL_FILE,
-    FrozenParameters,
     ModelFile,
+    frozen_tensors,
     read_model_file,
 )
 from unified_ckpt.sources.deepspeed.optimizer_files import (
@@ -360,14 +360,9 @@ def _untrained_tensors(
         f"{model.path}: no file has the elements of",
         [name for name in frozen if name not in model.frozen_parts],
     )
-    frozen_parameters = FrozenParameters(model, world_size) if frozen else None
     tensors = {
-        (MODEL, name): whole_tensor(model.tensors[name], model.path)
-        for name in names
-        if name not in frozen
+        name: whole_tensor(model.tensors[name], model.path) for name in names if name not in frozen
     }
-    return tensors | {
-        (MODEL, name): frozen_parameters.tensor(name)
-        for name in frozen
-        if frozen_parameters is not None
-    }
+    if frozen:
+        tensors |= frozen_tensors(model, frozen, world_size)
+    return {(MODEL, name): tensor for name, tensor in tensors.items()}

@@ -38,7 +38,7 @@ def open_adapters(root: str, _options: SourceOptions) -> ShardedSource:
         )
     configs = {
         part: read_json_object(os.path.join(folder, ADAPTER_CONFIG))
-        for part, folder in _adapter_folders(root).items()
+        for part, folder in adapter_folders(root).items()
     }
     return ShardedSource(
         root, tensors, format="peft", metadata=SourceMetadata(extra={"adapters": configs})
@@ -51,7 +51,7 @@ def adapter_tensors(root: str) -> dict[Key, ShardedTensor]:
     IncompleteError if an adapter's weights are missing.
     """
     tensors: dict[Key, ShardedTensor] = {}
-    for part, folder in _adapter_folders(root).items():
+    for part, folder in adapter_folders(root).items():
         safetensors_path, bin_path = (
             os.path.join(folder, f"{ADAPTER_PART}.{suffix}") for suffix in ("safetensors", "bin")
         )
@@ -69,8 +69,8 @@ def adapter_tensors(root: str) -> dict[Key, ShardedTensor]:
     return tensors
 
 
-def _adapter_folders(root: str) -> dict[str, str]:
-    """Return part -> folder of each adapter."""
+def adapter_folders(root: str) -> dict[str, str]:
+    """Return part -> folder of each adapter that has a configuration."""
     subfolders = sorted(
         name
         for name in list_folder(root)

@@ -21,6 +21,7 @@ from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.placements import sharding_of
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.pytorch.optimizer_groups import other_entries, param_group
+from unified_ckpt.sources.pytorch.optimizer_names import NamedState
 from unified_ckpt.sources.pytorch.optimizer_scalars import merge_scalars
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
@@ -57,7 +58,7 @@ def values_from_rank(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     }
 
 
-def optimizer_from_ranks(files: Sequence[str]) -> tuple[dict[Key, ShardedTensor], SourceMetadata]:
+def optimizer_from_ranks(files: Sequence[str]) -> NamedState:
     """Return optimizer state by parameter, and metadata with param groups and scalars.
 
     The files have the form of `get_optimizer_state_dict`: parameters are given by name.

@@ -60,13 +60,10 @@ _READ_ENTRIES = {"model", "optimizer", "lr_scheduler", NANOTRON_META}
 
 @dataclass(frozen=True, slots=True)
 class _OptimizerFile:
-    """The optimizer state file of ranks (pp, dp, tp, exp)."""
+    """The optimizer state file of one data-parallel rank of `ranks`, that is (pp, tp, exp)."""
 
     path: str
-    pp: int
-    dp: int
-    tp: int
-    exp: int
+    ranks: tuple[int, int, int]
     names: Mapping[int, str]  # of parameters, by index
     content: Mapping[str, Any]
 
@@ -179,8 +176,8 @@ def _read_optimizer_files(root: str) -> list[_OptimizerFile]:
         parameter_names = {
             index: str(name).removeprefix("module.") for index, name in content["names"].items()
         }
-        pp, dp, tp, exp = ranks
-        optimizer_files.append(_OptimizerFile(path, pp, dp, tp, exp, parameter_names, content))
+        pp, _, tp, exp = ranks
+        optimizer_files.append(_OptimizerFile(path, (pp, tp, exp), parameter_names, content))
     return optimizer_files
 
 
@@ -192,10 +189,9 @@ def _optimizer_tensors(
         Key, dict[tuple[int, int, int], list[tuple[_OptimizerFile, torch.Tensor]]]
     ] = {}
     for optimizer_file in optimizer_files:
-        ranks = optimizer_file.pp, optimizer_file.tp, optimizer_file.exp
         for key, tensor in _state_tensors(optimizer_file):
             by_rank = tensors_by_rank.setdefault(key, {})
-            by_rank.setdefault(ranks, []).append((optimizer_file, tensor))
+            by_rank.setdefault(optimizer_file.ranks, []).append((optimizer_file, tensor))
     tensors: dict[Key, ShardedTensor] = {}
     raise_if_any(
         IncompleteError,

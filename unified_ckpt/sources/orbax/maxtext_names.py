@@ -215,12 +215,13 @@ def tensor_links(sizes: ModelSizes, *, stacked: bool) -> list[TensorLink]:
             )
         )
     for maxtext_name, hf_name, transform in _layer_tensors(sizes, family):
+        block, _, weight = maxtext_name.partition(".")
         for layer in range(sizes.layers):
             prefix, suffix, layer_index, layer_count = _layer_slot(sizes, layer, stacked=stacked)
             tensors.extend(
                 _layer_links(
                     f"model.layers.{layer}.{hf_name}",
-                    f"{prefix}.{_with_suffix(maxtext_name, suffix)}",
+                    f"{prefix}.{block}{suffix}.{weight}",
                     layer_index,
                     layer_count,
                     transform,
@@ -272,11 +273,6 @@ def _layer_slot(
         if stacked
         else (f"decoder.layers_{layer}", "", None, 0)
     )
-
-
-def _with_suffix(maxtext_name: str, suffix: str) -> str:
-    first, _, rest = maxtext_name.partition(".")
-    return f"{first}{suffix}.{rest}"
 
 
 def _layer_tensors(sizes: ModelSizes, family: _Family) -> Iterator[tuple[str, str, Transform]]:

@@ -49,7 +49,7 @@ class _Collected:
 
 def read_legacy_state(
     root: str, entries: Collection[str], model: ModelConfig
-) -> tuple[PaddleTensors, Mapping[str, Any]]:
+) -> tuple[PaddleTensors, dict[str, Any]]:
     """Return the folder's tensors, and the scheduler's state if an optimizer file has it.
 
     Raises IncompleteError naming missing files.

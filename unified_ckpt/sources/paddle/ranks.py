@@ -60,15 +60,9 @@ def rank_files(root: str, entries: Collection[str], stem: str, ending: str) -> l
             dict(zip(dims, indices, strict=True)) for indices in product(*map(range, sizes))
         ]
         missing = [
-            _file_name(stem, coordinates, ending)
-            for coordinates in expected
-            if tuple(coordinates.values()) not in present
+            f"{stem}.{'_'.join(f'{dim}{number:02d}' for dim, number in rank.items())}.{ending}"
+            for rank in expected
+            if tuple(rank.values()) not in present
         ]
         raise IncompleteError(format_list(f"{root}: files of some ranks are missing", missing))
     return files
-
-
-def _file_name(stem: str, coordinates: Mapping[str, int], ending: str) -> str:
-    return (
-        f"{stem}.{'_'.join(f'{dim}{number:02d}' for dim, number in coordinates.items())}.{ending}"
-    )

@@ -47,7 +47,7 @@ from unified_ckpt.sources.paddle.quantized_moments import (
 from unified_ckpt.sources.paddle.ranks import is_sharded, rank_files
 from unified_ckpt.sources.paddle.slices import concat_ranks, concat_tp, dtype_of, files_of, load
 from unified_ckpt.sources.paddle.tensors import BETAS, STATE_NAMES, PaddleTensors, to_torch
-from unified_ckpt.sources.paddle.trainer_state import read_trainer_state, with_scheduler
+from unified_ckpt.sources.paddle.trainer_state import read_trainer_state
 from unified_ckpt.views.shards import ShardedSource
 
 _FIRST_MOMENT, _SECOND_MOMENT = "moment1_0", "moment2_0"
@@ -60,7 +60,7 @@ def open_paddle(root: str, options: SourceOptions) -> ShardedSource:
     config = read_optional_config(options.config or root)
     if options.config and config is None:
         raise NotFoundError(f"{options.config}: no such file, expected a config.json or its folder")
-    model, trainer_state = parse_config(config or {}), read_trainer_state(root, entries)
+    model, pickled = parse_config(config or {}), dict[str, Any]()
     if options.names == "huggingface" and not model.has_hf_names:
         raise FormatError(
             f"{root}: no Hugging Face names are known for model_type {model.model_type!r}; pass a "
@@ -73,12 +73,12 @@ def open_paddle(root: str, options: SourceOptions) -> ShardedSource:
         state = _read_state(root, entries, model)
     elif is_legacy(entries):
         state, pickled = read_legacy_state(root, entries, model)
-        trainer_state = with_scheduler(trainer_state, pickled)
     else:
         raise NotFoundError(
             f"{root}: got no PaddleNLP index and no model_state*.pdparams, expected one of "
             f"{', '.join(_INDICES)}"
         )
+    trainer_state = read_trainer_state(root, entries, pickled)
     torch_tensors = to_torch(
         root,
         state,

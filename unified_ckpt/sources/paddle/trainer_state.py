@@ -27,9 +27,14 @@ class TrainerState:
     group_options: Mapping[str, Any]
 
 
-def read_trainer_state(root: str, entries: Collection[str]) -> TrainerState:
-    """Read a folder's trainer state. Raises FormatError if a file is damaged or names classes."""
-    extra = {
+def read_trainer_state(
+    root: str, entries: Collection[str], pickled: Mapping[str, Any]
+) -> TrainerState:
+    """Read a folder's trainer state. Raises FormatError if a file is damaged or names classes.
+
+    `pickled`: what the optimizer's files hold of it. The learning rate is that of the scheduler.
+    """
+    extra = dict(pickled) | {
         name: to_plain(load_arrays(os.path.join(root, file)))
         for name, file in _PICKLED_FILES.items()
         if file in entries
@@ -38,14 +43,8 @@ def read_trainer_state(root: str, entries: Collection[str]) -> TrainerState:
     trainer = read_json_object(path) if is_file(path) else {}
     step = trainer.get("global_step")
     step_count = step if isinstance(step, int) and not isinstance(step, bool) else None
-    state = TrainerState(step_count, {"trainer_state": trainer} if trainer else {}, {})
-    return with_scheduler(state, extra)
-
-
-def with_scheduler(state: TrainerState, pickled: Mapping[str, Any]) -> TrainerState:
-    """Add pickled state; the learning rate is that of the scheduler."""
-    extra = {**pickled, **state.extra}
+    extra |= {"trainer_state": trainer} if trainer else {}
     scheduler = extra.get("scheduler")
     learning_rate = scheduler.get("last_lr") if isinstance(scheduler, dict) else None
     group_options = {"lr": learning_rate} if isinstance(learning_rate, float) else {}
-    return TrainerState(state.step, extra, group_options)
+    return TrainerState(step_count, extra, group_options)

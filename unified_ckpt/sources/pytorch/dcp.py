@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -58,30 +58,18 @@ def open_dcp(root: str, _options: SourceOptions) -> ShardedSource:
 
     FormatError if the folder is damaged, IncompleteError names missing and truncated files.
     """
-    folder = read_dcp(root)
-    metadata, rank_extra = restore_entries(folder.metadata)
-    return ShardedSource(
-        root,
-        folder.tensors,
-        format="dcp",
-        metadata=metadata,
-        aliases=folder.aliases,
-        extras=SourceExtras(folder.refused, rank_extra),
-    )
+    return read_dcp(root, "dcp", restore_entries)
 
 
-@dataclass(frozen=True, slots=True)
-class DcpFolder:
-    """The content of a folder. `refused`: why parts are not read, by part."""
+def read_dcp(
+    root: str,
+    format_name: str,
+    adapt: Callable[[SourceMetadata], tuple[SourceMetadata, Callable[[int], Any]]],
+) -> ShardedSource:
+    """Open a folder in a format that is based on DCP. Same errors as `open_dcp`.
 
-    tensors: dict[Key, ShardedTensor]
-    aliases: dict[str, dict[str, str]]
-    metadata: SourceMetadata
-    refused: dict[str, str]
-
-
-def read_dcp(root: str) -> DcpFolder:
-    """Return a folder's content. Same errors as `open_dcp`."""
+    `adapt`: returns the metadata of that format, and its `rank_extra` by rank.
+    """
     entries = read_entries(root)
     _strip_wrapper(entries)
     if not any(entry.path[0] == MODEL for entry in entries.values()):
@@ -127,7 +115,15 @@ def read_dcp(root: str) -> DcpFolder:
     if any(not isinstance(name, str) for group in metadata.groups for name in group["names"]):
         tensors = {key: tensor for key, tensor in tensors.items() if key[0] != OPTIMIZER}
         metadata, refused = replace(metadata, groups=[]), {OPTIMIZER: _INDEXED_REFUSAL}
-    return DcpFolder(tensors, aliases, metadata, refused)
+    metadata, rank_extra = adapt(metadata)
+    return ShardedSource(
+        root,
+        tensors,
+        format=format_name,
+        metadata=metadata,
+        aliases=aliases,
+        extras=SourceExtras(refused, rank_extra),
+    )
 
 
 def _strip_wrapper(entries: Mapping[str, Entry]) -> None:

@@ -74,13 +74,8 @@ class ForeignCheckpoint:
             self.metadata = replace(self.metadata, extra=extra)
 
 
-@dataclass(frozen=True, slots=True)
-class NamedState:
-    """Optimizer state by parameter name, in the form of `SourceMetadata`."""
-
-    tensors: Mapping[Key, ShardedTensor]
-    scalars: Mapping[str, Mapping[str, Any]]
-    groups: Sequence[Mapping[str, Any]]
+# Optimizer state by parameter name: its tensors, and metadata with the param groups and scalars.
+NamedState = tuple[dict[Key, ShardedTensor], SourceMetadata]
 
 
 def with_optimizer_names(
@@ -122,10 +117,10 @@ def with_optimizer_names(
         return named(order)
 
     def named(order: Order) -> Source:
-        state = _name_state(paths, checkpoint.indexed_groups, order)
+        tensors, state = _name_state(paths, checkpoint.indexed_groups, order)
         return _source(
             checkpoint,
-            {**checkpoint.tensors, **state.tensors},
+            checkpoint.tensors | tensors,
             replace(checkpoint.metadata, groups=state.groups, scalars=state.scalars),
         )
 
@@ -357,7 +352,8 @@ def exported_optimizer(
             path, groups, [[(name, ()) for name in group.names or ()] for group in groups]
         )
     group = SavedGroup({}, tuple(states_by_name.values()), tuple(states_by_name))
-    return replace(_name_state(path, [group], [[(name, ()) for name in states_by_name]]), groups=())
+    tensors, state = _name_state(path, [group], [[(name, ()) for name in states_by_name]])
+    return tensors, replace(state, groups=())
 
 
 def _name_state(path: str, groups: Sequence[SavedGroup], order: Order) -> NamedState:
@@ -380,4 +376,4 @@ def _name_state(path: str, groups: Sequence[SavedGroup], order: Order) -> NamedS
         {"names": [name for name, _ in parameters], "options": dict(group.options)}
         for group, parameters in zip(groups, order, strict=True)
     ]
-    return NamedState(tensors, scalars, named_groups)
+    return tensors, SourceMetadata(groups=named_groups, scalars=scalars)

@@ -35,7 +35,6 @@ from unified_ckpt.sources.pytorch.optimizer_groups import (
 from unified_ckpt.sources.pytorch.optimizer_names import (
     DDP_PREFIX,
     ForeignCheckpoint,
-    NamedState,
     exported_optimizer,
     with_optimizer_names,
 )
@@ -90,7 +89,7 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     aliases: dict[str, Mapping[str, str]] = {MODEL: model.aliases}
     groups: list[SavedGroup] = []
     rest: dict[Any, Any] = {}
-    optimizer = NamedState({}, {}, ())
+    optimizer = SourceMetadata()
     if model_key is not None:
         rest = {key: value for key, value in content.items() if key != model_key}
         groups = list(_param_groups(path, rest))
@@ -100,8 +99,8 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
             if part_values := parsed.extra_states | parsed.values:
                 rest[part] = part_values
         if EXPORT_KEY in content:
-            optimizer = exported_optimizer(path, groups, rest.pop(OPTIMIZER, {}))
-            tensors, groups = {**tensors, **optimizer.tensors}, []
+            states, optimizer = exported_optimizer(path, groups, rest.pop(OPTIMIZER, {}))
+            tensors, groups = tensors | states, []
     step = next((rest[name] for name in _STEP_KEYS if isinstance(rest.get(name), int)), None)
     if model_key is None:
         rest = model.values

@@ -38,6 +38,7 @@ from tests.support.simulated_nodes import (
 )
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.engine.save import probe_topology, tiles
+from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -297,6 +298,7 @@ def test_rank_receives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionResetError("gone")
 
     monkeypatch.setattr(PeerTransport, "_serve", deaf)
+    monkeypatch.setattr(collective, "_SECONDARY_WAIT_SECONDS", 1.0)
     outcomes = save(tmp_path, 1, timeout_seconds=1.0)
     assert all(isinstance(outcome, uc.RankError) for outcome in outcomes), outcomes
     assert os.listdir(tmp_path) == []

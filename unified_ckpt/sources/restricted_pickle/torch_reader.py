@@ -163,7 +163,8 @@ def _numpy_globals() -> list[Any]:
     """Return what rebuilds numpy arrays. They only hold bytes, so torch's reader may do it."""
     import numpy as np
 
-    reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+    core = np._core if hasattr(np, "_core") else np.core  # the first from numpy 2.0
+    reconstruct = core.multiarray._reconstruct
     return [
         *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
         (np.ndarray, "numpy.ndarray"),

@@ -32,6 +32,7 @@ _TORCH: dict[str, tuple[str, str]] = {
     "Adafactor": ("step", "row_var col_var variance"),
     "Adagrad": ("step sum", ""),
     "Adam": ("step exp_avg exp_avg_sq", "max_exp_avg_sq"),
+    "AdamW": ("step exp_avg exp_avg_sq", "max_exp_avg_sq"),  # from torch 2.7, Adam's step
     "Adamax": ("step exp_avg exp_inf", ""),
     "LBFGS": ("", "func_evals n_iter d t old_dirs old_stps ro H_diag al prev_flat_grad prev_loss"),
     "Muon": ("", "momentum_buffer"),
@@ -45,6 +46,7 @@ _TORCH: dict[str, tuple[str, str]] = {
 _OTHER_SHAPES = ("Adafactor", "LBFGS", "SparseAdam")  # their states are no scalars, or not alike
 _BY_OPTION = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
+    "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
 }
 

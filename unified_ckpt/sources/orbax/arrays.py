@@ -71,7 +71,7 @@ def _as_torch(values: Any, dtype: torch.dtype) -> torch.Tensor:
     """Convert through the raw bits: numpy has no bfloat16 and no 8-bit floats, torch has."""
     import numpy as np
 
-    array = np.array(values, copy=None, order="C", subok=False)
+    array = np.asarray(values, order="C")
     if not array.size:
         return torch.empty(array.shape, dtype=dtype, device="cpu")
     bits = array.reshape(-1)

@@ -231,7 +231,7 @@ def convert_files() -> None:
     import torch.distributed.checkpoint as dcp
 
     with warnings.catch_warnings(action="ignore"):  # about a single process
-        dcp.save({"model": small_llama().state_dict()}, checkpoint_id="old", no_dist=True)
+        dcp.save({"model": small_llama().state_dict()}, checkpoint_id="old")
 
 
 def model_files() -> None:

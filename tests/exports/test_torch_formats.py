@@ -98,7 +98,7 @@ def test_dcp_folder_equals_what_dcp_saves(saved: tuple[Path, list[float]], tmp_p
     weights, state = get_state_dict(model, optimizer)
     target: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0}
     with warnings.catch_warnings(action="ignore"):  # the warning about a single process
-        dcp.load(target, checkpoint_id=tmp_path / "d", no_dist=True)
+        dcp.load(target, checkpoint_id=tmp_path / "d")
     set_state_dict(
         model, optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"]
     )
@@ -178,7 +178,7 @@ def test_every_dtype_and_shape(tmp_path: Path, to: str) -> None:
     else:
         tensors = {name: torch.empty_like(tensor) for name, tensor in model.items()}
         with warnings.catch_warnings(action="ignore"):  # the warning about a single process
-            dcp.load({"model": tensors}, checkpoint_id=path, no_dist=True)
+            dcp.load({"model": tensors}, checkpoint_id=path)
     assert tensors.keys() == model.keys()
     for name, tensor in model.items():
         assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
@@ -233,7 +233,7 @@ def test_non_tensor_state_of_modules_is_exported(tmp_path: Path) -> None:
     torch_model.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True)["model"])
     target = {"model": dcp_model.state_dict()}
     with warnings.catch_warnings(action="ignore"):  # the warning about a single process
-        dcp.load(target, checkpoint_id=tmp_path / "d", no_dist=True)
+        dcp.load(target, checkpoint_id=tmp_path / "d")
     dcp_model.load_state_dict(target["model"])
     assert torch_model[0].count == dcp_model[0].count == 4
 

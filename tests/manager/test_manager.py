@@ -277,7 +277,7 @@ def test_run_of_another_engine_continues_unified(
             "optimizer": {"state": {"w": {"exp_avg": tensors["optimizer"]["w/exp_avg"]}}},
         }
         with warnings.catch_warnings(action="ignore"):  # one process
-            dcp.save(nested, checkpoint_id=root / f"checkpoint-{step}", no_dist=True)
+            dcp.save(nested, checkpoint_id=root / f"checkpoint-{step}")
     (root / "checkpoint-300").mkdir()  # an unknown format
     tensors = state(0)
     with manager_of(None, root, interval_steps=1, keep_latest=1) as manager:

@@ -266,7 +266,7 @@ def test_failed_load_is_followed_by_a_whole_one_or_an_error(
     elif start == "another engine":
         with warnings.catch_warnings(action="ignore"):  # one process
             model = {"model": state(1)["model"]}
-            dcp.save(model, checkpoint_id=root / "checkpoint-1", no_dist=True)
+            dcp.save(model, checkpoint_id=root / "checkpoint-1")
     elif start == "adapters":
         targets |= {"parts": {"adapter_model": {"w": torch.zeros(3, 40)}}}
         options = {"load_adapters_path": str(other)}

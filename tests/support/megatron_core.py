@@ -77,7 +77,7 @@ def write(
     state |= more or {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Saving without distributed" is intended
-        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+        dcp.save(state, checkpoint_id=str(folder))
     with megatron_classes() as backend:
         args = arguments(job, attention_backend=backend.flash)
         groups = [group(True, False), group(False, False)]

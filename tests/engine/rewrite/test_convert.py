@@ -73,7 +73,7 @@ def trained(seed: int = 0, *, tied: bool = False) -> tuple[nn.Sequential, torch.
 
 def save_dcp(state: dict[str, Any], path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):  # one process
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path)
 
 
 @pytest.fixture(scope="module")

@@ -367,7 +367,7 @@ def save_sharded(
         if form == "folders":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "Saving without distributed" is intended
-                dcp.save(state_dict, checkpoint_id=str(folder / name), no_dist=True)
+                dcp.save(state_dict, checkpoint_id=str(folder / name))
         else:
             (inner,) = state_dict.values()
             torch.save(inner, folder / f"{name}_rank0.bin")

@@ -62,21 +62,33 @@ class Rewrite:
 
     def spans(self) -> Iterator[tuple[int, MergedFile, Key, int, int]]:
         """Yield (rank, file, key, start, stop) for every rank, in the order of its bytes."""
-        for node, ranks in enumerate(self.topology.ranks_by_node):
-            spans = node_spans(
-                self.file_plan,
-                self.sizes,
-                node=node,
-                count=len(ranks),
-                block_nbytes=digests.BLOCK_NBYTES,
-            )
-            for index, span in spans:
-                yield ranks[index], self.file_plan[span.file], span.key, span.start, span.stop
+        ranks_by_node = self.topology.ranks_by_node
+        for node in sorted({file.node for file in self.file_plan}):
+            yield from self._node_spans(node, ranks_by_node[node])
 
     def rank_spans(self) -> list[tuple[MergedFile, Key, int, int]]:
         """Return (file, key, start, stop): the byte ranges of tensors that this rank writes."""
-        own_rank = self.transaction.collective.rank
-        return [span[1:] for span in self.spans() if span[0] == own_rank]
+        topology, own_rank = self.topology, self.transaction.collective.rank
+        return [
+            (file, key, start, stop)
+            for rank, file, key, start, stop in self._node_spans(
+                topology.node, topology.ranks_by_node[topology.node]
+            )
+            if rank == own_rank
+        ]
+
+    def _node_spans(
+        self, node: int, ranks: Sequence[int]
+    ) -> Iterator[tuple[int, MergedFile, Key, int, int]]:
+        spans = node_spans(
+            self.file_plan,
+            self.sizes,
+            node=node,
+            count=len(ranks),
+            block_nbytes=digests.BLOCK_NBYTES,
+        )
+        for index, span in spans:
+            yield ranks[index], self.file_plan[span.file], span.key, span.start, span.stop
 
     def write_at(self, file: str, start: int, buffers: Sequence[Buffer]) -> None:
         """Write the buffers consecutively from byte `start` of a staged file."""

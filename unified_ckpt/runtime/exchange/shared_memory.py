@@ -97,9 +97,13 @@ class TileBuffer:
         del exchange_id, spans  # for other nodes
         self.set_done(rank, number + 1)
 
-    def mark_failed(self, failed: bool = True) -> None:
-        """Signal waiting ranks that the owner has failed, or that it has begun anew. Owner only."""
-        self._store(_FAILED, failed)
+    def mark_failed(self) -> None:
+        """Signal waiting ranks that the owner has failed. Owner only."""
+        self._store(_FAILED, 1)
+
+    def reset_failed(self) -> None:
+        """Clear the failure mark when a new operation begins. Owner only."""
+        self._store(_FAILED, 0)
 
     def failed(self) -> bool:
         """Return whether the owner has failed."""

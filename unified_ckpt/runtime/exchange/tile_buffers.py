@@ -116,7 +116,7 @@ class TileBuffers:
             self._close_local()
             self.local, self._fd = create_tile_buffer(world=world, tile_nbytes=tile_nbytes)
             self._transport.register_tile_buffer(self.local)
-        self.local.mark_failed(False)
+        self.local.reset_failed()
         return self.local
 
     def _close_local(self) -> None:

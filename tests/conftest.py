@@ -76,8 +76,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> None:
-    """Collections skip what is imported by now: else each takes up to a second, and each run of a
-    trainer collects.
+    """Exclude imported modules from garbage collection, which takes up to a second with them.
+
+    Each run of a trainer collects garbage.
     """
     gc.collect()
     gc.freeze()

@@ -38,8 +38,8 @@ def test_other_shardings_and_trainer_features(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_resume_in_the_same_and_other_layouts_and_world_sizes(tmp_path: Path) -> None:
-    """transformers alone cannot resume a model sharded at load, nor load an FSDP2 model from a
-    `from_pretrained` folder.
+    """transformers alone can neither resume a model sharded at load nor load an FSDP2 model from
+    a `from_pretrained` folder.
     """
     run(tmp_path, 1, "same:plain")
     run(

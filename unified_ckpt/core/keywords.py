@@ -19,7 +19,7 @@ def suggestion(word: str, words: Iterable[str]) -> str:
 
 
 def check_options(options: object, kind: type[object], name: str = "options") -> None:
-    """Raise TypeError for options of another class than `kind`. None is left to the call."""
+    """Raise TypeError unless the options are None or an instance of `kind`."""
     if options is not None and not isinstance(options, kind):
         got = type(options).__name__
         raise TypeError(f"{name}: got {got}, expected {kind.__name__}; pass {kind.__name__}(...)")

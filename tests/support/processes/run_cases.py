@@ -189,8 +189,8 @@ def await_outside(root: Path) -> AfterStep:
 def check_runs(
     root: Path, world: int, worker: str, *more: str, ending: Sequence[str] = ENDING
 ) -> None:
-    """Run a worker's cases. Check that each run ends as the run that nothing happened to, and that
-    all ranks stop after the same step.
+    """Run a worker's cases. Check that each run ends like the undisturbed run, and that all ranks
+    stop after the same step.
 
     Only two ranks get every signal, the worker's own cases (`more`) and those that end the launch.
     """

@@ -196,7 +196,7 @@ def metric_items(metrics: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def finite_float(value: Any) -> float | None:
-    """Return the value as a number, None if it is no finite one."""
+    """Return the value as a float, or None if it is not a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several elements

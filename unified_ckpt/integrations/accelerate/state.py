@@ -173,8 +173,9 @@ def mismatch_error(path: str, differences: Sequence[str]) -> MismatchError:
 
 
 def _convert_rank_state(accelerator: Any, path: str) -> Mapping[str, Any]:
-    """Return the state of this rank from a checkpoint of another number of ranks: random states
-    that are derived, and the data loaders of rank 0.
+    """Return the state of this rank from a checkpoint that another number of ranks saved.
+
+    The random states are derived; the data loaders' states are those of rank 0.
     """
     if not is_unified(path):
         _LOG.warning("%s: not on this node; random states and data loaders are not restored", path)
@@ -192,8 +193,10 @@ def _convert_rank_state(accelerator: Any, path: str) -> Mapping[str, Any]:
 def restore_objects(
     accelerator: Any, path: str, extra: Mapping[str, Any], rank_extra: Mapping[str, Any] | None
 ) -> None:
-    """Restore everything but tensors. `extra`: the state that all ranks share. `rank_extra`: that
-    of this rank, None if another number of ranks saved.
+    """Restore everything but tensors.
+
+    `extra`: the state that all ranks share. `rank_extra`: the state of this rank, or None if
+    another number of ranks saved.
     """
     rank_state = _convert_rank_state(accelerator, path) if rank_extra is None else rank_extra
     has_rank_state = "torch" in rank_state  # else another engine wrote the checkpoint
@@ -213,7 +216,7 @@ def restore_objects(
         ),
     ]
     for item, state, saved_class in objects:
-        # Without `strict` it may be another class. Torch's schedulers take the state of any.
+        # With `strict=False` the classes may differ. Torch's schedulers accept any state.
         if state is not None and type(item).__qualname__ == saved_class:
             item.load_state_dict(state)
     if accelerator.scaler is not None and extra.get("scaler"):

@@ -70,7 +70,7 @@ def adapter_tensors(root: str) -> dict[Key, ShardedTensor]:
 
 
 def adapter_folders(root: str) -> dict[str, str]:
-    """Return part -> folder of each adapter that has a configuration."""
+    """Return {part: folder} for the adapters that have a configuration."""
     subfolders = sorted(
         name
         for name in list_folder(root)

@@ -248,6 +248,29 @@ def test_program_ends_by_a_signal_after_stop_in_another_thread() -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_ends_a_forked_child(number: signal.Signals) -> None:
+    """As `terminate` of a `multiprocessing` pool does, which then waits for its workers."""
+    program = (
+        "import multiprocessing, os, sys, time\n"
+        "from unified_ckpt.manager.stopping.signals import SignalFlag\n"
+        "flag = SignalFlag()\n"
+        "flag.start()\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "ready = context.Event()\n"
+        "child = context.Process(target=lambda: (ready.set(), time.sleep(60)), daemon=True)\n"
+        "child.start()\n"
+        "ready.wait(60)\n"
+        "os.kill(child.pid, int(sys.argv[1]))\n"
+        "child.join(20)\n"
+        "print(child.exitcode, flag.received)\n"
+    )
+    command = [sys.executable, "-c", program, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    exit_code = 1 if number == signal.SIGINT else -number  # KeyboardInterrupt
+    assert done.stdout == f"{exit_code} None\n", done.stderr
+
+
 def test_flag_stopped_below_another_handler_ends_nothing(received: list[int]) -> None:
     lower, upper = SignalFlag(), SignalFlag()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -19,13 +20,15 @@ class SignalFlag:
     A previous SIGTERM handler is called too. A second SIGINT goes to the previous handler, so
     Ctrl-C twice still ends a program. `stop` restores the previous handlers. It cannot do so in
     another thread, or if another handler was installed since; signals are then forwarded to the
-    previous handler.
+    previous handler. A forked child, such as a worker of `multiprocessing`, inherits the handlers
+    and polls no flag: it forwards all signals, so that `terminate` and Ctrl-C end it.
     """
 
     def __init__(self) -> None:
         self._previous: dict[int, _Handler] = {}
         self._stopped = self._deferring = False
         self._deferred: list[int] = []  # raised again by `stop`
+        self._process_id = os.getpid()
         self.received: str | None = None
 
     def start(self) -> None:
@@ -61,7 +64,7 @@ class SignalFlag:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         previous = self._previous_action(signum)
-        if self._stopped:
+        if self._stopped or os.getpid() != self._process_id:
             self._forward(signum, frame, previous)
             return
         is_first = self.received is None

@@ -64,6 +64,21 @@ def test_remove_waits_for_a_reader_in_another_process(tmp_path: Path) -> None:
     )
 
 
+def test_fork_during_a_read_keeps_no_lock(tmp_path: Path) -> None:
+    """As a worker of a data loader that starts while another thread uploads the checkpoint."""
+    save_steps(tmp_path, 1)
+    context = multiprocessing.get_context("fork")
+    end = context.Event()
+    worker = context.Process(target=end.wait, args=(60,))
+    with shared_lock(str(tmp_path / "checkpoint-1")):
+        worker.start()
+    assert remove(
+        LocalStorage(str(tmp_path)), "checkpoint-1", save_id=id_of(tmp_path, "checkpoint-1")
+    )
+    end.set()
+    worker.join()
+
+
 def test_remove_keeps_another_save_of_the_name(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     old = id_of(tmp_path, "checkpoint-1")

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
@@ -40,7 +40,7 @@ def shared_lock(folder: str, *, directory: Directory | None = None) -> Iterator[
             raise NotFoundError(f"{folder}: was removed while it was opened")
         yield
     finally:
-        os.close(fd)
+        _release(fd)
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def exclusive_lock(folder: str) -> Iterator[bool]:
     try:
         yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_current(fd, Directory(folder))
     finally:
-        os.close(fd)
+        _release(fd)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def repair_lock(folder: str) -> Iterator[os.stat_result]:
             )
         yield os.fstat(fd)
     finally:
-        os.close(fd)
+        _release(fd)
 
 
 def _open_to_lock(path: str) -> int:
@@ -99,6 +99,15 @@ def _lock(fd: int, operation: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise StorageError(f"manifest: cannot be locked: {error.strerror}") from error
     return True
+
+
+def _release(fd: int) -> None:
+    """Unlock and close the file. A child that was forked meanwhile has it open, and would keep the
+    lock if it were only closed.
+    """
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _is_current(fd: int, directory: Directory) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import unified_ckpt as uc
-from tests.support.harness import run_ranks
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.managers import (
     check_state,
     folders,
@@ -180,6 +180,22 @@ def test_save_in_flight_is_awaited_or_skips_the_next(tmp_path: Path) -> None:
     for policy, expected in (("wait", [1, 2, 3]), ("skip", [1])):
         assert run_ranks(2, act) == [expected] * 2
         assert steps_in(tmp_path / policy) == expected
+
+
+def test_skipped_save_waits_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    """A rank asks whether the others are idle; one of them has ended."""
+
+    def act(comm: Comm) -> None:
+        options = uc.SaveOptions(timeout_seconds=0.5)
+        manager = manager_of(
+            comm, tmp_path, save_options=options, asynchronous=True, in_flight="skip"
+        )
+        if comm.rank == 0:
+            manager.save(1, force=True, **state(1))
+
+    error, _ = try_ranks(2, act, timeout_seconds=30)
+    assert isinstance(error, uc.RankError), error
+    assert "1 did not" in str(error), error
 
 
 # interruption

@@ -58,7 +58,9 @@ class Run:
         self.root = os.path.realpath(writable_path(run_options.root or ""))
         self.options = resolve_paths(run_options.manager, root=self.root)
         self.save_options, self.load_options = run_options.save, run_options.load
-        self.checkpointer = Checkpointer(self.root, group=group, node=node)
+        self.checkpointer = Checkpointer(
+            self.root, group=group, options=self.save_options, node=node
+        )
         self.events = RunEvents(self.root, self.checkpointer._get_comm)
         self.tiers: TieredStorage | None = None
         if self.options.enabled and self.options.local_directory is not None:

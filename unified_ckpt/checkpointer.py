@@ -291,11 +291,16 @@ class Checkpointer:
         return self._get_topologies().resolve_ranks(operation, timeout_seconds=timeout_seconds)
 
     def _get_topologies(self) -> Topologies:
-        if self._topologies and not self._pending and not self._topologies.is_current():
+        in_flight = self._pending is not None and not self._pending.done()
+        if not in_flight and not self._is_group_current():
             self._release()  # an elastic or in-process restart: plans and connections are void
         if self._topologies is None:
             self._topologies = Topologies(comms.from_torch(self._group), self._node)
         return self._topologies
+
+    def _is_group_current(self) -> bool:
+        """Return whether the process group is still that of the first call."""
+        return self._topologies is None or self._topologies.is_current()
 
     def _get_comm(self) -> comms.Comm:
         return self._get_topologies().comm

@@ -9,11 +9,14 @@ import subprocess
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import unified_ckpt as uc
@@ -681,6 +684,48 @@ print("continues")
         ["checkpoint-1"],
     ), done.stderr
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Make this process a group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_manager_of_an_ended_process_group_is_refused(tmp_path: Path) -> None:
+    """As after a restart within the process: its ranks would not answer."""
+    first = manager_of(None, tmp_path, interval_steps=1, asynchronous=True)
+    with process_group():
+        first.save(1, **state(1))
+        first.wait()
+    with process_group():
+        for call in (
+            lambda: first.save(2, **state(2)),
+            lambda: first.finish(2, **state(2)),
+            lambda: first.restore(**state(0)),
+        ):
+            with pytest.raises(uc.CheckpointError, match="process group of this manager has ended"):
+                call()
+        first.close()
+        with manager_of(None, tmp_path, interval_steps=1) as second:
+            targets = state(0)
+            second.restore(**targets)
+            check_state(targets, 1)
+            second.save(2, **state(2))
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_ended_save_does_not_keep_an_ended_process_group(tmp_path: Path) -> None:
+    with uc.Checkpointer(tmp_path) as checkpointer:
+        with process_group():
+            checkpointer.save_async("first", **state(1)).result()
+            ended = checkpointer._get_comm()
+        with process_group():
+            assert checkpointer._get_comm() is not ended
 
 
 def test_exit_by_an_error_raises_that_error(tmp_path: Path) -> None:

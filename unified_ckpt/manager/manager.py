@@ -54,8 +54,9 @@ class CheckpointManager:
     loaded an earlier one; `save_options` may set another `if_exists`.
     `group`, `node`: as in `Checkpointer`.
 
-    Use it as a context manager: it owns signal handlers and a `Checkpointer`. Trainers save through
-    its `run`, in place of `save` and `finish`.
+    Use it as a context manager: it owns signal handlers and a `Checkpointer`. It belongs to the
+    process group of its first call; after a restart within the process, create another manager.
+    Trainers save through its `run`, in place of `save` and `finish`.
     """
 
     def __init__(
@@ -176,7 +177,6 @@ class CheckpointManager:
         logs a warning instead. A load that fails may have filled targets. Only a choice that fills
         them all again may then follow; without one, the error of the load is raised.
         """
-        self.wait()
         if not self.options.enabled:
             return None
         options, strict = (

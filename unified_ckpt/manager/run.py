@@ -115,6 +115,7 @@ class Run:
         """Return why the options ask for a save after this step of the loop, empty if they do not.
         The same on every rank. Repeated calls for one step return the same.
         """
+        self._check_group()
         if self._last_reasons is not None and step < self._last_reasons[0]:
             # As with auto_find_batch_size. The step may be one that is saved, with other values.
             self._begun_at = None
@@ -128,6 +129,16 @@ class Run:
                 )
             self._last_reasons = (step, reasons)
         return self._last_reasons[1]
+
+    def _check_group(self) -> None:
+        """Raise CheckpointError if the process group has ended. Stops, uploads and merges are
+        agreed with its ranks, so those of another group would wait for them or miss a stop.
+        """
+        if not self.checkpointer._is_group_current():
+            raise CheckpointError(
+                f"{self.root}: the process group of this manager has ended, expected the group of "
+                "its first call; close the manager and create another one"
+            )
 
     def is_due(self, step: int) -> bool:
         """Whether there are reasons to save after this step, and no save has begun since."""
@@ -156,6 +167,7 @@ class Run:
         if not (self.options.enabled and self.options.on_completion):
             self.wait()
             return None
+        self._check_group()
         with self._on_exception.lock:
             report = self.scheduler.save_sync(self._save_job(state, for_root=True), is_last=True)
             self._flush()
@@ -186,6 +198,8 @@ class Run:
         """Load what a restore selects, or the step before it if a load shows damage. Collective.
         Returns None if there is nothing to load.
         """
+        self._check_group()
+        self.wait()
         load_failures: dict[str, str] = {}
         last_error: CheckpointError | None = None
         timeout = self.load_options.timeout_seconds

@@ -43,11 +43,7 @@ def make_sources(root: Path, nbytes: int) -> dict[str, Path]:
     paths = {"unified": root / "unified", "dcp": root / "dcp", "torch": root / "state.pt"}
     uc.save(paths["unified"], model=model, optimizer=flat)
     with warnings.catch_warnings(action="ignore"):  # the warning about a single process
-        dcp.save(
-            {"model": model, "optimizer": {"state": moments}},
-            checkpoint_id=paths["dcp"],
-            no_dist=True,
-        )
+        dcp.save({"model": model, "optimizer": {"state": moments}}, checkpoint_id=paths["dcp"])
     torch.save({"model": {**model, **flat}}, paths["torch"])
     return paths
 

@@ -302,6 +302,16 @@ class DerivedSource(WrappedSource):
                 )
         return result
 
+    def keys_with_digests(self, keys: Collection[Key]) -> set[Key]:
+        """Return the tensors that consist of stored tensors whose stored bytes have digests."""
+        operands = {
+            key: [leaf.key if isinstance(leaf, Stored) else None for leaf in leaves(recipe)]
+            for key, (recipe, _) in self._recipes(keys).items()
+        }
+        stored = {key for keys in operands.values() for key in keys if key is not None}
+        with_digests = self._source.keys_with_digests(stored)
+        return {key for key, stored in operands.items() if with_digests.issuperset(stored)}
+
     def close(self) -> None:
         """Drop cached chunks and close the original source."""
         self._assembler.clear()

@@ -99,9 +99,11 @@ class SelectedSource(WrappedSource):
         }
 
     def keys_with_digests(self, keys: Collection[Key]) -> set[Key]:
-        """Return tensors that are not cast and whose stored bytes have digests."""
+        """Return tensors whose stored bytes, before the cast, have digests."""
         casts = self._casts(keys)
-        return self._source.keys_with_digests([key for key in keys if key not in casts])
+        origins = {key: casts[key].stored if key in casts else key for key in keys}
+        with_digests = self._source.keys_with_digests(set(origins.values()))
+        return {key for key, origin in origins.items() if origin in with_digests}
 
     def _output_spec(self, part: str, spec: TensorSpec) -> TensorSpec:
         """The tensor's spec after the cast."""

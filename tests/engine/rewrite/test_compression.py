@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import unified_ckpt as uc
 from tests.support.compressed import (
@@ -46,7 +48,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def convert(source: Path, target: Path, compression: Compression, **options: Any) -> ConvertReport:
+def convert(
+    source: Path, target: Path, compression: Compression, /, **options: Any
+) -> ConvertReport:
     return uc.convert(source, target, compression=compression, fsync=False, **options)
 
 
@@ -223,6 +227,27 @@ def test_parts_and_dtypes_are_chosen_before_encoding(plain: Path, tmp_path: Path
     assert "master_weights.exceptions.safetensors" not in half
     some = convert(tmp_path / "c", tmp_path / "some", "none", parts=("model", "optimizer"))
     assert some.verified == sum(some.tensors.values())
+
+
+@pytest.mark.parametrize("form", ["none", *FORMS])
+def test_digests_of_changed_tensors_are_counted(form: Compression, tmp_path: Path) -> None:
+    """The digests of a source are checked before tensors are renamed, computed or cast."""
+    save_compressed(tmp_path / "c", form)
+    rules: tuple[dict[str, Any], ...] = (
+        {"match": "wide", "steps": [{"transpose": [0, 1]}], "to": "tall"},
+        {"match": "*", "to": "module.{1}"},
+    )
+    source = uc.SourceOptions(rename=rules)
+    renamed = convert(tmp_path / "c", tmp_path / "renamed", "none", source=source, compare=False)
+    cast = convert(tmp_path / "c", tmp_path / "cast", "none", model_dtype="float16", compare=False)
+    for report in (renamed, cast):
+        assert report.verified == sum(report.tensors.values())
+    plain = {name: torch.ones(3) for name in ("a", "b")}
+    (tmp_path / "without").mkdir()
+    save_file(plain, tmp_path / "without" / "model.safetensors")
+    source = uc.SourceOptions(rename=({"match": "a", "to": "c"},))
+    report = convert(tmp_path / "without", tmp_path / "plain", "none", source=source)
+    assert report.verified == 0, "it has no digests"
 
 
 def test_copies_repairs_and_replicas_have_the_stored_bytes(plain: Path, tmp_path: Path) -> None:

@@ -180,8 +180,13 @@ REFUSED: dict[str, Refused] = {
     ),
     "rule without match": (
         uc.LayoutError,
-        r"Layout: rule\(s\) 'w\.weight' match no tensor on any rank",
+        r"Layout: rules\['w\.weight'\] match no tensor on any rank",
         [{**WHOLE, "layout": uc.Layout({"tp": 2}, {"w.weight": {"tp": 0}})}] * 2,
+    ),
+    "shape without match": (
+        uc.LayoutError,
+        r"Layout: rules\['W'\], shapes\['W'\] match no tensor on any rank",
+        [{**WHOLE, "layout": uc.Layout({"tp": 2}, {"*": {}, "W": {}}, {"W": (2,)})}] * 2,
     ),
     "layout as dict": (
         uc.LayoutError,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.core.sharding.layouts import Layout, Strided
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, resolve_like_params
@@ -132,19 +132,24 @@ def test_model_dtype_adds_masters_of_rounded_tensors() -> None:
 
 
 def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
-    """A rule for an alias counts as matched."""
+    """A rule for an alias counts as matched, and so does a shape."""
     weight = torch.randn(2, 3)
     tied = {"embed": weight, "head": weight}
 
-    def rules(head: int) -> Layout:
-        return Layout(mesh={"tp": 2}, rules={"embed": {"tp": 0}, "head": {"tp": head}})
+    def rules(head: int, rows: int = 4) -> Layout:
+        rules: dict[str, dict[str, int | Strided]] = {"embed": {"tp": 0}, "head": {"tp": head}}
+        shapes = {"embed": (4, 3), "head": (rows, 3)}
+        return Layout(mesh={"tp": 2}, rules=rules, shapes=shapes)
 
     placer = ShardingResolver(0, range(2), rules(0))
     state = flatten_state(
         placer, model=tied, optimizer=None, master_weights=None, extra_parts=None, model_dtype=None
     )
     assert by_key(state.tensors)["model", "embed"].decl.spec.shape == (4, 3)
-    assert placer.matched_patterns == {"embed", "head"}
+    names = {"embed", "head"}
+    assert placer.matched_patterns == {f"{k}[{n!r}]" for k in ("rules", "shapes") for n in names}
+    with pytest.raises(LayoutError, match=r"^head: Layout shapes declare \(3, 3\) for this alias"):
+        flatten(0, rules(0, rows=3), model=tied)
     with pytest.raises(
         LayoutError,
         match=r"^head: Layout rule 'head' matches this alias of embed, which has 'embed'",

@@ -94,6 +94,17 @@ def test_padding_is_removed() -> None:
     assert tuple(resolve(layout, 0, torch.ones(16, 2)).local.shape) == (10, 2), "all on one rank"
 
 
+@pytest.mark.parametrize("rules", [{}, {"w": {}}, {"*": {}}])
+def test_a_padded_dim_needs_a_rule_that_names_it(
+    rules: dict[str, dict[str, int | Strided]],
+) -> None:
+    """Without one, a shape was ignored, and padding was stored as part of the tensor."""
+    layout = Layout(mesh={"dp": 2}, rules=rules, shapes={"w": (10, 2)})
+    with pytest.raises(LayoutError, match=r"expected \(10, 2\).*name padded dims in a rule"):
+        resolve(layout, 0, torch.ones(16, 2))
+    assert resolve(layout, 1, torch.ones(10, 2)).shape == (10, 2)
+
+
 LOCAL = r"^w: got a local tensor of shape {}, expected \({}\) from its placements"
 
 
@@ -134,12 +145,13 @@ def test_local_tensor_of_another_shape_is_refused(
         resolve(tp({"tp": rule}, shape), rank, torch.ones(part))
 
 
-def test_matched_rules_are_recorded() -> None:
-    layout = Layout(mesh={"tp": 4}, rules={"a.*": {"tp": 0}, "b.*": {"tp": 0}})
+def test_matched_rules_and_shapes_are_recorded() -> None:
+    rules: dict[str, dict[str, int | Strided]] = {"a.*": {"tp": 0}, "b.*": {"tp": 0}}
+    layout = Layout(mesh={"tp": 4}, rules=rules, shapes={"c.*": (2,), "d.*": (2,)})
     placer = ShardingResolver(0, range(4), layout)
     placer.resolve("a.w", torch.ones(2))
     placer.resolve("c.w", torch.ones(2))
-    assert placer.matched_patterns == {"a.*"}
+    assert placer.matched_patterns == {"rules['a.*']", "shapes['c.*']"}
     assert describe_meshes(placer) == {"world_size": 4, "layout": {"tp": 4}}
 
 

@@ -5,7 +5,7 @@ Knows patterns and sizes only, no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -36,7 +36,8 @@ class Layout:
     applies. Tensors are split as by `torch.chunk`, and replicated over mesh dims that a rule omits.
     Several splits of one tensor dim nest in the order of the rule.
 
-    `shapes`: {glob: global shape}, for tensors with uneven or padded shards.
+    `shapes`: {glob: global shape}, for tensors with uneven or padded shards. Only dims that the
+    tensor's rule names may be padded, over a mesh dim of any size.
     """
 
     mesh: Mapping[str, int]
@@ -75,9 +76,25 @@ class Layout:
                 f"expected {world_size}, one for each rank"
             )
 
+    @property
+    def entries(self) -> list[str]:
+        """The rules and shapes, as `entries_for` names those of a tensor."""
+        return [f"rules[{rule!r}]" for rule in self.rules] + [
+            f"shapes[{pattern!r}]" for pattern in self.shapes
+        ]
+
+    def entries_for(self, fqn: str) -> list[str]:
+        """Return the rule and the shape that apply to a tensor, if any."""
+        rule, shape = self.rule_for(fqn), _first_match(fqn, self.shapes)
+        return [
+            f"{kind}[{pattern!r}]"
+            for kind, pattern in (("rules", rule), ("shapes", shape))
+            if pattern is not None
+        ]
+
     def rule_for(self, fqn: str) -> str | None:
         """Return the pattern of the rule that applies to a tensor, or None."""
-        return next((pattern for pattern in self.rules if fnmatchcase(fqn, pattern)), None)
+        return _first_match(fqn, self.rules)
 
     def shard_dims(self, pattern: str, ndim: int) -> tuple[ShardDim, ...]:
         """Return the rule's splits for a tensor with `ndim` dims."""
@@ -112,7 +129,9 @@ class Layout:
 
     def global_shape(self, fqn: str) -> tuple[int, ...] | None:
         """Return the global shape declared for a tensor, or None."""
-        return next(
-            (tuple(shape) for pattern, shape in self.shapes.items() if fnmatchcase(fqn, pattern)),
-            None,
-        )
+        pattern = _first_match(fqn, self.shapes)
+        return None if pattern is None else tuple(self.shapes[pattern])
+
+
+def _first_match(fqn: str, patterns: Iterable[str]) -> str | None:
+    return next((pattern for pattern in patterns if fnmatchcase(fqn, pattern)), None)

@@ -105,7 +105,7 @@ def gather_declarations(
 def check_layout_rules(
     collective: Collective, layout: Layout | None, matched_rules: Collection[str]
 ) -> None:
-    """Collective. LayoutError on rank 0 for a Layout rule that matches no tensor on any rank."""
+    """Collective. LayoutError on rank 0 for a rule or a shape that matches no tensor."""
     report = layout_report(layout, matched_rules)
     _, reports = gather_distinct_json(collective, "layout-rules", report)
     check_layout_reports(reports.values())
@@ -113,20 +113,21 @@ def check_layout_rules(
 
 def layout_report(layout: Layout | None, matched_rules: Collection[str]) -> dict[str, list[str]]:
     """Return what `check_layout_reports` needs of this rank."""
-    return {"rules": sorted(layout.rules) if layout else [], "matched": sorted(matched_rules)}
+    return {"entries": layout.entries if layout else [], "matched": sorted(matched_rules)}
 
 
 def check_layout_reports(reports: Collection[Mapping[str, Sequence[str]]]) -> None:
-    """Raise LayoutError for a Layout rule that matches no tensor on any rank.
+    """Raise LayoutError for a rule or a shape of a Layout that matches no tensor on any rank.
 
-    A typo in a rule would save slices as whole tensors. `reports`: the distinct ones of all ranks.
+    A typo in a rule would save slices as whole tensors, one in a shape would save padding.
+    `reports`: the distinct ones of all ranks.
     """
-    rules = {rule for report in reports for rule in report["rules"]}
-    unmatched = rules - {rule for report in reports for rule in report["matched"]}
+    entries = {entry for report in reports for entry in report["entries"]}
+    unmatched = entries - {entry for report in reports for entry in report["matched"]}
     if unmatched:
         raise LayoutError(
-            f"Layout: rule(s) {', '.join(map(repr, sorted(unmatched)))} match no tensor on any "
-            "rank; correct or remove them"
+            f"Layout: {', '.join(sorted(unmatched))} match no tensor on any rank; correct or "
+            "remove them"
         )
 
 

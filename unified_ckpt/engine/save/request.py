@@ -253,9 +253,9 @@ class CapturedState:
 class SaveRequest:
     """What one rank saves.
 
-    `matched_rules` are the Layout rules that applied on this rank. `mesh` describes the meshes for
-    people. `master_check` compares an omitted model with its master weights. `omitted_parts`: what
-    all ranks agreed to leave out. `is_managed_path`: a manager or a trainer chose the name.
+    `matched_rules`: the Layout's rules and shapes that applied here. `mesh` describes the meshes
+    for people. `master_check` compares an omitted model with its master weights. `omitted_parts`:
+    what all ranks agreed to leave out. `is_managed_path`: a manager or a trainer chose the name.
     `captured`: the state is that of an earlier time, see `capture`.
     """
 

@@ -56,7 +56,7 @@ def sharding_of(fqn: str, tensor: DTensor) -> Sharding:
 
 @dataclass(slots=True)
 class ShardingResolver:
-    """Resolves tensors for one rank of a group. Caches meshes, and records matched Layout rules."""
+    """Resolves tensors for one rank of a group. Caches meshes, and records the Layout's matches."""
 
     rank: int
     ranks: Sequence[int]  # global rank of each index; meshes contain global ranks
@@ -109,18 +109,7 @@ class ShardingResolver:
         else:
             dtensor_sharding, local = _REPLICATED, tensor.detach()
         _check_dense(fqn, local)
-        shape, shard_dims, padded_dims = tuple(tensor.shape), tuple[ShardDim, ...](), set[int]()
-        if self.layout is not None and (pattern := self.layout.rule_for(fqn)) is not None:
-            self.matched_patterns.add(pattern)
-            shard_dims = self.layout.shard_dims(pattern, len(shape))
-            if isinstance(tensor, DTensor):
-                _check_disjoint_dims(fqn, pattern, self.layout, tensor)
-            declared = self.layout.global_shape(fqn)
-            if declared is not None:
-                padded_dims = _padded_dims(
-                    shape, declared, shard_dims, self.layout.sharded_dims(pattern, len(shape))
-                )
-            shape, shard_dims = _global_shape(fqn, shape, shard_dims, declared, padded_dims)
+        shape, shard_dims, padded_dims = self._apply_layout(fqn, tensor)
         sharding = (
             _nest_shardings(fqn, shard_dims, dtensor_sharding) if shard_dims else dtensor_sharding
         )
@@ -137,19 +126,45 @@ class ShardingResolver:
         unpadded = _without_padding(fqn, local, local_shape, padded_dims)
         return ResolvedTensor(shape, sharding, unpadded, padded_shape)
 
+    def _apply_layout(
+        self, fqn: str, tensor: torch.Tensor
+    ) -> tuple[tuple[int, ...], tuple[ShardDim, ...], set[int]]:
+        """Return the global shape, the splits and the padded dims of a tensor by the Layout."""
+        shape, shard_dims = tuple(tensor.shape), tuple[ShardDim, ...]()
+        rule_dims, padded_dims = set[int](), set[int]()
+        layout = self.layout
+        if layout is None or not (entries := layout.entries_for(fqn)):
+            return shape, shard_dims, padded_dims
+        self.matched_patterns.update(entries)
+        if (pattern := layout.rule_for(fqn)) is not None:
+            shard_dims = layout.shard_dims(pattern, len(shape))
+            rule_dims = layout.sharded_dims(pattern, len(shape))
+            if isinstance(tensor, DTensor):
+                _check_disjoint_dims(fqn, pattern, layout, tensor)
+        declared = layout.global_shape(fqn)
+        if declared is not None:
+            padded_dims = _padded_dims(shape, declared, shard_dims, rule_dims)
+        return *_global_shape(fqn, shape, shard_dims, declared, padded_dims), padded_dims
+
     def check_alias(self, alias: str, stored: str) -> None:
         """Raise LayoutError if two names of one tensor have different Layout rules."""
         layout = self.layout or Layout({}, {})
         pattern, stored_pattern = layout.rule_for(alias), layout.rule_for(stored)
-        if pattern is None:
-            return
-        if stored_pattern is None or layout.rules[stored_pattern] != layout.rules[pattern]:
+        if pattern is not None and (
+            stored_pattern is None or layout.rules[stored_pattern] != layout.rules[pattern]
+        ):
             conflict = "has none" if stored_pattern is None else f"has {stored_pattern!r}"
             raise LayoutError(
                 f"{alias}: Layout rule {pattern!r} matches this alias of {stored}, which "
                 f"{conflict}; pass equal rules for both names"
             )
-        self.matched_patterns.add(pattern)
+        shape, stored_shape = layout.global_shape(alias), layout.global_shape(stored)
+        if shape is not None and shape != stored_shape:
+            raise LayoutError(
+                f"{alias}: Layout shapes declare {shape} for this alias of {stored}, which has "
+                f"{stored_shape or 'none'}; pass equal shapes for both names"
+            )
+        self.matched_patterns.update(layout.entries_for(alias))
 
     def _dtensor_sharding(self, fqn: str, tensor: DTensor) -> Sharding:
         key = (tensor.device_mesh, tensor.placements, tensor.dim())
@@ -359,7 +374,8 @@ def _without_padding(
         return local[tuple(slice(size) for size in expected)]
     raise LayoutError(
         f"{fqn}: got a local tensor of shape {tuple(local.shape)}, expected {expected} from its "
-        "placements; declare uneven or padded plain tensors with Layout(shapes={...})"
+        "placements; declare uneven or padded plain tensors with Layout(shapes={...}), and name "
+        "padded dims in a rule"
     )
 
 

@@ -378,7 +378,7 @@ def test_prune_by_metric_and_by_kind(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert steps_in(tmp_path) == [2, 4, 6, 7]
 
 
-@pytest.mark.parametrize("verb", ["list", "prune"])
+@pytest.mark.parametrize("verb", ["list", "prune", "watch"])
 def test_a_metric_that_no_checkpoint_has_is_an_error(
     run: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:

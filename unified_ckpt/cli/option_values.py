@@ -31,14 +31,15 @@ def retention_rules(arguments: Namespace) -> Rules:
     return when.retention_rules(options_from(ManagerOptions, arguments))
 
 
-def check_metric(arguments: Namespace, records: Iterable[StepRecord]) -> None:
+def check_metric(arguments: Namespace, records: Iterable[StepRecord]) -> bool:
     """Raise NotFoundError if no complete checkpoint has the metric that --metric names.
 
-    A mistyped name would select no best checkpoint, and `prune` would remove it.
+    A mistyped name would select no best checkpoint, and `prune` would remove it. Returns False if
+    there is no complete checkpoint to check it with.
     """
     metric = arguments.best_metric
     if metric is None:
-        return
+        return True
     complete = [record for record in records if record.status == "complete"]
     known = sorted({name for record in complete for name in record.metrics or ()})
     if complete and metric not in known:
@@ -46,6 +47,7 @@ def check_metric(arguments: Namespace, records: Iterable[StepRecord]) -> None:
             f"--metric {metric}: no checkpoint has this metric, expected one of "
             f"{', '.join(known) or 'none'}{suggestion(metric, known)}"
         )
+    return bool(complete)
 
 
 def existing_root(arguments: Namespace) -> str:

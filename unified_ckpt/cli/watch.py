@@ -10,7 +10,7 @@ from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import runs_text
 from unified_ckpt.cli.list import list_runs
-from unified_ckpt.cli.option_values import existing_root
+from unified_ckpt.cli.option_values import check_metric, existing_root
 
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
@@ -21,11 +21,14 @@ def run(arguments: Namespace) -> int:
     A terminal is redrawn. Elsewhere each line is printed when it first appears.
     """
     root = existing_root(arguments)
-    shown, forms = set[str](), StepForms()
+    shown, forms, metric_checked = set[str](), StepForms(), False
     try:
         while True:
             screen = Screen.of(sys.stdout)
             runs = list_runs(root, arguments, forms)
+            if not metric_checked:  # later checkpoints may have others
+                records = [record for listing in runs for record in listing.scan.steps]
+                metric_checked = check_metric(arguments, records)
             text = runs_text(runs, screen) or f"{root}: no checkpoints yet"
             if sys.stdout.isatty():
                 hint = f"every {arguments.interval:g} s; Ctrl-C ends"

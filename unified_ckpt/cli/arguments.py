@@ -1,16 +1,20 @@
-"""Command-line arguments that several verbs take: how to read a checkpoint, and what to keep.
+"""Command-line arguments that several verbs take, and messages that name them.
 
 Imports nothing of the package, so that help and `--version` are printed at once.
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError, _ActionsContainer
+import re
+from argparse import ArgumentParser, ArgumentTypeError, _ActionsContainer
 from collections.abc import Iterable
 from typing import Any
 
 Argument = tuple[str, dict[str, Any]]  # of `add_argument`
 PATHS = ("PATH", "SRC", "DST", "A", "B", "ROOT", "DIR", "OTHER", "FILE")  # metavars
+# the value of an option in a message
+_WORDS = r"'[^']*'|\"[^\"]*\""
+_VALUE = rf"\.\.\.|\[[^\]]*\]|\([^()]*\)|(?:{_WORDS})(?: or (?:{_WORDS}))*|[\w.]+"
 
 
 def argument(name: str, **options: Any) -> Argument:
@@ -141,3 +145,33 @@ RULE_ARGUMENTS = (
         help="steps without optimizer that are multiples of K",
     ),
 )
+
+
+def with_flags(message: str, parser: ArgumentParser) -> str:
+    """Return the message with the flags of the verb in place of the options that they set.
+
+    `SourceOptions(config=...)` becomes `--config`, `names='own'` becomes `--names own`. A name is
+    an option before `=`, in an option class, and at the start before a colon.
+    """
+    flags = {
+        action.dest: action.option_strings[-1]
+        for action in parser._actions
+        if action.option_strings
+    }
+    name = "|".join(map(re.escape, flags))
+    for pattern in (
+        rf"\b\w+Options\((?P<name>{name})(?:=(?P<value>{_VALUE}))?\)",
+        rf"\b\w+Options\.(?P<name>{name})\b",
+        rf"^(?P<name>{name})(?=: )",
+        rf"(?<![\w./-])(?P<name>{name})=(?P<value>{_VALUE})",
+        rf"(?<![\w./-])(?P<name>{name})=(?=[\s,;)]|$)",
+    ):
+        message = re.sub(pattern, lambda match: _flag(match, flags), message)
+    return message
+
+
+def _flag(match: re.Match[str], flags: dict[str, str]) -> str:
+    value = match.groupdict().get("value") or "..."
+    is_shown = value[0] in "'\"(" and value != "()"
+    words = re.sub(r"""['"()]|,(?=\))""", "", value) if is_shown else ""
+    return f"{flags[match['name']]} {words}".rstrip()

@@ -24,7 +24,7 @@ def run(arguments: Namespace) -> int:
             root=arguments.root,
             manager_options=uc.ManagerOptions(keep_latest=arguments.keep_latest),
             interval_seconds=60 * minutes if minutes else None,
-            master_weights=arguments.masters or None,
+            master_weights=arguments.master_weights or None,
             options=uc.SaveOptions(
                 compression=arguments.compression, model_dtype=arguments.model_dtype
             ),

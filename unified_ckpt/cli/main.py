@@ -29,6 +29,7 @@ from unified_ckpt.cli.arguments import (
     byte_size,
     positive_int,
     positive_number,
+    with_flags,
 )
 from unified_ckpt.core.keywords import suggestion
 from unified_ckpt.errors import CheckpointError
@@ -197,7 +198,10 @@ _VERBS = {
                 help="add the state of this class of torch.optim, such as adamw",
             ),
             argument(
-                "--masters", action="store_true", help="add float32 masters of 16-bit tensors"
+                "--masters",
+                action="store_true",
+                dest="master_weights",
+                help="add float32 masters of 16-bit tensors",
             ),
             _DTYPE,
             _COMPRESSION,
@@ -321,7 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(verb.run(arguments))
         sys.stdout.flush()
     except CheckpointError as error:
-        print(f"unified-ckpt {arguments.verb}: {error}", file=sys.stderr)
+        message = with_flags(str(error), arguments.parser)
+        print(f"unified-ckpt {arguments.verb}: {message}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader, such as `head`, has exited. Discard the buffer, or the exit raises again.

@@ -390,7 +390,7 @@ def _select_parts(source: Source, options: ConvertOptions, main_path: str) -> So
         return source
     if config is None:
         raise FormatError(
-            "MaxText's names and shapes depend on the model's config.json; give --config, or put "
-            "it into the source"
+            "MaxText's names and shapes depend on the model's config.json; pass "
+            "SourceOptions(config=...), or put it into the source"
         )
     return maxtext_view(source, read_config(config))

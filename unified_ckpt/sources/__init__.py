@@ -80,7 +80,9 @@ def wrap_in_views(source: Source, options: SourceOptions) -> Source:
     """Wrap a source in the views that the options ask for, if any."""
     if options.layers is None and (options.layer_dim or options.layer_lists):
         name = "layer_dim" if options.layer_dim else "layer_lists"
-        raise OptionError(f"SourceOptions({name}) has no effect without layers; set it too")
+        raise OptionError(
+            f"SourceOptions({name}) has no effect without SourceOptions(layers=...); set it too"
+        )
     if options.rename is None and options.layers is None and options.conversion_fn is None:
         return source
     views = import_module("unified_ckpt.views.apply_options")  # only now: it imports torch

@@ -71,8 +71,7 @@ def without_model(source: Source, parts: Collection[str]) -> tuple[Source, Colle
     if MASTER not in parts or MASTER not in source.parts:
         raise FormatError(
             f"parts={tuple(parts)!r}: leaves out the model, and no master weights are written that "
-            "could restore it; "
-            "add 'model' to `parts`"
+            "could restore it; pass 'model' in parts=... too"
         )
     if MODEL in source.parts:
         source = _without_rounded_model(source)

@@ -470,7 +470,7 @@ REFUSED: list[tuple[Make, dict[str, Any], type[uc.CheckpointError], str]] = [
         lambda path: llama().save_pretrained(path) or (path / "config.json").unlink(),
         {"to": "maxtext"},
         uc.FormatError,
-        r"depend on the model's config\.json; give --config",
+        r"depend on the model's config\.json; pass SourceOptions\(config=...\)",
     ),
     (dcp_without_file, {}, uc.IncompleteError, r"__0_0.distcp: is missing; affected entr.* \(1\)"),
     (dcp_outside, {}, uc.CheckpointError, r"__0_0\.distcp"),
@@ -686,8 +686,8 @@ def test_command_line(
     assert len(list((tmp_path / "b").glob("optimizer-*.safetensors"))) > 1
     for target, option, match in (
         ("b", [], "holds a committed checkpoint"),
-        ("c", ["--from", "tape"], "format: got 'tape', expected one of"),
-        ("c", ["--to", "tape"], "to: got 'tape', expected one of unified, huggingface"),
+        ("c", ["--from", "tape"], "--from: got 'tape', expected one of"),
+        ("c", ["--to", "tape"], "--to: got 'tape', expected one of unified, huggingface"),
     ):
         assert run(dcp_folder, target, *option) == 1
         assert match in capsys.readouterr().err

@@ -136,7 +136,7 @@ def test_config_gives_trainer_order(tmp_path: Path) -> None:
             )
     with (
         uc.open(tmp_path / "last.pt") as source,
-        pytest.raises(uc.FormatError, match=r"the model's config\.json as `config`"),
+        pytest.raises(uc.FormatError, match=r"the model's config\.json as SourceOptions\(config"),
     ):
         list(source["optimizer"])
     uc.convert(tmp_path / "last.pt", tmp_path / "ours", parts=("model",))

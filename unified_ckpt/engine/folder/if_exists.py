@@ -145,7 +145,7 @@ def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest 
         raise StorageError(
             f"{path}: holds a committed checkpoint (save {manifest.save_id}, "
             f"{step_text(manifest.step)}), expected a free name; "
-            'pass if_exists="replace" or if_exists="keep" in the options'
+            'pass if_exists="replace" or if_exists="keep"'
         )
     return None if is_replaceable(storage, target, manifest) else manifest
 

@@ -38,8 +38,8 @@ from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 UNKNOWN_MODEL = (
     "its MaxText names are those of several models, whose queries differ in order and scale; pass "
-    "the model's config.json (SourceOptions.config, --config), or use MaxText's own names "
-    "(SourceOptions.names, --names own)"
+    "the model's config.json with SourceOptions(config=...), or use MaxText's own names with "
+    "SourceOptions(names='own')"
 )
 EMBEDDING = "token_embedder.embedding"
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}

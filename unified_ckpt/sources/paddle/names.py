@@ -186,7 +186,7 @@ def is_transposed(
     if layer == "head" and tied is None:
         raise FormatError(
             f"{name}: its layout depends on tie_word_embeddings; pass a config.json that has it "
-            "(SourceOptions.config)"
+            "with SourceOptions(config=...)"
         )
     if layer is None or layer == "vector" or len(shape) > 2:
         raise FormatError(

@@ -40,8 +40,8 @@ Shape = tuple[int, ...]
 DDP_PREFIX = "module."  # of all names in DistributedDataParallel
 _ORDER_OPTION = "SourceOptions(optimizer_order=[[names of group 0, in order], ...])"
 _REMEDY = (
-    "pass an optimizer with the same groups to uc.load, the model's config.json as `config`, "
-    f"or {_ORDER_OPTION}"
+    "pass an optimizer with the same groups to uc.load, the model's config.json as "
+    f"SourceOptions(config=...), or {_ORDER_OPTION}"
 )
 
 

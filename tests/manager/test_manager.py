@@ -580,8 +580,8 @@ def test_misspelled_argument_when_nothing_is_done(tmp_path: Path, enabled: bool)
 
 @pytest.mark.parametrize(
     "value",
-    [float("nan"), float("inf"), None, "much", torch.zeros(2)],
-    ids=["nan", "inf", "none", "word", "tensor"],
+    [float("nan"), float("inf"), None, "much", "0.5", torch.zeros(2)],
+    ids=["nan", "inf", "none", "word", "text", "tensor"],
 )
 def test_non_finite_metric_is_left_out(
     tmp_path: Path, value: Any, caplog: pytest.LogCaptureFixture

@@ -196,7 +196,9 @@ def metric_items(metrics: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def finite_float(value: Any) -> float | None:
-    """Return the value as a float, or None if it is not a finite number."""
+    """Return the value as a float, or None if it is not a finite number, as "1.5" is not."""
+    if isinstance(value, str | bytes | bytearray):
+        return None
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several elements
@@ -207,7 +209,7 @@ def finite_float(value: Any) -> float | None:
 def _finite_metrics(metrics: Any) -> dict[str, float]:
     by_name: dict[str, float] = {}
     for name, value in metric_items(metrics):
-        number = None if isinstance(value, str | bytes) else finite_float(value)
+        number = finite_float(value)
         if number is None:
             raise FormatError(f"metrics[{name!r}]: got {value!r}, expected a finite number")
         by_name[str(name)] = number

@@ -802,6 +802,98 @@ def test_options_of_another_class_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
+EMPTY: list[Callable[[Any], object]] = [
+    lambda path: uc.save(path, model=Net()),
+    lambda path: uc.save_async(path, model=Net()),
+    lambda path: uc.load(path, model=Net()),
+    lambda path: uc.load([path], model=Net()),
+    uc.open,
+    uc.verify,
+    uc.repair,
+    lambda path: uc.repair("c", [path]),
+    lambda path: uc.convert(path, "d"),
+    lambda path: uc.convert(["c", path], "d"),
+    lambda path: uc.convert("c", path),
+    lambda path: uc.estimate(Net(), root=path),
+    uc.Checkpointer,
+    lambda path: uc.Checkpointer("c").save(path, model=Net()),
+    lambda path: uc.Checkpointer("c").load(path, model=Net()),
+    lambda path: uc.Checkpointer("c").repair(path),
+    uc.CheckpointManager,
+    lambda path: uc.from_paddle("", output_dir=path),
+]
+
+
+@pytest.mark.parametrize("wrong", ["", 3, b"c", ["c"]], ids=repr)
+def test_paths_that_are_no_paths_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any
+) -> None:
+    """An empty path, as of an unset variable, was the working directory."""
+    monkeypatch.chdir(tmp_path)
+    uc.save("c", model=Net())
+    lists = (EMPTY[2], EMPTY[8], EMPTY[14]) if isinstance(wrong, list) else ()
+    for call in (call for call in EMPTY if call not in lists):
+        if wrong == "":
+            with pytest.raises(uc.OptionError, match=r"^\w+: got an empty path; pass '\.' for"):
+                call(wrong)
+        else:
+            kind = type(wrong).__name__
+            with pytest.raises(
+                TypeError, match=rf"^\w+: got {kind}, expected a str or an os\.Path"
+            ):
+                call(wrong)
+    options: list[Callable[[Any], object]] = [
+        lambda path: uc.SourceOptions(config=path),
+        lambda path: uc.SourceOptions(rename=path),
+        lambda path: uc.ConvertOptions(adapter=path),
+        lambda path: uc.ManagerOptions(trash_directory=path),
+        lambda path: uc.ManagerOptions(local_directory=path, local_interval_steps=1),
+        lambda path: uc.ManagerOptions(load_parameters_path=path),
+        lambda path: uc.ManagerOptions(load_full_state_path=path),
+        lambda path: uc.ManagerOptions(load_adapters_path=path),
+    ]
+    for option in options:
+        assert option(Path("c")) == option("c")
+        text = "got an empty path" if wrong == "" else r"^\w+Options\("
+        with pytest.raises(uc.CheckpointError, match=text):
+            option(wrong)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_arguments_of_a_wrong_type_are_refused(tmp_path: Path) -> None:
+    """By name, before anything is written, rather than by an error from within."""
+    wrong: Any = "no"
+    model = Net()
+    uc.save(tmp_path / "c", model=model)
+    manager = uc.CheckpointManager(tmp_path / "run")
+    function, flag = "expected a function$", "expected True or False$"
+    calls: list[tuple[Callable[..., object], str, str]] = [
+        (partial(uc.save, tmp_path / "d", model=model), "attach", function),
+        (partial(uc.save_async, tmp_path / "d", model=model), "after_commit", function),
+        (partial(uc.save_async, tmp_path / "d", model=model), "lazy", flag),
+        (partial(uc.load, tmp_path / "c", model=model), "strict", flag),
+        (partial(uc.verify, tmp_path / "c"), "deep", flag),
+        (partial(uc.verify, tmp_path / "c"), "progress", function),
+        (partial(uc.convert, tmp_path / "c", tmp_path / "d"), "progress", function),
+        (partial(manager.save, 1, model=model), "attach", function),
+        (partial(manager.save, 1, model=model), "force", flag),
+        (manager.on_commit, "hook", function),
+        (manager.on_failure, "hook", function),
+        (partial(uc.save, tmp_path / "d", model=model), "group", "expected a ProcessGroup that"),
+        (partial(uc.Checkpointer, tmp_path), "node", "expected a str$"),
+        (uc.from_paddle, "config", "expected a str$"),
+        (uc.from_maxtext, "flags", "expected a Mapping$"),
+    ]
+    for call, name, text in calls:
+        with pytest.raises(TypeError, match=rf"^{name}: got .*, {text}"):
+            call(**{name: 3 if text == "expected a str$" else wrong})
+    with pytest.raises(uc.LayoutError, match="parts: got a str, expected"):
+        uc.save(tmp_path / "d", model=model, parts=wrong)
+    with pytest.raises(uc.OptionError, match="interval_seconds: got 'no', expected a number"):
+        uc.estimate(model, interval_seconds=wrong)
+    assert not (tmp_path / "d").exists()
+
+
 def test_load_arguments_are_complete() -> None:
     """Type checkers accept the same arguments in every form of a load."""
     parameters = inspect.signature(uc.Checkpointer.load).parameters.values()

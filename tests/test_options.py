@@ -29,7 +29,7 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
         ({"interval_seconds": float("nan")}, "finite"),
         ({"step_prefix": ".unified-"}, "pattern"),
         ({"step_prefix": "a/b"}, "pattern"),
-        ({"local_directory": "", "local_interval_steps": 3}, "at least 1 character"),
+        ({"local_directory": "", "local_interval_steps": 3}, "got an empty path, expected a path"),
         ({"local_directory": "d"}, "set both or neither"),
         ({"local_interval_steps": 3}, "set both or neither"),
         ({"save_interval": 3}, "ManagerOptions has no option 'save_interval'"),

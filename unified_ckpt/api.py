@@ -9,7 +9,14 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Checkpointer, Path
-from unified_ckpt.core.keywords import check_options, options_or_default, show_keywords
+from unified_ckpt.core.keywords import (
+    check_flag,
+    check_function,
+    check_options,
+    options_or_default,
+    path_text,
+    show_keywords,
+)
 from unified_ckpt.engine.estimate.estimate import Estimate, EstimateCall, estimate_save
 from unified_ckpt.engine.estimate.state import (
     EstimateArguments,
@@ -160,11 +167,13 @@ def estimate(
     request: SaveRequest | Exception
     folder = None
     try:
-        if interval_seconds is not None and not 0 < interval_seconds < math.inf:
+        if interval_seconds is not None and not (
+            isinstance(interval_seconds, int | float) and 0 < interval_seconds < math.inf
+        ):
             raise OptionError(
                 f"interval_seconds: got {interval_seconds!r}, expected a number above 0"
             )
-        folder = None if root is None else writable_path(os.fspath(root))
+        folder = None if root is None else writable_path(path_text(root, "root"))
         with ExitStack() as resources:
             if isinstance(model, str | os.PathLike):
                 model = resources.enter_context(open(model))
@@ -189,7 +198,7 @@ def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # 
     `uc.open(path)["model"]["lm_head.weight"][0:1024]` reads these rows only. `options`: see
     SourceOptions. Raises NotFoundError, FormatError, IntegrityError or IncompleteError.
     """
-    return SourceView(open_source(os.fspath(path), options_or_default(options, SourceOptions)))
+    return SourceView(open_source(path_text(path), options_or_default(options, SourceOptions)))
 
 
 def verify(
@@ -200,9 +209,12 @@ def verify(
     `progress`: called with the number of bytes of each check. Problems are in the report. Raises
     NotFoundError or FormatError if there is no checkpoint at `path`.
     """
+    check_flag(deep, "deep")
+    check_function(progress, "progress")
+    path = path_text(path)
     try:
-        source = open_path(os.fspath(path), lock=True)
+        source = open_path(path, lock=True)
     except IntegrityError as error:
-        return unreadable_report(absolute_path(os.fspath(path)), error, deep=deep)
+        return unreadable_report(absolute_path(path), error, deep=deep)
     with closing(source) as folder:
         return verify_with_replicas(folder, deep=deep, progress=progress)

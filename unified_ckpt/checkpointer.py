@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
-from unified_ckpt.core.keywords import options_or_default, show_keywords
+from unified_ckpt.core.keywords import check_type, options_or_default, path_text, show_keywords
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load as _load
 from unified_ckpt.engine.load.report import LoadReport
@@ -73,7 +73,8 @@ class Checkpointer:
         options: SaveOptions | None = None,
         node: str | None = None,
     ) -> None:
-        self._root = absolute_path(os.fspath(root)) if root is not None else ""
+        self._root = absolute_path(path_text(root, "root")) if root is not None else ""
+        check_type(node, str, "node")
         self._group, self._node = group, node
         self._options = options_or_default(options, SaveOptions)
         self._topologies: Topologies | None = None  # of the process group, from the first call on
@@ -218,11 +219,11 @@ class Checkpointer:
                 source = result_or_error(partial(wrap_in_views, path.source, options.source))
             else:
                 paths: list[Path] = []
-                if isinstance(path, str | os.PathLike) or not isinstance(path, Iterable):
+                if isinstance(path, str | bytes | os.PathLike) or not isinstance(path, Iterable):
                     paths.append(path)  # of a wrong type, it raises TypeError below
                 else:
                     paths.extend(path)
-                label = ", ".join(os.fspath(folder) for folder in paths)
+                label = ", ".join(map(path_text, paths))
                 topology = self._resolve_ranks(f"load of {label}", timeout)
                 resolved = [self._resolve(path) for path in paths]
                 opening = OpenRequest(label, resolved, topology, timeout, policy)
@@ -306,7 +307,7 @@ class Checkpointer:
         return self._get_topologies().comm
 
     def _resolve(self, path: Path) -> str:
-        return absolute_path(os.fspath(path), root=self._root)
+        return absolute_path(path_text(path), root=self._root)
 
     def _locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:
         parent, name = ensure_parent(self._resolve(path))

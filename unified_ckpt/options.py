@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from inspect import Signature
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.functional_validators import BeforeValidator, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from unified_ckpt.core.keywords import keyword_parameters, options_or_default, suggestion
+from unified_ckpt.core.keywords import as_text, keyword_parameters, options_or_default, suggestion
 from unified_ckpt.errors import FormatError, OptionError
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.renames import Rule, check_renames
@@ -19,6 +20,7 @@ from unified_ckpt.format.renames import Rule, check_renames
 Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PathText = Annotated[str, Field(strict=True, min_length=1), BeforeValidator(as_text)]
 
 ModelDtype = Literal["float32", "bfloat16", "float16", "float64"]
 IfExists = Literal["error", "keep", "keep_complete", "replace"]
@@ -56,6 +58,8 @@ def _error_text(options: type[_Options], error: ErrorDetails) -> str:
         expected = error["ctx"]["expected"]
         hint = suggestion(str(value), re.findall(r"'([^']*)'", expected))
         return f"{kind}({name}): got {value!r}, expected {expected}{hint}"
+    if error["type"] == "string_too_short":
+        return f"{kind}({name}): got an empty path, expected a path; omit it for the default"
     if error["type"] == "too_short":
         return f"{kind}({name}): got {value!r}, expected at least one; omit it for the default"
     message = error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
@@ -149,10 +153,10 @@ class SourceOptions(_Options):
     """
 
     format: str | None = None
-    config: str | None = None
+    config: PathText | None = None
     names: Literal["auto", "huggingface", "own"] = "auto"
     optimizer_order: tuple[tuple[str, ...], ...] | None = None
-    rename: str | tuple[Rule, ...] | None = None
+    rename: PathText | tuple[Rule, ...] | None = None
     layers: Literal["stacked", "unstacked"] | None = None
     layer_dim: int = 0
     layer_lists: tuple[str, ...] | None = None
@@ -163,7 +167,7 @@ class SourceOptions(_Options):
     def _rules(cls, value: object) -> object:
         """Parse rules as from a file, with the same FormatError."""
         if value is None or isinstance(value, str | os.PathLike):
-            return None if value is None else os.fspath(value)
+            return value
         return check_renames({"rules": value}, file="SourceOptions(rename=...)").rules
 
 
@@ -228,7 +232,7 @@ class ConvertOptions(_Options):
     source: SourceOptions = SourceOptions()
     parts: tuple[str, ...] | None = None
     model_dtype: ModelDtype | None = None
-    adapter: str | None = None
+    adapter: PathText | None = None
     compression: Compression = "none"
     compare: bool = True
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
@@ -303,7 +307,7 @@ class ManagerOptions(_Options):
     best_mode: Literal["min", "max"] = "min"
     keep_latest_model_only: Count | None = None
     keep_every_steps_model_only: Count | None = None
-    trash_directory: Annotated[str, Field(min_length=1)] | None = None
+    trash_directory: PathText | None = None
 
     asynchronous: bool = True
     lazy: bool = False
@@ -314,13 +318,13 @@ class ManagerOptions(_Options):
     notice_seconds: Timeout = 1.0
     margin_steps: Count = 2
 
-    local_directory: Annotated[str, Field(min_length=1)] | None = None
+    local_directory: PathText | None = None
     local_interval_steps: Count | None = None
     keep_latest_local: Count = 1
 
-    load_parameters_path: str | None = None
-    load_full_state_path: str | None = None
-    load_adapters_path: str | None = None
+    load_parameters_path: PathText | None = None
+    load_full_state_path: PathText | None = None
+    load_adapters_path: PathText | None = None
     load_source: SourceOptions | None = None
     step_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")] = "checkpoint-"
 

@@ -1,4 +1,6 @@
-"""Keyword arguments that a class declares: they are checked by name, and `help` shows them."""
+"""Arguments of public calls: types that several of them share, and keywords that a class declares,
+which are checked by name and shown by `help`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,57 @@ from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, TypeVar, cast, get_args, get_type_hints, is_typeddict
 
+from unified_ckpt.errors import OptionError
+
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., object])
+
+
+_FUNCTIONS = ("attach", "after_commit", "progress")
+_FLAGS = ("strict", "lazy", "force")
 
 
 def suggestion(word: str, words: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the word that is most similar, or an empty string."""
     close = get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def path_text(path: object, name: str = "path") -> str:
+    """Return a path that a caller passed. TypeError for another type, OptionError for an empty one.
+
+    An empty path would be the working directory, or the root of a Checkpointer.
+    """
+    text = as_text(path)
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: got {type(text).__name__}, expected a str or an os.PathLike")
+    if not text:
+        raise OptionError(f"{name}: got an empty path; pass '.' for the current folder")
+    return text
+
+
+def as_text(path: object) -> object:
+    """Return the text of an os.PathLike, and anything else unchanged."""
+    to_text = getattr(path, "__fspath__", None)
+    return path if to_text is None or isinstance(path, type) else to_text()
+
+
+def check_function(function: object, name: str) -> None:
+    """Raise TypeError unless the argument is None or can be called."""
+    if function is not None and not callable(function):
+        raise TypeError(f"{name}: got {type(function).__name__}, expected a function")
+
+
+def check_flag(value: object, name: str) -> None:
+    """Raise TypeError unless the argument is True or False: any text would be true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, expected True or False")
+
+
+def check_type(value: object, kind: type[object], name: str) -> None:
+    """Raise TypeError unless the argument is None or an instance of `kind`."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a {kind.__name__}")
 
 
 def check_options(options: object, kind: type[object], name: str = "options") -> None:
@@ -66,6 +111,10 @@ def show_keywords(declared: type[Any], **defaults: object) -> Callable[[Function
                 )
             if is_checked and arguments.get("options") is not None:
                 check_options(arguments["options"], options_class())
+            for name in arguments.keys() & _FUNCTIONS:
+                check_function(arguments[name], name)
+            for name in arguments.keys() & _FLAGS:
+                check_flag(arguments[name], name)
             return function(*values, **arguments)
 
         checked.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]

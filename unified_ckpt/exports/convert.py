@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from unified_ckpt.core.keywords import show_keywords
+from unified_ckpt.core.keywords import path_text, show_keywords
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.folder.reader import open_path
@@ -93,14 +93,16 @@ def convert(
     IntegrityError if a check fails, StorageError or RankError, the same on every rank. After an
     error, `dst` is unchanged.
     """
-    convert_options = ConvertOptions(**options)
-    _check_options(convert_options, os.fspath(dst))
+    convert_options, dst = ConvertOptions(**options), path_text(dst, "dst")
+    _check_options(convert_options, dst)
     comm = comms.from_torch(group)
-    sources = [os.fspath(path) for path in ([src] if isinstance(src, (str, os.PathLike)) else src)]
+    folders: Iterable[object] = src if isinstance(src, Iterable) else [src]
+    folders = [src] if isinstance(src, str | bytes | os.PathLike) else folders
+    sources = [path_text(folder, "src") for folder in folders]
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
     manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
     main_path = next((path for path in paths if manifests[path] is not None), "".join(paths[:1]))
-    parent, target_name = ensure_parent(os.fspath(dst))
+    parent, target_name = ensure_parent(dst)
     storage = LocalStorage(parent, write_policy=BULK)
     for path, manifest in manifests.items():
         _check_disjoint(path, storage.path(target_name), is_unified=manifest is not None)

@@ -6,14 +6,13 @@ Every rank creates one manager and calls the same methods in the same order.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Path
-from unified_ckpt.core.keywords import show_keywords
+from unified_ckpt.core.keywords import check_function, path_text, show_keywords
 from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
@@ -69,7 +68,7 @@ class CheckpointManager:
         group: dist.ProcessGroup | None = None,
         node: str | None = None,
     ) -> None:
-        root = None if root is None else os.fspath(root)
+        root = None if root is None else path_text(root, "root")
         run_options = combine_options(options, save=save_options, load=load_options)
         self.run = Run(with_root(run_options, root), group=group, node=node)
         self.root, self.options = self.run.root, self.run.options
@@ -92,6 +91,7 @@ class CheckpointManager:
         The report's `blocked_seconds` include retries and the wait for an earlier save. An error in
         the hook is logged.
         """
+        check_function(hook, "hook")
         self.run.events.hooks.append(hook)
         return hook
 
@@ -99,6 +99,7 @@ class CheckpointManager:
         """Call `hook(failure)` with a `SaveFailure` on rank 0 after every failed attempt to save,
         in the thread of the save. Returns `hook`. An error in the hook is logged.
         """
+        check_function(hook, "hook")
         self.run.events.failure_hooks.append(hook)
         return hook
 

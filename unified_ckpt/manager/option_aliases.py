@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TypedDict, TypeVar, Unpack
 
-from unified_ckpt.core.keywords import suggestion
+from unified_ckpt.core.keywords import check_type, path_text, suggestion
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import (
     LoadOptions,
@@ -126,6 +126,7 @@ def from_maxtext(
     the result; the function is called as `SourceOptions(conversion_fn=...)` says. Raises
     FormatError for a flag that is unknown or has no meaning here.
     """
+    check_type(flags, Mapping, "flags")
     values = _known_values({**(flags or {}), **more_flags})
     manager_changes = {_MANAGER[name]: value for name, value in values.items() if name in _MANAGER}
     manager_changes |= _tier_options(values) | _trash_options(values)
@@ -311,6 +312,7 @@ def from_paddle(
     `master_weight_compatible` is always on here: weights are filled from master weights and the
     reverse. Raises FormatError for an unknown argument, flag or stage.
     """
+    check_type(config, str, "config")
     _check_paddle_arguments(config, arguments)
     stage, output_dir = arguments.get("ckpt_quant_stage"), arguments.get("output_dir")
     flags = _paddle_flags(config or arguments.get("unified_checkpoint_config") or "")
@@ -331,7 +333,7 @@ def from_paddle(
         _changed_rules(manager or ManagerOptions(), manager_changes),
         _changed(save or SaveOptions(), changes),
         _changed(load or LoadOptions(), load_changes),
-        None if output_dir is None else absolute_path(output_dir),
+        None if output_dir is None else absolute_path(path_text(output_dir, "output_dir")),
     )
 
 

@@ -114,6 +114,31 @@ def test_shapes_by_pattern() -> None:
             lambda: Layout(mesh=MESH, rules={}).check_world(16),
             r"pp 2 x dp 3 x tp 4: got 24 positions, expected 16,",
         ),
+        *(
+            (lambda wrong=wrong: Layout(**{"mesh": {"tp": 2}, "rules": {}, **wrong}), text)
+            for wrong, text in (
+                ({"mesh": ["tp"]}, r"Layout mesh: got \['tp'\], expected \{mesh dim: size\}"),
+                ({"mesh": {"tp": True}}, "mesh dim 'tp': got size True, expected a positive int"),
+                ({"rules": ["*"]}, r"Layout rules: got \['\*'\], expected \{glob: "),
+                ({"rules": {3: {}}}, "Layout rules: got the key 3, expected"),
+                ({"rules": {"*": 0}}, r"Layout rules\['\*'\]: got 0, expected \{mesh dim: "),
+                ({"rules": {"*": {"tp": "0"}}}, "got tp='0', expected an int or Strided"),
+                ({"shapes": ["*"]}, r"Layout shapes: got \['\*'\], expected \{glob: "),
+                ({"shapes": {"*": 3}}, r"Layout shapes\['\*'\]: got 3, expected ints of 0 or more"),
+                ({"shapes": {"*": (2.0,)}}, r"got \(2.0,\), expected ints of 0 or more"),
+                ({"shapes": {"*": (-1,)}}, r"got \(-1,\), expected ints of 0 or more"),
+            )
+        ),
+        *(
+            (lambda wrong=wrong: Strided(*wrong), f"Strided: got {text}")
+            for wrong, text in (
+                (("0", 2), "dim '0', expected an int"),
+                *(
+                    ((0, sections), "sections .*, expected a positive int, or a tuple of them")
+                    for sections in (0, -1, 1.5, "2", (), (2, 0), (2, "1"), None)
+                ),
+            )
+        ),
     ],
 )
 def test_invalid_layouts_are_refused(make: Callable[[], object], text: str) -> None:

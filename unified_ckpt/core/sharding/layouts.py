@@ -5,11 +5,12 @@ Knows patterns and sizes only, no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 from unified_ckpt.core.sharding.shardings import ShardDim
 from unified_ckpt.errors import LayoutError
@@ -24,6 +25,20 @@ class Strided:
 
     dim: int
     sections: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sections: object = self.sections
+        lengths = [sections] if isinstance(sections, int) else sections
+        if not _is_int(self.dim):
+            raise LayoutError(f"Strided: got dim {self.dim!r}, expected an int")
+        if (
+            not isinstance(lengths, list | tuple)
+            or not lengths
+            or not all(_is_int(length) and length > 0 for length in lengths)
+        ):
+            raise LayoutError(
+                f"Strided: got sections {sections!r}, expected a positive int, or a tuple of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +60,28 @@ class Layout:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        for name, size in self.mesh.items():
-            if not isinstance(size, int) or size < 1:
+        for name, size in _items(self.mesh, "mesh", "{mesh dim: size}"):
+            if not _is_int(size) or size < 1:
                 raise LayoutError(
                     f"Layout mesh dim {name!r}: got size {size!r}, expected a positive int"
                 )
-        for pattern, rule in self.rules.items():
-            for name in rule:
-                placement = rule[name]
-                sections = placement.sections if isinstance(placement, Strided) else 1
-                if not sections or any(
-                    n < 1 for n in ((sections,) if isinstance(sections, int) else sections)
-                ):
+        for pattern, rule in _items(self.rules, "rules", "{glob: {mesh dim: tensor dim}}"):
+            of_rule = f"rules[{pattern!r}]"
+            for name, placement in _items(rule, of_rule, "{mesh dim: tensor dim}"):
+                if not _is_int(placement) and not isinstance(placement, Strided):
                     raise LayoutError(
-                        f"Layout rule {pattern!r}: got sections {sections!r}, "
-                        "expected positive numbers"
+                        f"Layout {of_rule}: got {name}={placement!r}, expected an int or Strided"
                     )
                 if name not in self.mesh:
                     raise LayoutError(
                         f"Layout rule {pattern!r}: got mesh dim {name!r}, "
                         f"expected one of {', '.join(self.mesh)}"
                     )
+        for pattern, shape in _items(self.shapes, "shapes", "{glob: global shape}"):
+            if not isinstance(shape, Sequence) or not all(_is_int(n) and n >= 0 for n in shape):
+                raise LayoutError(
+                    f"Layout shapes[{pattern!r}]: got {shape!r}, expected ints of 0 or more"
+                )
 
     def check_world(self, world_size: int) -> None:
         """Raise LayoutError unless the mesh has as many positions as there are ranks."""
@@ -131,6 +147,20 @@ class Layout:
         """Return the global shape declared for a tensor, or None."""
         pattern = _first_match(fqn, self.shapes)
         return None if pattern is None else tuple(self.shapes[pattern])
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _items(mapping: object, field_name: str, expected: str) -> Iterable[tuple[str, Any]]:
+    """Return the items of a field of a Layout. LayoutError for other types and keys."""
+    if not isinstance(mapping, Mapping):
+        raise LayoutError(f"Layout {field_name}: got {mapping!r}, expected {expected}")
+    for key in mapping:
+        if not isinstance(key, str):
+            raise LayoutError(f"Layout {field_name}: got the key {key!r}, expected {expected}")
+    return mapping.items()
 
 
 def _first_match(fqn: str, patterns: Iterable[str]) -> str | None:

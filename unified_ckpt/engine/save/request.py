@@ -74,7 +74,8 @@ def save_request(
     step, layout = arguments.get("step"), arguments.get("layout")
     if step is not None:
         check_step(step)
-    for part in arguments.get("parts") or ():
+    parts = arguments.get("parts")
+    for part in parts if isinstance(parts, Mapping) else ():
         if isinstance(part, str) and part.endswith(SHARD_SUFFIX):
             # Its tensors would be taken for shards of another part.
             raise FormatError(

@@ -180,6 +180,11 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
 
     Without an initialized process group, the same as `single_process`.
     """
+    if dist.is_available() and not isinstance(group, dist.ProcessGroup | None):
+        raise TypeError(
+            f"group: got {type(group).__name__}, expected a ProcessGroup that contains this rank; "
+            "a DeviceMesh has one for each dim: mesh.get_group(dim)"
+        )
     if (
         not dist.is_available()
         or not dist.is_initialized()

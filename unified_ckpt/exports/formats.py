@@ -37,6 +37,7 @@ from unified_ckpt.options import ConvertOptions, SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
+from unified_ckpt.runtime.torch_state.optimizers import SHARED
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.pytorch.exported import EXPORT_KEY, EXPORT_VERSION
@@ -237,6 +238,18 @@ def _states(metadata: SourceMetadata, tensors: Tensors) -> dict[str, dict[str, A
     for name, tensor in tensors.items():
         fqn, _, state = name.rpartition("/")
         states_by_fqn.setdefault(fqn, {})[state] = tensor
+    shared = {
+        state.removeprefix(SHARED)
+        for scalar_states in metadata.scalars.values()
+        for state in scalar_states
+        if state.startswith(SHARED)
+    }
+    raise_if_any(
+        FormatError,
+        "optimizer state that belongs to no parameter has no place in this format; leave the "
+        "optimizer out with parts=...",
+        sorted(shared),
+    )
     for fqn, scalar_states in metadata.scalars.items():
         states_by_fqn.setdefault(fqn, {}).update(scalar_states)
     return states_by_fqn

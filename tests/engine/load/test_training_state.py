@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -99,6 +99,28 @@ class Momentum(torch.optim.Optimizer):
         return loss
 
 
+class Shared(torch.optim.Optimizer):
+    """Keeps a count that belongs to no parameter in its state, as MADGRAD does.
+
+    See madgrad/madgrad.py in facebookresearch/madgrad.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        loss, state = closure(), cast("dict[Any, Any]", self.state)
+        state.setdefault("k", torch.tensor([0]))
+        history = state.setdefault("history", {"steps": []})
+        state["k"] += 1
+        history["steps"].append(loss.item())
+        for param in self.param_groups[0]["params"]:
+            total = self.state[param].setdefault("total", torch.zeros_like(param))
+            total.add_(param.grad, alpha=state["k"].item() ** 0.5)
+            param.data.sub_(total, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
 MASTERED: dict[str, Callable[[Any], Optimizer]] = {
     "FusedAdam": lambda ps: FusedAdam(ps, lr=0.01, weight_decay=0.1, master_weights=True),
     "bf16 moments": lambda ps: FusedAdam(
@@ -120,6 +142,7 @@ PLAIN: dict[str, Callable[[Any], Optimizer]] = {
     "wrapped SGD": lambda ps: Wrapped(torch.optim.SGD(ps, lr=0.1, momentum=0.9)),
     "wrapped AdamW": lambda ps: Wrapped(torch.optim.AdamW(ps, lr=0.1)),
     "Momentum": Momentum,
+    "Shared": Shared,
 }
 
 
@@ -184,6 +207,55 @@ def test_resumed_training_is_bitwise_equal(tmp_path: Path, kind: str, warmed: bo
     assert same(states(*other), states(*job))
     check_next_steps(job, other)
     assert same(hyperparameters(other[1]), hyperparameters(job[1]))
+
+
+def test_entries_that_only_a_class_can_load_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a count that `state_dict` of a subclass adds, or a hook."""
+
+    class Counting(torch.optim.AdamW):
+        def state_dict(self) -> Any:
+            return {**super().state_dict(), "count": 3}
+
+    module = model()
+    hooked = torch.optim.SGD(module.parameters())
+    hooked.register_state_dict_post_hook(lambda _, state: {**state, "hooked": 1})
+    same_entries = Wrapped(torch.optim.SGD(module.parameters()))
+    for number, optimizer in enumerate([Counting(module.parameters()), hooked, same_entries]):
+        for repeat in range(2):
+            uc.save(tmp_path / f"{number}-{repeat}", model=module, optimizer=optimizer)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2, "each once"
+    assert "Counting: its state_dict() also has count, which is not saved" in texts[0]
+    assert "SGD: its state_dict() also has hooked, which is not saved" in texts[1]
+
+
+@pytest.mark.parametrize("warmed", [False, True])
+def test_sparse_adam_counts_in_python(tmp_path: Path, warmed: bool) -> None:
+    """Its step computes with an int; a float32 tensor in its place gives other numbers."""
+
+    def job(steps: int) -> Job:
+        torch.manual_seed(0)
+        module = nn.Embedding(6, 3, sparse=True)
+        optimizer = torch.optim.SparseAdam(module.parameters(), lr=0.1)
+        for _ in range(steps):
+            advance(module, optimizer)
+        return module, optimizer
+
+    def advance(module: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        module(torch.tensor([1, 4])).square().sum().backward()
+        optimizer.step()
+
+    saved, loaded = job(3), job(7 if warmed else 0)
+    uc.save(tmp_path / "c", model=saved[0], optimizer=saved[1])
+    uc.load(tmp_path / "c", model=loaded[0], optimizer=loaded[1])
+    for _ in range(3):
+        assert same(states(*loaded), states(*saved))
+        advance(*saved)
+        advance(*loaded)
+    assert same(loaded[0].state_dict(), saved[0].state_dict())
 
 
 @pytest.mark.parametrize("kind", MASTERED)

@@ -124,6 +124,18 @@ def test_counters_are_on_the_device_torch_uses(fused: bool, device: str) -> None
         assert tensor.device.type == (device if key.endswith("/step") else "meta"), key
 
 
+def test_tensors_in_lists_are_on_the_parameters_device() -> None:
+    """As those of LBFGS; they are read into host memory."""
+    module = model().to("meta")
+    optimizer = MAKERS["LBFGS"](list(module.parameters()))
+    target = prepare(module, optimizer, {})
+    old = {"old_dirs": [torch.ones(2)], "t": 1.0, "more": {"ro": (torch.ones(1), None)}}
+    target.install(scalars={"matrix": old}, groups=None)
+    state = optimizer.state[next(module.parameters())]
+    assert state["t"] == 1.0
+    assert {state["old_dirs"][0].device.type, state["more"]["ro"][0].device.type} == {"meta"}
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

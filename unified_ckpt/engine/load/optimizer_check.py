@@ -26,7 +26,7 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import (
     state_rule,
 )
 from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget, saved_groups
-from unified_ckpt.runtime.torch_state.optimizers import is_master
+from unified_ckpt.runtime.torch_state.optimizers import SHARED, is_master
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 Aliases = Mapping[str, Mapping[str, str]]
@@ -46,7 +46,10 @@ def state_mismatches(
     reads them. `use_current`: the optimizer keeps its own hyperparameters.
     """
     problems = []
-    states: dict[str, set[str]] = {fqn: set(state) for fqn, state in metadata.scalars.items()}
+    states = {
+        fqn: {name for name in state if not name.startswith(SHARED)}
+        for fqn, state in metadata.scalars.items()
+    }
     for key in target.tensors:
         fqn, _, name = key.rpartition("/")
         states.setdefault(fqn, set()).add(name)

@@ -5,9 +5,11 @@ Changes nothing of the caller's and touches no file.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypedDict
 
@@ -32,9 +34,12 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     OptimizerArgument,
     capture_optimizer,
     captured_states,
+    unsaved_entries,
 )
 from unified_ckpt.runtime.torch_state.placements import describe_meshes, make_resolver
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, local_tensor
+
+_LOG = logging.getLogger("unified_ckpt")
 
 
 class StateArguments(TypedDict, total=False):
@@ -83,6 +88,9 @@ def save_request(
                 "the suffix of shards; rename the part"
             )
     resolver = make_resolver(comm, layout)
+    for name, entries in unsaved_entries(arguments.get("optimizer")).items():
+        if comm.rank == 0:
+            _warn_unsaved(name, tuple(entries))
     state = flatten_state(
         resolver,
         model=arguments.get("model"),
@@ -116,6 +124,15 @@ def save_request(
         names = {tensor.decl.fqn for tensor in request.omitted_model_tensors}
         check = MasterComparison(rounded=frozenset(masters & names))
     return replace(request, master_check=check)
+
+
+@cache
+def _warn_unsaved(class_name: str, entries: tuple[str, ...]) -> None:
+    text = (
+        "%s: its state_dict() also has %s, which is not saved; pass it in extra=, and set it after "
+        "a load. This is logged once"
+    )
+    _LOG.warning(text, class_name, ", ".join(entries))
 
 
 def capture(arguments: SaveArguments, *, rank: int) -> CapturedState:

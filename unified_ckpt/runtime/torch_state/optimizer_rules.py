@@ -57,7 +57,7 @@ class StateRule:
 
     `required`: the next step reads them; `optional`: it may. `dtypes`: of the states; None for the
     parameter's. `master`: the name under which a step creates and reads master weights.
-    `step_in_group`: the step count is `group["step"]`.
+    `step_in_group`: the step count is `group["step"]`. `step_is_int`: it is no tensor.
     """
 
     required: frozenset[str]
@@ -65,6 +65,7 @@ class StateRule:
     dtypes: Mapping[str, torch.dtype] | None = None
     master: str | None = None
     step_in_group: bool = False
+    step_is_int: bool = False
 
     def dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
         """Return the dtype in which a step reads this state of a parameter; None for any."""
@@ -139,7 +140,12 @@ def _step_owner(step: Callable[..., Any]) -> str | None:
 def _torch_rule(name: str, enabled: frozenset[str]) -> StateRule:
     required, optional = (frozenset(names.split()) for names in _TORCH[name])
     dtypes: dict[str, torch.dtype] | None = {} if name == "LBFGS" else None
-    return StateRule(required | enabled, optional - enabled | _OPTIONAL_MASTERS, dtypes)
+    return StateRule(
+        required | enabled,
+        optional - enabled | _OPTIONAL_MASTERS,
+        dtypes,
+        step_is_int=name == "SparseAdam",
+    )
 
 
 def without_runtime_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,12 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import (
     without_runtime_options,
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
+    SHARED,
     check_supported,
     is_master,
     master_key,
     param_name,
+    shared_state,
 )
 from unified_ckpt.runtime.torch_state.tensors import local_tensor, torch_dtype
 
@@ -68,17 +70,22 @@ class OptimizerTarget:
         `groups`: saved options; None keeps the current hyperparameters.
         """
         by_param: dict[str, dict[str, Any]] = {}
+        if self.loads_state:
+            self._install_shared_state(scalars)
         for key, tensor in self.tensors.items():
             fqn, _, name = key.rpartition("/")
             by_param.setdefault(fqn, {})[name] = tensor
         for fqn, values in scalars.items():
-            by_param.setdefault(fqn, {}).update(values)
+            own = {name: value for name, value in values.items() if not name.startswith(SHARED)}
+            by_param.setdefault(fqn, {}).update(own)
         for number, (optimizer, group) in enumerate(self.groups()):
             params = [p for p in group["params"] if self.names[id(p)] not in self.unchanged]
             for param in params:
                 loaded = optimizer.state.get(param, {})
                 if self.loads_state:
                     loaded = by_param.get(self.names[id(param)], {})
+                    device = local_tensor(param).device
+                    loaded = {name: _on_device(value, device) for name, value in loaded.items()}
                 self._install_state(optimizer, group, param, loaded)
             rule = state_rule(optimizer, params[0], group) if params else None
             if groups is not None and params:
@@ -91,6 +98,26 @@ class OptimizerTarget:
                 _set_options(group, {STEP: self.group_steps[number]})
             elif self.loads_state and rule is not None and rule.step_in_group:
                 group.pop(STEP, None)  # the checkpoint was saved before the first step
+
+    def _install_shared_state(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
+        """Install the state that belongs to no parameter; clear what the checkpoint lacks."""
+        for optimizer in self.optimizers:
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            fqns = [self.names[id(param)] for param in params]
+            if self.unchanged.issuperset(fqns):
+                continue
+            saved: dict[Any, Any] = {
+                name.removeprefix(SHARED): value
+                for fqn in reversed(fqns)  # the first parameter that has it decides
+                for name, value in scalars.get(fqn, {}).items()
+                if name.startswith(SHARED)
+            }
+            state: dict[Any, Any] = optimizer.state
+            for key, current in shared_state(optimizer).items():
+                if isinstance(current, torch.Tensor) and isinstance(saved.get(key), torch.Tensor):
+                    saved[key] = saved[key].to(current.device)
+                del state[key]
+            state.update(deepcopy(saved))
 
     def _install_state(
         self,
@@ -116,7 +143,9 @@ class OptimizerTarget:
             state.pop(STEP, None)
         elif rule is not None and STEP in rule.required and state:
             number = state.get(STEP, self.param_steps.get(fqn))
-            if not isinstance(number, torch.Tensor) and number is not None:
+            if rule.step_is_int and number is not None:
+                state[STEP] = int(number)  # a float32 tensor would compute other numbers
+            elif not isinstance(number, torch.Tensor) and number is not None:
                 # torch's step would keep a Python number as it is.
                 state[STEP] = torch.tensor(float(number), device=_counter_device(param, group))
         if state:
@@ -128,6 +157,23 @@ class OptimizerTarget:
                 # TransformerEngine requires a scale, and does not apply it.
                 scales = optimizer._scales.setdefault(param, {})  # type: ignore[attr-defined]
                 scales.setdefault(name, torch.ones([1], device=param.device))
+
+
+def _on_device(state: Any, device: torch.device) -> Any:
+    """Return a state with the tensors in its lists and dicts on the parameter's device, as torch's
+    `Optimizer.load_state_dict` does. They are stored as values, which are read into host memory.
+    """
+    if device.type == "cpu" or not isinstance(state, list | tuple | dict):
+        return state
+    if isinstance(state, dict):
+        return {
+            key: value.to(device) if isinstance(value, torch.Tensor) else _on_device(value, device)
+            for key, value in state.items()
+        }
+    return type(state)(
+        value.to(device) if isinstance(value, torch.Tensor) else _on_device(value, device)
+        for value in state
+    )
 
 
 def _counter_device(param: torch.Tensor, group: Mapping[str, Any]) -> torch.device | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,6 +16,7 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import MASTER_KEYS, class_
 from unified_ckpt.runtime.torch_state.tensors import check_tensors
 
 _UNSUPPORTED = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
+SHARED = "/"  # starts the names of state that belongs to no parameter, which the first one holds
 
 
 @dataclass(slots=True)
@@ -23,8 +24,8 @@ class FlatOptimizer:
     """A flattened optimizer.
 
     `tensors`: "fqn/state" -> the optimizer's own tensor. `scalars`: fqn -> state that is not a
-    tensor. `groups`: names and options, the optimizer's class, and the name of masters in its
-    state.
+    tensor; its first parameter also has the optimizer's state by other keys, after `SHARED`.
+    `groups`: names and options, the optimizer's class, and the name of masters in its state.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class CapturedOptimizer:
 
     optimizer: Optimizer
     param_groups: Sequence[dict[str, Any]]
-    state: Mapping[torch.Tensor, Mapping[str, Any]]
+    state: Mapping[Any, Any]
 
 
 OptimizerArgument = (
@@ -108,6 +109,11 @@ def flatten_optimizer(
             flat.groups.append({"names": fqns, "options": options, **class_fields})
             for fqn, param in zip(fqns, group["params"], strict=True):
                 _flatten_state(flat, fqn, param, single.state.get(param, {}))
+        first = next((p for group in single.param_groups for p in group["params"]), None)
+        for key, value in shared_state(single).items() if first is not None else ():
+            fqn = param_name(cast("torch.Tensor", first), names, 0)
+            _check_state_key(type(live).__name__, key)
+            flat.scalars.setdefault(fqn, {})[f"{SHARED}{key}"] = value
         for param, master in _apex_masters(live):
             flat.masters[param_name(param, names, 0)] = master
     return flat
@@ -139,7 +145,13 @@ def _capture(optimizer: Optimizer) -> CapturedOptimizer:
         for group in groups
         for param in group["params"]
     }
-    return CapturedOptimizer(optimizer, groups, state)
+    return CapturedOptimizer(optimizer, groups, state | copy.deepcopy(shared_state(optimizer)))
+
+
+def shared_state(optimizer: Optimizer | CapturedOptimizer) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter, such as `optimizer.state["k"]` of MADGRAD."""
+    state = optimizer.state.items()
+    return {key: value for key, value in state if not isinstance(key, torch.Tensor)}
 
 
 def _live(optimizer: Optimizer | CapturedOptimizer) -> Optimizer:
@@ -156,9 +168,28 @@ def captured_states(
         yield None, optimizer
     else:
         for single in as_optimizers(optimizer):
-            yield from single.state.items()
+            items = single.state.items()
+            yield from ((key, value) for key, value in items if isinstance(key, torch.Tensor))
             for param, master in _apex_masters(_live(single)):
                 yield param, {"master": master}
+
+
+def unsaved_entries(optimizer: OptimizerArgument | None) -> dict[str, list[str]]:
+    """Return the entries of `state_dict()` beside state and groups, by name of the class.
+
+    Some classes add them; only the class knows where a load would put them. Calls `state_dict` of
+    classes that override it, which may be collective.
+    """
+    entries = {}
+    for single in map(_live, as_optimizers(optimizer)):
+        hooks = getattr(single, "_optimizer_state_dict_post_hooks", None)
+        overrides = type(single).state_dict is not Optimizer.state_dict
+        # TransformerEngine's scales state there, which is saved as it is.
+        if (overrides or hooks) and not hasattr(single, "name_to_dtype_map"):
+            names = sorted(map(str, single.state_dict().keys() - {"state", "param_groups"}))
+            if names:
+                entries[type(single).__name__] = names
+    return entries
 
 
 def check_supported(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
@@ -192,10 +223,7 @@ def _flatten_state(
     flat: FlatOptimizer, fqn: str, param: torch.Tensor, state: Mapping[str, Any]
 ) -> None:
     for key, value in state.items():
-        if not isinstance(key, str) or "/" in key or not key:
-            raise LayoutError(
-                f"{fqn}: got the key {key!r} in optimizer state, expected a name without '/'"
-            )
+        _check_state_key(fqn, key)
         if is_master(key, value, param):
             flat.masters[fqn] = value
         elif isinstance(value, torch.Tensor):
@@ -203,6 +231,13 @@ def _flatten_state(
         else:
             _check_no_dtensor(f"{fqn}/{key}", value)
             flat.scalars.setdefault(fqn, {})[key] = value
+
+
+def _check_state_key(owner: str, key: object) -> None:
+    if not isinstance(key, str) or "/" in key or not key:
+        raise LayoutError(
+            f"{owner}: got the key {key!r} in optimizer state, expected a name without '/'"
+        )
 
 
 def _check_no_dtensor(path: str, value: object) -> None:

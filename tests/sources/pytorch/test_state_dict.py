@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import types
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,26 @@ def test_namespaces_and_paths_become_plain(tmp_path: Path) -> None:
     with uc.open(tmp_path / "last.pt") as source:
         settings = {"lr": 0.1, "out": "/a/b", "inner": {"names": ["x", "c"]}, "none": {}}
         assert source.extra == {"args": settings, "paths": ("d", ".")}
+
+
+def test_plain_values_keep_their_classes(tmp_path: Path) -> None:
+    """A Counter holds the milestones of `MultiStepLR`, which calls its `elements`."""
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 3, 5])
+    values = {
+        "scheduler": scheduler.state_dict(),
+        "order": OrderedDict(b=1, a=argparse.Namespace(x=2)),
+        "dtype": torch.bfloat16,
+        "shapes": [torch.Size([1, 2])],
+    }
+    torch.save({"model": net().state_dict(), **values}, tmp_path / "last.pt")
+    uc.convert(tmp_path / "last.pt", tmp_path / "ours")
+    expected = str(values | {"order": OrderedDict(b=1, a={"x": 2})})
+    for path in (tmp_path / "last.pt", tmp_path / "ours"):
+        with uc.open(path) as source:
+            assert str(source.extra) == expected
+            scheduler.load_state_dict(source.extra["scheduler"])
+        assert sorted(scheduler.milestones.elements()) == [3, 3, 5]
 
 
 def stepped(model: nn.Module, groups: Any) -> torch.optim.Optimizer:

@@ -28,6 +28,7 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.dtype_names import TORCH_DTYPE_NAMES
+from unified_ckpt.sources.restricted_pickle.limits import child_nodes
 from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
 from unified_ckpt.sources.restricted_pickle.placeholders import placeholder_class
 
@@ -179,7 +180,29 @@ def read_archive(
             raise FormatError(f"got byte order {byteorder}, expected {sys.byteorder}")
         pickled = archive.read(entries["data.pkl"])
     check_memo_bounds(pickled)
-    return _ArchiveUnpickler(pickled, placeholders, _Storages(entries, mapped, start)).load()
+    unpickler = _ArchiveUnpickler(pickled, placeholders, _Storages(entries, mapped, start))
+    value = unpickler.load()
+    if unpickler.names_dtypes and _holds_dtype(value):
+        raise FormatError("holds a dtype beside its tensors, expected plain values")
+    return value
+
+
+class _DtypeName(str):
+    """The name of a tensor's dtype. Without torch there is no other value for a dtype."""
+
+    __slots__ = ()
+
+
+def _holds_dtype(value: Any) -> bool:
+    nodes, seen = [value], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, _DtypeName):
+            return True
+        if id(node) not in seen:  # a node may have many parents
+            seen.add(id(node))
+            nodes += child_nodes(node)
+    return False
 
 
 class _Storage(NamedTuple):
@@ -246,16 +269,20 @@ class _Storages:
 
 
 class _ArchiveUnpickler(pickle.Unpickler):
-    """Allows only torch's rebuild functions, storage classes and dtypes, and placeholders."""
+    """Allows only torch's rebuild functions, storage classes and dtypes, and placeholders.
+
+    `names_dtypes`: whether the pickle names a dtype, of a tensor or as a value.
+    """
+
+    names_dtypes = False
 
     def __init__(self, pickled: bytes, placeholders: Collection[str], storages: _Storages) -> None:
         super().__init__(io.BytesIO(pickled))
         self._storages = storages
         self._allowed: dict[str, Any] = {
             **{name: placeholder_class(name) for name in placeholders},
-            **TORCH_DTYPE_NAMES,
+            **{name: _DtypeName(dtype) for name, dtype in TORCH_DTYPE_NAMES.items()},
             "collections.OrderedDict": OrderedDict,
-            "torch.Size": tuple,
             # Not methods: the cycle would keep the file mapped after its Source is closed.
             "torch._utils._rebuild_parameter": _rebuild_parameter,
             "torch._utils._rebuild_tensor_v2": partial(_rebuild_tensor_v2, storages),
@@ -267,7 +294,9 @@ class _ArchiveUnpickler(pickle.Unpickler):
             return name
         if f"{module}.{name}" not in self._allowed:
             raise FormatError(f"asks for {module}.{name}, which is not loaded from files")
-        return self._allowed[f"{module}.{name}"]
+        allowed = self._allowed[f"{module}.{name}"]
+        self.names_dtypes |= isinstance(allowed, _DtypeName)
+        return allowed
 
     def persistent_load(self, persistent_id: Any, /) -> _Storage:
         kind, storage_class, key, _, count = persistent_id
@@ -289,7 +318,7 @@ def _rebuild_tensor_v2(storages: _Storages, storage: _Storage, *arguments: Any) 
 
 
 def _rebuild_tensor_v3(storages: _Storages, storage: _Storage, *arguments: Any) -> ArchivedTensor:
-    return _rebuild_tensor(storages, storage, arguments[5], arguments[:3], arguments[6:])
+    return _rebuild_tensor(storages, storage, str(arguments[5]), arguments[:3], arguments[6:])
 
 
 def _rebuild_parameter(tensor: ArchivedTensor, *_: Any) -> ArchivedTensor:

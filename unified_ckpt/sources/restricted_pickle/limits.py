@@ -28,7 +28,7 @@ def check_tree_size(value: Any) -> None:
         if id(node) in measured:
             stack.pop()
             continue
-        children = _children(node)
+        children = child_nodes(node)
         containers = [child for child in children if isinstance(child, _CONTAINERS)]
         if id(node) not in in_progress:
             in_progress.add(id(node))
@@ -56,7 +56,8 @@ def check_tree_size(value: Any) -> None:
 _CONTAINERS = (dict, list, tuple, set, frozenset, Placeholder)
 
 
-def _children(node: Any) -> list[Any]:
+def child_nodes(node: Any) -> list[Any]:
+    """Return what a container or a placeholder holds; [] for other values."""
     if isinstance(node, dict):
         return [*node.keys(), *node.values()]
     if isinstance(node, (list, tuple, set, frozenset)):

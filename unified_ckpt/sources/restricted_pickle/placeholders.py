@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
@@ -62,11 +62,10 @@ def to_plain(value: Any) -> Any:
         return values[0] if len(values) == 1 else values or {}
     if isinstance(value, type) and issubclass(value, Placeholder):
         return value.__name__
-    if isinstance(value, Mapping):
-        return {key: to_plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(to_plain, value))
-    return list(value) if isinstance(value, list | tuple) else value
+    if isinstance(value, dict):
+        items = {key: to_plain(item) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # a Counter of a scheduler
+    return type(value)(map(to_plain, value)) if type(value) in (list, tuple) else value
 
 
 def replace_leaves(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:

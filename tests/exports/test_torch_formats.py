@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     model, optimizer = net(0)
     train(model, optimizer, loss_of, 0, 3)
     path = tmp_path_factory.mktemp("exports") / "c"
-    extra = {"scheduler": {"last": (1, 2.5)}, "noise": torch.arange(3)}
+    extra = {
+        "scheduler": {"last": (1, 2.5), "milestones": Counter({0: 2, 1: 1})},
+        "noise": torch.arange(3),
+    }
     uc.save(
         path,
         model=model,
@@ -75,7 +79,10 @@ def test_torch_file_equals_what_torch_saves(
     assert (report.step, report.tensors["model"], report.id) == (3, 4, None)
     state_dict = torch.load(tmp_path / "c.pt", weights_only=True, mmap=True)
     assert state_dict["step"] == 3
-    assert state_dict["extra"]["scheduler"] == {"last": (1, 2.5)}
+    assert state_dict["extra"]["scheduler"] == {
+        "last": (1, 2.5),
+        "milestones": Counter({0: 2, 1: 1}),
+    }
     assert torch.equal(state_dict["extra"]["noise"], torch.arange(3))
     assert state_dict["rank_extra"] == [{"seed": 5}]
     assert state_dict["model"]["0.weight"].data_ptr() == state_dict["model"]["4.weight"].data_ptr()
@@ -108,7 +115,8 @@ def test_dcp_folder_equals_what_dcp_saves(saved: tuple[Path, list[float]], tmp_p
     assert main(["diff", str(tmp_path / "d"), str(folder), "--deep"]) == 0
     loaded_model, fresh = net(2)
     report = uc.load(tmp_path / "d", model=loaded_model, optimizer=fresh)
-    assert report.extra["scheduler"] == {"last": (1, 2.5)}
+    assert report.extra["scheduler"]["last"] == (1, 2.5)
+    assert sorted(report.extra["scheduler"]["milestones"].elements()) == [0, 0, 1]
     assert train(loaded_model, fresh, loss_of, 3, 3) == expected
 
 

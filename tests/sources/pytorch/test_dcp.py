@@ -182,6 +182,8 @@ PLACES: list[tuple[tuple[str | int, ...], bool, tuple[str, str] | None]] = [
     (("optimizer", "state", "a.weight", "exp_avg"), False, ("optimizer", "a.weight/exp_avg")),
     (("optim", "state.a.weight.exp_avg"), False, ("optimizer", "a.weight/exp_avg")),
     (("optimizer", "param_groups", 0, "lr"), True, None),
+    (("optimizer", "state", "a.weight", "GG", 0), False, None),
+    (("optim", "state.a.weight.GG", 0), False, None),
     (("ema", "a.weight"), False, ("ema", "a.weight")),
     (("step",), True, None),
 ]
@@ -233,6 +235,38 @@ def test_lists_stay_lists(tmp_path: Path) -> None:
     with uc.open(tmp_path / "c") as opened:
         assert opened.extra == {"schedulers": schedulers, "deep": {"seen": {1: {"b": 5}}}}
         assert torch.equal(opened["deep"]["seen.0.a"][...], torch.ones(2))
+
+
+class Preconditioned(torch.optim.SGD):
+    """Has containers of tensors in its state, as SOAP and Shampoo do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            last = state["GG"][0] if state else torch.zeros(2)
+            state["GG"], state["inner"] = [last + param.sum().detach(), []], {"n": {0: len(state)}}
+        return super().step(closure)
+
+
+def test_containers_in_optimizer_state_are_restored(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Preconditioned(model.parameters(), lr=torch.tensor(0.1))
+    train(model, optimizer, lambda net, draw: net(torch.randn(4, 3, generator=draw)).sum(), 0, 2)
+    weights, state = get_state_dict(model, optimizer)
+    state["param_groups"][0]["bounds"] = [torch.tensor(1.0), 2.0]
+    save_dcp({"model": weights, "optimizer": state}, tmp_path / "c")
+    uc.convert(tmp_path / "c", tmp_path / "ours")
+    uc.convert(tmp_path / "ours", tmp_path / "again", to="dcp")
+    for path in (tmp_path / "c", tmp_path / "ours", tmp_path / "again"):
+        other = nn.Linear(3, 2)
+        fresh = Preconditioned(other.parameters(), lr=0.5)
+        uc.load(path, model=other, optimizer=fresh)
+        assert str(fresh.param_groups[0]["bounds"]) == "[tensor(1.), 2.0]"
+        for param, stored in zip(other.parameters(), model.parameters(), strict=True):
+            actual, expected = fresh.state[param], optimizer.state[stored]
+            assert torch.equal(actual["GG"][0], expected["GG"][0])
+            assert actual["GG"][1:] == [[]]
+            assert list(actual["inner"]["n"].values()) == [2]
 
 
 def test_scalar_parameter_of_unnamed_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -174,13 +174,8 @@ def key_for_path(path: KeyPath, *, scalar: bool) -> Key | None:
     if not rest:
         return None if scalar and "." not in first else (MODEL, first)
     if _is_optimizer(first):
-        if rest[0] == "state" and len(rest) == 3:
-            return OPTIMIZER, f"{rest[1]}/{rest[2]}"
-        flat = ".".join(map(str, rest))
-        if flat.startswith("state."):
-            fqn, _, name = flat.removeprefix("state.").rpartition(".")
-            return OPTIMIZER, f"{fqn}/{name}"
-        return None
+        state = _state_path(path)  # longer for a tensor in a container, which is no tensor state
+        return (OPTIMIZER, "/".join(map(str, state))) if state and len(state) == 2 else None
     return first, ".".join(map(str, rest))
 
 
@@ -190,17 +185,28 @@ def _module_key(path: KeyPath) -> str:
     return name if is_extra_state(name) else ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A stored value in a tree of paths. Unlike the paths, it has lists where it had some."""
+
+    value: Any
+
+
 def _restore_lists(tree: Any) -> Any:
     """Return the tree with lists where keys are positions, as DCP restores what it flattened.
 
     A list whose tensors are in a part stays a dict of its other items.
     """
-    if not isinstance(tree, dict):
-        return tree
+    if isinstance(tree, _Stored):
+        return tree.value
     restored = {key: _restore_lists(child) for key, child in tree.items()}
     positions = range(len(restored))
     is_list = restored and restored.keys() == set(positions)
     return [restored[position] for position in positions] if is_list else restored
+
+
+def _restore_values(tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: _restore_lists(child) for key, child in tree.items()}
 
 
 def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
@@ -212,37 +218,42 @@ def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
     for path, value in objects.items():
         state = _state_path(path)
         if state is not None:
-            set_nested(scalars, state, value)
+            set_nested(scalars, state, _Stored(value))
             continue
         if _is_optimizer(path[0]) and len(path) > 1:
             inner_path = path[1:] if len(path) > 2 else tuple(str(path[1]).split("."))
             if inner_path[0] == "param_groups" and len(inner_path) > 2:
-                by_index = len(inner_path) == 3 and isinstance(inner_path[1], int)
-                owner = inner_path[1] if by_index else ".".join(map(str, inner_path[1:-1]))
-                options.setdefault((str(path[0]), owner), {})[str(inner_path[-1])] = value
+                owner, keys = inner_path[1], inner_path[2:]
+                if not isinstance(owner, int):
+                    owner, keys = ".".join(map(str, inner_path[1:-1])), inner_path[-1:]
+                group = options.setdefault((str(path[0]), owner), {})
+                set_nested(group, keys, _Stored(value))
                 continue
         module = _module_key(path)
         set_nested(
-            modules if module else tree, path[path.index(module) :] if module else path, value
+            modules if module else tree,
+            path[path.index(module) :] if module else path,
+            _Stored(value),
         )
-    step = tree.get("step")
+    extra = _restore_values(tree)
+    step = extra.get("step")
     return SourceMetadata(
         step=step if isinstance(step, int) and not isinstance(step, bool) else None,
-        extra=_restore_lists(tree) or None,
-        modules=_restore_lists(modules),
-        groups=_param_groups(options),
-        scalars=scalars,
+        extra=extra or None,
+        modules=_restore_values(modules),
+        groups=_param_groups({owner: _restore_values(group) for owner, group in options.items()}),
+        scalars={fqn: _restore_values(state) for fqn, state in scalars.items()},
     )
 
 
 def _state_path(path: KeyPath) -> KeyPath | None:
-    """Return the parameter and keys of non-tensor optimizer state; None for other objects."""
+    """Return the parameter and keys of optimizer state; None for other entries."""
     if _is_optimizer(path[0]):
         if len(path) > 3 and path[1] == "state":
-            return str(path[2]), *map(str, path[3:])
-        if len(path) == 2 and str(path[1]).startswith("state."):
+            return str(path[2]), str(path[3]), *path[4:]
+        if len(path) > 1 and str(path[1]).startswith("state."):
             fqn, _, key = str(path[1]).removeprefix("state.").rpartition(".")
-            return fqn, key
+            return fqn, key, *path[2:]
     return None
 
 

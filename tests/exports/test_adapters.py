@@ -123,6 +123,9 @@ def test_merge_into_a_training_state_names_what_it_lacks(tmp_path: Path) -> None
         ({"use_dora": True}, "expected a plain LoRA, got.*use_dora=True"),
         ({"peft_type": "IA3"}, "expected a plain LoRA, got.*peft_type='IA3'"),
         ({"fan_in_fan_out": True}, "expected a plain LoRA, got.*fan_in_fan_out=True"),
+        ({"alora_invocation_tokens": [5]}, r"expected a plain LoRA, got.*tokens=\[5\]"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "expected a plain LoRA, got.*layer_replication"),
+        ({"arrow_config": {"top_k": 2}}, "expected a plain LoRA, got.*arrow_config"),
         *(
             ({"init_lora_weights": init}, f"init_lora_weights='{init}' also changed the weights")
             for init in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")

@@ -47,6 +47,13 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "use_dora": (None, False),
     "fan_in_fan_out": (None, False),
     "bias": (None, "none"),
+    "alora_invocation_tokens": (None,),  # the update depends on the input
+    "arrow_config": (None,),
+    "monteclora_config": (None,),
+    "kasa_config": (None,),
+    "use_qalora": (None, False),
+    "use_bdlora": (None,),
+    "layer_replication": (None, []),  # the numbers of layers are not those of the base
 }
 # Initializations of A and B that also change the weights of the base.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
